@@ -1,0 +1,61 @@
+# Every target sets itself up. `make` alone lists them.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python >= 3.11 or say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is older than 3.11; say PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "make: python3 -m venv failed; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+$(VENV)/.uv: | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.uv
+	@echo "installing the demo's packages into $(VENV)"
+	@$(INSTALL) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
+	@echo "installing the development packages into $(VENV)"
+	@$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+.PHONY: help demo test lint unit e2e wheel-test bench proto clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside round robin (ARGS="--engines 8 ...")
+	@$(BIN)/dualmap demo $(ARGS)
+
+test: lint unit wheel-test ## everything: lint, unit and end-to-end tests, and the built wheel
+
+unit: $(VENV)/.dev
+	@$(BIN)/pytest tests e2e $(ARGS)
+
+e2e: $(VENV)/.dev ## only the tests through the real Envoy
+	@$(BIN)/pytest e2e $(ARGS)
+
+lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+wheel-test: $(VENV)/.dev
+	@$(BIN)/python tests/packaging/wheel_run.py
+
+bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run
+	@$(BIN)/python -m bench $(ARGS)
+
+proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/wire
+	@$(BIN)/python -m grpc_tools.protoc -Iextproc --python_out=extproc --pyi_out=extproc extproc/dualmap_extproc/wire/*.proto
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out

@@ -1,0 +1,1 @@
+"""The `dualmap` command line and the demo: the only layer that knows all the others."""

@@ -1,0 +1,55 @@
+"""Entry point of ``dualmap``: names every subcommand and imports only the one that runs.
+
+Start-up stays under half a second because a subcommand's module (gRPC, aiohttp, Envoy's types) is imported when
+that subcommand is looked up, and never for another's ``--help``.
+"""
+
+import importlib
+from importlib.metadata import version
+
+import click
+
+# Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "router": ("dualmap_extproc.main", "router", "Run the endpoint picker that Envoy asks where each request goes."),
+    "envoy-config": ("dualmap_extproc.envoy.command", "envoy_config", "Print an Envoy bootstrap for the given pools."),
+    "explain": ("dualmap_extproc.explain", "explain", "Say which instance a request would go to, and why."),
+    "policies": ("dualmap_extproc.explain", "policies", "List every routing policy with its source."),
+    "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
+    "demo": ("dualmap_cli.demo.command", "demo", "Replay a workload through a real Envoy, once per policy."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose subcommands live in modules that are imported on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name every subcommand, in the order of COMMANDS."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one subcommand; None when there is no such name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands from COMMANDS alone, importing none of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version("dualmap"), prog_name="dualmap")
+def main() -> None:
+    """Route each LLM request to the instance that already holds its prefix.
+
+    \b
+    Try it here:         dualmap demo
+    Run a router:        dualmap router --pool pool.yaml
+    Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
+    Ask why:             dualmap explain --pool pool.yaml --request request.json
+    """

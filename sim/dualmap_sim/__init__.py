@@ -1,0 +1,1 @@
+"""The engine model, workloads, and the simulated OpenAI-compatible server built on them."""
