@@ -1,0 +1,67 @@
+"""The receipt of a routing decision: what was known, which rule fired, who was chosen.
+
+Receipts leave the router as the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary), as
+JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``).
+"""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """The hash key of a request: the chained hash of its first ``blocks`` blocks, which hold ``tokens`` tokens."""
+
+    hash: int
+    blocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateReceipt:
+    """One instance as the policy saw it. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
+
+    id: str
+    state: str
+    matched_tokens: int
+    pending_tokens: int
+    in_flight: int
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Why a request went where it went. ``pair`` is in ring order (ring 1, ring 2); ids are members' ids."""
+
+    pool: str
+    policy: str
+    rule: str
+    key: Key
+    pair: tuple[str, ...]
+    chosen: str
+    address: str
+    prompt_tokens: int
+    matched_tokens: int
+    predicted_ttft_s: float
+    candidates: tuple[CandidateReceipt, ...]
+
+    def header(self) -> str:
+        """Return the receipt as an RFC 9651 dictionary, the value of ``x-dualmap-decision``."""
+        pair = " ".join(_sf_string(member) for member in self.pair)
+        return (
+            f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={_sf_string(self.chosen)}, "
+            f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Return the receipt as plain JSON values; the hash as 16 hex digits, since JSON numbers end at 2^53."""
+        document = asdict(self)
+        document["key"]["hash"] = f"{self.key.hash:016x}"
+        document["pair"] = list(self.pair)
+        document["candidates"] = list(document["candidates"])
+        return document
+
+
+def _sf_string(text: str) -> str:
+    """Quote a Structured Fields string (RFC 9651 section 4.1.6); ids are printable ASCII by the pool reader."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
