@@ -1,0 +1,37 @@
+"""The router's settings: parsed once from the command line (``main``), frozen, handed out in parts."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one stream may cost.
+
+    ``body_bytes`` is the largest request body that is routed (above it: 413). ``chunk_bytes`` is the largest
+    piece of a body streamed back in FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B).
+    ``ended_requests`` is how many finished requests are remembered, so that usage which the access log reports
+    later is still counted.
+    """
+
+    body_bytes: int = 16 * 1024 * 1024
+    chunk_bytes: int = 62_000
+    ended_requests: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder."""
+
+    pools: tuple[Path, ...]
+    host: str = "0.0.0.0"
+    grpc_port: int = 9002
+    health_port: int = 9003
+    metrics_port: int = 9090
+    als_port: int = 9004
+    tls: str = "off"
+    replica_id: str
+    log_level: str = "info"
+    log_format: str = "text"
+    drain_timeout_s: float = 25.0
+    limits: Limits = field(default_factory=Limits)
