@@ -1,37 +1,288 @@
 """One pool's router: a synchronous, sans-IO object that turns requests into decisions.
 
 Inputs and ``now`` (monotonic seconds) go in, values come out; ``next_deadline`` tells the driver when to call
-``on_deadline``. The gRPC server drives it with the event loop's clock, the simulator with a heap.
+``on_deadline``. The gRPC server drives it with the event loop's clock, the simulator with a heap. It composes the rooms
+of a request's walk (docs/architecture.md): hotness gives the key, the rings the pair, index, ledger and estimate what
+each candidate holds, owes and would take, the policy the choice.
 """
 
-from dualmap.pool import Pool
-from dualmap.requests import Completion, Decision, FirstToken, PoolStatus, Refusal, Request, Usage
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from dualmap.blocks import BlockChain
+from dualmap.hotness import HotnessTree
+from dualmap.ledger import Entry, Ledger
+from dualmap.policies import POLICIES
+from dualmap.pool import Member, Pool
+from dualmap.prefix_index import PrefixIndex
+from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.requests import (
+    Completion,
+    Decision,
+    EndpointStatus,
+    FirstToken,
+    PoolStatus,
+    Refusal,
+    Request,
+    Usage,
+)
+from dualmap.rings import DualRing
+from dualmap.situation import Candidate, Choice, Situation
+
+_SUBSET_RINGS = 256
 
 
 class PoolRouter:
     """Routes the requests of one pool and keeps the books about its members."""
 
-    def __init__(self, pool: Pool) -> None: ...
+    def __init__(self, pool: Pool) -> None:
+        self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
+        self._sequence = 0
+        self._adopt(pool)
 
     @property
-    def pool(self) -> Pool: ...
+    def pool(self) -> Pool:
+        """The pool as last given."""
+        return self._pool
 
-    def on_request(self, now: float, request: Request) -> Decision | Refusal: ...
+    def on_request(self, now: float, request: Request) -> Decision | Refusal:
+        """Choose the instance of a request and book it there; or refuse it when no member is eligible."""
+        ring = self._ring_for(request.subset)
+        if not ring.members:
+            return Refusal.NO_ENDPOINT
+        key = self._key(now, request, len(ring.members))
+        pair = tuple(self._candidate(now, self._members[member], request.chain) for member in ring.pair(key.hash))
+        situation = Situation(
+            request_id=request.id,
+            prompt_tokens=request.chain.tokens,
+            waited_s=max(0.0, now - request.arrived_s),
+            sequence=self._sequence,
+            slo_ttft_s=self._pool.slo.ttft_s,
+            spill=self._pool.routing.spill,
+            pair=pair,
+            everyone=lambda: [self._candidate(now, member, request.chain) for member in ring.members],
+        )
+        self._sequence += 1
+        choice = self._policy.choose(situation)
+        self._book(now, request, choice.candidate)
+        return Decision(
+            request_id=request.id,
+            endpoints=self._endpoints(choice.candidate, pair, ring),
+            receipt=self._receipt(key, situation, choice),
+        )
 
-    def any_endpoints(self, now: float, subset: frozenset[str] | None) -> tuple[str, ...]: ...
+    def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
+        """Return up to two endpoints for a request without a prompt, in turn; empty when no member is eligible."""
+        members = self._ring_for(subset).members
+        turn = self._sequence
+        self._sequence += 1
+        return tuple(members[(turn + step) % len(members)].endpoint for step in range(min(2, len(members))))
 
-    def on_served(self, now: float, request_id: str, endpoint: str) -> bool: ...
+    def on_served(self, now: float, request_id: str, endpoint: str) -> bool:
+        """Move a request's books to the member that really served it; return whether that was another than chosen."""
+        entry = self._ledger.entry(request_id)
+        if entry is None:
+            return False
+        chosen = self._members.get(entry.member)
+        served = next((each for each in self._members.values() if each.endpoint == endpoint), None)
+        if served is None or served is chosen:
+            return False
+        # The chosen member never computed this prompt: whatever it held before stays, what was assumed goes.
+        held_blocks = entry.matched_tokens // entry.chain.block_tokens
+        if chosen is not None:
+            self._indexes[chosen.id].remove(entry.chain.hashes[held_blocks:])
+        candidate = self._candidate(now, served, entry.chain)
+        self._ledger.move(
+            now, entry, to=served.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
+        )
+        self._indexes[served.id].add(entry.chain.hashes)
+        return True
 
-    def on_first_token(self, now: float, request_id: str) -> FirstToken | None: ...
+    def on_first_token(self, now: float, request_id: str) -> FirstToken | None:
+        """Release a request's pending prefill; None when it is unknown or was released before."""
+        entry = self._ledger.first_token(now, request_id)
+        if entry is None:
+            return None
+        ttft_s = now - entry.arrived_s
+        return FirstToken(
+            member=entry.member,
+            ttft_s=ttft_s,
+            predicted_ttft_s=entry.predicted_ttft_s,
+            within_slo=ttft_s <= self._pool.slo.ttft_s,
+        )
 
-    def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Completion | None: ...
+    def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Completion | None:
+        """Close the books on a request that ended, with the engine's token counts where known; None when unknown."""
+        entry = self._ledger.leave(now, request_id)
+        return None if entry is None else _completion(entry, usage)
 
-    def on_aborted(self, now: float, request_id: str) -> Completion | None: ...
+    def on_aborted(self, now: float, request_id: str) -> Completion | None:
+        """Close the books on a request that was cancelled or failed; None when it is unknown or has ended."""
+        return self.on_finished(now, request_id)
 
-    def on_pool(self, now: float, pool: Pool) -> None: ...
+    def on_pool(self, now: float, pool: Pool) -> None:
+        """Take a new version of the pool: members come, change and go; live requests stay in the books."""
+        assert pool.id == self._pool.id, f"router of {self._pool.id} was given {pool.id}"
+        previous, indexes = self._pool, self._indexes
+        tree = self._tree
+        self._adopt(pool)
+        if pool.routing.prefix == previous.routing.prefix:
+            self._tree = tree
+        if (
+            pool.routing.prefix.block_tokens == previous.routing.prefix.block_tokens
+            and pool.engine.cache_tokens == previous.engine.cache_tokens
+        ):
+            # Another address under the same id is a restarted instance: it keeps its keys, but its cache is empty.
+            known = {member.id: member.endpoint for member in previous.members}
+            self._indexes |= {
+                member.id: indexes[member.id] for member in pool.members if known.get(member.id) == member.endpoint
+            }
+        self._ledger.retain(set(self._members))
 
-    def next_deadline(self) -> float | None: ...
+    def next_deadline(self) -> float | None:
+        """Return when ``on_deadline`` wants to be called next, or None."""
+        return self._ledger.next_expiry()
 
-    def on_deadline(self, now: float) -> tuple[Completion, ...]: ...
+    def on_deadline(self, now: float) -> tuple[Completion, ...]:
+        """Do what is due: close the books on requests that nothing was heard of for too long, and return them."""
+        return tuple(_completion(entry, None) for entry in self._ledger.expire(now))
 
-    def status(self, now: float) -> PoolStatus: ...
+    def status(self) -> PoolStatus:
+        """Return what this router knows of the pool at this moment."""
+        return PoolStatus(
+            pool=self._pool.id,
+            ring_version=self._pool.ring_version,
+            endpoints=tuple(self._endpoint_status(member) for member in self._members.values()),
+            hotness_nodes=self._tree.nodes,
+            split_prefixes=self._tree.split_prefixes,
+        )
+
+    def _adopt(self, pool: Pool) -> None:
+        """Build everything that follows from the pool alone."""
+        prefix = pool.routing.prefix
+        self._pool = pool
+        self._policy = POLICIES[pool.routing.policy]
+        self._members: dict[str, Member] = {member.id: member for member in pool.members}
+        self._ring = DualRing(pool.members, pool.routing.ring)
+        self._subset_rings: dict[frozenset[str], DualRing] = {}
+        self._tree: HotnessTree = HotnessTree(
+            initial_blocks=prefix.initial_blocks, max_blocks=prefix.max_blocks, window_s=prefix.window_s
+        )
+        capacity = pool.engine.cache_tokens // prefix.block_tokens
+        self._indexes: dict[str, PrefixIndex] = {member.id: PrefixIndex(capacity) for member in pool.members}
+
+    def _ring_for(self, subset: frozenset[str] | None) -> DualRing:
+        """Return the rings over the members a request may use. A bare ip in the subset allows any port of it."""
+        if subset is None:
+            return self._ring
+        ring = self._subset_rings.get(subset)
+        if ring is None:
+            allowed = [each for each in self._pool.members if each.endpoint in subset or each.address in subset]
+            ring = DualRing(allowed, self._pool.routing.ring)
+            if len(self._subset_rings) >= _SUBSET_RINGS:
+                self._subset_rings.clear()
+            self._subset_rings[subset] = ring
+        return ring
+
+    def _key(self, now: float, request: Request, members: int) -> Key:
+        hashes, rule = request.chain.hashes, self._policy.hotness
+        if not hashes:
+            # A prompt without text has no prefix to share; its own id spreads such requests over the pool.
+            return Key(hash=xxh3_64_intdigest(request.id.encode()), blocks=0, tokens=0)
+        if rule is None:
+            blocks = min(len(hashes), self._pool.routing.prefix.initial_blocks)
+        else:
+            blocks = self._tree.key_blocks(
+                now, hashes, split_share=rule.split / members, merge_share=rule.merge / members
+            )
+        return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
+
+    def _candidate(self, now: float, member: Member, chain: BlockChain) -> Candidate:
+        load = self._ledger.load(member.id)
+        matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.hashes))
+        speed = load.speed
+        return Candidate(
+            id=member.id,
+            state=member.state.value,
+            endpoint=member.endpoint,
+            matched_tokens=matched_tokens,
+            pending_tokens=load.pending_prefill_tokens,
+            in_flight=load.in_flight,
+            active_kv_tokens=load.active_kv_tokens,
+            tokens_per_second=speed.tokens_per_second,
+            queue_s=load.queue_s(now, self._pool.routing.rebalance.decode_stall_s),
+            compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
+        )
+
+    def _book(self, now: float, request: Request, candidate: Candidate) -> None:
+        entry = Entry(
+            request_id=request.id,
+            member=candidate.id,
+            chain=request.chain,
+            matched_tokens=candidate.matched_tokens,
+            arrived_s=request.arrived_s,
+            dispatched_s=now,
+            predicted_ttft_s=max(0.0, now - request.arrived_s) + candidate.ttft_s,
+            compute_s=candidate.compute_s,
+            heard_s=now,
+        )
+        self._ledger.enter(now, entry)
+        self._indexes[candidate.id].add(request.chain.hashes)
+
+    def _endpoints(self, chosen: Candidate, pair: tuple[Candidate, ...], ring: DualRing) -> tuple[str, ...]:
+        """Return the chosen endpoint, then the one Envoy shall try when that refuses the connection."""
+        fallback = next((each.endpoint for each in pair if each.id != chosen.id), None)
+        return (chosen.endpoint,) if fallback is None else (chosen.endpoint, fallback)
+
+    def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
+        chosen = choice.candidate
+        considered: Sequence[Candidate] = situation.pair
+        if all(chosen.id != each.id for each in considered):
+            considered = (*considered, chosen)
+        return Receipt(
+            pool=self._pool.id,
+            policy=self._policy.name,
+            rule=choice.rule,
+            key=key,
+            pair=tuple(each.id for each in situation.pair),
+            chosen=chosen.id,
+            address=chosen.endpoint,
+            prompt_tokens=situation.prompt_tokens,
+            matched_tokens=chosen.matched_tokens,
+            predicted_ttft_s=situation.waited_s + chosen.ttft_s,
+            candidates=tuple(
+                CandidateReceipt(
+                    id=each.id,
+                    state=each.state,
+                    matched_tokens=each.matched_tokens,
+                    pending_tokens=each.pending_tokens,
+                    in_flight=each.in_flight,
+                    ttft_s=situation.waited_s + each.ttft_s,
+                )
+                for each in considered
+            ),
+        )
+
+    def _endpoint_status(self, member: Member) -> EndpointStatus:
+        load = self._ledger.load(member.id)
+        return EndpointStatus(
+            id=member.id,
+            endpoint=member.endpoint,
+            state=member.state.value,
+            weight=member.weight,
+            in_flight=load.in_flight,
+            pending_prefill_tokens=load.pending_prefill_tokens,
+            active_kv_tokens=load.active_kv_tokens,
+            indexed_blocks=len(self._indexes[member.id]),
+            prefill_tokens_per_second=load.speed.tokens_per_second,
+        )
+
+
+def _completion(entry: Entry, usage: Usage | None) -> Completion:
+    return Completion(
+        member=entry.member,
+        predicted_cached_tokens=entry.matched_tokens,
+        measured_cached_tokens=None if usage is None else usage.cached_tokens,
+        had_first_token=entry.prefilled,
+    )

@@ -1,0 +1,86 @@
+"""Time to first token: queueing plus computation (paper eq. 7), with each instance's prefill speed learnt online.
+
+Computing ``n`` new tokens behind ``h`` cached ones is modelled as ``(n + a/2 * ((n+h)^2 - h^2)) / r`` seconds: linear
+work plus attention that grows with the context. ``1/r`` and ``a/2r`` are fitted to observed first-token times by least
+squares that forgets, pulled towards a prior, and kept within bounds, so that no burst of odd samples can make an
+instance look free or unusable.
+"""
+
+from dataclasses import dataclass
+
+# The quadratic share before anything is learnt; ALGORITHMS section 7 gives 2e-5 to 3.3e-5 for 7B to 14B models.
+_PRIOR_ATTENTION = 3.0e-5
+_ATTENTION_BOUNDS = (0.0, 3.0e-4)
+# Learnt speed stays within this factor of the pool's first guess, in both directions.
+_SPEED_BOUND = 20.0
+# Each sample weighs this much less when the next arrives: about 50 samples of memory.
+_FORGET = 0.98
+# The prior counts as much as this many samples of _PRIOR_TOKENS tokens.
+_PRIOR_SAMPLES = 4.0
+_PRIOR_TOKENS = 2000.0
+# A sample is cut to this factor of what was predicted: stalls and preemptions are not prefill speed.
+_SAMPLE_CLIP = 8.0
+# Shorter prefills are dominated by scheduling and network time and say nothing about speed.
+_SHORTEST_SAMPLE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds per token of linear work and per token squared of attention work."""
+
+    linear_s: float
+    quadratic_s: float
+
+    def compute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        """Return T_c: seconds to prefill ``new_tokens`` behind ``cached_tokens``."""
+        return self.linear_s * new_tokens + self.quadratic_s * _attention(new_tokens, cached_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of linear work alone: what the pool's ``prefillTokensPerSecond`` means."""
+        return 1.0 / self.linear_s
+
+
+class PrefillModel:
+    """The prefill speed of one instance, learnt from the first tokens it delivers."""
+
+    def __init__(self, prior_tokens_per_second: float) -> None:
+        linear_s = 1.0 / prior_tokens_per_second
+        self._prior = Speed(linear_s, linear_s * _PRIOR_ATTENTION / 2)
+        self._bounds_s = (linear_s / _SPEED_BOUND, linear_s * _SPEED_BOUND)
+        # Sums of the normal equations: features n and q, target seconds.
+        self._nn = self._nq = self._qq = self._nt = self._qt = 0.0
+        self.speed = self._prior
+
+    def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> None:
+        """Learn from one prefill that kept the instance busy for ``service_s`` seconds."""
+        if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
+            return
+        expected_s = self.speed.compute_s(new_tokens, cached_tokens)
+        target_s = min(max(service_s, expected_s / _SAMPLE_CLIP), expected_s * _SAMPLE_CLIP)
+        n, q = float(new_tokens), _attention(new_tokens, cached_tokens)
+        self._nn = self._nn * _FORGET + n * n
+        self._nq = self._nq * _FORGET + n * q
+        self._qq = self._qq * _FORGET + q * q
+        self._nt = self._nt * _FORGET + n * target_s
+        self._qt = self._qt * _FORGET + q * target_s
+        self.speed = self._solve()
+
+    def _solve(self) -> Speed:
+        """Solve the regularised 2x2 normal equations, within bounds."""
+        ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
+        ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
+        nn, qq = self._nn + ridge_n, self._qq + ridge_q
+        nt = self._nt + ridge_n * self._prior.linear_s
+        qt = self._qt + ridge_q * self._prior.quadratic_s
+        determinant = nn * qq - self._nq * self._nq
+        low, high = self._bounds_s
+        linear_s = min(max((nt * qq - qt * self._nq) / determinant, low), high)
+        # Given the bounded linear part, the best quadratic part; its bounds are relative to the linear one.
+        quadratic_s = (qt - self._nq * linear_s) / qq
+        least, most = (bound * linear_s / 2 for bound in _ATTENTION_BOUNDS)
+        return Speed(linear_s, min(max(quadratic_s, least), most))
+
+
+def _attention(new_tokens: int, cached_tokens: int) -> float:
+    return float((new_tokens + cached_tokens) ** 2 - cached_tokens**2)

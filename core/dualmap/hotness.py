@@ -1,0 +1,155 @@
+"""The prefix hotness tree: how many blocks a request's hash key spans (paper section 3.2, A.1.1).
+
+A key starts at ``initial_blocks``. While the prefix under it carries more than ``split_share`` of the window's requests
+it is *split*: one more block goes into the key, so that the requests behind a hot prefix spread over more pairs. A
+split prefix is merged again when its share falls below ``merge_share``. A node is named by its block's chained hash,
+which already names the whole path above it, so the tree is a dictionary.
+
+Counts live in buckets of a sliding window. A request counts its prefixes from the initial length down to one block
+below what earlier requests have counted: a prefix seen once costs one node, one seen by many is known as deep as they
+share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so those of other router
+replicas are simply added; replicas that have exchanged their counts agree on every key.
+
+Deviations from the paper: the thresholds are relative to ``1/n`` as the policy asks (2/n and 1/n as published), shares
+are compared continuously instead of between windows, and nothing splits on fewer than MIN_SPLIT_REQUESTS.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+BUCKETS = 12
+MAX_NODES = 65_536
+# Fewer requests than this behind a prefix say nothing about its share.
+MIN_SPLIT_REQUESTS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotnessRule:
+    """Shares of the window's requests, in units of ``1/n`` for n members, above and below which prefixes split, merge."""
+
+    split: float
+    merge: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotnessCounts:
+    """Requests counted since the last exchange: in all, and per node. What router replicas send each other."""
+
+    requests: int
+    nodes: Mapping[int, int]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    began_s: float
+    requests: int = 0
+    nodes: dict[int, int] = field(default_factory=dict)
+    # The part counted here and not yet sent to the other replicas; it expires with the bucket if nobody asks for it.
+    unsent_requests: int = 0
+    unsent_nodes: dict[int, int] = field(default_factory=dict)
+
+
+class HotnessTree:
+    """Sliding-window traffic shares of prefixes, and the key length they call for."""
+
+    def __init__(self, *, initial_blocks: int, max_blocks: int, window_s: float) -> None:
+        self._initial = initial_blocks
+        self._max = max_blocks
+        self._bucket_s = window_s / BUCKETS
+        self._buckets: deque[_Bucket] = deque()
+        self._requests = 0
+        self._nodes: dict[int, int] = {}
+        self._split: set[int] = set()
+
+    @property
+    def nodes(self) -> int:
+        """How many prefixes the window knows."""
+        return len(self._nodes)
+
+    @property
+    def split_prefixes(self) -> int:
+        """How many prefixes are split at the moment."""
+        return len(self._split)
+
+    def key_blocks(self, now: float, hashes: Sequence[int], *, split_share: float, merge_share: float) -> int:
+        """Count a request and return how many blocks its key spans: at least one if there are any, at most all.
+
+        ``split_share`` and ``merge_share`` are shares of the window's requests (0 to 1).
+        """
+        bucket = self._bucket_at(now)
+        bucket.requests += 1
+        bucket.unsent_requests += 1
+        self._requests += 1
+        deepest = min(len(hashes), self._max)
+        if deepest < self._initial:
+            return deepest
+        for node in hashes[self._initial - 1 : deepest]:
+            known = node in self._nodes
+            if self._add(bucket, node, 1):
+                bucket.unsent_nodes[node] = bucket.unsent_nodes.get(node, 0) + 1
+            if not known:
+                break
+        blocks = self._initial
+        while blocks < deepest and self._is_split(hashes[blocks - 1], split_share, merge_share):
+            blocks += 1
+        return blocks
+
+    def take_counts(self) -> HotnessCounts:
+        """Return what was counted here since the last call, for the other replicas."""
+        requests, nodes = 0, dict[int, int]()
+        for bucket in self._buckets:
+            requests += bucket.unsent_requests
+            for node, count in bucket.unsent_nodes.items():
+                nodes[node] = nodes.get(node, 0) + count
+            bucket.unsent_requests, bucket.unsent_nodes = 0, {}
+        return HotnessCounts(requests=requests, nodes=nodes)
+
+    def merge(self, now: float, counts: HotnessCounts) -> None:
+        """Add what another replica counted, as if it had been counted here just now."""
+        bucket = self._bucket_at(now)
+        bucket.requests += counts.requests
+        self._requests += counts.requests
+        for node, requests in counts.nodes.items():
+            self._add(bucket, node, requests)
+
+    def _is_split(self, node: int, split_share: float, merge_share: float) -> bool:
+        requests = self._nodes.get(node, 0)
+        if node in self._split:
+            if requests < merge_share * self._requests:
+                self._split.discard(node)
+                return False
+            return True
+        if requests >= MIN_SPLIT_REQUESTS and requests > split_share * self._requests:
+            self._split.add(node)
+            return True
+        return False
+
+    def _add(self, bucket: _Bucket, node: int, requests: int) -> bool:
+        """Add to a node's count; False when it is new and the tree is full."""
+        before = self._nodes.get(node)
+        if before is None and len(self._nodes) >= MAX_NODES:
+            return False
+        self._nodes[node] = (before or 0) + requests
+        bucket.nodes[node] = bucket.nodes.get(node, 0) + requests
+        return True
+
+    def _bucket_at(self, now: float) -> _Bucket:
+        """Return the bucket of ``now``, dropping those the window has passed."""
+        began_s = now - now % self._bucket_s
+        while self._buckets and self._buckets[0].began_s <= began_s - self._bucket_s * BUCKETS:
+            self._forget(self._buckets.popleft())
+        # A clock that stood still or was set back counts into the newest bucket.
+        if not self._buckets or self._buckets[-1].began_s < began_s:
+            self._buckets.append(_Bucket(began_s))
+        return self._buckets[-1]
+
+    def _forget(self, bucket: _Bucket) -> None:
+        self._requests -= bucket.requests
+        for node, requests in bucket.nodes.items():
+            left = self._nodes[node] - requests
+            if left:
+                self._nodes[node] = left
+            else:
+                del self._nodes[node]
+                self._split.discard(node)

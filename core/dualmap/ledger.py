@@ -1,0 +1,195 @@
+"""What each instance owes: pending prefill tokens, requests in flight, active KV tokens.
+
+A request is entered at the pick and leaves at its completion, its abort, or when nothing was heard of it for the TTL;
+its pending prefill leaves earlier, at the first token. Every number is a sum over live entries kept in step with them,
+so none can go negative or leak.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from dualmap.blocks import BlockChain
+from dualmap.estimate import PrefillModel, Speed
+
+ENTRY_TTL_S = 600.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live request. ``new_tokens`` is the uncached part of its prompt, ``compute_s`` what that was expected to take."""
+
+    request_id: str
+    member: str
+    chain: BlockChain
+    matched_tokens: int
+    arrived_s: float
+    dispatched_s: float
+    predicted_ttft_s: float
+    compute_s: float
+    heard_s: float
+    prefilled: bool = False
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens the instance has to compute."""
+        return self.chain.tokens - self.matched_tokens
+
+
+class MemberLoad:
+    """The load of one instance, and how fast it has been seen to prefill."""
+
+    def __init__(self, prior_tokens_per_second: float) -> None:
+        self.model = PrefillModel(prior_tokens_per_second)
+        self.pending_prefill_tokens = 0
+        self.active_kv_tokens = 0
+        self.in_flight = 0
+        # Prefills not yet seen to end, in the order they were handed over; engines serve them about first come first served.
+        self._pending: OrderedDict[str, Entry] = OrderedDict()
+        self._pending_compute_s = 0.0
+        # When the prefill at the head of the queue can have begun: the last one's end, or its own dispatch.
+        self._head_since_s = 0.0
+
+    @property
+    def speed(self) -> Speed:
+        """The prefill speed as learnt so far."""
+        return self.model.speed
+
+    def queue_s(self, now: float, decode_stall_s: float) -> float:
+        """Return T_q: seconds until a prefill handed over now would begin.
+
+        The head's progress so far is deducted. When the head has been at it for ``decode_stall_s`` longer than its
+        own computation should take, the instance is in the paper's decode bottleneck and the time without a
+        completed prefill is added (section A.7). Deviation: the paper compares the whole interval with T, which
+        flags every prefill that legitimately takes longer than T, as one of 20 000 tokens does.
+        """
+        head = next(iter(self._pending.values()), None)
+        if head is None:
+            return 0.0
+        interval_s = max(0.0, now - self._head_since_s)
+        queue_s = self._pending_compute_s - min(interval_s, head.compute_s)
+        if interval_s > head.compute_s + decode_stall_s:
+            queue_s += interval_s
+        return max(0.0, queue_s)
+
+    def is_head(self, entry: Entry) -> bool:
+        """Whether a request's prefill is the one handed over first of those that have not ended."""
+        return next(iter(self._pending), None) == entry.request_id
+
+    def enter(self, now: float, entry: Entry) -> None:
+        """Count a request that was handed to this instance."""
+        if not entry.prefilled:
+            if not self._pending:
+                self._head_since_s = now
+                self._pending_compute_s = 0.0  # Sheds the rounding error of earlier sums.
+            self._pending[entry.request_id] = entry
+            self._pending_compute_s += entry.compute_s
+            self.pending_prefill_tokens += entry.new_tokens
+        self.active_kv_tokens += entry.chain.tokens
+        self.in_flight += 1
+
+    def first_token(self, now: float, entry: Entry) -> float:
+        """Release a prefill that ended now; return the seconds it kept the instance busy."""
+        busy_since_s = max(self._head_since_s, entry.dispatched_s)
+        self._release_prefill(entry)
+        self._head_since_s = now
+        return now - busy_since_s
+
+    def leave(self, now: float, entry: Entry) -> None:
+        """Forget a request that ended, with its prefill where that had not ended before."""
+        if not entry.prefilled:
+            was_head = self.is_head(entry)
+            self._release_prefill(entry)
+            if was_head:
+                self._head_since_s = now
+        self.active_kv_tokens -= entry.chain.tokens
+        self.in_flight -= 1
+
+    def _release_prefill(self, entry: Entry) -> None:
+        del self._pending[entry.request_id]
+        self._pending_compute_s -= entry.compute_s
+        self.pending_prefill_tokens -= entry.new_tokens
+        entry.prefilled = True
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Every live request of a pool and the load of every member that has one or may get one."""
+
+    prior_tokens_per_second: float
+    _loads: dict[str, MemberLoad] = field(default_factory=dict)
+    # Least recently heard of first, so that expiry looks at no more than what has expired.
+    _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+
+    def load(self, member: str) -> MemberLoad:
+        """Return the load of a member, starting an empty account where there is none."""
+        load = self._loads.get(member)
+        if load is None:
+            load = self._loads[member] = MemberLoad(self.prior_tokens_per_second)
+        return load
+
+    def entry(self, request_id: str) -> Entry | None:
+        """Return a live request, or None when it is unknown or has ended."""
+        return self._entries.get(request_id)
+
+    def live_requests(self) -> int:
+        """Return how many requests are in the books."""
+        return len(self._entries)
+
+    def enter(self, now: float, entry: Entry) -> None:
+        """Book a request that was just picked for ``entry.member``; its id must not be live."""
+        assert entry.request_id not in self._entries, f"request {entry.request_id} is already in the books"
+        self._entries[entry.request_id] = entry
+        self.load(entry.member).enter(now, entry)
+
+    def first_token(self, now: float, request_id: str) -> Entry | None:
+        """Release a request's pending prefill and learn from it; None when it is unknown or was released before."""
+        entry = self.heard(now, request_id)
+        if entry is None or entry.prefilled:
+            return None
+        load = self.load(entry.member)
+        # Prefills that overtake others (chunked prefill, short behind long) say nothing about the speed of one.
+        in_order = load.is_head(entry)
+        busy_s = load.first_token(now, entry)
+        if in_order:
+            load.model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
+        return entry
+
+    def leave(self, now: float, request_id: str) -> Entry | None:
+        """Close a request's account; None when it is unknown or was closed before."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self.load(entry.member).leave(now, entry)
+        return entry
+
+    def move(self, now: float, entry: Entry, *, to: str, matched_tokens: int, compute_s: float) -> None:
+        """Rebook a live request to the member that really serves it."""
+        self.load(entry.member).leave(now, entry)
+        entry.member, entry.matched_tokens, entry.compute_s = to, matched_tokens, compute_s
+        self.load(to).enter(now, entry)
+
+    def heard(self, now: float, request_id: str) -> Entry | None:
+        """Put off a request's expiry since something was heard of it; return it, or None when it is unknown."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.heard_s = now
+            self._entries.move_to_end(request_id)
+        return entry
+
+    def next_expiry(self) -> float | None:
+        """Return when the entry that was silent for longest expires, or None when there is none."""
+        oldest = next(iter(self._entries.values()), None)
+        return None if oldest is None else oldest.heard_s + ENTRY_TTL_S
+
+    def expire(self, now: float) -> list[Entry]:
+        """Close the accounts of requests that nothing was heard of for the TTL."""
+        expired = []
+        while (expiry := self.next_expiry()) is not None and expiry <= now:
+            entry = self.leave(now, next(iter(self._entries)))
+            assert entry is not None
+            expired.append(entry)
+        return expired
+
+    def retain(self, members: set[str]) -> None:
+        """Drop the accounts of members that are gone and owe nothing."""
+        for member in [name for name, load in self._loads.items() if name not in members and not load.in_flight]:
+            del self._loads[member]

@@ -1,0 +1,39 @@
+"""DualMap, the default: the pair while it is fast enough, then the least marginal cost over all members."""
+
+from typing import ClassVar
+
+from dualmap.hotness import HotnessRule
+from dualmap.situation import Candidate, Choice, Situation
+
+
+class DualMap:
+    """The warmer of the pair while its predicted TTFT stays within a fraction of the SLO; otherwise spill.
+
+    A spill minimises ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed`` over all members: T_c weighs
+    more than once because work done here is work others wait for, and active KV stands for the decode work that will
+    compete. Deviations from the published rule (``dualmap_paper``): the switch comes at ``sloFraction`` of the SLO
+    instead of the whole, and leaves the pair instead of taking its less loaded member, which past saturation trades
+    every hit for balance (docs/adr/0004-default-policy.md). Prefixes count as hot from 1/n of the traffic on.
+    """
+
+    name: ClassVar[str] = "dualmap"
+    source: ClassVar[str] = "DualMap section 3.2 with a marginal-cost spill"
+    summary: ClassVar[str] = (
+        "the warmer of the pair within part of the SLO, else least marginal cost over all (default)"
+    )
+    hotness: ClassVar[HotnessRule | None] = HotnessRule(split=1.0, merge=0.5)
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return one of the pair, or of everyone once the pair is too slow."""
+        warm, is_warmer = situation.warmest()
+        spill = situation.spill
+        if situation.waited_s + warm.ttft_s <= spill.slo_fraction * situation.slo_ttft_s:
+            return Choice(warm, "pair-warm" if is_warmer else "pair-equal")
+
+        def marginal_cost_s(each: Candidate) -> float:
+            active_s = each.active_kv_tokens / each.tokens_per_second
+            return each.queue_s + spill.prefill_weight * each.compute_s + spill.active_kv_weight * active_s
+
+        cheapest = situation.least(situation.everyone, marginal_cost_s)
+        in_pair = any(cheapest.id == each.id for each in situation.pair)
+        return Choice(cheapest, "pair-marginal" if in_pair else "spill")

@@ -1,0 +1,27 @@
+"""DualMap as published: SLO-aware choice within the pair (paper section 3.2)."""
+
+from typing import ClassVar
+
+from dualmap.hotness import HotnessRule
+from dualmap.situation import Choice, Situation
+
+
+class DualMapPaper:
+    """The pair's member with more reusable prefix while it meets the SLO; beyond that the less loaded of the pair.
+
+    Deviation: the paper compares pending tokens with ``ttft_slo_threshold``, the tokens an instance prefills within
+    the SLO; here the predicted TTFT is compared with the SLO itself, which is the same with a known speed.
+    """
+
+    name: ClassVar[str] = "dualmap_paper"
+    source: ClassVar[str] = "DualMap section 3.2"
+    summary: ClassVar[str] = "the warmer of the pair within the SLO, else the less loaded of the pair"
+    hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return one of the pair."""
+        warm, is_warmer = situation.warmest()
+        if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
+            return Choice(warm, "pair-warm" if is_warmer else "pair-equal")
+        less_loaded = situation.least(situation.pair, lambda each: (each.pending_tokens, each.in_flight))
+        return Choice(less_loaded, "pair-less-loaded")

@@ -1,0 +1,22 @@
+"""Least loaded: the member with the fewest pending prefill tokens (DualMap section 2.2, a baseline)."""
+
+from typing import ClassVar
+
+from dualmap.hotness import HotnessRule
+from dualmap.situation import Choice, Situation
+
+
+class LeastLoaded:
+    """The least pending prefill over all members, whatever they have cached; then the fewest requests in flight."""
+
+    name: ClassVar[str] = "least_loaded"
+    source: ClassVar[str] = "DualMap section 2.2, baseline"
+    summary: ClassVar[str] = "least pending prefill tokens over all members"
+    hotness: ClassVar[HotnessRule | None] = None
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member with the least pending prefill."""
+        return Choice(
+            situation.least(situation.everyone, lambda each: (each.pending_tokens, each.in_flight)),
+            "least-loaded",
+        )

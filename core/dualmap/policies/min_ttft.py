@@ -1,0 +1,19 @@
+"""Min TTFT: the member with the least predicted time to first token (Mooncake's rule; DualMap section 2.2, a baseline)."""
+
+from typing import ClassVar
+
+from dualmap.hotness import HotnessRule
+from dualmap.situation import Choice, Situation
+
+
+class MinTtft:
+    """The least T_q + T_c over all members."""
+
+    name: ClassVar[str] = "min_ttft"
+    source: ClassVar[str] = "Mooncake; DualMap section 2.2, baseline"
+    summary: ClassVar[str] = "least predicted TTFT over all members"
+    hotness: ClassVar[HotnessRule | None] = None
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member with the least predicted TTFT; of equals the one with fewer requests in flight."""
+        return Choice(situation.least(situation.everyone, lambda each: (each.ttft_s, each.in_flight)), "min-ttft")

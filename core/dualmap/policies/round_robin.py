@@ -1,0 +1,20 @@
+"""Round robin: every member in turn."""
+
+from typing import ClassVar
+
+from dualmap.hotness import HotnessRule
+from dualmap.situation import Choice, Situation
+
+
+class RoundRobin:
+    """The member whose turn it is, in the order of their ids, whatever it holds or owes."""
+
+    name: ClassVar[str] = "round_robin"
+    source: ClassVar[str] = "the common default of proxies"
+    summary: ClassVar[str] = "every member in turn"
+    hotness: ClassVar[HotnessRule | None] = None
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member whose turn it is."""
+        everyone = situation.everyone
+        return Choice(everyone[situation.sequence % len(everyone)], "turn")

@@ -1,0 +1,136 @@
+"""Two independent hash rings: a key to its pair of members (paper sections 3.2 and 3.4).
+
+A ring is an immutable snapshot of the members that take new keys; a change of membership makes a new one. Identity is
+the member's id, so order, address and restarts do not matter, and a member that leaves and returns finds its keys again.
+
+Deviations from the paper: instead of one anchor per instance, whose arcs are wildly unequal, a ring is either weighted
+rendezvous hashing (every member scores every key, the best score wins) or ``virtual_nodes`` anchors per member; when
+both rings name one member, the second candidate is the *next distinct member on ring 2* instead of ``id + 1 mod n``
+(eq. 5), which keeps the pair stable when membership changes.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from math import log
+from typing import Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from dualmap.pool import Member, Ring, RingAlgorithm
+
+_FULL_WEIGHT = 100
+_MEMO_KEYS = 32_768
+_TWO_64 = 2.0**64
+
+Pair = tuple[str, ...]
+
+
+class HashRing(Protocol):
+    """One ring: the best members for a key, best first."""
+
+    def best(self, key: int) -> str:
+        """Return the member a key maps to."""
+
+    def best_two(self, key: int) -> tuple[str, str]:
+        """Return the two distinct members a key meets first; the ring must have two."""
+
+
+class RendezvousRing:
+    """Weighted rendezvous (highest random weight) hashing; exact in proportion, O(members) per key."""
+
+    def __init__(self, members: Sequence[Member], *, seed: int) -> None:
+        self._ids = [member.id for member in members]
+        self._seeds = [xxh3_64_intdigest(member.id.encode(), seed) for member in members]
+        weights = {member.weight for member in members}
+        # With equal weights the score's order is the hash's own, and the logarithm can be saved.
+        self._weights = None if len(weights) == 1 else [member.weight for member in members]
+
+    def _scores(self, key: int) -> Sequence[float]:
+        data = key.to_bytes(8, "little")
+        digests = [xxh3_64_intdigest(data, seed) for seed in self._seeds]
+        if self._weights is None:
+            return digests
+        return [weight / -log((digest + 0.5) / _TWO_64) for digest, weight in zip(digests, self._weights, strict=True)]
+
+    def best(self, key: int) -> str:
+        """Return the member with the highest score for the key."""
+        scores = self._scores(key)
+        return self._ids[scores.index(max(scores))]
+
+    def best_two(self, key: int) -> tuple[str, str]:
+        """Return the members with the highest and the second-highest score for the key."""
+        scores = list(self._scores(key))
+        first = scores.index(max(scores))
+        scores[first] = -1.0
+        return self._ids[first], self._ids[scores.index(max(scores))]
+
+
+class VirtualNodeRing:
+    """Consistent hashing with many anchors per member, in proportion to its weight; O(log anchors) per key."""
+
+    def __init__(self, members: Sequence[Member], *, seed: int, virtual_nodes: int) -> None:
+        anchors = [
+            (xxh3_64_intdigest(f"{member.id}\x00{number}".encode(), seed), member.id)
+            for member in members
+            for number in range(max(1, round(virtual_nodes * member.weight / _FULL_WEIGHT)))
+        ]
+        anchors.sort()
+        self._points = [point for point, _ in anchors]
+        self._owners = [owner for _, owner in anchors]
+        self._seed = seed
+
+    def _first(self, key: int) -> int:
+        point = xxh3_64_intdigest(key.to_bytes(8, "little"), self._seed)
+        return bisect_left(self._points, point) % len(self._points)
+
+    def best(self, key: int) -> str:
+        """Return the owner of the first anchor clockwise of the key."""
+        return self._owners[self._first(key)]
+
+    def best_two(self, key: int) -> tuple[str, str]:
+        """Return the owners of the first anchor clockwise of the key and of the next that is another's."""
+        start = self._first(key)
+        first = self._owners[start]
+        for step in range(1, len(self._owners)):
+            owner = self._owners[(start + step) % len(self._owners)]
+            if owner != first:
+                return first, owner
+        raise AssertionError("best_two asked of a ring with one member")
+
+
+class DualRing:
+    """An immutable snapshot of both rings over the members that take new keys."""
+
+    def __init__(self, members: Iterable[Member], spec: Ring) -> None:
+        self.members = tuple(sorted((m for m in members if m.takes_new_keys), key=lambda member: member.id))
+        self._spec = spec
+        self._rings = (self._ring(1), self._ring(2)) if len(self.members) > 1 else None
+        # Conversations ask for the same keys again and again; the answer for a key never changes within a snapshot.
+        self._memo: dict[int, Pair] = {}
+
+    def _ring(self, number: int) -> HashRing:
+        seed = xxh3_64_intdigest(f"dualmap ring {number}".encode(), self._spec.seed)
+        if self._spec.algorithm is RingAlgorithm.RENDEZVOUS:
+            return RendezvousRing(self.members, seed=seed)
+        return VirtualNodeRing(self.members, seed=seed, virtual_nodes=self._spec.virtual_nodes)
+
+    def pair(self, key: int) -> Pair:
+        """Return the ids of the key's two distinct candidates, in ring order.
+
+        A ring of one member gives that one; an empty ring an empty tuple.
+        """
+        if self._rings is None:
+            return tuple(member.id for member in self.members)
+        pair = self._memo.get(key)
+        if pair is None:
+            pair = self._find_pair(key, *self._rings)
+            if len(self._memo) >= _MEMO_KEYS:
+                self._memo.clear()
+            self._memo[key] = pair
+        return pair
+
+    @staticmethod
+    def _find_pair(key: int, ring_1: HashRing, ring_2: HashRing) -> Pair:
+        first = ring_1.best(key)
+        second, next_distinct = ring_2.best_two(key)
+        return first, second if second != first else next_distinct

@@ -1,0 +1,117 @@
+"""What a policy may know when it chooses: read-only views of one request, its pair, and the whole pool.
+
+A view is made for one decision at one moment. Looking at every member costs time in proportion to their number, so
+that view is made only when a policy asks for it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from dualmap.hotness import HotnessRule
+from dualmap.pool import Spill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One member as it stands towards one request.
+
+    ``queue_s`` is T_q and ``compute_s`` T_c of paper eq. 7; the tokens are prompt tokens, ``matched_tokens`` those
+    believed cached there.
+    """
+
+    id: str
+    state: str
+    endpoint: str
+    matched_tokens: int
+    pending_tokens: int
+    in_flight: int
+    active_kv_tokens: int
+    tokens_per_second: float
+    queue_s: float
+    compute_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """The predicted time from a pick now to the first token: T_q + T_c."""
+        return self.queue_s + self.compute_s
+
+
+class Situation:
+    """A request and the members it could go to.
+
+    ``pair`` holds the one or two candidates in ring order; ``waited_s`` is how long the request has waited already, which
+    counts towards its TTFT; ``sequence`` numbers the pool's requests from 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        waited_s: float,
+        sequence: int,
+        slo_ttft_s: float,
+        spill: Spill,
+        pair: tuple[Candidate, ...],
+        everyone: Callable[[], Sequence[Candidate]],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.waited_s = waited_s
+        self.sequence = sequence
+        self.slo_ttft_s = slo_ttft_s
+        self.spill = spill
+        self.pair = pair
+        self._look_at_everyone = everyone
+
+    @cached_property
+    def everyone(self) -> Sequence[Candidate]:
+        """Every member that takes new keys, by id; never empty."""
+        return self._look_at_everyone()
+
+    def least(
+        self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]
+    ) -> Candidate:
+        """Return the candidate of least cost; ties go by a stable hash of the request, never by the list's order."""
+        costed = [(cost(candidate), candidate) for candidate in candidates]
+        least = min(value for value, _ in costed)
+        equal = [candidate for value, candidate in costed if value == least]
+        if len(equal) == 1:
+            return equal[0]
+        return max(equal, key=lambda each: xxh3_64_intdigest(f"{self.request_id}\x00{each.id}".encode()))
+
+    def warmest(self) -> tuple[Candidate, bool]:
+        """Return the candidate of the pair with more reusable prefix, and whether it has strictly more.
+
+        With equal reuse it is the one with less pending prefill, then with fewer requests in flight (paper section 3.2).
+        """
+        most = max(candidate.matched_tokens for candidate in self.pair)
+        warm = [candidate for candidate in self.pair if candidate.matched_tokens == most]
+        return self.least(warm, lambda each: (each.pending_tokens, each.in_flight)), len(warm) < len(self.pair)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's answer: the chosen candidate and the name of the rule that fired."""
+
+    candidate: Candidate
+    rule: str
+
+
+class Policy(Protocol):
+    """How a request's instance is chosen. Policies hold no state: all they may know is in the situation.
+
+    ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    summary: ClassVar[str]
+    hotness: ClassVar[HotnessRule | None]
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return one candidate of the situation's pair or of everyone."""
