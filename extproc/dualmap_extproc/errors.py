@@ -1,7 +1,7 @@
 """Requests that get no instance, as the HTTP answers their clients see.
 
-The status codes are CONTRACT's ("Router behaviour"): 400, 404, 413, 429, 503; the bodies are OpenAI error objects, so
-that OpenAI clients show the message. Envoy sends them for us (``stream`` wraps them in an ImmediateResponse).
+The status codes are CONTRACT's ("Router behaviour"): 400, 404, 413, 429, 503; the bodies are OpenAI error
+objects, so that OpenAI clients show the message. Envoy sends them (``stream`` wraps them for it).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ _TYPE_OF_STATUS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 class Refused:
     """An answer instead of an instance. ``pool`` is empty where the request never got as far as a pool.
 
-    ``code`` is the stable word for programs and metrics, ``message`` is for people, ``retry_after_s`` in whole seconds.
+    ``code`` is the stable word for programs and metrics, ``message`` is for people. ``retry_after_s`` is in whole
+    seconds (RFC 9110 section 10.2.3).
     """
 
     status: int
@@ -29,8 +30,7 @@ class Refused:
         """Return the OpenAI error object as JSON."""
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        # A client's text may hold lone surrogates, which are not JSON.
-        return orjson.dumps({"error": error}, default=str)
+        return orjson.dumps({"error": error})
 
 
 def invalid_body(message: str, *, param: str | None = None) -> Refused:
@@ -41,20 +41,15 @@ def invalid_body(message: str, *, param: str | None = None) -> Refused:
 def model_not_found(model: str) -> Refused:
     """Answer 404: no pool serves ``model``."""
     shown = model if len(model) <= 200 else f"{model[:200]}..."
-    return Refused(
-        status=404, code="model_not_found", message=f"The model `{shown}` does not exist", param="model"
-    )
+    return Refused(status=404, code="model_not_found", message=f"The model `{shown}` does not exist", param="model")
 
 
 def body_too_large(limit_bytes: int) -> Refused:
     """Answer 413: the body is longer than ``limit_bytes``."""
-    return Refused(
-        status=413, code="request_too_large", message=f"The request body is larger than {limit_bytes} bytes"
-    )
+    return Refused(status=413, code="request_too_large", message=f"The request body is larger than {limit_bytes} bytes")
 
 
 def no_endpoint(pool: str) -> Refused:
     """Answer 503: no member of ``pool`` (empty: of any pool) may take the request."""
-    return Refused(
-        status=503, code="no_endpoint", message="No ready instance may take this request", pool=pool
-    )
+    message = "No ready instance may take this request"
+    return Refused(status=503, code="no_endpoint", message=message, pool=pool)

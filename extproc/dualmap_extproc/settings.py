@@ -10,8 +10,8 @@ class Limits:
 
     ``body_bytes`` is the largest request body that is routed (above it: 413). ``chunk_bytes`` is the largest
     piece of a body streamed back in FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B).
-    ``ended_requests`` is how many finished requests are remembered, so that usage which the access log reports
-    later is still counted.
+    ``ended_requests`` is how many ended requests are remembered, so that usage which the access log reports later
+    is still counted.
     """
 
     body_bytes: int = 16 * 1024 * 1024
@@ -21,7 +21,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder."""
+    """What ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder."""
 
     pools: tuple[Path, ...]
     host: str = "0.0.0.0"
