@@ -1,0 +1,141 @@
+"""Drives one engine model in real time: the wall clock times a speed goes in, tokens come out per request.
+
+The only part of the simulated engine that knows asyncio's clock. ``engine_server.py`` starts a Generation per
+request and waits on it; the driver keeps a single timer for the whole engine, armed for whatever the model
+does next."""
+
+import asyncio
+from typing import Final
+
+from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
+from dualmap_sim.metrics import EngineMetrics
+
+TICK_S: Final = 0.02
+"""Shortest wall-clock time between two wake-ups for decode steps alone.
+
+At speed 1 a step takes longer, so every token is a chunk of its own. Faster engines put several tokens into a
+chunk, as vLLM does under load. First tokens and ends of requests are never delayed by it. """
+
+
+class Generation:
+    """A request in the engine, as the handler that answers it sees it."""
+
+    __slots__ = (
+        "_changed",
+        "_waiter",
+        "cached_tokens",
+        "finish_reason",
+        "finished",
+        "joined_step",
+        "request_id",
+        "tokens",
+    )
+
+    def __init__(self, request_id: str, *, finish_reason: str) -> None:
+        self.request_id = request_id
+        self.finish_reason = finish_reason
+        self.tokens = 0
+        self.cached_tokens = 0
+        self.finished = False
+        self.joined_step = 0
+        self._changed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def changed(self) -> None:
+        """Wait until ``tokens`` or ``finished`` has changed since the last call."""
+        if not self._changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._changed = False
+
+    def wake(self) -> None:
+        """Let the one who waits in ``changed`` go on."""
+        self._changed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineDriver:
+    """An engine living on the event loop. ``speed`` is model seconds per wall second."""
+
+    def __init__(self, engine: Engine, metrics: EngineMetrics, *, speed: float) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._speed = speed
+        self._loop = asyncio.get_running_loop()
+        self._origin_s = self._loop.time()
+        self._generations: dict[str, Generation] = {}
+        self._streaming: dict[str, Generation] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticked_s = self._origin_s
+
+    def start(self, request: EngineRequest, *, stream: bool, finish_reason: str) -> Generation:
+        """Hand a request to the engine; raises RequestDoesNotFit. With ``stream`` every token wakes its waiter."""
+        self._engine.submit(self._now(), request)
+        generation = Generation(request.request_id, finish_reason=finish_reason)
+        self._generations[request.request_id] = generation
+        if stream:
+            self._streaming[request.request_id] = generation
+        self._arm()
+        return generation
+
+    def stop(self, generation: Generation) -> None:
+        """Abort a generation that has not finished; to be called however its answer ended."""
+        if self._generations.pop(generation.request_id, None) is not None:
+            self._streaming.pop(generation.request_id, None)
+            if self._engine.abort(self._now(), generation.request_id):
+                self._metrics.aborted()
+            self._arm()
+
+    def scrape(self) -> bytes:
+        """Bring the engine up to this moment and return its metrics page."""
+        self._tick()
+        return self._metrics.render()
+
+    def _now(self) -> float:
+        """Return model time. Timers fire a hair early, and the model's time must never go back."""
+        return max(self._engine.now_s, (self._loop.time() - self._origin_s) * self._speed)
+
+    def _tick(self) -> None:
+        self._ticked_s = self._loop.time()
+        for event in self._engine.advance(self._now()):
+            generation = self._generations.get(event.request_id)
+            if generation is None:
+                continue
+            if isinstance(event, FirstToken):
+                self._metrics.first_token(event)
+                generation.cached_tokens = event.cached_tokens
+                generation.joined_step = event.decode_step
+                generation.tokens = 1
+                generation.wake()
+            else:
+                self._finish(generation, event)
+        steps = self._engine.decode_steps
+        for generation in self._streaming.values():
+            if generation.tokens:
+                tokens = 1 + steps - generation.joined_step
+                if tokens != generation.tokens:
+                    generation.tokens = tokens
+                    generation.wake()
+        self._arm()
+
+    def _finish(self, generation: Generation, event: Finished) -> None:
+        self._metrics.finished(event, generation.finish_reason)
+        del self._generations[event.request_id]
+        self._streaming.pop(event.request_id, None)
+        generation.tokens = event.output_tokens
+        generation.finished = True
+        generation.wake()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._engine.next_event_s()
+        if due_s is None:
+            return
+        when_s = self._origin_s + due_s / self._speed
+        step_s = self._engine.next_step_s()
+        if self._streaming and step_s is not None:
+            when_s = min(when_s, max(self._origin_s + step_s / self._speed, self._ticked_s + TICK_S))
+        self._timer = self._loop.call_at(when_s, self._tick)

@@ -1,0 +1,96 @@
+"""``dualmap engine-sim``: the command that runs one simulated engine until it is told to stop.
+
+The composition root: settings are parsed here, ``http_server.py`` does the serving. SIGTERM (or Ctrl-C)
+drains, as a vLLM with a shutdown timeout does; a second one cuts what is left."""
+
+import asyncio
+import signal
+import sys
+from dataclasses import replace
+from typing import Final
+
+import click
+
+from dualmap_sim.http_server import EngineHttpServer, ServerSettings
+from dualmap_sim.presets import PRESETS
+
+BLOCK_TOKENS: Final = 16
+"""vLLM's block size; the presets' 512 is that of the traces."""
+DRAIN_TIMEOUT_S: Final = 120.0
+"""How long a stopped server waits for running requests before it cuts them."""
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 takes any free one.",
+)
+@click.option("--model", default="simulated", show_default=True, help="Model name that requests must use.")
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    default="7b",
+    show_default=True,
+    help="Speeds and memory of the engine; pd is a prefill-only instance that stops after one token.",
+)
+@click.option(
+    "--cache-tokens",
+    type=click.IntRange(min=0),
+    help="Capacity of the prefix cache in tokens; 0 switches it off.  [default: the preset's]",
+)
+@click.option(
+    "--speed",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Model seconds per second: 10 makes everything ten times as fast.",
+)
+@click.option("--api-key", help="Require 'Authorization: Bearer KEY' under /v1/.")
+def engine_sim(
+    host: str, port: int, model: str, preset: str, cache_tokens: int | None, speed: float, api_key: str | None
+) -> None:
+    """Run a simulated OpenAI-compatible engine.
+
+    It answers chat completions, completions and embeddings with made-up words, at the pace at which the
+    modelled engine would: prefill first come first served, a prefix cache, batched decode. Four bytes of
+    prompt are one token. A line on stderr says where it listens.
+
+    \b
+    Example:
+      dualmap engine-sim --port 8001 --model qwen --preset 7b --speed 10
+      curl localhost:8001/v1/completions -d '{"model": "qwen", "prompt": "hello", "max_tokens": 8}'
+    """
+    config = replace(PRESETS[preset], block_tokens=BLOCK_TOKENS)
+    if cache_tokens is not None:
+        config = replace(config, cache_tokens=cache_tokens)
+    settings = ServerSettings(host=host, port=port, model=model, config=config, speed=speed, api_key=api_key)
+    sys.exit(asyncio.run(_serve(settings)))
+
+
+async def _serve(settings: ServerSettings) -> int:
+    """Serve until a signal; return the exit code: 0 when every accepted request was answered."""
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    server = EngineHttpServer(settings)
+    try:
+        address = await server.start()
+    except OSError as error:
+        click.echo(f"dualmap engine-sim: cannot listen on {settings.host}:{settings.port}: {error}", err=True)
+        await server.close()
+        return 1
+    click.echo(f"dualmap engine-sim ready http={address} model={settings.model}", err=True)
+    await signals.get()
+    drained = asyncio.ensure_future(server.drain())
+    hurried = asyncio.ensure_future(signals.get())
+    await asyncio.wait((drained, hurried), timeout=DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    answered_all = drained.done()
+    for task in (drained, hurried):
+        task.cancel()
+    await server.close()
+    return 0 if answered_all else 1

@@ -1,0 +1,283 @@
+"""The simulated engine's HTTP surface: vLLM's endpoints, answered at the pace of the engine model.
+
+Behaves towards its peers as vLLM does (PROTOCOLS section 2): response headers leave when a request is
+accepted, the first body chunk with the first token; a client that goes away aborts its request; ``/metrics``
+speaks vLLM's names. Unlike vLLM it takes prompts of any length and computes only the preset's longest input
+of them, as the paper does with its traces. Two headers are for tests: ``x-engine`` names the instance,
+``x-request-sha256`` is the digest of the request body as it arrived, so that a body's way through a proxy can
+be checked.
+
+``openai_api.py`` and ``openai_answers.py`` hold the format, ``engine_driver.py`` the time,
+``engine_server.py`` the command and the signals. This module alone knows aiohttp."""
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+import orjson
+from aiohttp import web
+
+from dualmap.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
+from dualmap_sim import openai_answers, openai_api
+from dualmap_sim.engine import Engine, EngineRequest
+from dualmap_sim.engine_driver import EngineDriver, Generation
+from dualmap_sim.errors import ApiError, RequestDoesNotFit
+from dualmap_sim.metrics import EngineMetrics
+from dualmap_sim.openai_answers import Answer
+from dualmap_sim.presets import EngineConfig
+
+BODY_BYTES_MAX: Final = 128 * 1024 * 1024
+"""Well above the largest body a test sends (64 MB): limits are the router's and Envoy's business."""
+KEEPALIVE_S: Final = 3700.0
+"""Longer than Envoy keeps an idle upstream connection (1 h), so that it is never we who close one under a request."""
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_DIGEST: Final = web.RequestKey("x-request-sha256", str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What an engine server is started with. ``port`` 0 takes any free one; ``speed`` is model s per wall s."""
+
+    host: str
+    port: int
+    model: str
+    config: EngineConfig
+    speed: float
+    api_key: str | None
+
+
+class EngineHttpServer:
+    """One simulated engine behind a listening socket. To be made and used on one event loop."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._engine_name = ""
+        self._created_s = int(time.time())
+        self._numbers = count(1)
+        engine = Engine(settings.config)
+        metrics = EngineMetrics(engine, model=settings.model, speed=settings.speed)
+        self._driver = EngineDriver(engine, metrics, speed=settings.speed)
+        self._unanswered = 0
+        self._draining = False
+        self._all_answered = asyncio.Event()
+        self._all_answered.set()
+        self._runner = web.AppRunner(
+            self._app(),
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=1.0,
+        )
+        self._site: web.TCPSite | None = None
+
+    async def start(self) -> str:
+        """Listen; return ``host:port`` as bound. Raises OSError when the address cannot be had."""
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
+        await self._site.start()
+        self._engine_name = f"{self._settings.host}:{self._runner.addresses[0][1]}"
+        return self._engine_name
+
+    async def drain(self) -> None:
+        """Stop listening, refuse what still comes on open connections, and wait until all else is answered."""
+        self._draining = True
+        assert self._site is not None
+        await self._site.stop()
+        await self._all_answered.wait()
+
+    async def close(self) -> None:
+        """Close every connection; requests still unanswered are cut."""
+        await self._runner.cleanup()
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._around])
+        app.on_response_prepare.append(self._sign)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics_page)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the test headers to whatever is about to be sent."""
+        response.headers["x-engine"] = self._engine_name
+        if _DIGEST in request:
+            response.headers["x-request-sha256"] = request[_DIGEST]
+
+    @web.middleware
+    async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Let a request in or refuse it, and put every refusal into OpenAI's shape."""
+        if self._draining:
+            refusal = _refuse(ApiError(503, "ServiceUnavailable", "the engine is shutting down"))
+            refusal.force_close()
+            return refusal
+        self._unanswered += 1
+        self._all_answered.clear()
+        try:
+            if request.path.startswith("/v1/"):
+                self._check_key(request)
+            return await handler(request)
+        except ApiError as error:
+            return _refuse(error)
+        except RequestDoesNotFit as error:
+            return _refuse(ApiError(400, openai_api.BAD_REQUEST, str(error)))
+        except web.HTTPException as error:
+            return _refuse(ApiError(error.status, error.reason.title().replace(" ", ""), error.reason))
+        finally:
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._all_answered.set()
+
+    def _check_key(self, request: web.Request) -> None:
+        key = self._settings.api_key
+        if key is None:
+            return
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+            raise ApiError(401, "Unauthorized", "the Authorization header does not carry this engine's API key")
+
+    async def _body(self, request: web.Request) -> dict[str, object]:
+        raw = await request.read()
+        request[_DIGEST] = hashlib.sha256(raw).hexdigest()
+        body = openai_api.parse_body(raw)
+        openai_api.check_model(body, self._settings.model)
+        return body
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, openai_api.read_call(await self._body(request), chat=True))
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, openai_api.read_call(await self._body(request), chat=False))
+
+    async def _generate(self, request: web.Request, call: openai_api.Call) -> web.StreamResponse:
+        config = self._settings.config
+        chain = self._chain(call.prompt, call.cache_salt)
+        output_tokens = call.output_tokens(room_tokens=config.kv_memory_tokens - chain.tokens)
+        finish_reason = call.finish_reason
+        if config.decode is None:
+            output_tokens, finish_reason = 1, "length"
+        number = str(next(self._numbers))
+        answer = Answer(
+            chat=call.chat,
+            answer_id=("chatcmpl-" if call.chat else "cmpl-") + request.headers.get("X-Request-Id", number),
+            created_s=int(time.time()),
+            model=self._settings.model,
+            start=chain.hashes[-1],
+            prompt_tokens=chain.tokens,
+            output_tokens=output_tokens,
+            finish_reason=finish_reason,
+        )
+        generation = self._driver.start(
+            _engine_request(number, chain, output_tokens), stream=call.stream, finish_reason=finish_reason
+        )
+        try:
+            if call.stream:
+                return await _stream(request, answer, generation, include_usage=call.include_usage)
+            while not generation.finished:
+                await generation.changed()
+            return _json(answer.whole(cached_tokens=generation.cached_tokens))
+        finally:
+            self._driver.stop(generation)
+
+    async def _embeddings(self, request: web.Request) -> web.StreamResponse:
+        inputs = openai_api.embedding_inputs(await self._body(request))
+        chain = self._chain(b"".join(inputs), "")
+        generation = self._driver.start(
+            _engine_request(str(next(self._numbers)), chain, 1), stream=False, finish_reason="stop"
+        )
+        try:
+            while not generation.finished:
+                await generation.changed()
+        finally:
+            self._driver.stop(generation)
+        return _json(openai_answers.embeddings(inputs, model=self._settings.model, prompt_tokens=chain.tokens))
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
+        prompt = openai_api.chat_prompt(body) if "messages" in body else openai_api.text_prompt(body, "prompt")
+        tokens = openai_api.token_ids(prompt)
+        return _json(
+            orjson.dumps(
+                {
+                    "count": len(tokens),
+                    "max_model_len": self._settings.config.kv_memory_tokens,
+                    "tokens": tokens,
+                    "token_strs": None,
+                }
+            )
+        )
+
+    async def _models(self, _request: web.Request) -> web.StreamResponse:
+        return _json(
+            openai_answers.models(
+                self._settings.model,
+                created_s=self._created_s,
+                max_model_len=self._settings.config.kv_memory_tokens,
+            )
+        )
+
+    async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=self._driver.scrape(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    def _chain(self, prompt: bytes, cache_salt: str) -> BlockChain:
+        config = self._settings.config
+        return chain_blocks(
+            prompt[: config.input_tokens_max * BYTES_PER_TOKEN],
+            root=chain_root(model=self._settings.model, cache_salt=cache_salt),
+            block_tokens=config.block_tokens,
+        )
+
+
+def _engine_request(number: str, chain: BlockChain, output_tokens: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=number,
+        prompt_tokens=chain.tokens,
+        output_tokens=output_tokens,
+        blocks=chain.hashes,
+    )
+
+
+async def _stream(
+    request: web.Request, answer: Answer, generation: Generation, *, include_usage: bool
+) -> web.StreamResponse:
+    """Send an answer as it grows. What the model did between two wake-ups goes out in one chunk."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    sent = 0
+    while not generation.finished:
+        await generation.changed()
+        chunk = answer.opening_chunk() if not sent else b""
+        tokens = generation.tokens
+        if tokens > sent:
+            chunk += answer.text_chunk(sent, tokens)
+            sent = tokens
+        if generation.finished:
+            if include_usage:
+                chunk += answer.usage_chunk(cached_tokens=generation.cached_tokens)
+            chunk += openai_answers.DONE
+        await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+def _json(body: bytes, *, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _refuse(error: ApiError) -> web.Response:
+    return _json(openai_answers.error_body(error), status=error.status)

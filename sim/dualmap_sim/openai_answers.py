@@ -1,0 +1,182 @@
+"""OpenAI responses as vLLM writes them: whole answers, SSE chunks and errors, as bytes ready to send.
+
+Fields and their order follow vLLM 0.32 (recorded streams: PROTOCOLS section 2). Every generated token is a
+space and three letters, so an answer that comes back in the next turn's prompt counts as many tokens as were
+generated; and its text needs no escaping, so that a stream's chunk is a few bytes glued together and not a
+JSON document built anew.
+
+``openai_api.py`` is the other direction.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import orjson
+
+from dualmap_sim.errors import ApiError
+
+DONE: Final = b"data: [DONE]\n\n"
+EMBEDDING_FLOATS: Final = 8
+"""Length of an embedding; its numbers mean nothing."""
+
+_WORDS: Final = (
+    b" the fox ran far and saw one red hen sit low off our big oak hut"
+    b" but not any fun for you can see how old men put out all day now"
+)
+_TOKEN_BYTES: Final = 4
+_VOCABULARY: Final = len(_WORDS) // _TOKEN_BYTES
+
+
+def output_text(start: int, tokens: int) -> bytes:
+    """Return ``tokens`` tokens of output text from position ``start`` on: ASCII that JSON need not escape."""
+    first = start % _VOCABULARY
+    cycles = (first + tokens) // _VOCABULARY + 1
+    return (_WORDS * cycles)[_TOKEN_BYTES * first : _TOKEN_BYTES * (first + tokens)]
+
+
+def error_body(error: ApiError) -> bytes:
+    """Return an error as OpenAI's JSON, with vLLM's fields."""
+    return orjson.dumps(
+        {
+            "error": {
+                "message": error.message,
+                "type": error.kind,
+                "param": error.param,
+                "code": error.status,
+            }
+        }
+    )
+
+
+def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
+    """Return the body of ``/v1/models``: the one model there is."""
+    card = {
+        "id": model,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "dualmap",
+        "root": model,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+    return orjson.dumps({"object": "list", "data": [card]})
+
+
+def embeddings(inputs: Sequence[bytes], *, model: str, prompt_tokens: int) -> bytes:
+    """Return the body of ``/v1/embeddings``: a short vector per input that depends on nothing but the input."""
+    data = [{"object": "embedding", "index": index, "embedding": _vector(text)} for index, text in enumerate(inputs)]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return orjson.dumps({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def _vector(text: bytes) -> list[float]:
+    return [byte / 127.5 - 1 for byte in hashlib.sha256(text).digest()[:EMBEDDING_FLOATS]]
+
+
+class Answer:
+    """The answer to one generation, in the words its endpoint uses.
+
+    ``created_s`` is Unix time; ``start`` is where in the vocabulary the text begins, so that a prompt always
+    gets the same answer."""
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        answer_id: str,
+        created_s: int,
+        model: str,
+        start: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        finish_reason: str,
+    ) -> None:
+        self._chat = chat
+        self._start = start
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = output_tokens
+        self._finish_reason = finish_reason
+        self._head = {"id": answer_id, "created": created_s, "model": model}
+        self._chunk_object = "chat.completion.chunk" if chat else "text_completion"
+        opening = _open(self._chunk_head())
+        if chat:
+            self._before_text = opening + b',"choices":[{"index":0,"delta":{"content":"'
+            self._after_text = b'"},"logprobs":null,"finish_reason":'
+        else:
+            self._before_text = opening + b',"choices":[{"index":0,"text":"'
+            self._after_text = b'","logprobs":null,"finish_reason":'
+
+    def opening_chunk(self) -> bytes:
+        """Return the chunk before the first token: chat announces the role, completions say nothing."""
+        if not self._chat:
+            return b""
+        choice = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return _event(self._chunk_head() | {"choices": [choice], "prompt_token_ids": None, "prompt_text": None})
+
+    def text_chunk(self, sent_tokens: int, tokens: int) -> bytes:
+        """Return the chunk that brings the stream from ``sent_tokens`` to ``tokens``; the last says why it ends."""
+        text = output_text(self._start + sent_tokens, tokens - sent_tokens)
+        if tokens < self._output_tokens:
+            ending = b'null,"token_ids":null}]}\n\n'
+        else:
+            ending = b'"' + self._finish_reason.encode() + b'","stop_reason":null,"token_ids":null}]}\n\n'
+        return b"".join((self._before_text, text, self._after_text, ending))
+
+    def usage_chunk(self, *, cached_tokens: int) -> bytes:
+        """Return the chunk that ``stream_options.include_usage`` asks for: no choices, the whole usage."""
+        return _event(self._chunk_head() | {"choices": [], "usage": self._usage(cached_tokens)})
+
+    def whole(self, *, cached_tokens: int) -> bytes:
+        """Return the answer of a request that does not stream."""
+        text = output_text(self._start, self._output_tokens).decode()
+        message: dict[str, object] = (
+            {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        )
+        choice = {
+            "index": 0,
+            **message,
+            "logprobs": None,
+            "finish_reason": self._finish_reason,
+            "stop_reason": None,
+        }
+        return orjson.dumps(
+            {
+                "id": self._head["id"],
+                "object": "chat.completion" if self._chat else "text_completion",
+                "created": self._head["created"],
+                "model": self._head["model"],
+                "choices": [choice],
+                "usage": self._usage(cached_tokens),
+            }
+        )
+
+    def _chunk_head(self) -> dict[str, object]:
+        return {
+            "id": self._head["id"],
+            "object": self._chunk_object,
+            "created": self._head["created"],
+            "model": self._head["model"],
+        }
+
+    def _usage(self, cached_tokens: int) -> dict[str, object]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "total_tokens": self._prompt_tokens + self._output_tokens,
+            "completion_tokens": self._output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens, "created_cache_tokens": 0},
+        }
+
+
+def _open(head: dict[str, object]) -> bytes:
+    """Return the beginning of an SSE event whose object goes on after ``head``."""
+    return b"data: " + orjson.dumps(head)[:-1]
+
+
+def _event(data: dict[str, object]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"

@@ -1,0 +1,214 @@
+"""OpenAI request bodies as vLLM reads them: JSON in, prompt and limits or a refusal out.
+
+There is no tokenizer: four bytes of prompt text are one token, and a prompt sent as token ids is four bytes
+an id. ``openai_answers.py`` writes what goes back, ``engine_server.py`` moves both; nothing here waits or
+knows a socket."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+import orjson
+
+from dualmap.blocks import BYTES_PER_TOKEN
+from dualmap_sim.errors import ApiError
+
+BAD_REQUEST: Final = "BadRequestError"
+DEFAULT_OUTPUT_TOKENS: Final = 32
+"""Where the simulated model ends its answer when the request sets no limit."""
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""What OpenAI's completions endpoint, and vLLM's, generates without ``max_tokens``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One generation, as its body asked for it."""
+
+    chat: bool
+    prompt: bytes
+    cache_salt: str
+    stream: bool
+    include_usage: bool
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, estimated; at least 1."""
+        return count_tokens(self.prompt)
+
+    def output_tokens(self, *, room_tokens: int) -> int:
+        """Return how many tokens the answer has, given the room the context leaves it; may raise ApiError.
+
+        The simulated model never ends an answer early: ``max_tokens`` is met exactly. Without it, the answer
+        ends after a fixed length, or with ``ignore_eos`` at the end of the context, as a real model's would.
+        """
+        if self.max_tokens is None:
+            natural = DEFAULT_OUTPUT_TOKENS if self.chat else DEFAULT_COMPLETION_TOKENS
+            wanted = room_tokens if self.ignore_eos else min(max(natural, self.min_tokens), room_tokens)
+        else:
+            wanted = self.max_tokens
+        if not 1 <= wanted <= room_tokens:
+            raise ApiError(
+                400,
+                BAD_REQUEST,
+                f"max_tokens is {wanted}, the context leaves room for {room_tokens} tokens after the prompt",
+                param="max_tokens",
+            )
+        return wanted
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop`` where the model ended its answer, ``length`` where a limit did."""
+        return "stop" if self.max_tokens is None and self.chat and not self.ignore_eos else "length"
+
+
+def count_tokens(prompt: bytes) -> int:
+    """Return the estimated length of a prompt in tokens, at least 1."""
+    return max(1, -(-len(prompt) // BYTES_PER_TOKEN))
+
+
+def token_ids(prompt: bytes) -> list[int]:
+    """Return the ids of a prompt's tokens: its bytes, four at a time."""
+    padded = prompt + bytes(-len(prompt) % BYTES_PER_TOKEN)
+    return [int.from_bytes(padded[at : at + BYTES_PER_TOKEN], "little") for at in range(0, len(padded), 4)]
+
+
+def parse_body(body: bytes) -> dict[str, object]:
+    """Return a request body as a JSON object; raises ApiError 400."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, BAD_REQUEST, f"the body is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, BAD_REQUEST, "the body is not a JSON object")
+    return parsed
+
+
+def check_model(body: Mapping[str, object], served: str) -> None:
+    """Raise ApiError 404 when the body names another model; as in vLLM, naming none is fine."""
+    model = body.get("model")
+    if model is None:
+        return
+    if not isinstance(model, str):
+        raise ApiError(400, BAD_REQUEST, "model is not a string", param="model")
+    if model != served:
+        raise ApiError(404, "NotFoundError", f"The model `{model}` does not exist.", param="model")
+
+
+def read_call(body: Mapping[str, object], *, chat: bool) -> Call:
+    """Read a chat completions (``chat``) or completions body; raises ApiError 400 naming the field."""
+    _int(body, "n", default=1, low=1, high=1)
+    max_tokens = _int(body, "max_completion_tokens", default=0, low=1) if chat else 0
+    max_tokens = max_tokens or _int(body, "max_tokens", default=0, low=1)
+    min_tokens = _int(body, "min_tokens", default=0, low=0)
+    if max_tokens and min_tokens > max_tokens:
+        raise ApiError(
+            400,
+            BAD_REQUEST,
+            f"min_tokens is {min_tokens}, more than max_tokens ({max_tokens})",
+            param="min_tokens",
+        )
+    stream = _bool(body, "stream")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise ApiError(400, BAD_REQUEST, "stream_options is not an object", param="stream_options")
+    if options is not None and not stream:
+        raise ApiError(
+            400, BAD_REQUEST, "stream_options is only for requests with stream: true", param="stream_options"
+        )
+    salt = body.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise ApiError(400, BAD_REQUEST, "cache_salt is not a string", param="cache_salt")
+    return Call(
+        chat=chat,
+        prompt=chat_prompt(body) if chat else text_prompt(body, "prompt"),
+        cache_salt=salt or "",
+        stream=stream,
+        include_usage=_bool(options, "include_usage") if options is not None else False,
+        max_tokens=max_tokens or None,
+        min_tokens=min_tokens,
+        ignore_eos=_bool(body, "ignore_eos"),
+    )
+
+
+def chat_prompt(body: Mapping[str, object]) -> bytes:
+    """Render messages as a ChatML template does, tools in front; raises ApiError 400."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, BAD_REQUEST, "messages is not a list of at least one message", param="messages")
+    parts = []
+    tools = body.get("tools")
+    if tools:
+        parts += [b"<|im_start|>tools\n", orjson.dumps(tools), b"<|im_end|>\n"]
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, BAD_REQUEST, f"{where} is not an object with a role", param=where)
+        parts += [b"<|im_start|>", message["role"].encode(), b"\n", _content(message.get("content"), where)]
+        if message.get("tool_calls"):
+            parts.append(orjson.dumps(message["tool_calls"]))
+        parts.append(b"<|im_end|>\n")
+    parts.append(b"<|im_start|>assistant\n")
+    return b"".join(parts)
+
+
+def text_prompt(body: Mapping[str, object], field: str) -> bytes:
+    """Read a prompt: a text, a list of token ids, or a list with one of either; raises ApiError 400."""
+    value = body.get(field)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value.encode()
+    if isinstance(value, list) and value and all(type(item) is int and 0 <= item < 2**32 for item in value):
+        return b"".join(cast(int, item).to_bytes(BYTES_PER_TOKEN, "little") for item in value)
+    raise ApiError(400, BAD_REQUEST, f"{field} is not one text or one list of token ids", param=field)
+
+
+def embedding_inputs(body: Mapping[str, object]) -> list[bytes]:
+    """Read an embeddings body's ``input``: one prompt or a list of them; raises ApiError 400."""
+    value = body.get("input")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        return [text_prompt({"input": item}, "input") for item in value]
+    return [text_prompt(body, "input")]
+
+
+def _content(content: object, where: str) -> bytes:
+    if content is None:
+        return b""
+    if isinstance(content, str):
+        return content.encode()
+    if not isinstance(content, list):
+        raise ApiError(400, BAD_REQUEST, f"{where}.content is not text, a list of parts or null", param=where)
+    return b"".join(_part(part, where) for part in content)
+
+
+def _part(part: object, where: str) -> bytes:
+    if isinstance(part, str):
+        return part.encode()
+    if isinstance(part, dict):
+        text = part.get("text")
+        # Anything but text stands for itself by its digest: 16 tokens, whatever the size of the image.
+        return text.encode() if isinstance(text, str) else hashlib.sha256(orjson.dumps(part)).hexdigest().encode()
+    raise ApiError(400, BAD_REQUEST, f"{where}.content has a part that is not an object", param=where)
+
+
+def _int(body: Mapping[str, object], field: str, *, default: int, low: int, high: int = 2**31) -> int:
+    value = body.get(field)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        accepted = str(low) if low == high else f"an integer from {low} to {high}"
+        raise ApiError(400, BAD_REQUEST, f"{field} is {value!r}, accepted is {accepted}", param=field)
+    return value
+
+
+def _bool(body: Mapping[str, object], field: str) -> bool:
+    value = body.get(field)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise ApiError(400, BAD_REQUEST, f"{field} is {value!r}, accepted is true or false", param=field)
+    return value

@@ -1,0 +1,114 @@
+"""What an engine costs and holds: the parameters of the engine model, and its named presets.
+
+The formulas and the numbers are those of ALGORITHMS section 7: assumptions calibrated on the paper's prose,
+so that results can be compared with others' of the same model. Every number is a field;
+``dataclasses.replace`` makes a variant of a preset. ``engine.py`` spends these costs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from types import MappingProxyType
+from typing import Final
+
+TRACE_BLOCK_TOKENS: Final = 512
+"""Length of a prefix block in the Mooncake traces that the paper replays (appendix A.1.1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCost:
+    """Seconds one prefill takes: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``."""
+
+    overhead_s: float
+    """``o``: paid by every prefill, whatever its length."""
+    tokens_per_s: float
+    """``r``: speed at which new tokens are computed while attention is still cheap."""
+    attention: float
+    """``a``: how much a token's cost grows with each token before it, relative to its own."""
+    load_tokens_per_s: float
+    """``l``: speed at which the KV of cached tokens is brought in."""
+
+    def seconds(self, *, new_tokens: int, cached_tokens: int) -> float:
+        """Return the duration of a prefill of ``n`` new tokens behind ``h`` cached ones."""
+        total = new_tokens + cached_tokens
+        attended = self.attention / 2 * (total * total - cached_tokens * cached_tokens)
+        return self.overhead_s + (new_tokens + attended) / self.tokens_per_s + cached_tokens / self.load_tokens_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeCost:
+    """Seconds one decode step takes: ``d0 + d1 * k + d2 * b`` for ``b`` requests holding ``k`` KV tokens."""
+
+    step_s: float
+    """``d0``: reading the weights once."""
+    per_kv_token_s: float
+    """``d1``: reading one token's KV."""
+    per_request_s: float
+    """``d2``: what one more request in the batch adds."""
+
+    def steps_s(self, steps: int, *, requests: int, kv_tokens: int) -> float:
+        """Return the duration of ``steps`` steps of an unchanged batch that holds ``kv_tokens`` at their
+        start.
+
+        Each step appends one token per request, so the steps' costs are an arithmetic series.
+        """
+        first = self.step_s + self.per_kv_token_s * kv_tokens + self.per_request_s * requests
+        return steps * first + self.per_kv_token_s * requests * (steps * (steps - 1) / 2)
+
+    def steps_within(self, seconds: float, *, requests: int, kv_tokens: int) -> int:
+        """Return how many whole steps of that batch fit into ``seconds``, give or take one for rounding."""
+        growth = self.per_kv_token_s * requests / 2
+        linear = self.step_s + self.per_kv_token_s * kv_tokens + self.per_request_s * requests - growth
+        # The root of the series' quadratic, in the form that neither cancels nor divides by zero as d1 goes to 0.
+        return int(2 * seconds / (linear + sqrt(linear * linear + 4 * growth * seconds)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: its speeds, its KV memory and its prefix cache."""
+
+    prefill: PrefillCost
+    decode: DecodeCost | None
+    """None on a prefill-only instance of a disaggregated deployment: every request ends with its first token."""
+    kv_memory_tokens: int
+    """``m``: tokens (prompt + output) that admitted requests may hold together."""
+    cache_tokens: int
+    """``c``: tokens of KV kept for reuse once computed; 0 switches the prefix cache off."""
+    input_tokens_max: int
+    """Longest prompt: the paper caps its traces here; whoever makes requests applies it."""
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    """Length of a prefix block; only whole blocks are cached and reused."""
+
+
+PRESETS: Final[Mapping[str, EngineConfig]] = MappingProxyType(
+    {
+        "7b": EngineConfig(
+            prefill=PrefillCost(overhead_s=0.02, tokens_per_s=7000.0, attention=3.0e-5, load_tokens_per_s=350_000.0),
+            decode=DecodeCost(step_s=0.028, per_kv_token_s=0.9e-7, per_request_s=2e-4),
+            kv_memory_tokens=190_000,
+            cache_tokens=1_000_000,
+            input_tokens_max=20_480,
+        ),
+        "14b": EngineConfig(
+            prefill=PrefillCost(overhead_s=0.02, tokens_per_s=4000.0, attention=3.3e-5, load_tokens_per_s=100_000.0),
+            decode=DecodeCost(step_s=0.032, per_kv_token_s=1.6e-7, per_request_s=2e-4),
+            kv_memory_tokens=128_000,
+            cache_tokens=500_000,
+            input_tokens_max=10_240,
+        ),
+        "pd": EngineConfig(
+            prefill=PrefillCost(overhead_s=0.02, tokens_per_s=5500.0, attention=3.0e-5, load_tokens_per_s=350_000.0),
+            decode=None,
+            kv_memory_tokens=190_000,
+            cache_tokens=1_000_000,
+            input_tokens_max=20_480,
+        ),
+        "agent": EngineConfig(
+            prefill=PrefillCost(overhead_s=0.02, tokens_per_s=14_000.0, attention=2.0e-5, load_tokens_per_s=1e7),
+            decode=DecodeCost(step_s=0.018, per_kv_token_s=0.25e-7, per_request_s=1e-4),
+            kv_memory_tokens=500_000,
+            cache_tokens=900_000,
+            input_tokens_max=131_072,
+        ),
+    }
+)
+"""ALGORITHMS section 7, by name."""
