@@ -26,7 +26,7 @@ MIN_SPLIT_REQUESTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotnessRule:
-    """Shares of the window's requests, in units of ``1/n`` for n members, above and below which prefixes split, merge."""
+    """Shares of the window's requests above which a prefix splits and below which it merges, in units of 1/n."""
 
     split: float
     merge: float

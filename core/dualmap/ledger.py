@@ -16,7 +16,7 @@ ENTRY_TTL_S = 600.0
 
 @dataclass(slots=True)
 class Entry:
-    """One live request. ``new_tokens`` is the uncached part of its prompt, ``compute_s`` what that was expected to take."""
+    """One live request; ``compute_s`` is what computing the uncached part of its prompt was expected to take."""
 
     request_id: str
     member: str
@@ -43,7 +43,7 @@ class MemberLoad:
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
         self.in_flight = 0
-        # Prefills not yet seen to end, in the order they were handed over; engines serve them about first come first served.
+        # Prefills not yet seen to end, in the order they were handed over: engines serve first come first served.
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         self._pending_compute_s = 0.0
         # When the prefill at the head of the queue can have begun: the last one's end, or its own dispatch.

@@ -1,7 +1,7 @@
 """The InferencePool as the router and the operator see it: frozen values with units in their names.
 
 ``dualmap.pool_reader`` makes these from a Kubernetes object or a pool file; nothing else does. The defaults here are
-the schema's defaults (docs/pool.md); the fields mirror ``spec`` and ``status.ring`` of ``serving.dualmap.dev/v1alpha1``.
+the schema's defaults (docs/pool.md); the fields mirror ``spec`` and ``status.ring`` of the v1alpha1 object.
 """
 
 from dataclasses import dataclass, field

@@ -27,7 +27,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Where a request goes. ``endpoints`` are ``ip:port`` in the order Envoy shall try them; the first is the choice."""
+    """Where a request goes: ``endpoints`` are ``ip:port`` in the order Envoy shall try them, the choice first."""
 
     request_id: str
     endpoints: tuple[str, ...]

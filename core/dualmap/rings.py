@@ -1,7 +1,7 @@
 """Two independent hash rings: a key to its pair of members (paper sections 3.2 and 3.4).
 
 A ring is an immutable snapshot of the members that take new keys; a change of membership makes a new one. Identity is
-the member's id, so order, address and restarts do not matter, and a member that leaves and returns finds its keys again.
+the member's id: order, address and restarts do not matter, and a member that leaves and returns finds its keys again.
 
 Deviations from the paper: instead of one anchor per instance, whose arcs are wildly unequal, a ring is either weighted
 rendezvous hashing (every member scores every key, the best score wins) or ``virtual_nodes`` anchors per member; when

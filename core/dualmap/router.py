@@ -39,6 +39,8 @@ class PoolRouter:
     def __init__(self, pool: Pool) -> None:
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
         self._sequence = 0
+        self._tree: HotnessTree
+        self._indexes: dict[str, PrefixIndex]
         self._adopt(pool)
 
     @property
@@ -166,11 +168,11 @@ class PoolRouter:
         self._members: dict[str, Member] = {member.id: member for member in pool.members}
         self._ring = DualRing(pool.members, pool.routing.ring)
         self._subset_rings: dict[frozenset[str], DualRing] = {}
-        self._tree: HotnessTree = HotnessTree(
+        self._tree = HotnessTree(
             initial_blocks=prefix.initial_blocks, max_blocks=prefix.max_blocks, window_s=prefix.window_s
         )
         capacity = pool.engine.cache_tokens // prefix.block_tokens
-        self._indexes: dict[str, PrefixIndex] = {member.id: PrefixIndex(capacity) for member in pool.members}
+        self._indexes = {member.id: PrefixIndex(capacity) for member in pool.members}
 
     def _ring_for(self, subset: frozenset[str] | None) -> DualRing:
         """Return the rings over the members a request may use. A bare ip in the subset allows any port of it."""

@@ -43,8 +43,8 @@ class Candidate:
 class Situation:
     """A request and the members it could go to.
 
-    ``pair`` holds the one or two candidates in ring order; ``waited_s`` is how long the request has waited already, which
-    counts towards its TTFT; ``sequence`` numbers the pool's requests from 0.
+    ``pair`` holds the one or two candidates in ring order; ``waited_s`` is how long the request has waited already,
+    which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Situation:
     def warmest(self) -> tuple[Candidate, bool]:
         """Return the candidate of the pair with more reusable prefix, and whether it has strictly more.
 
-        With equal reuse it is the one with less pending prefill, then with fewer requests in flight (paper section 3.2).
+        With equal reuse it is the one with less pending prefill (paper section 3.2), then with fewer in flight.
         """
         most = max(candidate.matched_tokens for candidate in self.pair)
         warm = [candidate for candidate in self.pair if candidate.matched_tokens == most]

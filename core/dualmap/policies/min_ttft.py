@@ -1,4 +1,4 @@
-"""Min TTFT: the member with the least predicted time to first token (Mooncake's rule; DualMap section 2.2, a baseline)."""
+"""Min TTFT: the least predicted time to first token (Mooncake's rule; DualMap section 2.2, a baseline)."""
 
 from typing import ClassVar
 
