@@ -21,9 +21,10 @@ from enum import Enum, auto
 from heapq import heappop, heappush
 from math import inf
 
+from dualmap_sim.decode_run import DecodeRun
 from dualmap_sim.errors import RequestDoesNotFit
 from dualmap_sim.prefix_cache import PrefixCache
-from dualmap_sim.presets import DecodeCost, EngineConfig
+from dualmap_sim.presets import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,35 +100,6 @@ class _Job:
         self.finish_step = 0
 
 
-class _Run:
-    """Decode steps over an unchanged batch: ``steps`` of them from ``start_s``."""
-
-    __slots__ = ("_cost", "_kv_tokens", "_requests", "start_s", "steps")
-
-    def __init__(self, cost: DecodeCost, *, start_s: float, steps: int, requests: int, kv_tokens: int) -> None:
-        self._cost = cost
-        self._requests = requests
-        self._kv_tokens = kv_tokens
-        self.start_s = start_s
-        self.steps = steps
-
-    def end_of_s(self, steps: int) -> float:
-        """Return when the run's first ``steps`` steps are over."""
-        return self.start_s + self._cost.steps_s(steps, requests=self._requests, kv_tokens=self._kv_tokens)
-
-    def done_at(self, now: float) -> int:
-        """Return how many of its steps are over at ``now``."""
-        guess = self._cost.steps_within(
-            max(0.0, now - self.start_s), requests=self._requests, kv_tokens=self._kv_tokens
-        )
-        # The closed form is right up to rounding; `end_of_s` is what everybody else goes by.
-        while guess > 0 and self.end_of_s(guess) > now:
-            guess -= 1
-        while guess < self.steps and self.end_of_s(guess + 1) <= now:
-            guess += 1
-        return min(guess, self.steps)
-
-
 class Engine:
     """The engine model. ``now`` is in seconds, from any origin, and never goes back."""
 
@@ -143,7 +115,7 @@ class Engine:
         self._waiting: deque[_Job] = deque()
         self._waiting_count = 0
         self._prefilling: _Job | None = None
-        self._run: _Run | None = None
+        self._run: DecodeRun | None = None
         self._end_s = inf
         # The batch, by the step that is each one's last; aborted ones stay in the heap until they come up.
         self._batch: list[tuple[int, int, _Job]] = []
@@ -310,6 +282,7 @@ class Engine:
         elif self._batch_count:
             self._start_run(now)
         else:
+            self._batch.clear()
             self._end_s = inf
 
     def _start_prefill(self, job: _Job, now: float) -> None:
@@ -357,7 +330,7 @@ class Engine:
         assert self.config.decode is not None
         while self._batch[0][2].state is _State.GONE:
             heappop(self._batch)
-        self._run = _Run(
+        self._run = DecodeRun(
             self.config.decode,
             start_s=now,
             steps=self._batch[0][0] - self._steps,

@@ -2,7 +2,8 @@
 
 The only part of the simulated engine that knows asyncio's clock. ``engine_server.py`` starts a Generation per
 request and waits on it; the driver keeps a single timer for the whole engine, armed for whatever the model
-does next."""
+does next.
+"""
 
 import asyncio
 from typing import Final
@@ -14,7 +15,8 @@ TICK_S: Final = 0.02
 """Shortest wall-clock time between two wake-ups for decode steps alone.
 
 At speed 1 a step takes longer, so every token is a chunk of its own. Faster engines put several tokens into a
-chunk, as vLLM does under load. First tokens and ends of requests are never delayed by it. """
+chunk, as vLLM does under load. First tokens and ends of requests are never delayed by it. 
+"""
 
 
 class Generation:

@@ -1,7 +1,8 @@
 """``dualmap engine-sim``: the command that runs one simulated engine until it is told to stop.
 
 The composition root: settings are parsed here, ``http_server.py`` does the serving. SIGTERM (or Ctrl-C)
-drains, as a vLLM with a shutdown timeout does; a second one cuts what is left."""
+drains, as a vLLM with a shutdown timeout does; a second one cuts what is left.
+"""
 
 import asyncio
 import signal

@@ -8,7 +8,8 @@ of them, as the paper does with its traces. Two headers are for tests: ``x-engin
 be checked.
 
 ``openai_api.py`` and ``openai_answers.py`` hold the format, ``engine_driver.py`` the time,
-``engine_server.py`` the command and the signals. This module alone knows aiohttp."""
+``engine_server.py`` the command and the signals. This module alone knows aiohttp.
+"""
 
 import asyncio
 import hashlib
@@ -19,14 +20,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-import orjson
 from aiohttp import web
 
 from dualmap.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
 from dualmap_sim import openai_answers, openai_api
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.engine_driver import EngineDriver, Generation
-from dualmap_sim.errors import ApiError, RequestDoesNotFit
+from dualmap_sim.errors import ApiError
 from dualmap_sim.metrics import EngineMetrics
 from dualmap_sim.openai_answers import Answer
 from dualmap_sim.presets import EngineConfig
@@ -81,7 +81,8 @@ class EngineHttpServer:
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
         await self._site.start()
-        self._engine_name = f"{self._settings.host}:{self._runner.addresses[0][1]}"
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        self._engine_name = f"{host}:{self._runner.addresses[0][1]}"
         return self._engine_name
 
     async def drain(self) -> None:
@@ -116,7 +117,7 @@ class EngineHttpServer:
     @web.middleware
     async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Let a request in or refuse it, and put every refusal into OpenAI's shape."""
-        if self._draining:
+        if self._draining and request.method == "POST":
             refusal = _refuse(ApiError(503, "ServiceUnavailable", "the engine is shutting down"))
             refusal.force_close()
             return refusal
@@ -128,8 +129,6 @@ class EngineHttpServer:
             return await handler(request)
         except ApiError as error:
             return _refuse(error)
-        except RequestDoesNotFit as error:
-            return _refuse(ApiError(400, openai_api.BAD_REQUEST, str(error)))
         except web.HTTPException as error:
             return _refuse(ApiError(error.status, error.reason.title().replace(" ", ""), error.reason))
         finally:
@@ -141,7 +140,7 @@ class EngineHttpServer:
         key = self._settings.api_key
         if key is None:
             return
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, b"Bearer " + key.encode()):
             raise ApiError(401, "Unauthorized", "the Authorization header does not carry this engine's API key")
 
@@ -166,9 +165,10 @@ class EngineHttpServer:
         if config.decode is None:
             output_tokens, finish_reason = 1, "length"
         number = str(next(self._numbers))
+        name = request.headers.get("X-Request-Id", number).encode("ascii", "replace").decode()
         answer = Answer(
             chat=call.chat,
-            answer_id=("chatcmpl-" if call.chat else "cmpl-") + request.headers.get("X-Request-Id", number),
+            answer_id=("chatcmpl-" if call.chat else "cmpl-") + name,
             created_s=int(time.time()),
             model=self._settings.model,
             start=chain.hashes[-1],
@@ -205,16 +205,7 @@ class EngineHttpServer:
         body = await self._body(request)
         prompt = openai_api.chat_prompt(body) if "messages" in body else openai_api.text_prompt(body, "prompt")
         tokens = openai_api.token_ids(prompt)
-        return _json(
-            orjson.dumps(
-                {
-                    "count": len(tokens),
-                    "max_model_len": self._settings.config.kv_memory_tokens,
-                    "tokens": tokens,
-                    "token_strs": None,
-                }
-            )
-        )
+        return _json(openai_answers.tokens(tokens, max_model_len=self._settings.config.kv_memory_tokens))
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         return _json(
@@ -232,7 +223,7 @@ class EngineHttpServer:
         )
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response()
+        return web.Response(status=503 if self._draining else 200)
 
     def _chain(self, prompt: bytes, cache_salt: str) -> BlockChain:
         config = self._settings.config

@@ -2,7 +2,8 @@
 
 Names and labels are those of vLLM 0.32 (PROTOCOLS section 2); only what routers and autoscalers read is
 exported. Durations are wall-clock seconds, as an outside observer would measure them: model seconds over the
-server's speed."""
+server's speed.
+"""
 
 from collections.abc import Iterator
 from typing import Final

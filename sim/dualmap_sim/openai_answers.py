@@ -63,6 +63,11 @@ def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
     return orjson.dumps({"object": "list", "data": [card]})
 
 
+def tokens(ids: Sequence[int], *, max_model_len: int) -> bytes:
+    """Return the body of ``/tokenize``."""
+    return orjson.dumps({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": None})
+
+
 def embeddings(inputs: Sequence[bytes], *, model: str, prompt_tokens: int) -> bytes:
     """Return the body of ``/v1/embeddings``: a short vector per input that depends on nothing but the input."""
     data = [{"object": "embedding", "index": index, "embedding": _vector(text)} for index, text in enumerate(inputs)]
@@ -78,7 +83,8 @@ class Answer:
     """The answer to one generation, in the words its endpoint uses.
 
     ``created_s`` is Unix time; ``start`` is where in the vocabulary the text begins, so that a prompt always
-    gets the same answer."""
+    gets the same answer.
+    """
 
     def __init__(
         self,

@@ -2,11 +2,13 @@
 
 There is no tokenizer: four bytes of prompt text are one token, and a prompt sent as token ids is four bytes
 an id. ``openai_answers.py`` writes what goes back, ``engine_server.py`` moves both; nothing here waits or
-knows a socket."""
+knows a socket.
+"""
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Final, cast
 
 import orjson
@@ -201,7 +203,7 @@ def _int(body: Mapping[str, object], field: str, *, default: int, low: int, high
         return default
     if type(value) is not int or not low <= value <= high:
         accepted = str(low) if low == high else f"an integer from {low} to {high}"
-        raise ApiError(400, BAD_REQUEST, f"{field} is {value!r}, accepted is {accepted}", param=field)
+        raise ApiError(400, BAD_REQUEST, f"{field} is {shortened(value)}, accepted is {accepted}", param=field)
     return value
 
 
@@ -210,5 +212,5 @@ def _bool(body: Mapping[str, object], field: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise ApiError(400, BAD_REQUEST, f"{field} is {value!r}, accepted is true or false", param=field)
+        raise ApiError(400, BAD_REQUEST, f"{field} is {shortened(value)}, accepted is true or false", param=field)
     return value

@@ -13,7 +13,8 @@ class PrefixCache:
 
     A chain is refreshed from its last block to its first, so every block is older than the one before it in
     its chain. The oldest block of all therefore never has a descendant in the cache: plain LRU order *is*
-    leaf-first order, without a tree."""
+    leaf-first order, without a tree.
+    """
 
     def __init__(self, capacity_blocks: int) -> None:
         self._capacity_blocks = capacity_blocks
@@ -41,7 +42,9 @@ class PrefixCache:
         """
         blocks = self._blocks
         for block in reversed(chain[: self._capacity_blocks]):
-            blocks[block] = None
-            blocks.move_to_end(block)
+            if block in blocks:
+                blocks.move_to_end(block)
+            else:
+                blocks[block] = None
         while len(blocks) > self._capacity_blocks:
             blocks.popitem(last=False)

@@ -2,7 +2,8 @@
 
 The formulas and the numbers are those of ALGORITHMS section 7: assumptions calibrated on the paper's prose,
 so that results can be compared with others' of the same model. Every number is a field;
-``dataclasses.replace`` makes a variant of a preset. ``engine.py`` spends these costs."""
+``dataclasses.replace`` makes a variant of a preset. ``engine.py`` spends these costs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

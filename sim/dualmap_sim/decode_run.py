@@ -1,0 +1,36 @@
+"""A stretch of decode steps over an unchanged batch, whose every step's end is known without taking the steps.
+
+``engine.py`` keeps one while its batch decodes, and cuts it short by lowering ``steps``. All who ask when a step ends
+ask here, so the server that shows each token and the simulation that skips to the last agree to the bit.
+"""
+
+from dualmap_sim.presets import DecodeCost
+
+
+class DecodeRun:
+    """``steps`` decode steps from ``start_s`` of ``requests`` that hold ``kv_tokens`` when it starts."""
+
+    __slots__ = ("_cost", "_kv_tokens", "_requests", "start_s", "steps")
+
+    def __init__(self, cost: DecodeCost, *, start_s: float, steps: int, requests: int, kv_tokens: int) -> None:
+        self._cost = cost
+        self._requests = requests
+        self._kv_tokens = kv_tokens
+        self.start_s = start_s
+        self.steps = steps
+
+    def end_of_s(self, steps: int) -> float:
+        """Return when the run's first ``steps`` steps are over."""
+        return self.start_s + self._cost.steps_s(steps, requests=self._requests, kv_tokens=self._kv_tokens)
+
+    def done_at(self, now: float) -> int:
+        """Return how many of its steps are over at ``now``."""
+        guess = self._cost.steps_within(
+            max(0.0, now - self.start_s), requests=self._requests, kv_tokens=self._kv_tokens
+        )
+        # The closed form is right up to rounding; `end_of_s` is what everybody else goes by.
+        while guess > 0 and self.end_of_s(guess) > now:
+            guess -= 1
+        while guess < self.steps and self.end_of_s(guess + 1) <= now:
+            guess += 1
+        return min(guess, self.steps)
