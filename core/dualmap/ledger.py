@@ -91,6 +91,7 @@ class MemberLoad:
         """Release a prefill that ended now; return the seconds it kept the instance busy."""
         busy_since_s = max(self._head_since_s, entry.dispatched_s)
         self._release_prefill(entry)
+        entry.prefilled = True
         self._head_since_s = now
         return now - busy_since_s
 
@@ -108,7 +109,6 @@ class MemberLoad:
         del self._pending[entry.request_id]
         self._pending_compute_s -= entry.compute_s
         self.pending_prefill_tokens -= entry.new_tokens
-        entry.prefilled = True
 
 
 @dataclass(slots=True)

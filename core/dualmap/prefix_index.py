@@ -69,7 +69,7 @@ class PrefixIndex:
     def _start_generation(self) -> None:
         """Open a new generation; fold the two oldest into one when reuse alone has made too many of them."""
         self._generations.append([])
-        if len(self._generations) > 2 * _GENERATIONS:
+        if len(self._generations) > _GENERATIONS + 1:
             survivors = [block for block in self._generations.popleft() if self._stamps.get(block) == self._oldest]
             self._oldest += 1
             for block in survivors:

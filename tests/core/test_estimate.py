@@ -1,0 +1,50 @@
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.estimate import PrefillModel, Speed
+
+
+def learn(model: PrefillModel, truth: Speed, samples: int, *, noise: float = 0.0) -> None:
+    chance = random.Random(3)
+    for _ in range(samples):
+        new, cached = chance.randrange(100, 15_000), chance.randrange(0, 10_000)
+        service_s = truth.compute_s(new, cached) * (1 + chance.uniform(-noise, noise))
+        model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)
+
+
+def test_it_learns_linear_and_quadratic_cost() -> None:
+    truth = Speed(1 / 2500, 1 / 2500 * 2.0e-5)
+    model = PrefillModel(7000)
+    learn(model, truth, 300, noise=0.1)
+    for new, cached in [(500, 0), (8000, 0), (2000, 12_000), (20_000, 0)]:
+        assert abs(model.speed.compute_s(new, cached) / truth.compute_s(new, cached) - 1) < 0.1
+
+
+def test_it_follows_a_change() -> None:
+    model = PrefillModel(7000)
+    learn(model, Speed(1 / 7000, 1e-9), 100)
+    learn(model, Speed(1 / 1000, 1e-9), 300)
+    assert 850 < model.speed.tokens_per_second < 1150
+
+
+def test_one_odd_sample_moves_little() -> None:
+    model = PrefillModel(7000)
+    learn(model, Speed(1 / 7000, 1e-9), 100)
+    before = model.speed.compute_s(4000, 0)
+    model.observe(new_tokens=4000, cached_tokens=0, service_s=500.0)
+    assert model.speed.compute_s(4000, 0) < 1.5 * before
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6), st.floats(-1, 1e6)), max_size=80),
+    st.integers(100, 10**6),
+)
+def test_whatever_it_sees_it_stays_within_bounds(samples: list[tuple[int, int, float]], prior: int) -> None:
+    model = PrefillModel(prior)
+    for new, cached, service_s in samples:
+        model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)
+    assert prior / 20.001 <= model.speed.tokens_per_second <= prior * 20.001
+    assert model.speed.compute_s(1000, 0) > 0
+    assert model.speed.compute_s(1000, 50_000) >= model.speed.compute_s(1000, 0)

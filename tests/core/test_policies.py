@@ -1,0 +1,135 @@
+"""Each policy's rule on hand-made situations; what they do to whole workloads is for the simulator to show."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualmap.policies import POLICIES
+from dualmap.pool import Spill
+from dualmap.situation import Candidate, Situation
+
+SLO_S = 5.0
+
+
+def candidate(
+    id: str, *, matched: int = 0, pending: int = 0, queue_s: float = 0.0, compute_s: float = 0.1, kv: int = 0
+) -> Candidate:
+    return Candidate(
+        id=id,
+        state="Active",
+        endpoint=f"{id}:1",
+        matched_tokens=matched,
+        pending_tokens=pending,
+        in_flight=0,
+        active_kv_tokens=kv,
+        tokens_per_second=1000.0,
+        queue_s=queue_s,
+        compute_s=compute_s,
+    )
+
+
+def decide(
+    policy: str,
+    *candidates: Candidate,
+    waited_s: float = 0.0,
+    sequence: int = 0,
+    spill: Spill | None = None,
+    id: str = "r",
+) -> tuple[str, str]:
+    """The first two candidates are the pair."""
+    situation = Situation(
+        request_id=id,
+        prompt_tokens=1000,
+        waited_s=waited_s,
+        sequence=sequence,
+        slo_ttft_s=SLO_S,
+        spill=spill or Spill(),
+        pair=candidates[:2],
+        everyone=lambda: sorted(candidates, key=lambda each: each.id),
+    )
+    choice = POLICIES[policy].choose(situation)
+    return choice.candidate.id, choice.rule
+
+
+@pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
+def test_the_warmer_of_the_pair_while_it_is_fast_enough(policy: str) -> None:
+    warm, cold = candidate("b", matched=800, queue_s=2.0, pending=2000), candidate("a")
+    assert decide(policy, warm, cold) == ("b", "pair-warm")
+    assert decide(policy, cold, warm) == ("b", "pair-warm")
+
+
+@pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
+def test_equal_reuse_goes_to_the_less_loaded(policy: str) -> None:
+    busy, idle = candidate("a", matched=500, pending=300), candidate("b", matched=500)
+    assert decide(policy, busy, idle) == ("b", "pair-equal")
+
+
+def test_the_paper_takes_the_less_loaded_of_the_pair_beyond_the_slo() -> None:
+    warm, other, idle = (
+        candidate("a", matched=800, queue_s=5.0, pending=5000),
+        candidate("b", pending=10),
+        candidate("c"),
+    )
+    assert decide("dualmap_paper", warm, other, idle) == ("b", "pair-less-loaded")
+    just_within = replace(warm, queue_s=4.9)
+    assert decide("dualmap_paper", just_within, other, idle) == ("a", "pair-warm")
+
+
+def test_dualmap_spills_by_marginal_cost_at_half_the_slo() -> None:
+    warm = candidate("a", matched=800, queue_s=2.4, compute_s=0.1)
+    other, idle = candidate("b", queue_s=3.0, compute_s=1.0), candidate("c", compute_s=0.3)
+    assert decide("dualmap", warm, other, idle) == ("a", "pair-warm")
+    assert decide("dualmap", replace(warm, queue_s=2.5), other, idle) == ("c", "spill")
+    # The weight of T_c keeps it home while the detour costs more work than the queue costs time: 2.6 + 3*0.1 < 3*1.0.
+    dear = replace(idle, compute_s=1.0)
+    assert decide("dualmap", replace(warm, queue_s=2.6), other, dear) == ("a", "pair-marginal")
+    # Active KV counts: 20 000 tokens at 1000/s weigh 0.2 * 20 s.
+    assert decide("dualmap", replace(warm, queue_s=2.6), other, replace(idle, active_kv_tokens=20_000)) == (
+        "a",
+        "pair-marginal",
+    )
+
+
+def test_time_already_waited_counts() -> None:
+    warm, other, idle = candidate("a", matched=800, queue_s=2.0), candidate("b"), candidate("c")
+    assert decide("dualmap", warm, other, idle, waited_s=0.3)[0] == "a"
+    assert decide("dualmap", warm, other, idle, waited_s=0.5)[0] != "a"
+
+
+def test_the_spill_is_the_pools_to_set() -> None:
+    warm, other, idle = candidate("a", matched=800, queue_s=1.0), candidate("b", queue_s=2.0), candidate("c")
+    assert decide("dualmap", warm, other, idle, spill=Spill(slo_fraction=0.2))[1] == "spill"
+
+
+def test_min_ttft_and_least_loaded_look_at_everyone() -> None:
+    pair = candidate("a", matched=900, queue_s=1.0, pending=5), candidate("b", queue_s=1.0, pending=900)
+    third = candidate("c", queue_s=0.2, compute_s=0.7, pending=6)
+    assert decide("min_ttft", *pair, third) == ("c", "min-ttft")
+    assert decide("least_loaded", *pair, third) == ("a", "least-loaded")
+
+
+def test_cache_affinity_never_leaves_ring_1() -> None:
+    assert decide("cache_affinity", candidate("a", queue_s=99.0), candidate("b"))[0] == "a"
+
+
+def test_round_robin_takes_turns() -> None:
+    candidates = [candidate(id) for id in "cab"]
+    assert [decide("round_robin", *candidates, sequence=n)[0] for n in range(4)] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("round_robin", "cache_affinity")])
+def test_ties_spread_over_requests_and_do_not_follow_the_lists_order(policy: str) -> None:
+    one, other = candidate("a"), candidate("b")
+    picks = [decide(policy, one, other, id=f"r{n}")[0] for n in range(100)]
+    assert picks == [decide(policy, other, one, id=f"r{n}")[0] for n in range(100)]
+    assert 30 < picks.count("a") < 70
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_lone_member_gets_everything(policy: str) -> None:
+    assert decide(policy, candidate("a", queue_s=100.0))[0] == "a"
+
+
+def test_every_policy_names_its_source() -> None:
+    for name, policy in POLICIES.items():
+        assert (policy.name, bool(policy.source), bool(policy.summary)) == (name, True, True)

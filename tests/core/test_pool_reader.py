@@ -1,0 +1,183 @@
+import copy
+import random
+from typing import Any
+
+import pytest
+
+from dualmap.errors import PoolError
+from dualmap.pool import Engine, MemberState, Pool, Queue, RingAlgorithm, Routing
+from dualmap.pool_reader import parse_duration, read_pools
+
+OBJECT: dict[str, Any] = {
+    "apiVersion": "serving.dualmap.dev/v1alpha1",
+    "kind": "InferencePool",
+    "metadata": {"name": "qwen", "namespace": "llm", "managedFields": [], "uid": "x"},
+    "spec": {
+        "model": {"name": "Qwen/Qwen2.5-7B-Instruct", "aliases": ["qwen"]},
+        "engine": {"type": "vLLM", "port": 8000, "prefillTokensPerSecond": 9000, "cacheTokens": 500000,
+                   "kvEvents": {"enabled": True, "port": 1, "replayPort": 2}},
+        "replicas": 4,
+        "workload": {"template": {"anything": ["goes"]}},
+        "slo": {"ttft": "2s", "attainment": 0.95},
+        "routing": {
+            "policy": "dualmap_paper",
+            "receiptHeader": False,
+            "ring": {"algorithm": "VirtualNodes", "virtualNodes": 64, "seed": 3},
+            "prefix": {"blockTokens": 64, "initialBlocks": 1, "maxBlocks": 32, "window": "30s"},
+            "spill": {"sloFraction": 0.4, "prefillWeight": 2, "activeKvWeight": 0.1},
+            "rebalance": {"enabled": False, "decodeStall": "2500ms"},
+            "queue": {"maxHeld": 10, "maxWait": "1m", "order": "Deadline", "holdWhenEmpty": True},
+            "session": {"header": "x-user", "ttl": "1h",
+                        "migration": {"enabled": True, "hotRatio": 0.3, "cooldown": "10s"}},
+        },
+        "drain": {"timeout": "10m"},
+    },
+    "status": {
+        "observedGeneration": 3,
+        "ring": {"version": 7, "members": [
+            {"id": "qwen-1", "address": "10.0.0.12", "port": 9000, "state": "Draining", "weight": 50, "since": "now"},
+            {"id": "qwen-0", "address": "fd00::1"},
+        ]},
+    },
+}  # fmt: skip
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    document = copy.deepcopy(OBJECT)
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
+    target: Any = document
+    for part in parents:
+        target = target[part]
+    target[last] = value
+    return document
+
+
+def test_every_field_is_read() -> None:
+    (pool,) = read_pools(OBJECT)
+    assert (pool.id, pool.model.name, pool.model.aliases) == ("llm/qwen", "Qwen/Qwen2.5-7B-Instruct", ("qwen",))
+    assert (pool.engine.prefill_tokens_per_second, pool.engine.cache_tokens) == (9000, 500_000)
+    assert pool.engine.kv_events.enabled
+    assert (pool.slo.ttft_s, pool.slo.attainment) == (2, 0.95)
+    routing = pool.routing
+    assert (routing.policy, routing.receipt_header) == ("dualmap_paper", False)
+    assert (routing.ring.algorithm, routing.ring.virtual_nodes, routing.ring.seed) == (
+        RingAlgorithm.VIRTUAL_NODES,
+        64,
+        3,
+    )
+    assert (routing.prefix.block_tokens, routing.prefix.initial_blocks, routing.prefix.max_blocks) == (64, 1, 32)
+    assert (routing.prefix.window_s, routing.rebalance.enabled, routing.rebalance.decode_stall_s) == (30, False, 2.5)
+    assert routing.queue == Queue(max_held=10, max_wait_s=60, order="Deadline", hold_when_empty=True)
+    assert (routing.session.header, routing.session.ttl_s, routing.session.migration.cooldown_s) == ("x-user", 3600, 10)
+    assert pool.ring_version == 7
+    first, second = pool.members
+    assert (first.id, first.endpoint, first.state, first.weight) == (
+        "qwen-0",
+        "[fd00::1]:8000",
+        MemberState.ACTIVE,
+        100,
+    )
+    assert (second.endpoint, second.state, second.weight) == ("10.0.0.12:9000", MemberState.DRAINING, 50)
+
+
+def test_defaults_are_the_schemas() -> None:
+    (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}}, "status": None})
+    assert (pool.engine, pool.routing, pool.members) == (Engine(), Routing(), ())
+
+
+def test_lists_are_read_and_must_be_distinct() -> None:
+    other = changed("metadata/name", "llama")
+    with pytest.raises(PoolError, match="pool llm/qwen does not have"):
+        read_pools({"kind": "List", "items": [OBJECT, other]})
+    other["spec"]["model"] = {"name": "llama"}
+    assert [pool.id for pool in read_pools({"kind": "InferencePoolList", "items": [OBJECT, other]})] == [
+        "llm/qwen",
+        "llm/llama",
+    ]
+    with pytest.raises(PoolError, match="no other pool has"):
+        read_pools({"kind": "List", "items": [OBJECT, OBJECT]})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("kind", "Pod", "kind"),
+        ("apiVersion", "v1", "apiVersion"),
+        ("metadata", None, "metadata.name"),
+        ("metadata/name", "Qwen", "metadata.name"),
+        ("metadata/name", "q" * 51, "metadata.name"),
+        ("metadata/namespace", "a_b", "metadata.namespace"),
+        ("spec", [], "spec"),
+        ("spec/model", {}, "spec.model.name"),
+        ("spec/model/name", "", "spec.model.name"),
+        ("spec/model/aliases", "qwen", "spec.model.aliases"),
+        ("spec/model/aliases", [1], "spec.model.aliases[0]"),
+        ("spec/modle", {}, "spec.modle"),
+        ("spec/engine/type", "vllm", "spec.engine.type"),
+        ("spec/engine/port", "8000", "spec.engine.port"),
+        ("spec/engine/port", True, "spec.engine.port"),
+        ("spec/engine/prefillTokensPerSecond", 99, "spec.engine.prefillTokensPerSecond"),
+        ("spec/engine/prefillTokensPerSecond", float("nan"), "spec.engine.prefillTokensPerSecond"),
+        ("spec/engine/kvEvents/prt", 1, "spec.engine.kvEvents.prt"),
+        ("spec/slo/ttft", 5, "spec.slo.ttft"),
+        ("spec/slo/ttft", "50ms", "spec.slo.ttft"),
+        ("spec/slo/ttft", "11m", "spec.slo.ttft"),
+        ("spec/slo/attainment", 1.5, "spec.slo.attainment"),
+        ("spec/routing/policy", "best", "spec.routing.policy"),
+        ("spec/routing/receiptHeader", "yes", "spec.routing.receiptHeader"),
+        ("spec/routing/ring/algorithm", "Maglev", "spec.routing.ring.algorithm"),
+        ("spec/routing/prefix/blockTokens", 0, "spec.routing.prefix.blockTokens"),
+        ("spec/routing/prefix/initialBlocks", 33, "spec.routing.prefix.initialBlocks"),
+        ("spec/routing/queue/maxWait", "1 minute", "spec.routing.queue.maxWait"),
+        ("spec/routing/session/header", "X-Session-Id", "spec.routing.session.header"),
+        ("status/ring/version", -1, "status.ring.version"),
+        ("status/ring/members", {}, "status.ring.members"),
+        ("status/ring/members/0", None, "status.ring.members[0]"),
+        ("status/ring/members/0/id", "a b", "status.ring.members[0].id"),
+        ("status/ring/members/0/id", 'a"b', "status.ring.members[0].id"),
+        ("status/ring/members/1/id", "qwen-1", "status.ring.members[1].id"),
+        ("status/ring/members/0/address", "localhost", "status.ring.members[0].address"),
+        ("status/ring/members/0/address", 1, "status.ring.members[0].address"),
+        ("status/ring/members/0/port", 70_000, "status.ring.members[0].port"),
+        ("status/ring/members/0/state", "Gone", "status.ring.members[0].state"),
+        ("status/ring/members/1", {"id": "x", "address": "10.0.0.12", "port": 9000}, "status.ring.members[1].address"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field_the_value_and_what_is_accepted(path: str, value: object, field: str) -> None:
+    with pytest.raises(PoolError) as refusal:
+        read_pools(changed(path, value))
+    assert refusal.value.field == field
+    assert refusal.value.accepted
+    assert str(refusal.value).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    "document", [None, [], "text", 3, {1: 2}, {"kind": "List", "items": {}}, {"kind": "List", "items": [None]}]
+)
+def test_what_is_no_pool_is_refused(document: object) -> None:
+    with pytest.raises(PoolError):
+        read_pools(document)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("5s", 5), ("1.5s", 1.5), ("10m", 600), ("1h", 3600)])
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text, "x") == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "s", "-5s", "0s", "5 s", "5S", "1h30m", "1e3s", "٣s", "5s\n", None, 5, "99h"]
+)
+def test_what_is_no_duration(text: object) -> None:
+    with pytest.raises(PoolError, match="a number and a unit"):
+        parse_duration(text, "x")
+
+
+def test_the_members_order_in_the_file_does_not_matter() -> None:
+    members = [{"id": f"m-{n}", "address": f"10.0.0.{n + 1}"} for n in range(9)]
+    shuffled = list(members)
+    random.Random(1).shuffle(shuffled)
+
+    def read(order: list[dict[str, str]]) -> tuple[Pool, ...]:
+        return read_pools(changed("status/ring/members", order))
+
+    assert read(members) == read(shuffled)

@@ -1,0 +1,127 @@
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.errors import BadRequest
+from dualmap.prompt import read_prompt
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def text(**body: Any) -> bytes:
+    return read_prompt({"model": "m", **body}).text
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_a_longer_conversation_extends_the_text_of_a_shorter_one() -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        user("Hi"),
+        {"role": "assistant", "content": "Hello"},
+        user("Bye"),
+    ]
+    texts = [text(messages=turns[:n], tools=[{"type": "function"}]) for n in range(1, 5)]
+    assert all(longer.startswith(shorter) and longer != shorter for shorter, longer in itertools.pairwise(texts))
+
+
+def test_tools_come_before_the_messages() -> None:
+    with_tools = text(messages=[user("Hi")], tools=[{"type": "function", "function": {"name": "search"}}])
+    assert with_tools.index(b"search") < with_tools.index(b"Hi")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"messages": [user("Hi")]}, {"messages": [{"role": "system", "content": "Hi"}]}),
+        ({"messages": [user("Hi")]}, {"messages": [user("Hi")], "tools": [{"type": "function"}]}),
+        ({"messages": [user("a"), user("b")]}, {"messages": [user("ab")]}),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "http://x/1.png"}}])]},
+         {"messages": [user([{"type": "image_url", "image_url": {"url": "http://x/2.png"}}])]}),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+         {"messages": [{"role": "assistant", "tool_calls": [{"id": "2"}]}]}),
+        ({"input": "Hi"}, {"input": "Hi", "instructions": "Be brief."}),
+        ({"input": [{"type": "function_call_output", "output": "1"}]},
+         {"input": [{"type": "function_call_output", "output": "2"}]}),
+        ({"prompt": [1, 2, 3]}, {"prompt": [1, 2, 4]}),
+    ],
+)  # fmt: skip
+def test_what_an_engine_tokenises_differently_has_another_text(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert text(**one) != text(**other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"messages": [user("Hi")]}, {"messages": [user([{"type": "text", "text": "Hi"}])]}),
+        ({"messages": [user("Hi")], "temperature": 1, "max_tokens": 5}, {"messages": [user("Hi")], "stream": True}),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "http://x/1.png", "detail": "low"}}])]},
+         {"messages": [user([{"type": "image_url", "image_url": "http://x/1.png"}])]}),
+    ],
+)  # fmt: skip
+def test_what_an_engine_tokenises_alike_has_one_text(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert text(**one) == text(**other)
+
+
+def test_the_kinds_of_bodies() -> None:
+    assert text(prompt="Once upon") == b"Once upon"
+    assert b"Once" in text(input=["Once", "upon"])
+    assert b"Hi" in text(input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}])
+    assert text(prompt=[1, 2**31]) == (1).to_bytes(4, "little") + (2**31).to_bytes(4, "little")
+    assert text(prompt=[[1, 2], [3]]) == b"".join(n.to_bytes(4, "little") for n in (1, 2, 3))
+    assert text() == b""
+
+
+def test_images_enter_by_digest_not_by_size() -> None:
+    data = "data:image/png;base64," + "A" * 1_000_000
+    assert len(text(messages=[user([{"type": "image_url", "image_url": {"url": data}}])])) < 100
+
+
+def test_salt_and_lora_are_read() -> None:
+    prompt = read_prompt({"model": "m", "prompt": "x", "cache_salt": "tenant", "lora_path": "sql"})
+    assert (prompt.cache_salt, prompt.lora) == ("tenant", '"sql"')
+    assert (
+        read_prompt({"model": "m", "cache_salt": 7}).cache_salt
+        != read_prompt({"model": "m", "cache_salt": 8}).cache_salt
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [None, [], "text", 1, {}, {"model": ""}, {"model": 3}, {"model": None}, {"model": ["m"]}]
+)
+def test_bodies_that_cannot_be_routed_are_refused(body: object) -> None:
+    with pytest.raises(BadRequest):
+        read_prompt(body)
+
+
+def test_deep_nesting_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        read_prompt({"model": "m", "messages": [user("x")], "tools": deep})
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["messages", "prompt", "input", "tools", "instructions", "suffix", "cache_salt", "lora_path"]),
+        JSON,
+    )
+)
+def test_any_json_object_with_a_model_is_read(body: dict[str, Any]) -> None:
+    prompt = read_prompt({"model": "m", **body})
+    assert prompt == read_prompt(json.loads(json.dumps({"model": "m", **body})))
+
+
+def test_lone_surrogates_are_read() -> None:
+    assert text(prompt="\ud800") == "\ud800".encode("utf-8", "surrogatepass")

@@ -1,0 +1,315 @@
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import members, pool, request, text_of
+from dualmap.hotness import MIN_SPLIT_REQUESTS
+from dualmap.ledger import ENTRY_TTL_S
+from dualmap.policies import POLICIES
+from dualmap.pool import Engine, Member, MemberState, Prefix, Routing
+from dualmap.requests import Decision, Refusal, Usage
+from dualmap.router import PoolRouter
+
+
+def decide(router: PoolRouter, id: str, text: str, now: float = 0.0) -> Decision:
+    decision = router.on_request(now, request(id, text, now=now))
+    assert isinstance(decision, Decision)
+    return decision
+
+
+def loads(router: PoolRouter) -> tuple[int, int, int]:
+    endpoints = router.status().endpoints
+    return (
+        sum(each.in_flight for each in endpoints),
+        sum(each.pending_prefill_tokens for each in endpoints),
+        sum(each.active_kv_tokens for each in endpoints),
+    )
+
+
+def test_a_conversation_stays_where_its_cache_is() -> None:
+    router = PoolRouter(pool())
+    history, chosen = text_of(600, "conversation"), set()
+    for turn in range(6):
+        decision = decide(router, str(turn), history, float(turn))
+        chosen.add(decision.receipt.chosen)
+        if turn:
+            assert decision.receipt.rule == "pair-warm"
+            assert decision.receipt.matched_tokens == (600 + 300 * (turn - 1)) // 128 * 128
+        router.on_first_token(turn + 0.2, str(turn))
+        router.on_finished(turn + 0.5, str(turn))
+        history += text_of(300, f"turn {turn}")
+    assert len(chosen) == 1
+    assert loads(router) == (0, 0, 0)
+
+
+@given(common=st.text(min_size=1024, max_size=1500), tails=st.lists(st.text(max_size=800), min_size=2, max_size=5))
+@settings(max_examples=30, deadline=None)
+def test_one_prefix_has_one_pair_whatever_follows(common: str, tails: list[str]) -> None:
+    router = PoolRouter(pool())
+    assert len({decide(router, str(n), common + tail).receipt.pair for n, tail in enumerate(tails)}) == 1
+
+
+def test_the_destination_is_the_choice_then_the_other_of_the_pair() -> None:
+    router = PoolRouter(pool())
+    addresses = {each.id: each.endpoint for each in router.pool.members}
+    for n in range(50):
+        decision = decide(router, str(n), text_of(500, str(n)))
+        receipt = decision.receipt
+        other = receipt.pair[1] if receipt.chosen == receipt.pair[0] else receipt.pair[0]
+        assert decision.endpoints == (addresses[receipt.chosen], addresses[other])
+        assert decision.destination == f"{receipt.address},{addresses[other]}"
+
+
+@given(requests=st.integers(1, MIN_SPLIT_REQUESTS - 1), others=st.lists(st.integers(0, 8000), min_size=32, max_size=32))
+@settings(max_examples=30, deadline=None)
+def test_the_hit_rate_bound_of_two_choices(requests: int, others: list[int]) -> None:
+    # Paper section 2.3: m requests of one prefix hit at least m - 2 times, since only its two candidates ever miss,
+    # whatever load others put on them. (A prefix that turns hot changes its key, and misses once per new pair.)
+    router, hits = PoolRouter(pool(policy="dualmap_paper")), 0
+    for n in range(requests):
+        hits += decide(router, str(n), text_of(512, "shared"), float(n)).receipt.matched_tokens == 512
+        decide(router, f"other {n}", text_of(others[n], f"other {n}"), float(n))
+        if n % 3:
+            router.on_first_token(n + 0.1, str(n))
+    assert hits >= requests - 2
+
+
+def test_an_overloaded_pair_spills_over_the_whole_pool_and_the_books_follow() -> None:
+    router = PoolRouter(pool())
+    decisions = [decide(router, str(n), text_of(2000, "tool") + text_of(6000, f"q{n}")).receipt for n in range(30)]
+    assert len({receipt.pair for receipt in decisions}) == 1
+    assert [receipt.rule for receipt in decisions][:2] == ["pair-equal", "pair-warm"]
+    assert {receipt.chosen for receipt in decisions if receipt.rule == "spill"} == {f"m-{n}" for n in range(8)} - set(
+        decisions[0].pair
+    )
+    chosen = Counter(receipt.chosen for receipt in decisions)
+    assert {each.id: each.in_flight for each in router.status().endpoints} == chosen
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["new", "token", "finish", "abort", "served", "pool", "time"]), st.integers(0, 25)),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(events=EVENTS)
+@settings(max_examples=25, deadline=None)
+def test_nothing_goes_negative_or_leaks_under_any_order_of_events(policy: str, events: list[tuple[str, int]]) -> None:
+    router, now, count = PoolRouter(pool(4, policy=policy)), 0.0, 0
+    for kind, n in events:
+        now += 0.3
+        if kind == "new":
+            router.on_request(now, request(str(count), text_of(100 * n, str(n % 5)), now=now))
+            count += 1
+        elif kind == "token":
+            router.on_first_token(now, str(n))
+        elif kind == "finish":
+            router.on_finished(now, str(n), Usage(cached_tokens=n))
+        elif kind == "abort":
+            router.on_aborted(now, str(n))
+        elif kind == "served":
+            router.on_served(now, str(n), f"10.0.0.{n % 6}:8000")
+        elif kind == "pool":
+            router.on_pool(now, replace(pool(4, policy=policy), members=members(n % 5), ring_version=n))
+        else:
+            now += 20.0 * n
+            router.on_deadline(now)
+        assert all(total >= 0 for total in loads(router))
+    router.on_pool(now, pool(4, policy=policy))
+    for n in range(count):
+        router.on_finished(now, str(n))
+    assert loads(router) == (0, 0, 0)
+    assert router.next_deadline() is None
+
+
+def test_requests_nothing_is_heard_of_expire() -> None:
+    router = PoolRouter(pool())
+    decide(router, "1", text_of(500, "x"))
+    assert router.next_deadline() == ENTRY_TTL_S
+    assert router.on_deadline(ENTRY_TTL_S - 1) == ()
+    assert [each.had_first_token for each in router.on_deadline(ENTRY_TTL_S)] == [False]
+    assert loads(router) == (0, 0, 0)
+
+
+def test_completion_carries_predicted_and_measured_hits() -> None:
+    router = PoolRouter(pool())
+    decide(router, "1", text_of(512, "x"))
+    router.on_finished(0.5, "1", Usage(cached_tokens=0))
+    decide(router, "2", text_of(512, "x"), 1.0)
+    first_token = router.on_first_token(1.25, "2")
+    assert first_token is not None
+    assert (first_token.ttft_s, first_token.within_slo) == (0.25, True)
+    completion = router.on_finished(2.0, "2", Usage(cached_tokens=496))
+    assert completion is not None
+    assert (completion.predicted_cached_tokens, completion.measured_cached_tokens) == (512, 496)
+    assert completion.had_first_token
+    assert router.on_finished(2.1, "2") is None
+
+
+def test_no_eligible_member_is_refused() -> None:
+    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")) is Refusal.NO_ENDPOINT
+    assert PoolRouter(pool(0)).any_endpoints(None) == ()
+    draining = replace(pool(0), members=members(2, state=MemberState.DRAINING))
+    assert PoolRouter(draining).on_request(0.0, request("1", "x")) is Refusal.NO_ENDPOINT
+    assert PoolRouter(draining).any_endpoints(None) == ()
+
+
+def test_a_lone_member_is_its_own_pair() -> None:
+    decision = decide(PoolRouter(pool(1)), "1", "hello")
+    assert (decision.receipt.pair, decision.destination) == (("m-0",), "10.0.0.1:8000")
+
+
+@pytest.mark.parametrize(
+    ("subset", "allowed"),
+    [
+        ({"10.0.0.3:8000"}, {"m-2"}),
+        ({"10.0.0.3"}, {"m-2"}),
+        ({"10.0.0.3:9999"}, set()),
+        (set(), set()),
+        ({"10.0.0.1", "10.0.0.2:8000", "10.0.0.99"}, {"m-0", "m-1"}),
+    ],
+)
+def test_the_subset_hint_restricts_the_pair_and_bodiless_requests(subset: set[str], allowed: set[str]) -> None:
+    router = PoolRouter(pool())
+    for n in range(20):
+        decision = router.on_request(0.0, request(str(n), text_of(400, str(n)), subset=frozenset(subset)))
+        if not allowed:
+            assert decision is Refusal.NO_ENDPOINT
+            continue
+        assert isinstance(decision, Decision)
+        assert set(decision.receipt.pair) <= allowed
+        assert len(decision.endpoints) == min(2, len(allowed))
+    ids = {each.endpoint: each.id for each in router.pool.members}
+    served = {ids[endpoint] for _ in range(8) for endpoint in router.any_endpoints(frozenset(subset))}
+    assert served == allowed
+
+
+def test_bodiless_requests_take_turns() -> None:
+    router = PoolRouter(pool(3))
+    firsts = Counter(router.any_endpoints(None)[0] for _ in range(9))
+    assert set(firsts.values()) == {3}
+
+
+def test_served_by_another_moves_books_and_cache() -> None:
+    router = PoolRouter(pool())
+    decision = decide(router, "1", text_of(512, "x"))
+    chosen, other = decision.receipt.chosen, decision.endpoints[1]
+    assert router.on_served(0.1, "1", decision.endpoints[0]) is False
+    assert router.on_served(0.1, "1", other) is True
+    by_id = {each.id: each for each in router.status().endpoints}
+    assert (by_id[chosen].in_flight, by_id[chosen].indexed_blocks) == (0, 0)
+    moved = next(each for each in by_id.values() if each.endpoint == other)
+    assert (moved.in_flight, moved.pending_prefill_tokens, moved.indexed_blocks) == (1, 512, 4)
+    assert router.on_served(0.1, "unknown", other) is False
+    assert router.on_served(0.1, "1", "10.9.9.9:1") is False
+
+
+def test_a_new_member_takes_only_its_share_and_nobody_loses_cache() -> None:
+    router = PoolRouter(pool(8))
+    texts = [text_of(400, f"prompt {n}") for n in range(300)]
+    before = [decide(router, str(n), text).receipt.pair for n, text in enumerate(texts)]
+    router.on_pool(0.0, replace(pool(9), ring_version=2))
+    after = [decide(router, f"again {n}", text).receipt for n, text in enumerate(texts)]
+    moved = [(old, new.pair) for old, new in zip(before, after, strict=True) if old != new.pair]
+    assert all("m-8" in new for _, new in moved)
+    assert 0.1 < len(moved) / len(texts) < 0.35
+    assert sum(receipt.matched_tokens == 400 for receipt in after) > 200
+
+
+def test_a_member_under_a_new_address_is_known_to_be_empty() -> None:
+    router = PoolRouter(pool(2))
+    decide(router, "1", text_of(512, "x"))
+    moved = tuple(replace(each, address=f"10.7.0.{n}") for n, each in enumerate(router.pool.members))
+    router.on_pool(1.0, replace(router.pool, members=moved))
+    assert decide(router, "2", text_of(512, "x"), 1.0).receipt.matched_tokens == 0
+
+
+def test_a_draining_member_keeps_its_books_but_gets_no_new_keys() -> None:
+    router = PoolRouter(pool(2))
+    chosen = decide(router, "1", text_of(512, "x")).receipt.chosen
+    state = tuple(
+        replace(each, state=MemberState.DRAINING) if each.id == chosen else each for each in router.pool.members
+    )
+    router.on_pool(1.0, replace(router.pool, members=state))
+    assert chosen not in decide(router, "2", text_of(512, "x"), 1.0).endpoints
+    assert next(each.in_flight for each in router.status().endpoints if each.id == chosen) == 1
+    router.on_finished(2.0, "1")
+    assert next(each.in_flight for each in router.status().endpoints if each.id == chosen) == 0
+
+
+def test_another_block_length_starts_the_indexes_afresh() -> None:
+    router = PoolRouter(pool(2))
+    decide(router, "1", text_of(512, "x"))
+    router.on_pool(1.0, pool(2, routing=Routing(prefix=Prefix(block_tokens=64))))
+    assert sum(each.indexed_blocks for each in router.status().endpoints) == 0
+
+
+def test_a_hot_prefix_spreads_over_more_members() -> None:
+    router = PoolRouter(pool(8))
+    seen_early, seen_late = set(), set()
+    for n in range(400):
+        receipt = decide(router, str(n), text_of(1500, "tool") + text_of(400, f"question {n}"), n * 0.1).receipt
+        (seen_early if n < 20 else seen_late).update(receipt.pair)
+        router.on_first_token(n * 0.1 + 0.05, str(n))
+        router.on_finished(n * 0.1 + 0.06, str(n))
+    assert len(seen_early) == 2
+    assert len(seen_late) == 8
+
+
+def test_prompts_without_text_spread() -> None:
+    router = PoolRouter(pool(8))
+    receipts = [decide(router, str(n), "").receipt for n in range(200)]
+    assert {receipt.key.blocks for receipt in receipts} == {0}
+    assert len({receipt.pair for receipt in receipts}) > 20
+
+
+def test_the_receipt_as_header_and_json() -> None:
+    odd = Member(id="a:b/c@d", address="10.0.0.1", port=80)
+    router = PoolRouter(replace(pool(0, engine=Engine()), members=(odd,)))
+    receipt = decide(router, "1", text_of(300, "x")).receipt
+    assert receipt.header() == (
+        'policy=dualmap, rule="pair-equal", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2'
+    )
+    document = receipt.as_json()
+    assert document["key"] == {"hash": f"{receipt.key.hash:016x}", "blocks": 2, "tokens": 256}
+    assert document["pair"] == ["a:b/c@d"]
+    assert isinstance(document["candidates"], list)
+
+
+SCRIPT = """
+from builders import pool, request, text_of
+from dualmap.router import PoolRouter
+import hashlib
+digest = hashlib.sha256()
+for policy in ("dualmap", "dualmap_paper", "min_ttft", "least_loaded"):
+    router = PoolRouter(pool(8, policy=policy))
+    for n in range(120):
+        decision = router.on_request(n * 0.05, request(str(n), text_of(300 + 70 * (n % 9), f"p{n % 7}"), now=n * 0.05))
+        digest.update(repr(decision).encode())
+        if n % 3 == 0:
+            router.on_first_token(n * 0.05 + 0.04, str(n))
+print(digest.hexdigest())
+"""
+
+
+def test_decisions_do_not_depend_on_the_hash_seed() -> None:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop()) == 65
