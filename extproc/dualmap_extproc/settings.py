@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dualmap_extproc.logs import LogFormat
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -32,6 +34,6 @@ class Settings:
     tls: str = "off"
     replica_id: str
     log_level: str = "info"
-    log_format: str = "text"
+    log_format: LogFormat = "text"
     drain_timeout_s: float = 25.0
     limits: Limits = field(default_factory=Limits)

@@ -1,0 +1,114 @@
+"""``dualmap router``: the composition root. Settings are parsed here, once, and everything is wired here."""
+
+import asyncio
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dualmap.errors import PoolError
+from dualmap.pool_reader import parse_duration
+from dualmap_extproc import logs
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
+from dualmap_extproc.server import AddressError, ExternalProcessor, GrpcServers, keep_deadlines
+from dualmap_extproc.settings import Settings
+from dualmap_extproc.tls import TlsError, server_credentials
+
+_PORT = click.IntRange(0, 65535)
+
+
+class _Duration(click.ParamType[float]):
+    """A duration as pool files spell it (``500ms``, ``25s``, ``1m``), in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        try:
+            return parse_duration(value, "--drain-timeout", high_s=3600.0)
+        except PoolError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--pool",
+    "pools",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Pool file (InferencePool as YAML); repeat for several.",
+)
+@click.option("--host", default="0.0.0.0", help="Address that all ports are bound on.")
+@click.option("--grpc-port", default=9002, type=_PORT, help="ext_proc, discovery, access log, health. 0: any.")
+@click.option("--health-port", default=9003, type=_PORT, help="gRPC health in plain text. 0: any.")
+@click.option("--metrics-port", default=9090, type=_PORT, help="/metrics and /pools over HTTP. 0: any.")
+@click.option("--als-port", default=9004, type=_PORT, help="Envoy's access log over gRPC. 0: any.")
+@click.option("--tls", default="off", metavar="off|self-signed|DIR", help="DIR holds tls.crt and tls.key.")
+@click.option("--replica-id", default=socket.gethostname, show_default="host name", help="Name of this router.")
+@click.option("--drain-timeout", default="25s", type=_Duration(), help="Longest wait for requests at SIGTERM.")
+@click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
+@click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
+def router(drain_timeout: float, **options: Any) -> None:
+    """Run the endpoint picker that Envoy asks where each request goes.
+
+    \b
+    Example:
+      dualmap router --pool pool.yaml
+      dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
+
+    SIGTERM turns readiness off first, serves what is open, and exits 0.
+    """
+    settings = Settings(drain_timeout_s=drain_timeout, **options)
+    logs.configure(level=settings.log_level, log_format=settings.log_format)
+    try:
+        asyncio.run(_serve(settings))
+    except (PoolFileError, TlsError, AddressError) as error:
+        click.echo(f"dualmap router: {error}", err=True)
+        sys.exit(2)
+
+
+class _Silent:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+async def _serve(settings: Settings) -> None:
+    """Run the router until SIGTERM or SIGINT, then drain it."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    observer: Any = _Silent()
+    # Request ids come back in access logs, which may be another replica's or older than this process.
+    picker = Picker(settings.limits, observer, id_prefix=f"{settings.replica_id}-{secrets.token_hex(4)}")
+    files = PoolFileWatcher(settings.pools)
+    picker.set_pools(loop.time(), files.load())
+    processor = ExternalProcessor(picker, observer, settings.limits)
+    servers = GrpcServers(processor, services=(), access_log=(), limits=settings.limits)
+    ports = await servers.start(
+        settings.host,
+        grpc_port=settings.grpc_port,
+        health_port=settings.health_port,
+        als_port=settings.als_port,
+        credentials=server_credentials(settings.tls),
+    )
+    tasks = [
+        asyncio.create_task(files.run(lambda pools: picker.set_pools(loop.time(), pools))),
+        asyncio.create_task(keep_deadlines(picker)),
+    ]
+    await servers.ready()
+    bound = {"grpc": ports.grpc, "health": ports.health, "metrics": 0, "als": ports.als}
+    addresses = " ".join(f"{name}={settings.host}:{port}" for name, port in bound.items())
+    click.echo(f"dualmap router ready {addresses}", err=True)
+    await stop.wait()
+    await servers.drain(settings.drain_timeout_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,196 @@
+"""The gRPC side of the router: ports, the ext_proc service, health, deadlines, and the drain.
+
+Together with the access log's and EDS's own servicers the only place that knows grpc.aio, and the only one that reads
+the event loop's clock. It feeds each stream's state machine (``stream``) and writes what that returns.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.observer import Observer
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.stream import Stream
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
+Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
+
+LIVENESS_SERVICE = "liveness"
+# The empty name is what Envoy and Kubernetes ask for by default: the server as a whole.
+READINESS_SERVICES = ("", "readiness", EXT_PROC_SERVICE)
+
+# Health must be seen to turn before the port closes: Envoy and Kubernetes poll it.
+NOTICE_S = 0.5
+_DEADLINE_POLL_S = 1.0
+
+
+class AddressError(Exception):
+    """A port cannot be bound; the message names the address."""
+
+
+class ExternalProcessor:
+    """The ext_proc service: one state machine per stream, driven by the loop's clock."""
+
+    def __init__(self, picker: Picker, observer: Observer, limits: Limits) -> None:
+        self._picker = picker
+        self._observer = observer
+        self._limits = limits
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def handler(self) -> Handler:
+        """Return the service as grpc.aio registers it."""
+        method = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=wire.ProcessingRequest.FromString,
+            response_serializer=wire.ProcessingResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method})
+
+    async def idle(self) -> None:
+        """Return when no stream is open."""
+        await self._idle.wait()
+
+    async def _process(self, messages: AsyncIterator[wire.ProcessingRequest], context: _Context) -> None:
+        """Serve one stream. However it ends, its books are closed."""
+        clock = asyncio.get_running_loop().time
+        stream = Stream(self._picker, self._limits)
+        cancelled = True
+        timed = False
+        self._streams += 1
+        self._idle.clear()
+        try:
+            async for message in messages:
+                now = clock()
+                answers = stream.receive(now, message)
+                if stream.decided and not timed:
+                    timed = True
+                    self._observer.decided(clock() - now)
+                for answer in answers:
+                    await context.write(answer)
+                if stream.ended:
+                    break
+            cancelled = False
+        finally:
+            stream.close(clock(), cancelled=cancelled)
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """The ports that were bound."""
+
+    grpc: int
+    health: int
+    als: int
+
+
+class GrpcServers:
+    """The router's three gRPC ports: everything for Envoy, health in plain text, and the access log.
+
+    ``services`` go on the gRPC port beside ext_proc and health, ``access_log`` on its own port and on the gRPC port.
+    """
+
+    def __init__(
+        self,
+        processor: ExternalProcessor,
+        *,
+        services: Sequence[Handler],
+        access_log: Sequence[Handler],
+        limits: Limits,
+    ) -> None:
+        self._processor = processor
+        self._health = health_aio.HealthServicer()
+        # Above the body limit, so that a body that is too large is refused by us with a 413 and not by gRPC.
+        receive_bytes = 4 * limits.body_bytes
+        options = [
+            ("grpc.max_receive_message_length", receive_bytes),
+            ("grpc.max_send_message_length", -1),
+            # A port in use is an error, not a port shared with whoever has it.
+            ("grpc.so_reuseport", 0),
+            # Envoy's keepalive pings are welcome at any pace.
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+        self._main, self._plain_health, self._als = (grpc.aio.server(options=options) for _ in range(3))
+        self._main.add_generic_rpc_handlers((processor.handler(), *services, *access_log))
+        self._als.add_generic_rpc_handlers(tuple(access_log))
+        for server in (self._main, self._plain_health):
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+
+    async def start(
+        self,
+        host: str,
+        *,
+        grpc_port: int,
+        health_port: int,
+        als_port: int,
+        credentials: grpc.ServerCredentials | None,
+    ) -> Ports:
+        """Bind and serve, not ready yet. Raises AddressError."""
+        await self._set_ready(HealthCheckResponse.NOT_SERVING)
+        await self._health.set(LIVENESS_SERVICE, HealthCheckResponse.SERVING)
+        ports = Ports(
+            grpc=_bind(self._main, host, grpc_port, credentials),
+            health=_bind(self._plain_health, host, health_port, None),
+            als=_bind(self._als, host, als_port, credentials),
+        )
+        for server in (self._plain_health, self._als, self._main):
+            await server.start()
+        return ports
+
+    async def ready(self) -> None:
+        """Say to whoever asks for health that requests may come."""
+        await self._set_ready(HealthCheckResponse.SERVING)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop within ``timeout_s``: readiness goes first, then no new streams, and open ones are served to their end.
+
+        Only ext_proc streams are waited for: discovery, access log and health watches last as long as their clients.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        await self._set_ready(HealthCheckResponse.NOT_SERVING)
+        await asyncio.sleep(min(NOTICE_S, timeout_s))
+        stopping = asyncio.create_task(self._main.stop(max(0.0, deadline_s - loop.time())))
+        idle = asyncio.create_task(self._processor.idle())
+        await asyncio.wait((stopping, idle), return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await asyncio.gather(*(server.stop(None) for server in (self._main, self._als, self._plain_health)))
+        await stopping
+
+    async def _set_ready(self, status: "HealthCheckResponse.ServingStatus") -> None:
+        for service in READINESS_SERVICES:
+            await self._health.set(service, status)
+
+
+async def keep_deadlines(picker: Picker) -> None:
+    """Let the picker forget silent requests when they are due, until cancelled."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        deadline_s = picker.next_deadline()
+        if deadline_s is not None and deadline_s <= clock():
+            picker.on_deadline(clock())
+        await asyncio.sleep(_DEADLINE_POLL_S)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise AddressError(f"cannot listen on {address}: {error}") from None

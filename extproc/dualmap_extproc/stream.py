@@ -1,0 +1,296 @@
+"""One request's conversation with Envoy: ext_proc messages in, messages out, and what they mean told to the picker.
+
+A sans-IO state machine, one object per stream: it knows neither gRPC nor the clock, so that another transport can
+be put under it. ``server`` feeds it and writes what it returns; ``picker`` chooses and keeps the books.
+
+Three message modes exist, taken from the ``protocol_config`` of the first message (PROTOCOLS section 1; what each
+answer must carry was measured against Envoy 1.40):
+
+- no-wait STREAMED: headers and body arrive without waiting for us. Nothing is answered before the body's end; then
+  the headers' answer carries the pick and every body message gets an answer of its own. Answering a body message
+  before the headers loses the pick and can corrupt the body.
+- FULL_DUPLEX_STREAMED: nothing is answered before the decision either, and the body is ours to send back in pieces.
+  The response passes through us as well, so the stream must stay open to its end.
+- waiting (BUFFERED, STREAMED without the flag, or no ``protocol_config`` at all): headers are answered at once, and
+  the answer to the body's end carries the pick.
+
+Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the response: Envoy sends the rest past us.
+"""
+
+from enum import Enum, auto
+
+from dualmap_extproc.errors import Refused, body_too_large
+from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES
+from dualmap_extproc.picker import Picked, Picker
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import answers
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+_WHOLE_BODY_MODES = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
+_METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
+
+
+class _Mode(Enum):
+    """How request headers and body are answered (see the module)."""
+
+    NO_WAIT = auto()
+    DUPLEX = auto()
+    WAITING = auto()
+
+
+class Stream:
+    """The state machine of one ext_proc stream.
+
+    ``receive`` never raises, whatever arrives in whatever order. ``ended`` says that this side has no more to say
+    and the transport shall end the stream; ``decided`` that a body was read and the choice made. ``close`` must be
+    called once the stream is over, however it went.
+    """
+
+    def __init__(self, picker: Picker, limits: Limits) -> None:
+        self._picker = picker
+        self._limits = limits
+        self._mode = _Mode.WAITING
+        # Whether a single message brings the whole body (BUFFERED), or none will ever come.
+        self._whole_body = False
+        self._no_body = False
+        self._echo_response = False
+        self._whole_response = False
+        self._begun = False
+        self.ended = False
+        self._reset(0.0)
+
+    def receive(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        """Take one message of Envoy's; return the answers to send, in order."""
+        if self.ended:
+            return []
+        if not self._begun:
+            self._begun = True
+            if message.HasField("protocol_config"):
+                self._configure(message.protocol_config)
+        match message.WhichOneof("request"):
+            case "request_headers":
+                return self._on_request_headers(now, message)
+            case "request_body":
+                return self._on_request_body(now, message)
+            case "request_trailers":
+                return self._on_request_trailers(now)
+            case "response_headers":
+                return self._on_response_headers(now, message)
+            case "response_body":
+                return self._on_response_body(now, message.response_body)
+            case "response_trailers":
+                return self._on_response_trailers(now)
+            case _:
+                # A kind of message this version does not know cannot be answered; Envoy goes on without us.
+                self.ended = True
+                return []
+
+    def close(self, now: float, *, cancelled: bool) -> None:
+        """Close the books: the stream is over. ``cancelled`` says that the other side broke it off."""
+        self.ended = True
+        self._release(now, complete=self._response_good and not cancelled)
+
+    def _configure(self, config: wire.ProtocolConfiguration) -> None:
+        body_mode = config.request_body_mode
+        if body_mode == wire.FULL_DUPLEX_STREAMED:
+            self._mode = _Mode.DUPLEX
+        elif config.send_body_without_waiting_for_header_response:
+            self._mode = _Mode.NO_WAIT
+        self._whole_body = body_mode in _WHOLE_BODY_MODES
+        self._no_body = body_mode == wire.NONE and self._mode is _Mode.WAITING
+        self._echo_response = config.response_body_mode == wire.FULL_DUPLEX_STREAMED
+        self._whole_response = self._response_whole = config.response_body_mode in _WHOLE_BODY_MODES
+
+    def _reset(self, now: float) -> None:
+        """Forget the request, if there was one, and be ready for the one that arrives now."""
+        # The id of the request that is in the picker's books and ours to close; empty when there is none.
+        self._booked = ""
+        self._arrived_s = now
+        self._method = b""
+        self._strip: list[str] = []
+        self._subset: frozenset[str] | None = None
+        self._chunks: list[bytes] = []
+        self._size_bytes = 0
+        self._headers_unanswered = False
+        self._bodies_unanswered = 0
+        self._request_done = False
+        self.decided = False
+        self._receipt: str | None = None
+        self._response_good = False
+        # Whether the response comes in one go, so that its first chunk is no first token.
+        self._response_whole = self._whole_response
+        self._response_begun = False
+
+    def _on_request_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        self._release(now, complete=False)
+        self._reset(now)
+        headers = message.request_headers
+        content_length = self._read_request_headers(headers)
+        self._read_subset(message)
+        if content_length > self._limits.body_bytes:
+            return self._refuse_body()
+        self._headers_unanswered = True
+        if headers.end_of_stream or self._no_body:
+            return self._decide(now)
+        if self._mode is not _Mode.WAITING:
+            return []
+        self._headers_unanswered = False
+        answer = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
+        if self._strip:
+            answer.request_headers.response.header_mutation.remove_headers.extend(self._strip)
+        return [answer]
+
+    def _on_request_body(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        if self._request_done:
+            # Envoy has sent duplicates after the end in FULL_DUPLEX_STREAMED, where an answer would be spurious.
+            return [] if self._mode is _Mode.DUPLEX else [answers.PLAIN_REQUEST_BODY]
+        self._read_subset(message)
+        body = message.request_body
+        self._size_bytes += len(body.body)
+        if self._size_bytes > self._limits.body_bytes:
+            return self._refuse_body()
+        self._chunks.append(body.body)
+        self._bodies_unanswered += 1
+        if body.end_of_stream or self._whole_body:
+            return self._decide(now)
+        if self._headers_unanswered or self._mode is _Mode.DUPLEX:
+            return []
+        self._bodies_unanswered = 0
+        return [answers.PLAIN_REQUEST_BODY]
+
+    def _on_request_trailers(self, now: float) -> list[wire.ProcessingResponse]:
+        trailers = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
+        return [trailers] if self._request_done else self._decide(now, trailers)
+
+    def _read_request_headers(self, headers: wire.HttpHeaders) -> int:
+        """Keep what matters of the request's headers; return the content length, 0 where it is not said."""
+        content_length = 0
+        for header in headers.headers.headers:
+            key = header.key.lower()
+            if key == ":method":
+                self._method = answers.header_value(header)
+            elif key == "content-length":
+                value = answers.header_value(header)
+                content_length = int(value) if value.isdigit() and len(value) < 20 else 0
+            elif key.startswith(RESERVED_HEADER_PREFIXES):
+                self._strip.append(key)
+        return content_length
+
+    def _read_subset(self, message: wire.ProcessingRequest) -> None:
+        # Senders differ in which of headers and body carries the metadata (PROTOCOLS section 1).
+        if message.HasField("metadata_context"):
+            subset = answers.subset_hint(message.metadata_context)
+            if subset is not None:
+                self._subset = subset
+
+    def _decide(self, now: float, trailers: wire.ProcessingResponse | None = None) -> list[wire.ProcessingResponse]:
+        """Ask for the pick and answer all that is unanswered, ``trailers`` last; the first answer carries the pick."""
+        self._request_done = True
+        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks = []
+        outcome = self._pick(now, body)
+        if isinstance(outcome, Refused):
+            return self._refuse(outcome)
+        self._booked, self._receipt = outcome.request_id, outcome.receipt
+        out: list[wire.ProcessingResponse] = []
+        if self._headers_unanswered:
+            out.append(wire.ProcessingResponse(request_headers=wire.HeadersResponse()))
+        if self._mode is not _Mode.DUPLEX:
+            out.extend(
+                wire.ProcessingResponse(request_body=wire.BodyResponse()) for _ in range(self._bodies_unanswered)
+            )
+        elif self._bodies_unanswered:
+            out.extend(answers.request_pieces(body, self._limits.chunk_bytes, last=trailers is None))
+        if trailers is not None:
+            out.append(trailers)
+        self._headers_unanswered = False
+        self._bodies_unanswered = 0
+        answers.add_pick(
+            out[0],
+            destination=outcome.destination,
+            cluster=outcome.cluster,
+            request_id=outcome.request_id,
+            strip=self._strip,
+        )
+        return out
+
+    def _pick(self, now: float, body: bytes) -> Picked | Refused:
+        """Ask the picker; by the body, or for any member where the request has none by its nature."""
+        expects_body = self._method in _METHODS_WITH_PROMPT or (not self._method and self._size_bytes > 0)
+        if self._no_body or not expects_body:
+            return self._picker.pick_bodiless(self._subset)
+        self.decided = True
+        return self._picker.pick(now, body, self._subset, self._arrived_s)
+
+    def _refuse_body(self) -> list[wire.ProcessingResponse]:
+        refused = body_too_large(self._limits.body_bytes)
+        self._picker.refuse(refused)
+        return self._refuse(refused)
+
+    def _refuse(self, refused: Refused) -> list[wire.ProcessingResponse]:
+        self.ended = True
+        self._chunks = []
+        return [
+            answers.refusal(
+                status=refused.status,
+                body=refused.body(),
+                code=refused.code,
+                retry_after_s=refused.retry_after_s,
+            )
+        ]
+
+    def _on_response_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        headers = message.response_headers
+        self._read_response_headers(headers)
+        if self._booked and message.HasField("metadata_context"):
+            served = answers.served_endpoint(message.metadata_context)
+            if served:
+                self._picker.served(now, self._booked, served)
+        if headers.end_of_stream or not self._response_good:
+            self._release(now, complete=self._response_good)
+        self.ended = headers.end_of_stream and not self._echo_response
+        if self._receipt is None:
+            return [answers.PLAIN_RESPONSE_HEADERS]
+        answer = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
+        mutation = answer.response_headers.response.header_mutation
+        answers.set_header(mutation, DECISION_HEADER, self._receipt)
+        return [answer]
+
+    def _read_response_headers(self, headers: wire.HttpHeaders) -> None:
+        for header in headers.headers.headers:
+            key = header.key.lower()
+            if key == ":status":
+                self._response_good = answers.header_value(header).startswith(b"2")
+            elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
+                # A JSON answer is written when all its tokens are there: its first chunk is no first token.
+                self._response_whole = True
+
+    def _on_response_body(self, now: float, message: wire.HttpBody) -> list[wire.ProcessingResponse]:
+        first = bool(message.body) and not self._response_begun
+        if self._booked and first and not self._response_whole:
+            self._picker.first_token(now, self._booked)
+        if message.end_of_stream or (first and self._response_whole):
+            self._release(now, complete=True)
+        self._response_begun |= first
+        if self._echo_response:
+            pieces = answers.response_pieces(message.body, self._limits.chunk_bytes, last=message.end_of_stream)
+            return list(pieces)
+        if self._response_begun or message.end_of_stream:
+            # The rest flows past us; how it ends, the access log tells the picker.
+            self._booked = ""
+            self.ended = True
+        return [answers.PLAIN_RESPONSE_BODY]
+
+    def _on_response_trailers(self, now: float) -> list[wire.ProcessingResponse]:
+        self._release(now, complete=self._response_good)
+        self.ended = not self._echo_response
+        return [answers.PLAIN_RESPONSE_TRAILERS]
+
+    def _release(self, now: float, *, complete: bool) -> None:
+        """Close the books on this stream's request, if it is still ours to close."""
+        if self._booked:
+            if complete:
+                self._picker.finished(now, self._booked, None)
+            else:
+                self._picker.aborted(now, self._booked)
+            self._booked = ""

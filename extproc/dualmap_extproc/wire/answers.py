@@ -1,0 +1,125 @@
+"""The ext_proc answers the router sends, built field by field, and the few reads that take more than an attribute.
+
+Functions of messages only; which answer is due when is the stream's business (``dualmap_extproc.stream``).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from dualmap_extproc import names
+from dualmap_extproc.wire import base_pb2 as base
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+# Answers that change nothing. They are shared by all streams and never written to.
+PLAIN_REQUEST_BODY: Final = wire.ProcessingResponse(request_body=wire.BodyResponse())
+PLAIN_RESPONSE_HEADERS: Final = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
+PLAIN_RESPONSE_BODY: Final = wire.ProcessingResponse(response_body=wire.BodyResponse())
+PLAIN_RESPONSE_TRAILERS: Final = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
+
+_SET_BY_PICK: Final = (names.DESTINATION_HEADER, names.CLUSTER_HEADER)
+_OVERWRITE: Final = base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def header_value(header: base.HeaderValue) -> bytes:
+    """Return a header's value from whichever of the two fields the sender filled."""
+    return header.raw_value or header.value.encode()
+
+
+def set_header(mutation: wire.HeaderMutation, key: str, value: str) -> None:
+    """Set a header, replacing every value it had."""
+    option = mutation.set_headers.add()
+    option.append_action = _OVERWRITE
+    option.header.key = key
+    option.header.raw_value = value.encode()
+
+
+def add_pick(
+    answer: wire.ProcessingResponse, *, destination: str, cluster: str, request_id: str, strip: Iterable[str]
+) -> None:
+    """Write a pick into an answer to request headers, body or trailers.
+
+    The destination goes out as a header and as dynamic metadata, since gateways differ in which they read; the request
+    id comes back in the access log. Trailers' answers cannot set headers: they carry the metadata alone.
+    """
+    metadata = answer.dynamic_metadata.fields
+    lb = metadata[names.LB_NAMESPACE].struct_value.fields
+    lb[names.DESTINATION_KEY].string_value = destination
+    if request_id:
+        ours = metadata[names.DUALMAP_NAMESPACE].struct_value.fields
+        ours[names.REQUEST_ID_KEY].string_value = request_id
+    if answer.HasField("request_headers"):
+        common = answer.request_headers.response
+    elif answer.HasField("request_body"):
+        common = answer.request_body.response
+    else:
+        return
+    common.clear_route_cache = True
+    # What is set replaces what the client sent; naming it for removal as well would rely on Envoy's order.
+    common.header_mutation.remove_headers.extend(key for key in strip if key not in _SET_BY_PICK)
+    set_header(common.header_mutation, names.DESTINATION_HEADER, destination)
+    set_header(common.header_mutation, names.CLUSTER_HEADER, cluster)
+
+
+def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -> wire.ProcessingResponse:
+    """Return the answer that makes Envoy send ``body`` (JSON) to the client itself."""
+    answer = wire.ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = status
+    immediate.body = body
+    immediate.details = f"dualmap_{code}"
+    set_header(immediate.headers, "content-type", "application/json")
+    if retry_after_s is not None:
+        set_header(immediate.headers, "retry-after", str(retry_after_s))
+    return answer
+
+
+def request_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.ProcessingResponse]:
+    """Stream a request body back (FULL_DUPLEX_STREAMED) in pieces of at most ``size`` bytes.
+
+    ``last`` says that the final piece ends the stream; an empty body then still takes one piece, otherwise none.
+    """
+    for piece in _pieces(body, size, last=last):
+        answer = wire.ProcessingResponse()
+        answer.request_body.response.body_mutation.streamed_response.CopyFrom(piece)
+        yield answer
+
+
+def response_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.ProcessingResponse]:
+    """Stream a chunk of a response body back, as ``request_pieces`` does a request's."""
+    for piece in _pieces(body, size, last=last):
+        answer = wire.ProcessingResponse()
+        answer.response_body.response.body_mutation.streamed_response.CopyFrom(piece)
+        yield answer
+
+
+def subset_hint(metadata: base.Metadata) -> frozenset[str] | None:
+    """Return the endpoints a gateway allows (``ip:port`` or ``ip``), or None where it says nothing.
+
+    A list and a comma-separated string are both in use (PROTOCOLS section 1). Any other value allows nothing.
+    """
+    if names.SUBSET_NAMESPACE not in metadata.filter_metadata:
+        return None
+    fields = metadata.filter_metadata[names.SUBSET_NAMESPACE].fields
+    if names.SUBSET_KEY not in fields:
+        return None
+    hint = fields[names.SUBSET_KEY]
+    texts = [each.string_value for each in hint.list_value.values] or [hint.string_value]
+    return frozenset(part for text in texts for each in text.split(",") if (part := each.strip()))
+
+
+def served_endpoint(metadata: base.Metadata) -> str:
+    """Return the endpoint Envoy's host selection reports to have served, or an empty string."""
+    if names.LB_NAMESPACE not in metadata.filter_metadata:
+        return ""
+    fields = metadata.filter_metadata[names.LB_NAMESPACE].fields
+    return fields[names.SERVED_KEY].string_value if names.SERVED_KEY in fields else ""
+
+
+def _pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.StreamedBodyResponse]:
+    if len(body) <= size:
+        if body or last:
+            yield wire.StreamedBodyResponse(body=body, end_of_stream=last)
+        return
+    for start in range(0, len(body), size):
+        piece = body[start : start + size]
+        yield wire.StreamedBodyResponse(body=piece, end_of_stream=last and start + size >= len(body))
