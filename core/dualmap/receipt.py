@@ -30,11 +30,12 @@ class CandidateReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """Why a request went where it went. ``pair`` is in ring order (ring 1, ring 2); ids are members' ids."""
+    """Why a request went where it went. ``pair`` is in ring order (ring 1, ring 2); ``reason`` follows "because"."""
 
     pool: str
     policy: str
     rule: str
+    reason: str
     key: Key
     pair: tuple[str, ...]
     chosen: str

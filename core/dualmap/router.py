@@ -245,7 +245,8 @@ class PoolRouter:
         return Receipt(
             pool=self._pool.id,
             policy=self._policy.name,
-            rule=choice.rule,
+            rule=choice.rule.name,
+            reason=choice.rule.meaning,
             key=key,
             pair=tuple(each.id for each in situation.pair),
             chosen=chosen.id,

@@ -40,6 +40,18 @@ class Candidate:
         return self.queue_s + self.compute_s
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which part of a policy decided: a stable name for programs, and what it means, to follow "because"."""
+
+    name: str
+    meaning: str
+
+
+PAIR_WARM = Rule("pair-warm", "of its pair it holds more of the prompt, and its predicted TTFT is within the limit")
+PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more prefill pending")
+
+
 class Situation:
     """A request and the members it could go to.
 
@@ -84,22 +96,23 @@ class Situation:
             return equal[0]
         return max(equal, key=lambda each: xxh3_64_intdigest(f"{self.request_id}\x00{each.id}".encode()))
 
-    def warmest(self) -> tuple[Candidate, bool]:
-        """Return the candidate of the pair with more reusable prefix, and whether it has strictly more.
+    def warmest(self) -> tuple[Candidate, Rule]:
+        """Return the candidate of the pair with more reusable prefix, and the rule that says so.
 
         With equal reuse it is the one with less pending prefill (paper section 3.2), then with fewer in flight.
         """
         most = max(candidate.matched_tokens for candidate in self.pair)
         warm = [candidate for candidate in self.pair if candidate.matched_tokens == most]
-        return self.least(warm, lambda each: (each.pending_tokens, each.in_flight)), len(warm) < len(self.pair)
+        rule = PAIR_WARM if len(warm) < len(self.pair) else PAIR_EQUAL
+        return self.least(warm, lambda each: (each.pending_tokens, each.in_flight)), rule
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy's answer: the chosen candidate and the name of the rule that fired."""
+    """A policy's answer: the chosen candidate and the rule that fired."""
 
     candidate: Candidate
-    rule: str
+    rule: Rule
 
 
 class Policy(Protocol):

@@ -48,7 +48,7 @@ def decide(
         everyone=lambda: sorted(candidates, key=lambda each: each.id),
     )
     choice = POLICIES[policy].choose(situation)
-    return choice.candidate.id, choice.rule
+    return choice.candidate.id, choice.rule.name
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])

@@ -3,7 +3,9 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Choice, Situation
+from dualmap.situation import Choice, Rule, Situation
+
+_AFFINITY = Rule("affinity", "ring 1 maps the key to it")
 
 
 class CacheAffinity:
@@ -16,4 +18,4 @@ class CacheAffinity:
 
     def choose(self, situation: Situation) -> Choice:
         """Return the first of the pair."""
-        return Choice(situation.pair[0], "affinity")
+        return Choice(situation.pair[0], _AFFINITY)

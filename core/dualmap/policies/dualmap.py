@@ -3,7 +3,10 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Candidate, Choice, Situation
+from dualmap.situation import Candidate, Choice, Rule, Situation
+
+_PAIR_MARGINAL = Rule("pair-marginal", "the pair is too slow, and yet this member of it costs least of all members")
+_SPILL = Rule("spill", "the pair is too slow, and this member costs least of all members")
 
 
 class DualMap:
@@ -25,10 +28,10 @@ class DualMap:
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair, or of everyone once the pair is too slow."""
-        warm, is_warmer = situation.warmest()
+        warm, rule = situation.warmest()
         spill = situation.spill
         if situation.waited_s + warm.ttft_s <= spill.slo_fraction * situation.slo_ttft_s:
-            return Choice(warm, "pair-warm" if is_warmer else "pair-equal")
+            return Choice(warm, rule)
 
         def marginal_cost_s(each: Candidate) -> float:
             active_s = each.active_kv_tokens / each.tokens_per_second
@@ -36,4 +39,4 @@ class DualMap:
 
         cheapest = situation.least(situation.everyone, marginal_cost_s)
         in_pair = any(cheapest.id == each.id for each in situation.pair)
-        return Choice(cheapest, "pair-marginal" if in_pair else "spill")
+        return Choice(cheapest, _PAIR_MARGINAL if in_pair else _SPILL)

@@ -3,7 +3,9 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Choice, Situation
+from dualmap.situation import Choice, Rule, Situation
+
+_LESS_LOADED = Rule("pair-less-loaded", "the warmer of the pair would miss the SLO, and it has no more prefill pending")
 
 
 class DualMapPaper:
@@ -20,8 +22,8 @@ class DualMapPaper:
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair."""
-        warm, is_warmer = situation.warmest()
+        warm, rule = situation.warmest()
         if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
-            return Choice(warm, "pair-warm" if is_warmer else "pair-equal")
+            return Choice(warm, rule)
         less_loaded = situation.least(situation.pair, lambda each: (each.pending_tokens, each.in_flight))
-        return Choice(less_loaded, "pair-less-loaded")
+        return Choice(less_loaded, _LESS_LOADED)

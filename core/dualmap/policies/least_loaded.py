@@ -3,7 +3,9 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Choice, Situation
+from dualmap.situation import Choice, Rule, Situation
+
+_LEAST_LOADED = Rule("least-loaded", "no member has less prefill pending")
 
 
 class LeastLoaded:
@@ -18,5 +20,5 @@ class LeastLoaded:
         """Return the member with the least pending prefill."""
         return Choice(
             situation.least(situation.everyone, lambda each: (each.pending_tokens, each.in_flight)),
-            "least-loaded",
+            _LEAST_LOADED,
         )

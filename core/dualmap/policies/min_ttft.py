@@ -3,7 +3,9 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Choice, Situation
+from dualmap.situation import Choice, Rule, Situation
+
+_MIN_TTFT = Rule("min-ttft", "its predicted TTFT is the least of all members")
 
 
 class MinTtft:
@@ -16,4 +18,4 @@ class MinTtft:
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the least predicted TTFT; of equals the one with fewer requests in flight."""
-        return Choice(situation.least(situation.everyone, lambda each: (each.ttft_s, each.in_flight)), "min-ttft")
+        return Choice(situation.least(situation.everyone, lambda each: (each.ttft_s, each.in_flight)), _MIN_TTFT)

@@ -3,7 +3,9 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Choice, Situation
+from dualmap.situation import Choice, Rule, Situation
+
+_TURN = Rule("turn", "it is its turn")
 
 
 class RoundRobin:
@@ -17,4 +19,4 @@ class RoundRobin:
     def choose(self, situation: Situation) -> Choice:
         """Return the member whose turn it is."""
         everyone = situation.everyone
-        return Choice(everyone[situation.sequence % len(everyone)], "turn")
+        return Choice(everyone[situation.sequence % len(everyone)], _TURN)
