@@ -1,0 +1,113 @@
+"""The demo's picture: TTFT percentiles, SLO attainment, hit rate, and how TTFT went over time, per policy."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
+from dualmap_cli.demo.report import PolicyReport, PolicyRun, percentile, ttfts_s
+
+_COLOURS: Final = ("#8a94a3", "#0f766e", "#c2571a", "#6d4bc3", "#b8860b", "#2f6db5")
+_INK: Final = "#22303c"
+_SLO_COLOUR: Final = "#c0392b"
+_BINS: Final = 24
+_DPI: Final = 130
+_LEVEL_LABELS: Final = 2
+"""Policy names that fit side by side under a small chart."""
+
+
+def draw(path: Path, plan: Plan, runs: Sequence[PolicyRun], reports: Sequence[PolicyReport]) -> None:
+    """Write the chart as a PNG."""
+    figure = Figure(figsize=(11, 6.6), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(2, 3, width_ratios=(1.7, 1, 1), height_ratios=(1, 1.05))
+    percentiles, attainment, hits = (figure.add_subplot(grid[0, column]) for column in range(3))
+    over_time = figure.add_subplot(grid[1, :])
+    colours = {each.policy: _COLOURS[index % len(_COLOURS)] for index, each in enumerate(reports)}
+    _draw_percentiles(percentiles, reports, colours)
+    _draw_shares(attainment, f"first token within {SLO_TTFT_S:g} s", [r.slo_attainment for r in reports], colours)
+    _draw_shares(hits, "prompt tokens from cache", [r.hit_rate for r in reports], colours)
+    _draw_over_time(over_time, plan, runs, colours)
+    figure.suptitle(
+        f"{plan.trace.name}: {len(plan.trace.requests):,} requests at {plan.rate:.1f}/s through Envoy "
+        f"to {plan.engines} simulated engines",
+        color=_INK,
+        fontweight="bold",
+    )
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict[str, str]) -> None:
+    """Bars for p50, p90 and p99 side by side per policy, with the SLO across them."""
+    names = ("p50", "p90", "p99")
+    width = 0.8 / len(reports)
+    for index, each in enumerate(reports):
+        values = [value or 0.0 for value in (each.ttft_p50_s, each.ttft_p90_s, each.ttft_p99_s)]
+        at = [position + (index - (len(reports) - 1) / 2) * width for position in range(len(names))]
+        bars = axes.bar(at, values, width * 0.92, color=colours[each.policy], label=each.policy)
+        axes.bar_label(bars, [f"{value:.1f}" for value in values], fontsize=9, color=_INK, padding=2)
+    axes.set_xticks(range(len(names)), names)
+    axes.margins(y=0.15)
+    _mark_slo(axes)
+    _finish(axes, "time to first token (s)")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def _draw_shares(axes: Axes, title: str, shares: Sequence[float], colours: dict[str, str]) -> None:
+    """One bar per policy, from 0 to 100 %."""
+    bars = axes.bar(range(len(shares)), [share * 100 for share in shares], 0.62, color=list(colours.values()))
+    axes.bar_label(bars, [f"{share:.0%}" for share in shares], fontsize=9, color=_INK, padding=2)
+    axes.set_xticks(range(len(shares)), list(colours), fontsize=9, rotation=0 if len(shares) <= _LEVEL_LABELS else 25)
+    axes.set_ylim(0, 112)
+    axes.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
+    _finish(axes, title)
+
+
+def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: dict[str, str]) -> None:
+    """Every request as a dot, and the median and 90th percentile of each stretch of time."""
+    bin_s = plan.trace.duration_s / _BINS or 1.0
+    for run in runs:
+        points = ttfts_s(run, speed=plan.speed)
+        colour = colours[run.policy]
+        arrivals_s, dots_s = [due_s for due_s, _ in points], [ttft_s for _, ttft_s in points]
+        axes.scatter(arrivals_s, dots_s, s=5, color=colour, alpha=0.22, linewidths=0)
+        bins: dict[int, list[float]] = {}
+        for due_s, ttft_s in points:
+            bins.setdefault(min(int(due_s / bin_s), _BINS - 1), []).append(ttft_s)
+        middles = [(index + 0.5) * bin_s for index in sorted(bins)]
+        for share, style in ((0.9, ":"), (0.5, "-")):
+            line = [percentile(bins[index], share) or 0.0 for index in sorted(bins)]
+            label = f"{run.policy} {'median' if share == 0.5 else 'p90'}"
+            axes.plot(middles, line, style, color=colour, linewidth=2, label=label)
+    _mark_slo(axes)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
+    axes.set_xlabel("arrival (model seconds)", color=_INK)
+    _finish(axes, "time to first token of each request (s)")
+    axes.legend(frameon=False, fontsize=9, ncols=len(runs), loc="upper left")
+
+
+def _mark_slo(axes: Axes) -> None:
+    axes.axhline(SLO_TTFT_S, color=_SLO_COLOUR, linewidth=1.2, linestyle="--")
+    axes.annotate(
+        "SLO",
+        (1, SLO_TTFT_S),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(-2, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        color=_SLO_COLOUR,
+    )
+
+
+def _finish(axes: Axes, title: str) -> None:
+    """Give axes their title and take away what only decorates."""
+    axes.set_title(title, loc="left", fontsize=10.5, color=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, labelsize=9)

@@ -1,0 +1,200 @@
+"""``dualmap demo``: the options, the progress bars, and what is printed and written at the end."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Final, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from dualmap.policies import POLICIES
+from dualmap_cli.demo.errors import DemoError
+from dualmap_cli.demo.experiment import run_all
+from dualmap_cli.demo.plan import Plan, make_plan
+from dualmap_cli.demo.printing import as_document, lag_note, preamble, table
+from dualmap_cli.demo.report import PolicyRun, report
+from dualmap_sim.workloads.mooncake import TraceError
+
+T = TypeVar("T")
+
+_REQUESTS: Final = 1500
+_SPEED: Final = 4.0
+_REFRESHES_PER_S: Final = 4
+_OVERHEAD_S: Final = 8.0
+"""Of each policy, roughly: the start of its processes, the last answers, the stop."""
+
+
+class _Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+def _read_policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """Split and check ``--policies``."""
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise click.BadParameter(f"{name!r} is not a policy; give some of {', '.join(sorted(POLICIES))}")
+    return names
+
+
+@click.command()
+@click.option("--engines", default=8, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
+@click.option(
+    "--policies",
+    default="round_robin,dualmap",
+    show_default=True,
+    callback=_read_policies,
+    help="Policies to compare, separated by commas (see: dualmap policies).",
+)
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Replay this Mooncake JSONL file.  [default: a generated mix of conversations and tool-calling agents]",
+)
+@click.option(
+    "--requests",
+    default=_REQUESTS,
+    show_default=True,
+    type=click.IntRange(1, 100_000),
+    help="Requests to replay, the trace's first ones.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Requests per model second.  [default: where routing decides whether the engines cope]",
+)
+@click.option(
+    "--speed",
+    default=_SPEED,
+    show_default=True,
+    type=click.FloatRange(0.1, 50),
+    help="Model seconds per wall second; lower it on a machine that cannot keep up.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
+@click.option(
+    "--out",
+    default="demo-out",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for demo.png, demo.json and logs/.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
+def demo(
+    engines: int,
+    policies: tuple[str, ...],
+    trace: Path | None,
+    requests: int,
+    rate: float | None,
+    speed: float,
+    seed: int,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Replay a workload through a real Envoy, once per policy.
+
+    Starts simulated engines, the router and Envoy on free ports, sends the same requests under each policy, and shows
+    how soon the first tokens came and how much of the prompts was reused. Nothing is left running, Ctrl-C included.
+
+    \b
+    Example:
+      dualmap demo
+      dualmap demo --policies round_robin,least_loaded,dualmap --engines 4 --out /tmp/demo
+    """
+    try:
+        plan = make_plan(
+            engines=engines,
+            policies=policies,
+            trace_file=trace,
+            requests=requests,
+            rate=rate,
+            speed=speed,
+            seed=seed,
+            out=out,
+        )
+    except TraceError as error:
+        raise click.BadParameter(str(error), param_hint="--trace") from error
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{out}: {error.strerror}; give a folder to write to", param_hint="--out") from error
+    try:
+        runs = asyncio.run(_interruptible(_run_with_progress(plan)))
+    except _Interrupted:
+        click.echo(f"interrupted; nothing is left running. Logs: {plan.out / 'logs'}", err=True)
+        sys.exit(1)
+    except DemoError as error:
+        click.echo(f"dualmap demo: {error}", err=True)
+        sys.exit(1)
+    _publish(plan, runs, as_json=as_json)
+
+
+async def _interruptible(work: Coroutine[object, object, T]) -> T:
+    """Run ``work``; the first Ctrl-C or SIGTERM cancels it, later ones do not disturb its cleaning up."""
+    task = asyncio.ensure_future(work)
+
+    def interrupt() -> None:
+        if not task.cancelling():
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise _Interrupted from None
+
+
+class _Bars:
+    """The experiment's progress as one bar per policy on stderr."""
+
+    def __init__(self, bars: Progress, requests: int) -> None:
+        self._bars = bars
+        self._requests = requests
+        self._current: TaskID | None = None
+
+    def starting(self, policy: str) -> None:
+        self._current = self._bars.add_task(f"{policy}: starting engines, router, Envoy", total=self._requests)
+
+    def replaying(self, policy: str) -> None:
+        assert self._current is not None, "a policy starts before it is replayed"
+        self._bars.update(self._current, description=f"{policy}: replaying")
+
+    def finished_one(self) -> None:
+        assert self._current is not None, "a policy starts before its requests end"
+        self._bars.advance(self._current)
+
+
+async def _run_with_progress(plan: Plan) -> tuple[PolicyRun, ...]:
+    """Run the plan under progress bars."""
+    replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
+    click.echo(
+        f"replaying {len(plan.trace.requests)} requests under {', '.join(plan.policies)}; "
+        f"about {replays_s + len(plan.policies) * _OVERHEAD_S:.0f} s",
+        err=True,
+    )
+    columns = (TextColumn("{task.description:<45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=_REFRESHES_PER_S) as bars:
+        return await run_all(plan, _Bars(bars, len(plan.trace.requests)))
+
+
+def _publish(plan: Plan, runs: tuple[PolicyRun, ...], *, as_json: bool) -> None:
+    """Write demo.json and demo.png and print the results."""
+    # Imported here for its half second: --help, bad usage and a run need no chart.
+    from dualmap_cli.demo.chart import draw
+
+    reports = [report(run, plan) for run in runs]
+    document = json.dumps(as_document(plan, reports), indent=2)
+    (plan.out / "demo.json").write_text(document + "\n")
+    draw(plan.out / "demo.png", plan, runs, reports)
+    if as_json:
+        click.echo(document)
+    else:
+        click.echo(f"{preamble(plan)}\n\n{table(reports)}\n\n{lag_note(reports, plan)}")
+    written = f"chart: {plan.out / 'demo.png'}   data: {plan.out / 'demo.json'}   logs: {plan.out / 'logs'}"
+    click.echo(written, err=as_json)

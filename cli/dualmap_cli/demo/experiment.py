@@ -1,0 +1,74 @@
+"""One policy after another over the same workload, each on a stack of its own."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+from dualmap_cli.demo.children import Children
+from dualmap_cli.demo.plan import MODEL, Plan
+from dualmap_cli.demo.replay import Outcome, replay
+from dualmap_cli.demo.report import PolicyRun
+from dualmap_cli.demo.sampling import LoadSample, sample_until_cancelled
+from dualmap_cli.demo.stack import Stack, start_stack
+
+_SAMPLE_EVERY_WALL_S: Final = 0.25
+_REQUEST_DEADLINE_WALL_S: Final = 60.0
+"""After its last arrival a replay lasts at most this long."""
+
+
+class Progress(Protocol):
+    """What the experiment reports while it runs."""
+
+    def starting(self, policy: str) -> None:
+        """The stack for a policy is being started."""
+
+    def replaying(self, policy: str) -> None:
+        """Requests begin to leave."""
+
+    def finished_one(self) -> None:
+        """A request has ended."""
+
+
+def logs_folder(plan: Plan, policy: str) -> Path:
+    """Return where the logs of a policy's run are kept."""
+    return plan.out / "logs" / policy
+
+
+async def run_all(plan: Plan, progress: Progress) -> tuple[PolicyRun, ...]:
+    """Run every policy of the plan. Raises DemoError; leaves no process behind, however it ends."""
+    return tuple([await _run(plan, policy, progress) for policy in plan.policies])
+
+
+async def _run(plan: Plan, policy: str, progress: Progress) -> PolicyRun:
+    began_s = time.monotonic()
+    progress.starting(policy)
+    folder = logs_folder(plan, policy)
+    async with Children(folder) as children:
+        stack = await start_stack(children, plan, policy, folder)
+        progress.replaying(policy)
+        outcomes, samples = await children.guard(_load(plan, stack, progress.finished_one))
+    return PolicyRun(policy=policy, outcomes=outcomes, samples=tuple(samples), wall_s=time.monotonic() - began_s)
+
+
+async def _load(
+    plan: Plan, stack: Stack, finished_one: Callable[[], None]
+) -> tuple[tuple[Outcome, ...], list[LoadSample]]:
+    """Replay the workload while sampling the router's gauges."""
+    samples: list[LoadSample] = []
+    sampler = asyncio.ensure_future(
+        sample_until_cancelled(stack.metrics_url, endpoints=plan.engines, every_s=_SAMPLE_EVERY_WALL_S, into=samples)
+    )
+    try:
+        outcomes = await replay(
+            stack.url,
+            MODEL,
+            plan.trace.sped_up(plan.speed),
+            deadline_s=_REQUEST_DEADLINE_WALL_S,
+            finished=finished_one,
+        )
+    finally:
+        sampler.cancel()
+        await asyncio.gather(sampler, return_exceptions=True)
+    return outcomes, samples

@@ -1,0 +1,133 @@
+"""What is going to be replayed, against what: the workload at its rate, the engines, the objective, the clock's speed.
+
+Everything is in model seconds, those of an engine of the ``7b`` preset: the engines run ``speed`` times as fast as
+the model, arrivals and the pool's own durations are shortened with them, and measured times are multiplied back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dualmap.pool import Routing
+from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.workloads.mooncake import read_mooncake
+from dualmap_sim.workloads.statistics import prefill_work_s
+from dualmap_sim.workloads.synthetic import default_workload
+from dualmap_sim.workloads.trace import Trace
+
+MODEL: Final = "qwen"
+PRESET: Final = "7b"
+SLO_TTFT_S: Final = 5.0
+"""The paper's objective for the first token (section 4)."""
+HALF_REUSE_LOAD: Final = 0.85
+"""Default load: how busy prefill would keep the engines if half of the reusable tokens were reused.
+
+Half-way between no reuse and all of it is where routing decides whether a pool copes. The number was chosen so that
+queues form but round robin does not collapse; it was not chosen by looking at the other policies' results.
+"""
+
+_WINDOW_S_LEAST: Final = 5.0
+"""What the pool's schema admits for ``routing.prefix.window``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Prefill work offered, as a share of what the engines can do: with no reuse at all, and with an ideal cache."""
+
+    without_reuse: float
+    ideal_reuse: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One demo. ``trace`` arrives at ``rate`` requests a model second; ``speed`` is model seconds a wall second."""
+
+    engines: int
+    policies: tuple[str, ...]
+    trace: Trace
+    rate: float
+    load: Load
+    speed: float
+    seed: int | None
+    out: Path
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine model that every engine runs."""
+        return PRESETS[PRESET]
+
+    def wall_s(self, model_s: float) -> float:
+        """Return model seconds in wall seconds."""
+        return model_s / self.speed
+
+
+def make_plan(
+    *,
+    engines: int,
+    policies: tuple[str, ...],
+    trace_file: Path | None,
+    requests: int,
+    rate: float | None,
+    speed: float,
+    seed: int,
+    out: Path,
+) -> Plan:
+    """Read or generate the workload and set its rate (None: that of HALF_REUSE_LOAD). Raises TraceError."""
+    engine = PRESETS[PRESET]
+    if trace_file is None:
+        trace = default_workload(requests, seed=seed)
+    else:
+        trace = read_mooncake(trace_file, limit=requests)
+    trace = trace.capped(engine.input_tokens_max)
+    share_per_rate = [
+        prefill_work_s(trace, engine.prefill, ideally_cached=cached) / len(trace.requests) / engines
+        for cached in (False, True)
+    ]
+    if rate is None:
+        rate = HALF_REUSE_LOAD / (sum(share_per_rate) / 2)
+    return Plan(
+        engines=engines,
+        policies=policies,
+        trace=trace.at_rate(rate),
+        rate=rate,
+        load=Load(without_reuse=rate * share_per_rate[0], ideal_reuse=rate * share_per_rate[1]),
+        speed=speed,
+        seed=seed if trace_file is None else None,
+        out=out,
+    )
+
+
+def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[str, object]:
+    """Return the InferencePool of a run; ``engines`` maps member ids to ``IP:PORT``.
+
+    Durations that engines live by are shortened by the speed, down to what the schema admits.
+    """
+    members = [
+        {"id": name, "address": address.rpartition(":")[0], "port": int(address.rpartition(":")[2])}
+        for name, address in engines.items()
+    ]
+    defaults = Routing()
+    return {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": MODEL, "namespace": "demo"},
+        "spec": {
+            "model": {"name": MODEL},
+            "engine": {
+                "prefillTokensPerSecond": plan.engine.prefill.tokens_per_s * plan.speed,
+                "cacheTokens": plan.engine.cache_tokens,
+            },
+            "slo": {"ttft": _milliseconds(plan.wall_s(SLO_TTFT_S))},
+            "routing": {
+                "policy": policy,
+                "prefix": {"window": _milliseconds(max(_WINDOW_S_LEAST, plan.wall_s(defaults.prefix.window_s)))},
+                "rebalance": {"decodeStall": _milliseconds(plan.wall_s(defaults.rebalance.decode_stall_s))},
+            },
+        },
+        "status": {"ring": {"version": 1, "members": members}},
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{round(seconds * 1000)}ms"

@@ -1,0 +1,88 @@
+"""The demo's figures as people and scripts read them: a table with what was replayed above it, and JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Final
+
+from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
+from dualmap_cli.demo.report import PolicyReport
+from dualmap_sim.workloads.statistics import measure
+
+_COLUMNS: Final = (
+    *("policy", "TTFT p50", "p90", "p99", "within SLO", "hit rate"),
+    *("pending CV", "pending/engine", "errors"),
+)
+_LAG_SHARE: Final = 0.1
+"""Of the SLO: a load generator later than that would blur what it measures."""
+
+
+def as_document(plan: Plan, reports: Sequence[PolicyReport]) -> dict[str, object]:
+    """Return what ``--json`` prints and ``demo.json`` holds."""
+    return {
+        "workload": {"name": plan.trace.name, "seed": plan.seed, **asdict(measure(plan.trace))},
+        "engines": plan.engines,
+        "speed": plan.speed,
+        "slo_ttft_s": SLO_TTFT_S,
+        "load": asdict(plan.load),
+        "runs": [asdict(each) for each in reports],
+    }
+
+
+def table(reports: Sequence[PolicyReport]) -> str:
+    """Return the figures as aligned text."""
+    rows = [_COLUMNS, *map(_row, reports)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) if not index else cell.rjust(width) for index, (cell, width) in each)
+        for each in (enumerate(zip(row, widths, strict=True)) for row in rows)
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _row(one: PolicyReport) -> tuple[str, ...]:
+    def seconds(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f} s"
+
+    return (
+        one.policy,
+        seconds(one.ttft_p50_s),
+        seconds(one.ttft_p90_s),
+        seconds(one.ttft_p99_s),
+        f"{one.slo_attainment:.1%}",
+        f"{one.hit_rate:.1%}",
+        "-" if one.pending_cv is None else f"{one.pending_cv:.2f}",
+        f"{one.pending_tokens_mean:,.0f} tok",
+        ", ".join(f"{count} x {error}" for error, count in sorted(one.errors.items())) or "0",
+    )
+
+
+def preamble(plan: Plan) -> str:
+    """Return what was replayed, in words, to stand above the table."""
+    facts = measure(plan.trace)
+    sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
+    return (
+        f"workload {plan.trace.name}: {facts.requests:,} requests{sessions}, prompts of "
+        f"{facts.input_tokens_mean:,.0f} tokens and answers of {facts.output_tokens_mean:,.0f} on average,\n"
+        f"at best {facts.ideal_hit_rate:.0%} of the prompt tokens reusable (one shared cache without a limit)\n"
+        f"load: {plan.rate:.2f} requests/s on {plan.engines} engines; prefills alone would keep them busy for "
+        f"{plan.load.without_reuse:.0%} of the time\n"
+        f"without any reuse, for {plan.load.ideal_reuse:.0%} with all of it\n"
+        f"times are model seconds; the engines run at {plan.speed:g} times that speed. "
+        f"SLO: first token within {SLO_TTFT_S:g} s"
+    )
+
+
+def lag_note(reports: Sequence[PolicyReport], plan: Plan) -> str:
+    """Return how late the load generator was, and whether that matters."""
+    worst = max(reports, key=lambda one: one.send_lag_p99_wall_s)
+    p99_s, max_s = worst.send_lag_p99_wall_s, max(one.send_lag_max_wall_s for one in reports)
+    line = (
+        f"load generator: 99 % of the requests left within {p99_s * 1000:.0f} ms (wall) of their time, "
+        f"all within {max_s * 1000:.0f} ms"
+    )
+    if p99_s > plan.wall_s(SLO_TTFT_S) * _LAG_SHARE:
+        line += (
+            f"\nwarning: that is more than {_LAG_SHARE:.0%} of the SLO: this machine is too busy for these figures; "
+            "use a lower --speed or fewer --engines"
+        )
+    return line

@@ -1,0 +1,103 @@
+"""From outcomes to figures: what each policy made of the same workload, as values.
+
+The definitions are the paper's (ALGORITHMS section 6). Times are model seconds (see ``plan``); what is measured in
+wall seconds says so in its name. ``printing`` and ``chart`` show what is computed here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
+from dualmap_cli.demo.replay import Outcome
+from dualmap_cli.demo.sampling import LoadSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRun:
+    """What was measured under one policy."""
+
+    policy: str
+    outcomes: tuple[Outcome, ...]
+    samples: tuple[LoadSample, ...]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyReport:
+    """One policy's figures. Percentiles are over the requests that succeeded, None when none did.
+
+    ``slo_attainment`` is over all requests: one that failed missed the objective. ``pending_cv`` is the mean over the
+    samples in which anything was pending of the paper's equation 1; None when there was no such sample.
+    """
+
+    policy: str
+    qps: float
+    instances: int
+    requests: int
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p99_s: float | None
+    e2e_p50_s: float | None
+    e2e_p90_s: float | None
+    slo_attainment: float
+    hit_rate: float
+    pending_cv: float | None
+    pending_tokens_mean: float
+    errors: dict[str, int]
+    send_lag_p99_wall_s: float
+    send_lag_max_wall_s: float
+    wall_s: float
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Return the nearest-rank percentile: the least value that ``share`` of all do not exceed; None of nothing."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def coefficient_of_variation(sample: LoadSample) -> float | None:
+    """Return standard deviation over mean of the endpoints' pending tokens (equation 1); None when all are zero."""
+    mean = fmean(sample.pending_tokens)
+    return pstdev(sample.pending_tokens) / mean if mean > 0 else None
+
+
+def ttfts_s(run: PolicyRun, *, speed: float) -> list[tuple[float, float]]:
+    """Return (due time, TTFT) of each request that succeeded, in model seconds."""
+    return [
+        (outcome.due_s * speed, (outcome.first_byte_s - outcome.sent_s) * speed)
+        for outcome in run.outcomes
+        if outcome.error is None and outcome.first_byte_s is not None
+    ]
+
+
+def report(run: PolicyRun, plan: Plan) -> PolicyReport:
+    """Return the figures of one run."""
+    succeeded = [outcome for outcome in run.outcomes if outcome.error is None]
+    ttfts = [ttft_s for _, ttft_s in ttfts_s(run, speed=plan.speed)]
+    e2es = [(outcome.finished_s - outcome.sent_s) * plan.speed for outcome in succeeded]
+    lags = [outcome.sent_s - outcome.due_s for outcome in run.outcomes]
+    cvs = [cv for cv in map(coefficient_of_variation, run.samples) if cv is not None]
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in succeeded)
+    return PolicyReport(
+        policy=run.policy,
+        qps=plan.rate,
+        instances=plan.engines,
+        requests=len(run.outcomes),
+        ttft_p50_s=percentile(ttfts, 0.50),
+        ttft_p90_s=percentile(ttfts, 0.90),
+        ttft_p99_s=percentile(ttfts, 0.99),
+        e2e_p50_s=percentile(e2es, 0.50),
+        e2e_p90_s=percentile(e2es, 0.90),
+        slo_attainment=sum(ttft_s <= SLO_TTFT_S for ttft_s in ttfts) / len(run.outcomes),
+        hit_rate=sum(o.cached_tokens for o in succeeded) / prompt_tokens if prompt_tokens else 0.0,
+        pending_cv=fmean(cvs) if cvs else None,
+        pending_tokens_mean=fmean([fmean(s.pending_tokens) for s in run.samples]) if run.samples else 0.0,
+        errors=dict(Counter(outcome.error for outcome in run.outcomes if outcome.error is not None)),
+        send_lag_p99_wall_s=percentile(lags, 0.99) or 0.0,
+        send_lag_max_wall_s=max(lags),
+        wall_s=run.wall_s,
+    )

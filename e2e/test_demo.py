@@ -1,0 +1,94 @@
+"""`dualmap demo` for real: engines, router and Envoy, from the command line to the chart, and its end by Ctrl-C."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DONE_WITHIN_S = 100.0
+GONE_WITHIN_S = 20.0
+POLICIES = ("round_robin", "dualmap")
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dualmap_cli", "demo", "--engines", "2", "--out", str(out), *arguments]
+
+
+def children_of(pid: int) -> list[int]:
+    children = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):  # it ended while we looked
+                continue
+            if parent == pid:
+                children.append(int(entry.name))
+    return children
+
+
+def wait_until_gone(pid: int) -> bool:
+    """Wait for a process that is not ours; a zombie counts as gone."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], GONE_WITHIN_S)[0])
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.slow
+def test_every_request_is_answered_under_every_policy(tmp_path):
+    done = subprocess.run(
+        command(tmp_path, "--requests", "20", "--speed", "10", "--json"),
+        capture_output=True,
+        text=True,
+        timeout=DONE_WITHIN_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document == json.loads((tmp_path / "demo.json").read_text())
+    assert [run["policy"] for run in document["runs"]] == list(POLICIES)
+    for run in document["runs"]:
+        assert run["errors"] == {}
+        assert run["requests"] == 20
+        assert 0 < run["ttft_p50_s"] <= run["ttft_p99_s"]
+        assert run["hit_rate"] > 0, "the engines report cached tokens, and the prompts share prefixes"
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    for policy in POLICIES:
+        logs = {path.name for path in (tmp_path / "logs" / policy).glob("*.log")}
+        assert logs == {"engine-0.log", "engine-1.log", "router.log", "envoy-config.log", "envoy.log"}
+    assert str(tmp_path / "logs") in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_demo_leaves_nothing_running(tmp_path, number):
+    with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:
+        # Envoy is the last to start: from its log on, every process of the run is there.
+        started = tmp_path / "logs" / POLICIES[0] / "envoy.log"
+        give_up_s = time.monotonic() + DONE_WITHIN_S
+        while not started.exists() and demo.poll() is None and time.monotonic() < give_up_s:
+            time.sleep(0.05)
+        children = children_of(demo.pid)
+        demo.send_signal(number)
+        _, printed = demo.communicate(timeout=GONE_WITHIN_S)
+
+    assert len(children) >= 4, printed
+    assert all(wait_until_gone(pid) for pid in children)
+    if number is signal.SIGKILL:
+        assert demo.returncode == -number
+    else:
+        assert demo.returncode == 1
+        assert "interrupted; nothing is left running" in printed
+        assert "Traceback" not in printed

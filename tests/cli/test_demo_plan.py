@@ -1,0 +1,87 @@
+"""What the demo sets out to do: its load, the pool its router gets, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dualmap.pool_reader import read_pools
+from dualmap_cli.demo.command import demo
+from dualmap_cli.demo.plan import HALF_REUSE_LOAD, Plan, make_plan, pool_document
+
+
+def plan(**changes) -> Plan:
+    settings = {
+        "engines": 4,
+        "policies": ("dualmap",),
+        "trace_file": None,
+        "requests": 200,
+        "rate": None,
+        "speed": 4.0,
+        "seed": 0,
+        "out": Path("unused"),
+    }
+    return make_plan(**(settings | changes))
+
+
+def test_the_default_rate_is_half_way_between_no_reuse_and_all_of_it():
+    load = plan().load
+
+    assert (load.without_reuse + load.ideal_reuse) / 2 == pytest.approx(HALF_REUSE_LOAD)
+    assert load.ideal_reuse < 1 < load.without_reuse
+
+
+def test_the_default_rate_grows_with_the_engines():
+    assert plan(engines=8).rate == pytest.approx(2 * plan(engines=4).rate)
+
+
+def test_a_given_rate_is_taken_and_its_load_told():
+    slow, fast = plan(rate=1.0), plan(rate=2.0)
+
+    assert slow.trace.duration_s == pytest.approx(200.0)
+    assert fast.load.without_reuse == pytest.approx(2 * slow.load.without_reuse)
+
+
+@pytest.mark.parametrize("speed", [0.1, 1.0, 4.0, 50.0])
+def test_the_pool_is_accepted_by_the_router_at_every_speed(speed):
+    addresses = {"engine-0": "127.0.0.1:4001", "engine-1": "127.0.0.1:4002"}
+
+    (pool,) = read_pools(pool_document(plan(speed=speed), "round_robin", addresses))
+
+    assert pool.routing.policy == "round_robin"
+    assert pool.slo.ttft_s == pytest.approx(5.0 / speed)
+    assert pool.engine.prefill_tokens_per_second == pytest.approx(7000 * speed)
+    assert pool.routing.rebalance.decode_stall_s == pytest.approx(3.0 / speed)
+    assert {member.id: member.endpoint for member in pool.members} == addresses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policies", "dualmap,nonsense"], ["'nonsense' is not a policy", "round_robin"]),
+        (["--policies", ""], ["'' is not a policy"]),
+        (["--engines", "0"], ["--engines", "1<=x<=64"]),
+        (["--requests", "0"], ["--requests"]),
+        (["--speed", "0"], ["--speed"]),
+        (["--rate", "-1"], ["--rate"]),
+        (["--trace", "/nonexistent.jsonl"], ["--trace", "does not exist"]),
+        (["--out", __file__], ["--out", "is a file"]),
+        (["--out", f"{__file__}/below"], ["--out", "give a folder to write to"]),
+    ],
+)
+def test_bad_usage_says_what_is_accepted(arguments, words):
+    result = CliRunner().invoke(demo, arguments)
+
+    assert result.exit_code == 2
+    for word in words:
+        assert word in result.output
+
+
+def test_a_bad_trace_is_bad_input_with_its_place(tmp_path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": -3, "output_length": 1, "hash_ids": [0]}\n')
+
+    result = CliRunner().invoke(demo, ["--trace", str(file)])
+
+    assert result.exit_code == 2
+    assert f"{file}:1: input_length: -3 is not accepted" in result.output

@@ -1,0 +1,170 @@
+"""The demo's sums on outcomes made by hand, and how they are shown."""
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+
+from dualmap_cli.demo.chart import draw
+from dualmap_cli.demo.plan import make_plan
+from dualmap_cli.demo.printing import as_document, lag_note, preamble, table
+from dualmap_cli.demo.replay import Outcome
+from dualmap_cli.demo.report import PolicyRun, coefficient_of_variation, percentile, report
+from dualmap_cli.demo.sampling import LoadSample
+
+SPEED = 4.0
+
+
+@pytest.fixture
+def plan(tmp_path: Path):
+    return make_plan(
+        engines=2,
+        policies=("round_robin", "dualmap"),
+        trace_file=None,
+        requests=40,
+        rate=None,
+        speed=SPEED,
+        seed=0,
+        out=tmp_path,
+    )
+
+
+def outcome(*, due_s: float = 0.0, ttft_s: float = 0.1, error: str | None = None, lag_s: float = 0.0) -> Outcome:
+    """Times in wall seconds; every request lasts a second longer than its first token takes."""
+    return Outcome(
+        due_s=due_s,
+        sent_s=due_s + lag_s,
+        first_byte_s=due_s + lag_s + ttft_s,
+        finished_s=due_s + lag_s + ttft_s + 1.0,
+        prompt_tokens=100,
+        cached_tokens=25,
+        error=error,
+    )
+
+
+def run(*outcomes: Outcome, samples: tuple[LoadSample, ...] = (), policy: str = "dualmap") -> PolicyRun:
+    return PolicyRun(policy=policy, outcomes=outcomes, samples=samples, wall_s=9.0)
+
+
+@pytest.mark.parametrize(
+    ("share", "value"), [(0.5, 5), (0.9, 9), (0.99, 10), (0.0, 1), (1.0, 10)], ids=["p50", "p90", "p99", "p0", "p100"]
+)
+def test_percentiles_are_nearest_rank(share, value):
+    assert percentile([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], share) == value
+
+
+def test_there_is_no_percentile_of_nothing():
+    assert percentile([], 0.5) is None
+
+
+def test_variation_is_the_papers_equation_1():
+    assert coefficient_of_variation(LoadSample(pending_tokens=(100.0, 300.0))) == pytest.approx(0.5)
+    assert coefficient_of_variation(LoadSample(pending_tokens=(7.0, 7.0))) == 0.0
+    assert coefficient_of_variation(LoadSample(pending_tokens=(0.0, 0.0))) is None
+
+
+def test_times_are_model_seconds_and_the_slo_is_met_up_to_its_bound(plan):
+    # 5 model seconds are 1.25 wall seconds at four times the speed.
+    figures = report(run(*(outcome(ttft_s=ttft_s) for ttft_s in (0.25, 0.5, 1.25, 1.5))), plan)
+
+    assert (figures.ttft_p50_s, figures.ttft_p90_s, figures.e2e_p50_s) == (2.0, 6.0, 6.0)
+    assert figures.slo_attainment == 0.75
+
+
+def test_a_failed_request_misses_the_slo_and_counts_in_no_percentile(plan):
+    figures = report(run(outcome(ttft_s=0.25), outcome(ttft_s=0.01, error="status 503")), plan)
+
+    assert figures.slo_attainment == 0.5
+    assert figures.ttft_p50_s == 1.0
+    assert figures.errors == {"status 503": 1}
+    assert figures.hit_rate == 0.25
+
+
+def test_nothing_succeeded(plan):
+    figures = report(run(outcome(error="x"), outcome(error="x")), plan)
+
+    assert (figures.ttft_p99_s, figures.slo_attainment, figures.hit_rate) == (None, 0.0, 0.0)
+    assert figures.errors == {"x": 2}
+    assert "2 x x" in table([figures])
+
+
+def test_idle_moments_do_not_count_as_balance(plan):
+    samples = tuple(LoadSample(pending_tokens=pending) for pending in ((0.0, 0.0), (100.0, 300.0), (0.0, 200.0)))
+
+    figures = report(run(outcome(), samples=samples), plan)
+
+    assert figures.pending_cv == pytest.approx((0.5 + 1.0) / 2)
+    assert figures.pending_tokens_mean == pytest.approx((0 + 200 + 100) / 3)
+
+
+def test_a_late_generator_is_owned_up_to(plan):
+    on_time = report(run(*(outcome(lag_s=0.01) for _ in range(50))), plan)
+    late = report(run(*(outcome(lag_s=0.2) for _ in range(50))), plan)
+
+    assert late.send_lag_p99_wall_s == pytest.approx(0.2)
+    assert "warning" not in lag_note([on_time], plan)
+    assert "within 200 ms (wall)" in lag_note([on_time, late], plan)
+    assert "warning" in lag_note([on_time, late], plan)
+
+
+def test_the_document_has_the_runs_and_what_was_replayed(plan):
+    document = json.loads(json.dumps(as_document(plan, [report(run(outcome()), plan)])))
+
+    assert document["workload"]["name"] == "default"
+    assert document["workload"]["requests"] == 40
+    assert document["engines"] == 2
+    assert 0 < document["load"]["ideal_reuse"] < document["load"]["without_reuse"]
+    assert {
+        "policy",
+        "qps",
+        "instances",
+        "requests",
+        "ttft_p50_s",
+        "ttft_p90_s",
+        "ttft_p99_s",
+        "slo_attainment",
+    } <= set(document["runs"][0])
+    assert {"hit_rate", "pending_cv", "errors", "wall_s"} <= set(document["runs"][0])
+
+
+def test_the_table_is_aligned_and_the_preamble_says_the_load(plan):
+    figures = [report(run(outcome(), policy=policy), plan) for policy in plan.policies]
+
+    lines = table(figures).splitlines()
+
+    assert len(lines) == 4
+    assert len({len(line) for line in lines}) == 1
+    assert [line.split()[0] for line in lines[2:]] == ["round_robin", "dualmap"]
+    assert "prefills alone would keep them busy" in preamble(plan)
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    """Return width and height of a PNG whose every chunk has been checked."""
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    at, kinds = 8, []
+    while at < len(content):
+        length, kind = struct.unpack(">I4s", content[at : at + 8])
+        body = content[at + 4 : at + 8 + length]
+        assert zlib.crc32(body) == struct.unpack(">I", content[at + 8 + length : at + 12 + length])[0]
+        kinds.append(kind)
+        at += 12 + length
+    assert (kinds[0], kinds[-1]) == (b"IHDR", b"IEND")
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["as usual", "a policy under which every request failed"])
+def test_the_chart_is_a_png(plan, failed):
+    plan.out.mkdir(exist_ok=True)
+    good = run(*(outcome(due_s=n / 4, ttft_s=0.1 + n / 40) for n in range(40)), policy="round_robin")
+    other = run(*(outcome(error="x" if failed else None) for _ in range(40)))
+    runs = [good, other]
+
+    draw(plan.out / "demo.png", plan, runs, [report(each, plan) for each in runs])
+
+    width, height = png_size(plan.out / "demo.png")
+    assert width > 1000
+    assert height > 600
