@@ -1,0 +1,101 @@
+"""Structured logs on stderr, as text for people or JSON for machines: the only module that knows structlog.
+
+Every module asks ``get_logger`` and logs a constant sentence with key=value details. Ids, counts, addresses and
+reasons may be logged; prompt text and header values never are, at no level.
+
+Lines travel through ``logging``, so that libraries' lines come out in the same form, and because its handlers swallow
+a broken stderr: a log reader that goes away must not fail a request. structlog renders them; importing it takes a
+third of a second, which is why only ``configure`` does.
+"""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+if TYPE_CHECKING:
+    from structlog.typing import Processor
+
+LogFormat = Literal["text", "json"]
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
+
+
+class Logger:
+    """Writes one line per call: a constant sentence and its details, which may be of any type."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def debug(self, sentence: str, **details: object) -> None:
+        """Say what only somebody looking into one request wants to know; costs little while debug is off."""
+        if self._logger.isEnabledFor(logging.DEBUG):
+            self._logger.debug(sentence, extra={"details": details})
+
+    def info(self, sentence: str, **details: object) -> None:
+        """Say that something happened that an operator wants to see: a start, a reload, a peer coming or going."""
+        self._logger.info(sentence, extra={"details": details})
+
+    def warning(self, sentence: str, **details: object) -> None:
+        """Say that something is not as it should be, and goes on working."""
+        self._logger.warning(sentence, extra={"details": details})
+
+    def error(self, sentence: str, **details: object) -> None:
+        """Say that something failed and somebody should mend it."""
+        self._logger.error(sentence, extra={"details": details})
+
+    def exception(self, sentence: str, **details: object) -> None:
+        """Say, inside an ``except``, that something failed in a way nobody foresaw; the traceback goes with it."""
+        self._logger.exception(sentence, extra={"details": details})
+
+
+def get_logger(name: str) -> Logger:
+    """Return the logger of a module; it follows ``configure`` whichever was called first."""
+    return Logger(name)
+
+
+def configure(*, level: str, log_format: LogFormat) -> None:
+    """Send every log at ``level`` (one of LOG_LEVELS) and above to stderr, libraries' from warning on.
+
+    ``log_format`` is one of LOG_FORMATS. Raises ValueError for another level or format.
+    """
+    if level not in LOG_LEVELS:
+        raise ValueError(f"log level: {level!r} is not accepted; give one of {', '.join(LOG_LEVELS)}")
+    if log_format not in LOG_FORMATS:
+        raise ValueError(f"log format: {log_format!r} is not accepted; give one of {', '.join(LOG_FORMATS)}")
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+    root.addHandler(_handler(json=log_format == "json"))
+    root.setLevel(logging.WARNING)
+    logging.getLogger(__package__).setLevel(level.upper())
+
+
+def _handler(*, json: bool) -> logging.Handler:
+    import structlog
+
+    render: list[Processor]
+    if json:
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        # Not structlog's own choice, rich's tracebacks: they print local variables, and with them prompts.
+        plain = structlog.dev.plain_traceback
+        render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[
+            _add_details,
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+        ],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    return handler
+
+
+def _add_details(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Put a line's details beside its sentence; a structlog processor."""
+    details = getattr(event["_record"], "details", {})
+    return {**details, **event}
