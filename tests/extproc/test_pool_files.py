@@ -1,0 +1,372 @@
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dualmap.errors import PoolError
+from dualmap.pool import Pool
+from dualmap_extproc.pools import file as pool_file
+from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher, load_pool_files
+
+API = "serving.dualmap.dev/v1alpha1"
+
+
+def document(name: str = "qwen", *, members: int = 2, model: str | None = None, **spec: object) -> dict[str, object]:
+    return {
+        "apiVersion": API,
+        "kind": "InferencePool",
+        "metadata": {"name": name, "namespace": "llm"},
+        "spec": {"model": {"name": model or f"m/{name}"}, **spec},
+        "status": {
+            "ring": {
+                "version": members,
+                "members": [{"id": f"{name}-{n}", "address": f"10.0.0.{n + 1}", "port": 8000} for n in range(members)],
+            }
+        },
+    }
+
+
+def write(path: Path, *documents: object) -> Path:
+    return write_text(path, yaml.safe_dump_all(documents))
+
+
+def write_text(path: Path, text: str) -> Path:
+    """By rename, so that a watcher in another thread sees the old content or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    return new.rename(path)
+
+
+class TestLoading:
+    def test_one_object(self, tmp_path: Path) -> None:
+        (pool,) = load_pool_files([write(tmp_path / "p.yaml", document(members=3))])
+        assert pool.id == "llm/qwen"
+        assert [member.id for member in pool.members] == ["qwen-0", "qwen-1", "qwen-2"]
+
+    def test_several_documents_and_files_in_order(self, tmp_path: Path) -> None:
+        one = tmp_path / "one.yaml"
+        one.write_text("---\n" + yaml.safe_dump(document("b")) + "---\n" + yaml.safe_dump(document("a")) + "---\n")
+        two = write(tmp_path / "two.yaml", document("c"))
+        assert [pool.id for pool in load_pool_files([one, two])] == ["llm/b", "llm/a", "llm/c"]
+
+    @pytest.mark.parametrize("kind", ["List", "InferencePoolList"])
+    def test_what_kubectl_prints(self, tmp_path: Path, kind: str) -> None:
+        listed = {"apiVersion": "v1", "kind": kind, "items": [document("a"), document("b")], "metadata": {}}
+        assert [pool.id for pool in load_pool_files([write(tmp_path / "p.yaml", listed)])] == ["llm/a", "llm/b"]
+
+    def test_json_is_yaml(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.json"
+        path.write_text(json.dumps(document()))
+        assert len(load_pool_files([path])) == 1
+
+    def test_anchors_may_be_used_as_people_do(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_text(
+            f"apiVersion: {API}\nkind: InferencePool\nmetadata: {{name: a, namespace: n}}\n"
+            "spec: {model: {name: a}, slo: &slo {ttft: 2s}}\n---\n"
+            f"apiVersion: {API}\nkind: InferencePool\nmetadata: {{name: b, namespace: n}}\n"
+            "spec:\n  model: {name: b}\n  slo: &other {ttft: 3s}\n  engine: {port: &port 81}\n"
+            "status: {ring: {members: [{id: x, address: 10.0.0.1, port: *port}]}}\n"
+        )
+        assert load_pool_files([path])[1].members[0].port == 81
+
+    def test_a_pipe_can_be_read_once(self) -> None:
+        reader, writer = os.pipe()
+        os.write(writer, yaml.safe_dump(document()).encode())
+        os.close(writer)
+        try:
+            assert len(load_pool_files([Path(f"/dev/fd/{reader}")])) == 1
+        finally:
+            os.close(reader)
+
+    def test_without_libyaml(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_file, "_Loader", yaml.SafeLoader)
+        path = write(tmp_path / "p.yaml", document())
+        assert len(load_pool_files([path])) == 1
+        path.write_text("[" * 100)
+        with pytest.raises(PoolFileError):
+            load_pool_files([path])
+
+
+class TestRefusing:
+    @pytest.mark.parametrize(
+        ("content", "field"),
+        [
+            ("", "document"),
+            ("# nothing but a comment\n", "document"),
+            ("---\n---\n", "document"),
+            ("kind: [", "line 2, column 1"),
+            ("a: b: c", "line 1, column 5"),
+            ("just text", "document"),
+            ("- 1\n- 2\n", "document"),
+            ("kind: List\napiVersion: v1\nitems: []\n", "document"),
+            ("kind: Deployment\napiVersion: apps/v1\n", None),
+            ("since: 2026-13-45\n", "document"),
+            ("n: " + "9" * 5000, "document"),
+            ("? [a]\n: b\n", None),
+            ("a: !!python/object:os.system b\n", None),
+            ("a: *nowhere\n", None),
+            ("\x00", "document"),
+        ],
+    )
+    def test_what_is_no_pool_names_the_file_and_what_is_accepted(
+        self, tmp_path: Path, content: str, field: str | None
+    ) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_text(content)
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        if field is not None:
+            assert refused.value.field == field
+        assert str(refused.value).startswith(f"{path}: {refused.value.field}: ")
+        assert "is not accepted; give " in str(refused.value)
+
+    def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_bytes(b"\xff\x00\xfe\x80kind")
+        with pytest.raises(PoolFileError):
+            load_pool_files([path])
+
+    def test_a_field_inside_names_its_path_and_document(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document("a"), document("b", engine={"port": 99999}))
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert refused.value.field == "document 2: spec.engine.port"
+        assert refused.value.value == 99999
+
+    @pytest.mark.parametrize("name", ["absent.yaml", ""])
+    def test_a_file_that_cannot_be_read(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([tmp_path / name])
+        assert refused.value.field == "file"
+
+    def test_one_pool_in_two_files_names_the_second(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path / f"{n}.yaml", document("a")) for n in (1, 2)]
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files(paths)
+        assert refused.value.file == paths[1]
+        assert refused.value.value == "llm/a"
+
+    def test_one_model_in_two_files(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path / f"{name}.yaml", document(name, model="same")) for name in ("a", "b")]
+        with pytest.raises(PoolFileError, match="same"):
+            load_pool_files(paths)
+
+    @pytest.mark.parametrize(
+        "bomb",
+        [
+            b"[" * 300_000,
+            b"- " * 300_000,
+            b"{a: " * 300_000,
+            b"? " * 300_000,
+            b"a: &a [*a]\n",
+            b"a: &a {b: [1, *a]}\n",
+            b"a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
+            + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 30)),
+            b"m0: &m0 {a: 1}\n"
+            + b"".join(b"m%d: &m%d {<<: [%s]}\n" % (n, n, b",".join([b"*m%d" % (n - 1)] * 10)) for n in range(1, 30)),
+            b"x: [" + b"1," * 600_000 + b"]",
+            b"#" * (pool_file.MAX_BYTES + 1),
+        ],
+        ids=["flow", "block", "mapping", "key", "circle", "inner circle", "aliases", "merges", "many", "long"],
+    )
+    def test_bombs_are_refused_and_said_in_a_line(self, tmp_path: Path, bomb: bytes) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_bytes(bomb)
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert len(str(refused.value)) < 1000
+
+    def test_an_endless_file_is_not_read_to_its_end(self) -> None:
+        with pytest.raises(PoolFileError, match="more than"):
+            load_pool_files([Path("/dev/zero")])
+
+
+class Watched:
+    """A running watcher and what it reported, to be waited for."""
+
+    def __init__(self) -> None:
+        self.applied: asyncio.Queue[tuple[Pool, ...]] = asyncio.Queue()
+        self.refused: asyncio.Queue[PoolFileError] = asyncio.Queue()
+
+    async def pools(self) -> dict[str, int]:
+        """The next pools applied, as members per pool."""
+        pools = await asyncio.wait_for(self.applied.get(), 20)
+        return {pool.id: len(pool.members) for pool in pools}
+
+    async def refusal(self) -> PoolFileError:
+        return await asyncio.wait_for(self.refused.get(), 20)
+
+
+@asynccontextmanager
+async def watching(*paths: Path) -> AsyncIterator[Watched]:
+    watcher = PoolFileWatcher(paths, poll_s=0.01, settle_s=0.01)
+    watcher.load()
+    watched = Watched()
+    task = asyncio.create_task(watcher.run(watched.applied.put_nowait, watched.refused.put_nowait))
+    try:
+        yield watched
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+class TestWatching:
+    def test_loading_refuses_like_load_pool_files(self, tmp_path: Path) -> None:
+        with pytest.raises(PoolError):
+            PoolFileWatcher([tmp_path / "absent.yaml"]).load()
+
+    async def test_a_rename_and_a_write_in_place_are_picked_up(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        async with watching(path) as watched:
+            write(path, document(members=3))
+            assert await watched.pools() == {"llm/qwen": 3}
+            path.write_text(yaml.safe_dump(document(members=4)))
+            assert await watched.pools() == {"llm/qwen": 4}
+
+    async def test_same_size_same_time_is_still_a_change(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document("aaaa"))
+        stat = path.stat()
+        async with watching(path) as watched:
+            write(path, document("bbbb"))
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            assert path.stat().st_size == stat.st_size
+            assert await watched.pools() == {"llm/bbbb": 2}
+
+    async def test_a_swapped_link_is_a_change(self, tmp_path: Path) -> None:
+        """How a mounted ConfigMap changes."""
+        for version, members in (("v1", 1), ("v2", 2)):
+            (tmp_path / version).mkdir()
+            write(tmp_path / version / "p.yaml", document(members=members))
+        data = tmp_path / "data"
+        data.symlink_to("v1")
+        async with watching(data / "p.yaml") as watched:
+            (tmp_path / "next").symlink_to("v2")
+            (tmp_path / "next").rename(data)
+            assert await watched.pools() == {"llm/qwen": 2}
+
+    @pytest.mark.parametrize("broken", ["", "kind: [", "kind: Deployment"])
+    async def test_a_refused_change_is_told_once_and_the_last_good_one_serves_on(
+        self, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        other = write(tmp_path / "other.yaml", document("other", members=1))
+        async with watching(path, other) as watched:
+            write_text(path, broken)
+            refusal = await watched.refusal()
+            assert refusal.file == path
+            # The other file's change still applies, beside the last good pools of the broken one.
+            write(other, document("other", members=5))
+            assert await watched.pools() == {"llm/qwen": 2, "llm/other": 5}
+            write(path, document(members=3))
+            assert await watched.pools() == {"llm/qwen": 3, "llm/other": 5}
+            assert watched.refused.empty()
+        (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+        assert record.__dict__["details"].keys() == {"file", "field", "value", "accepted"}
+
+    async def test_a_vanished_file_is_told_once_and_may_come_back(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        other = write(tmp_path / "other.yaml", document("other", members=1))
+        async with watching(path, other) as watched:
+            path.unlink()
+            assert (await watched.refusal()).field == "file"
+            write(other, document("other", members=2))
+            assert await watched.pools() == {"llm/qwen": 2, "llm/other": 2}
+            # Back as it was is no change; back with another member is.
+            write(path, document(members=2))
+            write(other, document("other", members=3))
+            assert await watched.pools() == {"llm/qwen": 2, "llm/other": 3}
+            write(path, document(members=3))
+            assert await watched.pools() == {"llm/qwen": 3, "llm/other": 3}
+            assert watched.refused.empty()
+
+    async def test_each_further_refusal_is_told(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document())
+        async with watching(path) as watched:
+            write_text(path, "kind: [")
+            first = await watched.refusal()
+            write_text(path, "a: b: c")
+            second = await watched.refusal()
+            assert first.value != second.value
+
+    async def test_a_pool_may_move_from_one_file_to_another(self, tmp_path: Path) -> None:
+        one = write(tmp_path / "1.yaml", document("a"), document("b"))
+        two = write(tmp_path / "2.yaml", document("c"))
+        async with watching(one, two) as watched:
+            write(two, document("c"), document("b", members=7))
+            clash = await watched.refusal()
+            assert (clash.file, clash.value) == (two, "llm/b")
+            write(one, document("a"))
+            assert await watched.pools() == {"llm/a": 2, "llm/c": 2, "llm/b": 7}
+
+
+class TestSettling:
+    """The looks are called by hand here, so that what lies between two of them is exact."""
+
+    def test_a_file_caught_half_written_is_never_applied(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document(members=8))
+        watcher = PoolFileWatcher([path])
+        watcher.load()
+        text = yaml.safe_dump(document(members=9))
+        # The truncated text is a valid pool of fewer members: only its instability tells.
+        path.write_text(text[: text.index("10.0.0.4")] + "10.0.0.4")
+        look = watcher._look()
+        assert (look.pools, look.unsettled) == (None, True)
+        path.write_text(text)
+        look = watcher._look()
+        assert (look.pools, look.unsettled) == (None, True)
+        look = watcher._look()
+        assert look.pools is not None
+        assert len(look.pools[0].members) == 9
+        assert (look.unsettled, look.refusals) == (False, ())
+        assert watcher._look().pools is None
+
+    def test_a_change_taken_back_within_the_settling_time_is_none(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        watcher = PoolFileWatcher([path])
+        watcher.load()
+        path.write_text("")
+        assert watcher._look().unsettled
+        write(path, document(members=2))
+        assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
+        path.write_text("")
+        assert watcher._look().unsettled
+        assert len(watcher._look().refusals) == 1
+
+    def test_a_change_between_loading_and_the_first_look_is_seen(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        watcher = PoolFileWatcher([path])
+        watcher.load()
+        write(path, document(members=3))
+        watcher._look()
+        pools = watcher._look().pools
+        assert pools is not None
+        assert len(pools[0].members) == 3
+
+    def test_a_comment_changes_nothing(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document())
+        watcher = PoolFileWatcher([path])
+        watcher.load()
+        path.write_text(path.read_text() + "# a comment\n")
+        assert watcher._look().unsettled
+        assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
+
+    def test_the_pace_is_within_the_contract(self) -> None:
+        """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
+        assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
+
+    def test_a_pipe_is_left_alone_after_loading(self) -> None:
+        reader, writer = os.pipe()
+        os.write(writer, yaml.safe_dump(document()).encode())
+        os.close(writer)
+        watcher = PoolFileWatcher([Path(f"/dev/fd/{reader}")])
+        watcher.load()
+        assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
+        os.close(reader)
