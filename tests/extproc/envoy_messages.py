@@ -1,0 +1,232 @@
+"""What Envoy says on an ext_proc stream, and what the picker's answers mean: shared by the data path's tests."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
+
+from dualmap.pool import Member, Model, Pool
+from dualmap.requests import Completion, Decision, FirstToken
+from dualmap_extproc import names
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.stream import Stream
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+NO_WAIT = wire.ProtocolConfiguration(
+    request_body_mode=wire.STREAMED,
+    response_body_mode=wire.STREAMED,
+    send_body_without_waiting_for_header_response=True,
+)
+DUPLEX = wire.ProtocolConfiguration(
+    request_body_mode=wire.FULL_DUPLEX_STREAMED, response_body_mode=wire.FULL_DUPLEX_STREAMED
+)
+BUFFERED = wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED, response_body_mode=wire.STREAMED)
+STREAMED = wire.ProtocolConfiguration(request_body_mode=wire.STREAMED, response_body_mode=wire.STREAMED)
+MODES = {"no-wait": NO_WAIT, "duplex": DUPLEX, "buffered": BUFFERED, "streamed": STREAMED, "unsaid": None}
+
+
+def pool(name="qwen", *, model="m", aliases=(), members=4, namespace="llm", **routing):
+    """Return a pool of ``members`` at 10.0.0.0:8000, 10.0.0.1:8000, ..."""
+    made = Pool(
+        namespace=namespace,
+        name=name,
+        model=Model(name=model, aliases=tuple(aliases)),
+        members=tuple(Member(id=f"{name}-{i}", address=f"10.0.0.{i}", port=8000) for i in range(members)),
+        ring_version=1,
+    )
+    if routing:
+        made = replace(made, routing=replace(made.routing, **routing))
+    return made
+
+
+def chat(text="hello", *, model="m", **fields) -> bytes:
+    return json.dumps({"model": model, "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def _add(headers: wire.HttpHeaders, values: dict[str, str]) -> None:
+    for key, value in values.items():
+        header = headers.headers.headers.add()
+        header.key = key
+        header.raw_value = value.encode()
+
+
+def _value(text) -> Value:
+    if isinstance(text, list):
+        return Value(list_value=ListValue(values=[_value(each) for each in text]))
+    return Value(string_value=text)
+
+
+def with_metadata(message: wire.ProcessingRequest, namespace: str, key: str, value) -> wire.ProcessingRequest:
+    message.metadata_context.filter_metadata[namespace].fields[key].CopyFrom(_value(value))
+    return message
+
+
+def with_subset(message: wire.ProcessingRequest, subset) -> wire.ProcessingRequest:
+    return with_metadata(message, names.SUBSET_NAMESPACE, names.SUBSET_KEY, subset)
+
+
+def request_headers(config=None, *, method="POST", end=False, **headers: str) -> wire.ProcessingRequest:
+    """Underscores in header names stand for hyphens."""
+    message = wire.ProcessingRequest(request_headers=wire.HttpHeaders(end_of_stream=end))
+    if config is not None:
+        message.protocol_config.CopyFrom(config)
+    values = {":method": method, ":path": "/v1/chat/completions"}
+    _add(message.request_headers, values | {key.replace("_", "-"): value for key, value in headers.items()})
+    return message
+
+
+def request_body(body: bytes, *, end=True) -> wire.ProcessingRequest:
+    return wire.ProcessingRequest(request_body=wire.HttpBody(body=body, end_of_stream=end))
+
+
+def request_bodies(chunks: Iterable[bytes], *, end=True) -> list[wire.ProcessingRequest]:
+    """Return body messages for the chunks; only the last one may end the stream."""
+    chunks = list(chunks)
+    return [request_body(chunk, end=end and i == len(chunks) - 1) for i, chunk in enumerate(chunks)]
+
+
+def request_trailers() -> wire.ProcessingRequest:
+    return wire.ProcessingRequest(request_trailers=wire.HttpTrailers())
+
+
+def response_headers(status=200, *, end=False, served=None, content_type="text/event-stream", **headers: str):
+    message = wire.ProcessingRequest(response_headers=wire.HttpHeaders(end_of_stream=end))
+    values = {":status": str(status), "content-type": content_type}
+    _add(message.response_headers, values | {key.replace("_", "-"): value for key, value in headers.items()})
+    if served is not None:
+        with_metadata(message, names.LB_NAMESPACE, names.SERVED_KEY, served)
+    return message
+
+
+def response_body(body: bytes = b"data: {}\n\n", *, end=False) -> wire.ProcessingRequest:
+    return wire.ProcessingRequest(response_body=wire.HttpBody(body=body, end_of_stream=end))
+
+
+def response_trailers() -> wire.ProcessingRequest:
+    return wire.ProcessingRequest(response_trailers=wire.HttpTrailers())
+
+
+def kinds(answers: Iterable[wire.ProcessingResponse]) -> list[str]:
+    return [answer.WhichOneof("response") for answer in answers]
+
+
+def mutation_of(answer: wire.ProcessingResponse) -> wire.HeaderMutation:
+    kind = answer.WhichOneof("response")
+    if kind == "immediate_response":
+        return answer.immediate_response.headers
+    if kind in ("request_trailers", "response_trailers"):
+        return getattr(answer, kind).header_mutation
+    return getattr(answer, kind).response.header_mutation
+
+
+def headers_set(answer: wire.ProcessingResponse) -> dict[str, str]:
+    """Return the headers an answer sets; every one must replace what was there."""
+    options = mutation_of(answer).set_headers
+    assert all(option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD for option in options)
+    return {option.header.key: option.header.raw_value.decode() for option in options}
+
+
+def metadata_of(answer: wire.ProcessingResponse) -> dict[str, dict[str, str]]:
+    plain: Struct = answer.dynamic_metadata
+    return {name: dict(value.struct_value.items()) for name, value in plain.fields.items()}
+
+
+def destination(answer: wire.ProcessingResponse) -> str | None:
+    """Return the pick an answer carries, or None; header, metadata, cluster and route cache must go together."""
+    value = headers_set(answer).get(names.DESTINATION_HEADER)
+    if value is not None:
+        assert metadata_of(answer)[names.LB_NAMESPACE] == {names.DESTINATION_KEY: value}
+        assert names.CLUSTER_HEADER in headers_set(answer)
+        assert getattr(answer, answer.WhichOneof("response")).response.clear_route_cache
+    return value
+
+
+def refused_with(answers: list[wire.ProcessingResponse]) -> int:
+    """Return the status of the only answer, which must be an OpenAI error."""
+    assert kinds(answers) == ["immediate_response"]
+    immediate = answers[0].immediate_response
+    error = json.loads(immediate.body)["error"]
+    assert error["message"]
+    assert error["type"]
+    assert error["code"]
+    assert headers_set(answers[0])["content-type"] == "application/json"
+    return immediate.status.code
+
+
+@dataclass
+class Recorder:
+    """An observer that remembers what it was told."""
+
+    events: list[tuple] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        return [event[0] for event in self.events]
+
+    def routed(self, pool: str, decision: Decision) -> None:
+        self.events.append(("routed", pool, decision))
+
+    def routed_bodiless(self, pool: str) -> None:
+        self.events.append(("routed_bodiless", pool))
+
+    def refused(self, refused: Refused) -> None:
+        self.events.append(("refused", refused))
+
+    def decided(self, seconds: float) -> None:
+        self.events.append(("decided", seconds))
+
+    def first_token(self, pool: str, first_token: FirstToken) -> None:
+        self.events.append(("first_token", pool, first_token))
+
+    def finished(self, pool: str, completion: Completion) -> None:
+        self.events.append(("finished", pool, completion))
+
+    def aborted(self, pool: str, completion: Completion) -> None:
+        self.events.append(("aborted", pool, completion))
+
+    def expired(self, pool: str, completion: Completion) -> None:
+        self.events.append(("expired", pool, completion))
+
+    def measured(self, pool: str, completion: Completion) -> None:
+        self.events.append(("measured", pool, completion))
+
+    def served_elsewhere(self, pool: str) -> None:
+        self.events.append(("served_elsewhere", pool))
+
+
+class Conversation:
+    """A stream and what was said on it. ``now`` goes on by a second with every message."""
+
+    def __init__(self, *pools: Pool, config=None, limits: Limits | None = None) -> None:
+        self.observer = Recorder()
+        self.limits = limits or Limits()
+        self.picker = Picker(self.limits, self.observer, id_prefix="r")
+        self.picker.set_pools(0.0, pools or (pool(),))
+        self.now = 100.0
+        self.config = config
+        self.stream = Stream(self.picker, self.limits)
+
+    def send(self, *messages: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        answers = []
+        for message in messages:
+            self.now += 1.0
+            answers += self.stream.receive(self.now, message)
+        return answers
+
+    def close(self, *, cancelled=False) -> None:
+        self.now += 1.0
+        self.stream.close(self.now, cancelled=cancelled)
+
+    def again(self) -> None:
+        """Begin another stream at the same picker."""
+        self.stream = Stream(self.picker, self.limits)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(each.in_flight for status in self.picker.statuses() for each in status.endpoints)
+
+    @property
+    def pending_tokens(self) -> int:
+        return sum(each.pending_prefill_tokens for status in self.picker.statuses() for each in status.endpoints)

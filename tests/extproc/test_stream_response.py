@@ -1,0 +1,244 @@
+"""The response's half of the stream machine: the receipt, the first token, and how a request leaves the books."""
+
+import pytest
+
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from extproc.envoy_messages import (
+    BUFFERED,
+    DUPLEX,
+    MODES,
+    NO_WAIT,
+    Conversation,
+    chat,
+    destination,
+    headers_set,
+    kinds,
+    pool,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+    response_trailers,
+)
+
+every_mode = pytest.mark.parametrize("config", MODES.values(), ids=MODES)
+PLAIN_BODY = wire.ProcessingResponse(response_body=wire.BodyResponse())
+PLAIN_HEADERS = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
+
+
+def picked(config=NO_WAIT, *pools) -> Conversation:
+    """Return a conversation whose request has been routed."""
+    talk = Conversation(*pools)
+    talk.send(request_headers(config), request_body(chat()))
+    assert talk.in_flight == 1
+    assert talk.pending_tokens > 0
+    return talk
+
+
+@every_mode
+def test_the_receipt_goes_on_the_response_headers_and_replaces_the_engines(config):
+    talk = picked(config)
+
+    answers = talk.send(response_headers(x_dualmap_decision="the engine's"))
+
+    receipt = talk.observer.events[0][2].receipt
+    assert kinds(answers) == ["response_headers"]
+    assert headers_set(answers[0]) == {"x-dualmap-decision": receipt.header()}
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_the_receipt_comes_with_every_status(status):
+    (answer,) = picked().send(response_headers(status))
+
+    assert "x-dualmap-decision" in headers_set(answer)
+
+
+def test_no_receipt_where_the_pool_switches_it_off_or_there_was_no_decision():
+    off = picked(NO_WAIT, pool(receipt_header=False))
+    get = Conversation()
+    get.send(request_headers(NO_WAIT, method="GET", end=True))
+
+    assert off.send(response_headers()) == [PLAIN_HEADERS]
+    assert get.send(response_headers()) == [PLAIN_HEADERS]
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, BUFFERED])
+def test_the_first_chunk_is_the_first_token_and_ends_the_stream_but_not_the_request(config):
+    talk = picked(config)
+    talk.send(response_headers())
+    assert talk.observer.names() == ["routed"]
+    assert talk.pending_tokens > 0
+
+    answers = talk.send(response_body())
+    talk.close()
+
+    assert answers == [PLAIN_BODY]
+    assert talk.stream.ended
+    assert talk.observer.names() == ["routed", "first_token"]
+    assert (talk.pending_tokens, talk.in_flight) == (0, 1)
+
+
+def test_the_time_to_first_token_begins_with_the_request_headers():
+    talk = picked()
+    talk.send(response_headers(), response_body())
+
+    (event,) = [event for event in talk.observer.events if event[0] == "first_token"]
+    assert event[2].ttft_s == pytest.approx(3.0)
+
+
+@every_mode
+def test_a_response_that_is_one_chunk_is_finished(config):
+    talk = picked(config)
+
+    talk.send(response_headers(), response_body(end=True))
+
+    assert talk.observer.names() == ["routed", "first_token", "finished"]
+    assert (talk.pending_tokens, talk.in_flight) == (0, 0)
+
+
+@every_mode
+def test_a_response_that_ends_at_its_headers_is_finished_without_a_first_token(config):
+    talk = picked(config)
+
+    talk.send(response_headers(204, end=True))
+
+    assert talk.observer.names() == ["routed", "finished"]
+    assert talk.in_flight == 0
+
+
+@every_mode
+@pytest.mark.parametrize("status", [301, 400, 429, 500, 503])
+def test_an_error_status_never_trains_the_first_token(config, status):
+    talk = picked(config)
+
+    talk.send(response_headers(status), response_body(), response_body(end=True))
+    talk.close()
+
+    assert talk.observer.names() == ["routed", "aborted"]
+    assert (talk.pending_tokens, talk.in_flight) == (0, 0)
+
+
+@every_mode
+def test_a_json_answer_is_complete_when_it_begins_and_is_no_first_token(config):
+    talk = picked(config)
+
+    talk.send(response_headers(content_type="application/json; charset=utf-8"), response_body(b"{"))
+
+    assert talk.observer.names() == ["routed", "finished"]
+    assert talk.in_flight == 0
+
+
+@every_mode
+def test_an_empty_chunk_is_not_a_token(config):
+    talk = picked(config)
+
+    talk.send(response_headers(), response_body(b""))
+
+    assert talk.observer.names() == ["routed"]
+    assert not talk.stream.ended
+
+
+def test_duplex_sends_every_chunk_back_and_stays_open_to_the_end():
+    talk = picked(DUPLEX)
+    chunks = [b"data: 1\n\n", b"y" * 130_000, b"data: [DONE]\n\n", b""]
+
+    answers = talk.send(response_headers(), *[response_body(c, end=i == 3) for i, c in enumerate(chunks)])
+
+    assert kinds(answers)[0] == "response_headers"
+    pieces = [each.response_body.response.body_mutation.streamed_response for each in answers[1:]]
+    assert b"".join(piece.body for piece in pieces) == b"".join(chunks)
+    assert max(len(piece.body) for piece in pieces) <= 62_000
+    assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert not talk.stream.ended
+    assert talk.observer.names() == ["routed", "first_token", "finished"]
+
+
+def test_duplex_with_response_trailers_finishes_there():
+    talk = picked(DUPLEX)
+
+    answers = talk.send(response_headers(), response_body(), response_trailers())
+
+    assert kinds(answers) == ["response_headers", "response_body", "response_trailers"]
+    assert talk.observer.names() == ["routed", "first_token", "finished"]
+    assert not talk.stream.ended
+
+
+def test_a_buffered_response_is_finished_and_no_first_token():
+    config = wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED, response_body_mode=wire.BUFFERED)
+    talk = picked(config)
+
+    assert talk.send(response_headers(), response_body(end=True))[1] == PLAIN_BODY
+    assert talk.observer.names() == ["routed", "finished"]
+
+
+@every_mode
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_stream_that_ends_before_the_response_releases_the_request(config, cancelled):
+    talk = picked(config)
+
+    talk.close(cancelled=cancelled)
+
+    assert talk.observer.names() == ["routed", "aborted"]
+    assert (talk.pending_tokens, talk.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize(("cancelled", "end"), [(True, "aborted"), (False, "finished")])
+def test_a_duplex_stream_cut_in_mid_response_is_an_abort_and_a_closed_one_is_not(cancelled, end):
+    talk = picked(DUPLEX)
+    talk.send(response_headers(), response_body())
+
+    talk.close(cancelled=cancelled)
+
+    assert talk.observer.names() == ["routed", "first_token", end]
+    assert talk.in_flight == 0
+
+
+def test_closing_twice_is_closing_once():
+    talk = picked()
+    talk.close(cancelled=True)
+    talk.close(cancelled=True)
+
+    assert talk.observer.names() == ["routed", "aborted"]
+
+
+@every_mode
+def test_a_second_request_on_a_stream_releases_the_first(config):
+    talk = picked(config)
+
+    answers = talk.send(request_headers(config), request_body(chat("another")))
+
+    assert sum(destination(answer) is not None for answer in answers) == 1
+    assert talk.observer.names() == ["routed", "aborted", "routed"]
+    assert talk.in_flight == 1
+
+
+def test_the_served_endpoint_is_reported_and_counted_where_it_is_another():
+    talk = picked()
+    chosen = talk.observer.events[0][2].receipt.address
+    other = next(f"10.0.0.{i}:8000" for i in range(4) if f"10.0.0.{i}:8000" != chosen)
+
+    same = picked()
+    same.send(response_headers(served=chosen))
+    talk.send(response_headers(served=other))
+
+    assert same.observer.names() == ["routed"]
+    assert talk.observer.names() == ["routed", "served_elsewhere"]
+    (status,) = talk.picker.statuses()
+    assert {each.endpoint: each.in_flight for each in status.endpoints}[other] == 1
+
+
+def test_messages_after_the_end_are_not_answered():
+    talk = picked()
+    talk.send(response_headers(), response_body())
+
+    assert talk.send(response_body(), response_body(end=True), response_trailers()) == []
+
+
+def test_an_unknown_message_ends_the_stream_and_the_request():
+    talk = picked()
+
+    assert talk.send(wire.ProcessingRequest()) == []
+    talk.close()
+
+    assert talk.stream.ended
+    assert talk.in_flight == 0
