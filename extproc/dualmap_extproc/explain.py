@@ -67,14 +67,14 @@ def in_words(receipt: Receipt) -> str:
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
         f"Because {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
-        f"Key: blocks 1 to {key.blocks}, {key.tokens} of the prompt's {receipt.prompt_tokens} tokens ({key.hash:016x}).",
+        f"Key: {key.blocks} blocks, {key.tokens} of the prompt's {receipt.prompt_tokens} tokens ({key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
         "Candidates:",
     ]
     for each in receipt.candidates:
         lines.append(
-            f"  {each.id} ({each.state}): holds {each.matched_tokens} tokens of the prompt, has {each.pending_tokens} prefill"
-            f" tokens pending and {each.in_flight} requests in flight; predicted TTFT {each.ttft_s:.3f} s"
+            f"  {each.id} ({each.state}): holds {each.matched_tokens} tokens of the prompt; {each.pending_tokens} prefill"
+            f" tokens pending, {each.in_flight} requests in flight; predicted TTFT {each.ttft_s:.3f} s"
         )
     return "\n".join(lines)
 

@@ -1,0 +1,67 @@
+"""Each guard of the repository is seen to fail: a violation is planted in a copy of the sources."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for name in ("core", "extproc", "sim", "cli", "pyproject.toml"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tmp_path / name)
+    return tmp_path
+
+
+def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": ":".join(str(copy / name) for name in ("core", "extproc", "sim", "cli")), "PATH": str(BIN)}
+    return subprocess.run(
+        [str(BIN / command[0]), *command[1:]], cwd=copy, env=env, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("core/dualmap/rings.py", "import time", "The core is pure"),
+        ("core/dualmap/hotness.py", "import random", "The core is pure"),
+        ("core/dualmap/router.py", "import grpc", "The core is pure"),
+        ("core/dualmap/router.py", "import dualmap_extproc.names", "The core knows nobody"),
+        ("extproc/dualmap_extproc/picker.py", "import dualmap_sim.presets", "The core knows nobody"),
+        ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "The core knows nobody"),
+        ("extproc/dualmap_extproc/picker.py", "import matplotlib", "matplotlib"),
+        ("extproc/dualmap_extproc/picker.py", "import grpc", "gRPC"),
+        ("extproc/dualmap_extproc/stream.py", "import prometheus_client", "prometheus_client"),
+        ("extproc/dualmap_extproc/endpoints.py", "import envoy_data_plane", "Envoy's typed configuration"),
+    ],
+)
+def test_import_linter_sees_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
+    path = copy / module
+    path.write_text(path.read_text() + f"\n{line}\n")
+    result = run(copy, "lint-imports", "--no-cache")
+    assert result.returncode != 0
+    broken = [row for row in result.stdout.splitlines() if "BROKEN" in row or contract in row]
+    assert any(contract in row for row in broken), result.stdout
+
+
+def test_mypy_sees_a_planted_type_error(copy: Path) -> None:
+    (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\n\ndef double(x):\n    return x * 2\n')
+    result = run(copy, "mypy", "-p", "dualmap")
+    assert "planted.py" in result.stdout
+    assert result.returncode != 0
+
+
+def test_ruff_sees_a_planted_environment_read(copy: Path) -> None:
+    (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\nimport os\n\nHOME = os.environ["HOME"]\n')
+    result = run(copy, "ruff", "check", "core")
+    assert "TID251" in result.stdout
+    assert result.returncode != 0

@@ -1,0 +1,42 @@
+"""Build the wheel, install it alone into a fresh environment, and run the unit tests against that instead of the tree."""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"dualmap", "dualmap_extproc", "dualmap_sim", "dualmap_cli"}
+
+
+def run(*command: str | Path, cwd: Path) -> None:
+    """Run a command, showing it; leave with its exit status where it fails."""
+    print("+", *command, flush=True)
+    status = subprocess.run([str(part) for part in command], cwd=cwd, check=False).returncode
+    if status:
+        sys.exit(status)
+
+
+def main() -> None:
+    """Build, look inside, install, test."""
+    uv = Path(sys.executable).parent / "uv"
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        run(uv, "build", "--wheel", "--quiet", "--out-dir", here, ROOT, cwd=here)
+        (wheel,) = here.glob("*.whl")
+        top_level = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+        unexpected = {name for name in top_level if not name.endswith(".dist-info")} ^ PACKAGES
+        if unexpected:
+            sys.exit(f"the wheel's top-level packages are not as expected: {sorted(unexpected)}")
+        run(uv, "venv", "--quiet", "--python", sys.executable, here / "venv", cwd=here)
+        python = here / "venv" / "bin" / "python"
+        constraints = ROOT / "constraints.txt"
+        run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, f"{wheel}[dev]", cwd=here)
+        # From another folder, with the tree's packages out of reach: what is tested is what was installed.
+        tests = [ROOT / "tests" / name for name in ("core", "extproc", "sim")]
+        run(python, "-m", "pytest", "--quiet", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, *tests, cwd=here)
+        run(here / "venv" / "bin" / "dualmap", "policies", cwd=here)
+
+
+main()
