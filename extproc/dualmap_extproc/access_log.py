@@ -1,0 +1,214 @@
+"""Envoy's access log as the router's news of how requests ended (gRPC ALS): status, flags, first token, usage.
+
+``envoy/`` has every Envoy send every entry to every router, in batches; an entry becomes an AccessLogEntry (pure, the
+upper half of the module), and ``main`` hands those to the picker, which knows its own requests among them. What
+arrives is not trusted: absent or odd fields become None, an unreadable batch is counted and dropped.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from dualmap.requests import Usage
+from dualmap_extproc.logs import get_logger
+from dualmap_extproc.names import (
+    ACCESS_LOG_METHOD,
+    ACCESS_LOG_SERVICE,
+    DUALMAP_NAMESPACE,
+    REQUEST_ID_KEY,
+    TAG_CACHED_TOKENS,
+    TAG_COMPLETION_TOKENS,
+    TAG_PROMPT_TOKENS,
+    TAG_REQUEST_ID,
+    TAG_TTFT_US,
+)
+from dualmap_extproc.wire import access_log_pb2 as wire
+
+# Flags of a response that did not reach its end as it should, by their names in envoy.data.accesslog.v3.ResponseFlags;
+# the others (rate limited, no route, ...) come with an error status of their own.
+BROKEN_FLAGS: Final = frozenset(
+    {
+        "downstream_connection_termination",
+        "downstream_protocol_error",
+        "downstream_remote_reset",
+        "duration_timeout",
+        "local_reset",
+        "overload_manager",
+        "stream_idle_timeout",
+        "upstream_connection_termination",
+        "upstream_max_stream_duration_reached",
+        "upstream_protocol_error",
+        "upstream_remote_reset",
+        "upstream_request_timeout",
+    }
+)
+CLIENT_GONE_FLAGS: Final = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
+
+# Above any context length and any request's life, below where floats lose whole numbers.
+_TOKENS_MAX: Final = 10**9
+_DURATION_MAX_US: Final = 10**13
+# Entries handed over in one go. At 10 to 40 us each a batch of Envoy's takes milliseconds; a hostile one is cut up.
+_ENTRIES_AT_ONCE: Final = 100
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResponse]"
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessLogEntry:
+    """How one request ended, as Envoy saw it; None where it did not say.
+
+    ``request_id`` is the one the router gave at the pick. ``served_endpoint`` (``ip:port``) is the instance Envoy spoke
+    to last. ``ttft_s`` runs from the request's first byte to the first byte of the engine's response body, and
+    ``duration_s`` to the last byte sent. ``flags`` are names of ResponseFlags, in its order.
+    """
+
+    request_id: str
+    status: int | None = None
+    flags: tuple[str, ...] = ()
+    served_endpoint: str | None = None
+    ttft_s: float | None = None
+    duration_s: float | None = None
+    usage: Usage | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether a good response reached its end: the status is no error and nothing broke off."""
+        good_status = self.status is not None and 200 <= self.status < 400
+        return good_status and not BROKEN_FLAGS.intersection(self.flags)
+
+    @property
+    def client_gone(self) -> bool:
+        """Whether the client went away before the end."""
+        return not CLIENT_GONE_FLAGS.isdisjoint(self.flags)
+
+
+def read_entries(entries: Sequence[wire.HTTPAccessLogEntry]) -> tuple[AccessLogEntry, ...]:
+    """Return the entries that bear a request id of a router's; never raises."""
+    read = (read_entry(entry) for entry in entries)
+    return tuple(entry for entry in read if entry is not None)
+
+
+def read_entry(entry: wire.HTTPAccessLogEntry) -> AccessLogEntry | None:
+    """Read one entry; None when it bears no request id: no router picked for that request. Never raises."""
+    common = entry.common_properties
+    tags = common.custom_tags
+    request_id = _tag(tags, TAG_REQUEST_ID) or _metadata_id(common)
+    if not request_id:
+        return None
+    flags: tuple[str, ...] = ()
+    if common.HasField("response_flags"):
+        flags = tuple(field.name for field, _ in common.response_flags.ListFields())
+    ttft_us = _number(_tag(tags, TAG_TTFT_US), _DURATION_MAX_US)
+    return AccessLogEntry(
+        request_id=request_id,
+        status=entry.response.response_code.value if entry.response.HasField("response_code") else None,
+        flags=flags,
+        served_endpoint=_served_endpoint(common),
+        ttft_s=None if ttft_us is None else ttft_us / 1e6,
+        duration_s=_duration_s(common),
+        usage=_usage(tags),
+    )
+
+
+class AccessLogObserver(Protocol):
+    """Told what the access log brings; implemented by ``metrics``."""
+
+    def access_log_entries(self, *, known: int, others: int) -> None:
+        """A batch came: so many entries bear a request id, and so many do not."""
+
+    def access_log_unreadable(self) -> None:
+        """A batch could not be read, and its entries are lost."""
+
+
+class AccessLogSink:
+    """The access log service: hands the entries of each batch to ``on_entries``, on the event loop."""
+
+    def __init__(self, on_entries: Callable[[tuple[AccessLogEntry, ...]], None], observer: AccessLogObserver) -> None:
+        self._on_entries = on_entries
+        self._observer = observer
+
+    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
+        """Return the service as grpc.aio registers it."""
+        # No deserializer: with one, a batch that is no protobuf would end the stream, and the batches after it too.
+        method = grpc.stream_unary_rpc_method_handler(
+            self._receive, response_serializer=wire.StreamAccessLogsResponse.SerializeToString
+        )
+        return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
+
+    async def _receive(self, batches: AsyncIterator[bytes], _context: _Context) -> wire.StreamAccessLogsResponse:
+        """Take one Envoy worker's batches for as long as it sends them."""
+        async for data in batches:
+            try:
+                batch = wire.StreamAccessLogsMessage.FromString(data)
+            except DecodeError as error:
+                self._observer.access_log_unreadable()
+                _log.warning("access log batch unreadable, its entries are lost", size=len(data), reason=str(error))
+                continue
+            entries = batch.http_logs.log_entry
+            for start in range(0, len(entries), _ENTRIES_AT_ONCE):
+                some = entries[start : start + _ENTRIES_AT_ONCE]
+                known = read_entries(some)
+                self._observer.access_log_entries(known=len(known), others=len(some) - len(known))
+                self._on_entries(known)
+                # Requests waiting for their pick go first.
+                await asyncio.sleep(0)
+        return wire.StreamAccessLogsResponse()
+
+
+def _tag(tags: Mapping[str, str], name: str) -> str:
+    """Return a custom tag's value, empty when it is absent or Envoy had none (it writes ``-`` then)."""
+    value = tags.get(name, "")
+    return "" if value == "-" else value
+
+
+def _metadata_id(common: wire.AccessLogCommon) -> str:
+    """Return the request id from the dynamic metadata, for gateways whose access log has it but not our tags."""
+    # Looked up with `in` first: protobuf maps of messages insert what is asked for and absent.
+    namespaces = common.metadata.filter_metadata
+    if DUALMAP_NAMESPACE not in namespaces:
+        return ""
+    fields = namespaces[DUALMAP_NAMESPACE].fields
+    return fields[REQUEST_ID_KEY].string_value if REQUEST_ID_KEY in fields else ""
+
+
+def _served_endpoint(common: wire.AccessLogCommon) -> str | None:
+    if not common.HasField("upstream_remote_address"):
+        return None
+    address = common.upstream_remote_address.socket_address
+    if not address.address or not address.port_value:
+        return None
+    host = f"[{address.address}]" if ":" in address.address else address.address
+    return f"{host}:{address.port_value}"
+
+
+def _duration_s(common: wire.AccessLogCommon) -> float | None:
+    if not common.HasField("duration"):
+        return None
+    seconds = common.duration.seconds + common.duration.nanos / 1e9
+    return seconds if 0 <= seconds <= _DURATION_MAX_US / 1e6 else None
+
+
+def _usage(tags: Mapping[str, str]) -> Usage | None:
+    prompt, completion, cached = (
+        _number(_tag(tags, name), _TOKENS_MAX) for name in (TAG_PROMPT_TOKENS, TAG_COMPLETION_TOKENS, TAG_CACHED_TOKENS)
+    )
+    if prompt is None and completion is None and cached is None:
+        return None
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+
+
+def _number(text: str, most: int) -> int | None:
+    """Return a whole number written as Envoy writes numbers (``12``, ``1e+06``), None for anything else."""
+    if not text or len(text) > 32:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return int(value) if math.isfinite(value) and 0 <= value <= most else None
