@@ -24,10 +24,12 @@ def cost_us(ring: DualRing, keys: list[int]) -> float:
 def main() -> None:
     chance = random.Random(1)
     print("rings: busiest member's share over the mean (200 keys a member), and time for the pair of a key")
-    print("| members | algorithm | ring 1 | pair | build ms | new key us | known key us |")
-    print("|---|---|---|---|---|---|---|")
+    print("| members | algorithm | perfect | ring 1 | pair | build ms | new key us | known key us |")
+    print("|---|---|---|---|---|---|---|---|")
     for size in SIZES:
         keys = [chance.getrandbits(64) for _ in range(200 * size)]
+        # What keys dealt out perfectly at random would show: the rest is the algorithm's.
+        perfect = max(Counter(chance.randrange(size) for _ in keys).values()) * size / len(keys)
         for spec in (Ring(), Ring(algorithm=RingAlgorithm.VIRTUAL_NODES)):
             began = time.perf_counter()
             ring = DualRing(members(size), spec)
@@ -37,7 +39,6 @@ def main() -> None:
             pairs = [ring.pair(key) for key in keys]
             first = max(Counter(pair[0] for pair in pairs).values()) * size / len(keys)
             either = max(Counter(id for pair in pairs for id in pair).values()) * size / len(keys) / 2
-            print(
-                f"| {size} | {spec.algorithm.value} | {first:.2f} | {either:.2f} | {build_ms:.1f} | {new_us:.1f} | {known_us:.2f} |"
-            )
+            spread = f"{perfect:.2f} | {first:.2f} | {either:.2f}"
+            print(f"| {size} | {spec.algorithm.value} | {spread} | {build_ms:.1f} | {new_us:.1f} | {known_us:.2f} |")
     print()

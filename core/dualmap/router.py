@@ -6,7 +6,8 @@ of a request's walk (docs/architecture.md): hotness gives the key, the rings the
 each candidate holds, owes and would take, the policy the choice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 from xxhash import xxh3_64_intdigest
 
@@ -63,7 +64,7 @@ class PoolRouter:
             slo_ttft_s=self._pool.slo.ttft_s,
             spill=self._pool.routing.spill,
             pair=pair,
-            everyone=lambda: [self._candidate(now, member, request.chain) for member in ring.members],
+            everyone=_Candidates(lambda member: self._candidate(now, member, request.chain), ring.members),
         )
         self._sequence += 1
         choice = self._policy.choose(situation)
@@ -280,6 +281,31 @@ class PoolRouter:
             indexed_blocks=len(self._indexes[member.id]),
             prefill_tokens_per_second=load.speed.tokens_per_second,
         )
+
+
+class _Candidates(Sequence[Candidate]):
+    """Members as candidates, each computed when it is looked at."""
+
+    def __init__(self, look: Callable[[Member], Candidate], members: Sequence[Member]) -> None:
+        self._look = look
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(index, slice):
+            return [self._look(member) for member in self._members[index]]
+        return self._look(self._members[index])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._look, self._members)
 
 
 def _completion(entry: Entry, usage: Usage | None) -> Completion:

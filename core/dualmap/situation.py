@@ -1,12 +1,11 @@
 """What a policy may know when it chooses: read-only views of one request, its pair, and the whole pool.
 
 A view is made for one decision at one moment. Looking at every member costs time in proportion to their number, so
-that view is made only when a policy asks for it.
+each is looked at only when a policy asks for it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -56,7 +55,8 @@ class Situation:
     """A request and the members it could go to.
 
     ``pair`` holds the one or two candidates in ring order; ``waited_s`` is how long the request has waited already,
-    which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0.
+    which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0. ``everyone`` holds every member that
+    takes new keys, by id; it is never empty, and looking at a member of it computes that candidate.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Situation:
         slo_ttft_s: float,
         spill: Spill,
         pair: tuple[Candidate, ...],
-        everyone: Callable[[], Sequence[Candidate]],
+        everyone: Sequence[Candidate],
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -78,12 +78,7 @@ class Situation:
         self.slo_ttft_s = slo_ttft_s
         self.spill = spill
         self.pair = pair
-        self._look_at_everyone = everyone
-
-    @cached_property
-    def everyone(self) -> Sequence[Candidate]:
-        """Every member that takes new keys, by id; never empty."""
-        return self._look_at_everyone()
+        self.everyone = everyone
 
     def least(
         self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]

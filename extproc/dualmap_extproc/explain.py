@@ -72,10 +72,11 @@ def in_words(receipt: Receipt) -> str:
         "Candidates:",
     ]
     for each in receipt.candidates:
-        lines.append(
-            f"  {each.id} ({each.state}): holds {each.matched_tokens} tokens of the prompt; {each.pending_tokens} prefill"
-            f" tokens pending, {each.in_flight} requests in flight; predicted TTFT {each.ttft_s:.3f} s"
-        )
+        lines += [
+            f"  {each.id} ({each.state}): holds {each.matched_tokens} tokens of the prompt,",
+            f"    {each.pending_tokens} prefill tokens pending, {each.in_flight} requests in flight;"
+            f" predicted TTFT {each.ttft_s:.3f} s",
+        ]
     return "\n".join(lines)
 
 

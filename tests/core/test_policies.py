@@ -45,7 +45,7 @@ def decide(
         slo_ttft_s=SLO_S,
         spill=spill or Spill(),
         pair=candidates[:2],
-        everyone=lambda: sorted(candidates, key=lambda each: each.id),
+        everyone=sorted(candidates, key=lambda each: each.id),
     )
     choice = POLICIES[policy].choose(situation)
     return choice.candidate.id, choice.rule.name
