@@ -104,12 +104,12 @@ class Subscription:
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
         """Take a subscription, an ACK or a NACK; return what a NACK says. Raises SubscriptionError."""
         if request.type_url not in ("", CLUSTER_LOAD_ASSIGNMENT_TYPE):
-            raise SubscriptionError(
-                f"type_url {request.type_url[:200]!r}: only {CLUSTER_LOAD_ASSIGNMENT_TYPE} is served"
-            )
+            accepted = f"give {CLUSTER_LOAD_ASSIGNMENT_TYPE}"
+            raise SubscriptionError(f"type_url: {request.type_url[:200]!r} is not accepted; {accepted}")
         if len(request.resource_names) > MAX_NAMES:
-            raise SubscriptionError(f"{len(request.resource_names)} resource names: at most {MAX_NAMES} are accepted")
-        if request.response_nonce not in ("", self._nonce):
+            count = len(request.resource_names)
+            raise SubscriptionError(f"resource_names: {count} names are not accepted; give at most {MAX_NAMES}")
+        if self._responses and request.response_nonce not in ("", self._nonce):
             # It answers an older response than the last; the one that answers the last is on its way.
             return None
         # Sorted and without duplicates, so that the version depends on nothing but content.

@@ -1,0 +1,285 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from google.protobuf import struct_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.requests import Usage
+from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink, read_entries, read_entry
+from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
+from dualmap_extproc.wire import access_log_pb2 as wire
+
+METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"
+
+
+def entry(request_id: str = "r-1", *, status: int | None = 200, **tags: str) -> wire.HTTPAccessLogEntry:
+    """An entry as Envoy 1.40 writes it for a stream that went well."""
+    message = wire.HTTPAccessLogEntry()
+    common = message.common_properties
+    common.upstream_remote_address.socket_address.address = "10.0.0.1"
+    common.upstream_remote_address.socket_address.port_value = 8000
+    common.duration.FromMicroseconds(2_500_000)
+    common.response_flags.SetInParent()
+    common.custom_tags.update(
+        {"id": request_id, "ttft_us": "170000", "prompt_tokens": "1310", "completion_tokens": "120"}
+        | {"cached_tokens": "1024"}
+        | tags
+    )
+    if status is not None:
+        message.response.response_code.value = status
+    return message
+
+
+def read(message: wire.HTTPAccessLogEntry) -> AccessLogEntry:
+    result = read_entry(message)
+    assert result is not None
+    return result
+
+
+class TestReading:
+    def test_a_finished_stream(self) -> None:
+        assert read(entry()) == AccessLogEntry(
+            request_id="r-1",
+            status=200,
+            flags=(),
+            served_endpoint="10.0.0.1:8000",
+            ttft_s=0.17,
+            duration_s=2.5,
+            usage=Usage(prompt_tokens=1310, completion_tokens=120, cached_tokens=1024),
+        )
+        assert read(entry()).complete
+        assert not read(entry()).client_gone
+
+    @pytest.mark.parametrize("absent", ["-", ""])
+    def test_what_envoy_did_not_have_is_none(self, absent: str) -> None:
+        got = read(entry(ttft_us=absent, prompt_tokens=absent, completion_tokens=absent, cached_tokens=absent))
+        assert (got.ttft_s, got.usage) == (None, None)
+
+    def test_an_entry_with_nothing_but_an_id(self) -> None:
+        message = wire.HTTPAccessLogEntry()
+        message.common_properties.custom_tags["id"] = "r"
+        assert read(message) == AccessLogEntry(request_id="r")
+        assert not read(message).complete
+
+    @pytest.mark.parametrize("request_id", ["", "-"])
+    def test_requests_that_no_router_picked_for_are_left_out(self, request_id: str) -> None:
+        assert read_entry(entry(request_id)) is None
+        assert read_entry(wire.HTTPAccessLogEntry()) is None
+        assert [each.request_id for each in read_entries([entry(request_id), entry("r")])] == ["r"]
+
+    def test_the_id_may_come_as_metadata_alone(self) -> None:
+        message = wire.HTTPAccessLogEntry()
+        message.common_properties.metadata.filter_metadata["dualmap"].update({"id": "r-7"})
+        assert read(message).request_id == "r-7"
+
+    @pytest.mark.parametrize("odd", [5, None, {"id": "x"}, ["x"], True])
+    def test_an_id_of_another_type_is_none(self, odd: float | dict[str, object] | list[object] | None) -> None:
+        message = wire.HTTPAccessLogEntry()
+        message.common_properties.metadata.filter_metadata["dualmap"].update({"id": odd})
+        assert read_entry(message) is None
+
+    def test_reading_changes_nothing(self) -> None:
+        message = entry("-")
+        before = message.SerializeToString(deterministic=True)
+        read_entry(message)
+        assert message.SerializeToString(deterministic=True) == before
+
+    @pytest.mark.parametrize(
+        ("flag", "complete", "client_gone"),
+        [
+            ("downstream_connection_termination", False, True),
+            ("downstream_remote_reset", False, True),
+            ("upstream_remote_reset", False, False),
+            ("upstream_connection_termination", False, False),
+            ("stream_idle_timeout", False, False),
+            ("upstream_retry_limit_exceeded", True, False),
+        ],
+    )
+    def test_flags_tell_whether_it_came_to_its_end(self, flag: str, *, complete: bool, client_gone: bool) -> None:
+        message = entry()
+        setattr(message.common_properties.response_flags, flag, True)
+        got = read(message)
+        assert got.flags == (flag,)
+        assert (got.complete, got.client_gone) == (complete, client_gone)
+
+    @pytest.mark.parametrize(
+        ("status", "complete"), [(200, True), (204, True), (399, True), (400, False), (503, False), (0, False)]
+    )
+    def test_an_error_status_is_not_complete(self, status: int, *, complete: bool) -> None:
+        assert read(entry(status=status)).complete is complete
+
+    def test_no_status_is_not_complete(self) -> None:
+        assert read(entry(status=None)).status is None
+        assert not read(entry(status=None)).complete
+
+    def test_ipv6_endpoints_are_bracketed(self) -> None:
+        message = entry()
+        message.common_properties.upstream_remote_address.socket_address.address = "fd00::1"
+        assert read(message).served_endpoint == "[fd00::1]:8000"
+
+    def test_an_address_without_a_port_is_none(self) -> None:
+        message = entry()
+        message.common_properties.upstream_remote_address.socket_address.named_port = "http"
+        assert read(message).served_endpoint is None
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("7", 7),
+            ("7.0", 7),
+            ("1e+06", 1_000_000),
+            ("0", 0),
+            ("-1", None),
+            ("1e999", None),
+            ("nan", None),
+            ("1e300", None),
+            ("many", None),
+            ("9" * 400, None),
+        ],
+    )
+    def test_numbers(self, text: str, value: int | None) -> None:
+        usage = read(entry(cached_tokens=text)).usage
+        assert usage is not None
+        assert usage.cached_tokens == value
+
+    @pytest.mark.parametrize("seconds", [-5, 10**15])
+    def test_impossible_durations_are_none(self, seconds: int) -> None:
+        message = entry()
+        message.common_properties.duration.seconds = seconds
+        assert read(message).duration_s is None
+
+    @given(st.dictionaries(st.sampled_from(["id", "ttft_us", "prompt_tokens", "cached_tokens"]), st.text()))
+    def test_tags_of_any_text_never_raise(self, tags: dict[str, str]) -> None:
+        message = wire.HTTPAccessLogEntry()
+        for name, text in tags.items():
+            try:
+                message.common_properties.custom_tags[name] = text
+            except UnicodeEncodeError:
+                return  # A surrogate cannot arrive in a protobuf string.
+        read_entry(message)
+
+    @given(st.binary(max_size=300))
+    def test_bytes_of_any_kind_never_raise(self, data: bytes) -> None:
+        message = wire.HTTPAccessLogEntry()
+        try:
+            message.ParseFromString(data)
+        except Exception:  # noqa: BLE001  # whatever protobuf calls it, this is no message to read
+            return
+        read_entry(message)
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.known = self.others = self.unreadable = 0
+
+    def access_log_entries(self, *, known: int, others: int) -> None:
+        self.known += known
+        self.others += others
+
+    def access_log_unreadable(self) -> None:
+        self.unreadable += 1
+
+
+Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
+
+
+@asynccontextmanager
+async def serving(
+    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts
+) -> AsyncIterator[Callable[[], Stream]]:
+    """A sink on a port of its own; yields what opens streams to it that take raw bytes."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts).handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        method = channel.stream_unary(METHOD, bytes, wire.StreamAccessLogsResponse.FromString)
+        yield lambda: method(None)
+    await server.stop(None)
+
+
+def batch(*entries: wire.HTTPAccessLogEntry) -> bytes:
+    message = wire.StreamAccessLogsMessage()
+    message.http_logs.log_entry.extend(entries)
+    return message.SerializeToString()
+
+
+class TestServing:
+    async def test_entries_of_several_streams_arrive_and_each_stream_ends_in_order(self) -> None:
+        received: list[str] = []
+        counts = Counts()
+        async with serving(lambda some: received.extend(each.request_id for each in some), counts) as opened:
+            streams = [opened() for _ in range(3)]
+            for number, stream in enumerate(streams):
+                await stream.write(batch(entry(f"{number}-a"), entry("-"), entry(f"{number}-b")))
+                await stream.write(batch())
+                await stream.write(batch(entry(f"{number}-c")))
+            for stream in streams:
+                await stream.done_writing()
+                assert await stream == wire.StreamAccessLogsResponse()
+        for number in range(3):
+            assert [each for each in received if each.startswith(f"{number}-")] == [
+                f"{number}-a",
+                f"{number}-b",
+                f"{number}-c",
+            ]
+        assert (counts.known, counts.others, counts.unreadable) == (9, 3, 0)
+
+    async def test_an_unreadable_batch_costs_only_itself(self, caplog: pytest.LogCaptureFixture) -> None:
+        received: list[str] = []
+        counts = Counts()
+        async with serving(lambda some: received.extend(each.request_id for each in some), counts) as opened:
+            stream = opened()
+            # The second holds bytes that are no UTF-8 in a string field.
+            for data in (b"\xff\xff\xff", batch(entry("r-bad")).replace(b"r-bad", b"r-\xff\xfe\xfd"), batch(entry())):
+                await stream.write(data)
+            await stream.done_writing()
+            await stream
+        assert received == ["r-1"]
+        assert (counts.known, counts.unreadable) == (1, 2)
+        assert len(caplog.records) == 2
+
+    async def test_a_long_batch_is_handed_over_in_pieces_that_let_others_in(self) -> None:
+        pieces: list[int] = []
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += bool(pieces)
+                await asyncio.sleep(0)
+
+        async with serving(lambda some: pieces.append(len(some)), Counts()) as opened:
+            waiting = asyncio.create_task(others())
+            stream = opened()
+            await stream.write(batch(*(entry(f"r-{n}") for n in range(250))))
+            await stream.done_writing()
+            await stream
+            waiting.cancel()
+        assert pieces == [100, 100, 50]
+        assert turns >= 2
+
+    async def test_a_peer_that_breaks_off_leaves_the_others(self) -> None:
+        received: asyncio.Queue[str] = asyncio.Queue()
+
+        def take(some: tuple[AccessLogEntry, ...]) -> None:
+            for each in some:
+                received.put_nowait(each.request_id)
+
+        async with serving(take, Counts()) as opened:
+            broken, whole = opened(), opened()
+            await broken.write(batch(entry("broken")))
+            assert await asyncio.wait_for(received.get(), 20) == "broken"
+            broken.cancel()
+            await whole.write(batch(entry("whole")))
+            assert await asyncio.wait_for(received.get(), 20) == "whole"
+
+
+def test_metadata_of_the_namespace_without_an_id_is_none() -> None:
+    message = wire.HTTPAccessLogEntry()
+    message.common_properties.metadata.filter_metadata["dualmap"].CopyFrom(struct_pb2.Struct())
+    assert read_entry(message) is None
