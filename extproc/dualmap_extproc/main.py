@@ -11,8 +11,11 @@ from typing import Any
 import click
 
 from dualmap.errors import PoolError
+from dualmap.pool import Pool
 from dualmap.pool_reader import parse_duration
 from dualmap_extproc import logs
+from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
+from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.server import AddressError, ExternalProcessor, GrpcServers, keep_deadlines
@@ -76,7 +79,7 @@ def router(drain_timeout: float, **options: Any) -> None:
 
 class _Silent:
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
+        return lambda *_, **__: None
 
 
 async def _serve(settings: Settings) -> None:
@@ -88,10 +91,25 @@ async def _serve(settings: Settings) -> None:
     observer: Any = _Silent()
     # Request ids come back in access logs, which may be another replica's or older than this process.
     picker = Picker(settings.limits, observer, id_prefix=f"{settings.replica_id}-{secrets.token_hex(4)}")
+    discovery = EndpointDiscovery(observer)
+
+    def serve_pools(pools: tuple[Pool, ...]) -> None:
+        picker.set_pools(loop.time(), pools)
+        discovery.publish(pools)
+
+    def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
+        for entry in entries:
+            picker.access_log(loop.time(), entry)
+
     files = PoolFileWatcher(settings.pools)
-    picker.set_pools(loop.time(), files.load())
+    serve_pools(files.load())
     processor = ExternalProcessor(picker, observer, settings.limits)
-    servers = GrpcServers(processor, services=(), access_log=(), limits=settings.limits)
+    servers = GrpcServers(
+        processor,
+        services=(discovery.handler(),),
+        access_log=(AccessLogSink(take_entries, observer).handler(),),
+        limits=settings.limits,
+    )
     ports = await servers.start(
         settings.host,
         grpc_port=settings.grpc_port,
@@ -100,7 +118,7 @@ async def _serve(settings: Settings) -> None:
         credentials=server_credentials(settings.tls),
     )
     tasks = [
-        asyncio.create_task(files.run(lambda pools: picker.set_pools(loop.time(), pools))),
+        asyncio.create_task(files.run(serve_pools)),
         asyncio.create_task(keep_deadlines(picker)),
     ]
     await servers.ready()

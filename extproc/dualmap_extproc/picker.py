@@ -18,6 +18,7 @@ from dualmap.pool import Pool
 from dualmap.prompt import Prompt, read_prompt
 from dualmap.requests import Completion, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
+from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.errors import Refused, invalid_body, model_not_found, no_endpoint
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.observer import Observer
@@ -108,6 +109,14 @@ class Picker:
                 return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
         return self.refuse(no_endpoint(""))
 
+    def is_whole(self, body: bytes) -> bool:
+        """Say whether a body is a complete JSON text, to which nothing could be added."""
+        try:
+            orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return False
+        return True
+
     def refuse(self, refused: Refused) -> Refused:
         """Report a refusal, whoever decided it; return it."""
         self._observer.refused(refused)
@@ -149,6 +158,15 @@ class Picker:
             if completion is not None:
                 self._observer.aborted(router.pool.id, completion)
                 return
+
+    def access_log(self, now: float, entry: AccessLogEntry) -> None:
+        """Take how a request ended, by Envoy's access log; it may be another router's, or have ended for us before."""
+        if entry.served_endpoint is not None:
+            self.served(now, entry.request_id, entry.served_endpoint)
+        if entry.complete:
+            self.finished(now, entry.request_id, entry.usage)
+        else:
+            self.aborted(now, entry.request_id)
 
     def next_deadline(self) -> float | None:
         """Return when ``on_deadline`` wants to be called next, or None."""

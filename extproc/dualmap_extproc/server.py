@@ -5,11 +5,12 @@ the event loop's clock. It feeds each stream's state machine (``stream``) and wr
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
 from grpc_health.v1.health_pb2 import HealthCheckResponse
@@ -23,6 +24,8 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
 Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
+
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
 
 LIVENESS_SERVICE = "liveness"
 # The empty name is what Envoy and Kubernetes ask for by default: the server as a whole.
@@ -61,31 +64,62 @@ class ExternalProcessor:
         """Return when no stream is open."""
         await self._idle.wait()
 
-    async def _process(self, messages: AsyncIterator[wire.ProcessingRequest], context: _Context) -> None:
+    async def _process(self, _: object, context: _Context) -> None:
         """Serve one stream. However it ends, its books are closed."""
         clock = asyncio.get_running_loop().time
         stream = Stream(self._picker, self._limits)
+        inbox = _Inbox(context)
         cancelled = True
         timed = False
         self._streams += 1
         self._idle.clear()
         try:
-            async for message in messages:
+            while not stream.ended:
+                message = await inbox.next(stream.deadline_s)
+                if message is _EOF:
+                    break
                 now = clock()
-                answers = stream.receive(now, message)
+                answers = stream.on_deadline(now) if message is None else stream.receive(now, message)
                 if stream.decided and not timed:
                     timed = True
                     self._observer.decided(clock() - now)
                 for answer in answers:
                     await context.write(answer)
-                if stream.ended:
-                    break
             cancelled = False
+        except DecodeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
+            inbox.close()
             stream.close(clock(), cancelled=cancelled)
             self._streams -= 1
             if not self._streams:
                 self._idle.set()
+
+
+class _Inbox:
+    """A stream's messages, with a way to stop waiting for the next one without losing it."""
+
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+        self._reading: asyncio.Future[Any] | None = None
+
+    async def next(self, deadline_s: float | None) -> Any:
+        """Return the next message, ``_EOF`` when the other side has closed, or None at ``deadline_s``."""
+        if self._reading is None:
+            if deadline_s is None:
+                return await self._context.read()
+            self._reading = asyncio.ensure_future(self._context.read())
+        timeout_s = None if deadline_s is None else max(0.0, deadline_s - asyncio.get_running_loop().time())
+        done, _ = await asyncio.wait((self._reading,), timeout=timeout_s)
+        if not done:
+            return None
+        self._reading = None
+        return done.pop().result()
+
+    def close(self) -> None:
+        """Give up waiting."""
+        if self._reading is not None:
+            self._reading.cancel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,14 @@ class Limits:
     ``body_bytes`` is the largest request body that is routed (above it: 413). ``chunk_bytes`` is the largest
     piece of a body streamed back in FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B).
     ``ended_requests`` is how many ended requests are remembered, so that usage which the access log reports later
-    is still counted.
+    is still counted. ``silence_s`` is how long a body that looks whole may lack its end of stream before it is
+    taken for one with trailers (``stream``).
     """
 
     body_bytes: int = 16 * 1024 * 1024
     chunk_bytes: int = 62_000
     ended_requests: int = 4096
+    silence_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

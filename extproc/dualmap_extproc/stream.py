@@ -8,12 +8,15 @@ answer must carry was measured against Envoy 1.40):
 
 - no-wait STREAMED: headers and body arrive without waiting for us. Nothing is answered before the body's end; then
   the headers' answer carries the pick and every body message gets an answer of its own. Answering a body message
-  before the headers loses the pick and can corrupt the body.
+  before the headers loses the pick and can corrupt the body. With HTTP/2 request trailers Envoy says neither that the
+  body has ended nor that there are trailers until the headers are answered, so a whole body followed by silence is
+  taken for such a request.
 - FULL_DUPLEX_STREAMED: nothing is answered before the decision either, and the body is ours to send back in pieces.
   The response passes through us as well, so the stream must stay open to its end.
 - waiting (BUFFERED, STREAMED without the flag, or no ``protocol_config`` at all): headers are answered at once, and
   the answer to the body's end carries the pick.
 
+With a retry policy Envoy sends the body of a request with trailers twice, so its pick asks for a route without one.
 Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the response: Envoy sends the rest past us.
 """
 
@@ -41,9 +44,10 @@ class _Mode(Enum):
 class Stream:
     """The state machine of one ext_proc stream.
 
-    ``receive`` never raises, whatever arrives in whatever order. ``ended`` says that this side has no more to say
-    and the transport shall end the stream; ``decided`` that a body was read and the choice made. ``close`` must be
-    called once the stream is over, however it went.
+    ``receive`` never raises, whatever arrives in whatever order. ``deadline_s`` is when ``on_deadline`` wants to be
+    called if nothing arrives before, or None. ``ended`` says that this side has no more to say and the transport
+    shall end the stream; ``decided`` that a body was read and the choice made. ``close`` must be called once the
+    stream is over, however it went.
     """
 
     def __init__(self, picker: Picker, limits: Limits) -> None:
@@ -57,12 +61,14 @@ class Stream:
         self._whole_response = False
         self._begun = False
         self.ended = False
+        self.deadline_s: float | None = None
         self._reset(0.0)
 
     def receive(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         """Take one message of Envoy's; return the answers to send, in order."""
         if self.ended:
             return []
+        self.deadline_s = None
         if not self._begun:
             self._begun = True
             if message.HasField("protocol_config"):
@@ -84,6 +90,12 @@ class Stream:
                 # A kind of message this version does not know cannot be answered; Envoy goes on without us.
                 self.ended = True
                 return []
+
+    def on_deadline(self, now: float) -> list[wire.ProcessingResponse]:
+        """Go on after silence: decide on what has arrived if it is whole (see the module)."""
+        self.deadline_s = None
+        whole = self._content_length > 0 or self._picker.is_whole(b"".join(self._chunks))
+        return self._decide(now, retries=False) if whole else []
 
     def close(self, now: float, *, cancelled: bool) -> None:
         """Close the books: the stream is over. ``cancelled`` says that the other side broke it off."""
@@ -107,6 +119,7 @@ class Stream:
         self._booked = ""
         self._arrived_s = now
         self._method = b""
+        self._content_length = 0
         self._strip: list[str] = []
         self._subset: frozenset[str] | None = None
         self._chunks: list[bytes] = []
@@ -114,6 +127,7 @@ class Stream:
         self._headers_unanswered = False
         self._bodies_unanswered = 0
         self._request_done = False
+        self.deadline_s = None
         self.decided = False
         self._receipt: str | None = None
         self._response_good = False
@@ -125,9 +139,9 @@ class Stream:
         self._release(now, complete=False)
         self._reset(now)
         headers = message.request_headers
-        content_length = self._read_request_headers(headers)
+        self._read_request_headers(headers)
         self._read_subset(message)
-        if content_length > self._limits.body_bytes:
+        if self._content_length > self._limits.body_bytes:
             return self._refuse_body()
         self._headers_unanswered = True
         if headers.end_of_stream or self._no_body:
@@ -153,28 +167,37 @@ class Stream:
         self._bodies_unanswered += 1
         if body.end_of_stream or self._whole_body:
             return self._decide(now)
-        if self._headers_unanswered or self._mode is _Mode.DUPLEX:
+        if self._headers_unanswered:
+            if self._mode is _Mode.NO_WAIT and self._looks_whole(body.body):
+                self.deadline_s = now + self._limits.silence_s
+            return []
+        if self._mode is _Mode.DUPLEX:
             return []
         self._bodies_unanswered = 0
         return [answers.PLAIN_REQUEST_BODY]
 
     def _on_request_trailers(self, now: float) -> list[wire.ProcessingResponse]:
         trailers = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
-        return [trailers] if self._request_done else self._decide(now, trailers)
+        if self._request_done:
+            return [trailers]
+        return self._decide(now, trailers, retries=self._mode is _Mode.WAITING)
 
-    def _read_request_headers(self, headers: wire.HttpHeaders) -> int:
-        """Keep what matters of the request's headers; return the content length, 0 where it is not said."""
-        content_length = 0
+    def _looks_whole(self, last: bytes) -> bool:
+        if self._content_length:
+            return self._size_bytes >= self._content_length
+        return last.rstrip().endswith(b"}")
+
+    def _read_request_headers(self, headers: wire.HttpHeaders) -> None:
+        """Keep what matters of the request's headers. The content length stays 0 where it is not said."""
         for header in headers.headers.headers:
             key = header.key.lower()
             if key == ":method":
                 self._method = answers.header_value(header)
             elif key == "content-length":
                 value = answers.header_value(header)
-                content_length = int(value) if value.isdigit() and len(value) < 20 else 0
+                self._content_length = int(value) if value.isdigit() and len(value) < 20 else 0
             elif key.startswith(RESERVED_HEADER_PREFIXES):
                 self._strip.append(key)
-        return content_length
 
     def _read_subset(self, message: wire.ProcessingRequest) -> None:
         # Senders differ in which of headers and body carries the metadata (PROTOCOLS section 1).
@@ -183,7 +206,9 @@ class Stream:
             if subset is not None:
                 self._subset = subset
 
-    def _decide(self, now: float, trailers: wire.ProcessingResponse | None = None) -> list[wire.ProcessingResponse]:
+    def _decide(
+        self, now: float, trailers: wire.ProcessingResponse | None = None, *, retries: bool = True
+    ) -> list[wire.ProcessingResponse]:
         """Ask for the pick and answer all that is unanswered, ``trailers`` last; the first answer carries the pick."""
         self._request_done = True
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
@@ -211,6 +236,7 @@ class Stream:
             cluster=outcome.cluster,
             request_id=outcome.request_id,
             strip=self._strip,
+            retries=retries,
         )
         return out
 

@@ -3,7 +3,7 @@
 Functions of messages only; which answer is due when is the stream's business (``dualmap_extproc.stream``).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from dualmap_extproc import names
@@ -16,7 +16,6 @@ PLAIN_RESPONSE_HEADERS: Final = wire.ProcessingResponse(response_headers=wire.He
 PLAIN_RESPONSE_BODY: Final = wire.ProcessingResponse(response_body=wire.BodyResponse())
 PLAIN_RESPONSE_TRAILERS: Final = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
-_SET_BY_PICK: Final = (names.DESTINATION_HEADER, names.CLUSTER_HEADER)
 _OVERWRITE: Final = base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -34,9 +33,15 @@ def set_header(mutation: wire.HeaderMutation, key: str, value: str) -> None:
 
 
 def add_pick(
-    answer: wire.ProcessingResponse, *, destination: str, cluster: str, request_id: str, strip: Iterable[str]
+    answer: wire.ProcessingResponse,
+    *,
+    destination: str,
+    cluster: str,
+    request_id: str,
+    strip: Sequence[str],
+    retries: bool,
 ) -> None:
-    """Write a pick into an answer to request headers, body or trailers.
+    """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy shall not retry.
 
     The destination goes out as a header and as dynamic metadata, since gateways differ in which they read; the request
     id comes back in the access log. Trailers' answers cannot set headers: they carry the metadata alone.
@@ -54,10 +59,14 @@ def add_pick(
     else:
         return
     common.clear_route_cache = True
-    # What is set replaces what the client sent; naming it for removal as well would rely on Envoy's order.
-    common.header_mutation.remove_headers.extend(key for key in strip if key not in _SET_BY_PICK)
     set_header(common.header_mutation, names.DESTINATION_HEADER, destination)
     set_header(common.header_mutation, names.CLUSTER_HEADER, cluster)
+    if not retries:
+        set_header(common.header_mutation, names.NO_RETRY_HEADER, "1")
+    if strip:
+        # What is set replaces what the client sent; naming it for removal as well would rely on Envoy's order.
+        replaced = {option.header.key for option in common.header_mutation.set_headers}
+        common.header_mutation.remove_headers.extend(key for key in strip if key not in replaced)
 
 
 def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -> wire.ProcessingResponse:
