@@ -175,7 +175,7 @@ class Engine:
         was cut short for an arrival ends too.
         """
         if self._events:
-            return self._events[0].at_s
+            return self.now_s
         return self._end_s if self._end_s < inf else None
 
     def next_step_s(self) -> float | None:

@@ -15,7 +15,7 @@ TICK_S: Final = 0.02
 """Shortest wall-clock time between two wake-ups for decode steps alone.
 
 At speed 1 a step takes longer, so every token is a chunk of its own. Faster engines put several tokens into a
-chunk, as vLLM does under load. First tokens and ends of requests are never delayed by it. 
+chunk, as vLLM does under load. First tokens and ends of requests are never delayed by it.
 """
 
 

@@ -1,0 +1,271 @@
+"""The engine model, step by step: queueing, memory, cache, decode and aborts, with times worked out by hand."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from dualmap_sim.engine import Engine, FirstToken
+from dualmap_sim.errors import RequestDoesNotFit
+from engines import GROWING, ROUND, ask, finishes, first_tokens, run_out
+
+
+def test_the_first_token_comes_when_the_prefill_ends() -> None:
+    engine = Engine(ROUND)
+    engine.submit(3.0, ask("a", prompt=100, output=5))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == {"a": 4.5}
+    assert finishes(events) == {"a": 5.5}
+    assert isinstance(events[0], FirstToken)
+    assert (events[0].arrived_s, events[0].prefill_started_s) == (3.0, 3.0)
+
+
+def test_prefills_go_one_by_one_in_order_of_arrival_and_before_any_decode() -> None:
+    engine = Engine(ROUND)
+    for name in "abc":
+        engine.submit(0.0, ask(name, prompt=50, output=3))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert finishes(events) == {"a": 3.5, "b": 3.5, "c": 3.5}
+
+
+def test_an_arrival_waits_for_the_decode_step_under_way_and_then_goes_first() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=50, output=9))
+    assert first_tokens(engine.advance(1.1)) == {"a": 1.0}
+
+    engine.submit(1.1, ask("b", prompt=50))
+
+    assert engine.next_event_s() == 1.25
+    events = run_out(engine)
+    assert first_tokens(events) == {"b": 2.25}
+    assert finishes(events) == {"b": 2.25, "a": 4.0}
+
+
+def test_an_arrival_on_the_boundary_of_a_step_does_not_wait_for_another() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=50, output=9))
+
+    engine.submit(1.5, ask("b", prompt=50))
+
+    assert first_tokens(run_out(engine)) == {"a": 1.0, "b": 2.5}
+
+
+def test_steps_grow_with_the_batch_and_the_kv_it_holds() -> None:
+    engine = Engine(GROWING)
+    engine.submit(0.0, ask("a", prompt=100, output=4))
+    engine.submit(0.0, ask("b", prompt=200, output=2))
+
+    events = run_out(engine)
+
+    assert GROWING.decode is not None
+    weights_s, kv_s, request_s = (
+        GROWING.decode.step_s,
+        GROWING.decode.per_kv_token_s,
+        GROWING.decode.per_request_s,
+    )
+    prefilled = 1.5 + 2.5
+    both = weights_s + kv_s * (101 + 201) + request_s * 2
+    alone = 2 * weights_s + kv_s * (102 + 103) + request_s * 2
+    assert finishes(events) == pytest.approx({"b": prefilled + both, "a": prefilled + both + alone})
+
+
+def test_a_prefill_only_engine_ends_with_the_first_token() -> None:
+    engine = Engine(replace(ROUND, decode=None))
+    engine.submit(0.0, ask("a", prompt=50, output=100))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == finishes(events) == {"a": 1.0}
+    assert engine.kv_tokens_reserved == 0
+
+
+def test_cached_blocks_are_loaded_instead_of_computed() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
+    engine.submit(0.0, ask("b", prompt=100, blocks=[*range(5), *range(90, 95)]))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == {"a": 1.5, "b": 1.5 + 0.5 + 50 / 100 + 50 / 1000}
+    assert [event.cached_tokens for event in events if isinstance(event, FirstToken)] == [0, 50]
+    assert (engine.prompt_tokens_total, engine.cached_tokens_total) == (200, 50)
+
+
+def test_blocks_enter_the_cache_when_the_prefill_ends_not_before() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
+
+    engine.advance(1.49)
+    assert engine.cached_tokens(ask("b", prompt=200, blocks=range(20))) == 0
+    engine.advance(1.5)
+    assert engine.cached_tokens(ask("b", prompt=200, blocks=range(20))) == 100
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
+    run_out(engine)
+
+    assert engine.cached_tokens(ask("b", prompt=100, blocks=range(10))) == 90
+    assert engine.cached_tokens(ask("b", prompt=101, blocks=range(11))) == 100
+
+
+def test_an_incomplete_last_block_is_not_cached() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=95, blocks=range(10)))
+    run_out(engine)
+
+    assert len(engine.cache) == 9
+
+
+def test_without_memory_the_head_of_the_queue_starves_those_behind_it() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("big", prompt=100, output=700))
+    engine.submit(0.0, ask("too big for now", prompt=200, output=100))
+    engine.submit(0.0, ask("small", prompt=10, output=1))
+
+    before = engine.advance(100.0)
+    assert first_tokens(before) == {"big": 1.5}
+    assert (engine.running, engine.waiting) == (1, 2)
+
+    events = run_out(engine)
+    free_s = 1.5 + 699 * 0.25
+    assert finishes(events)["big"] == free_s
+    assert first_tokens(events) == {"too big for now": free_s + 2.5, "small": free_s + 2.5 + 0.6}
+
+
+def test_what_can_never_fit_is_refused_at_once_and_changes_nothing() -> None:
+    engine = Engine(ROUND)
+
+    with pytest.raises(RequestDoesNotFit, match=r"need 1001 tokens .* has 1000"):
+        engine.submit(0.0, ask("a", prompt=500, output=501))
+    assert engine.next_event_s() is None
+    assert engine.waiting == 0
+
+
+def test_kv_usage_follows_the_requests() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, output=20))
+    seen = []
+    for now in (0.0, 1.5, 1.75, 2.6, 7.0):
+        engine.advance(now)
+        seen.append((engine.kv_tokens_held, engine.kv_tokens_reserved))
+
+    assert seen == [(100, 120), (101, 120), (102, 120), (105, 120), (0, 0)]
+
+
+def test_tokens_can_be_read_off_between_events() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=50, output=9))
+    (first,) = engine.advance(1.0)
+    assert isinstance(first, FirstToken)
+
+    shown = []
+    while engine.next_event_s() is not None:
+        step_s = engine.next_step_s()
+        assert step_s is not None
+        engine.advance(step_s)
+        shown.append((step_s, 1 + engine.decode_steps - first.decode_step))
+    assert shown == [(1.0 + 0.25 * step, 1 + step) for step in range(1, 9)]
+    assert engine.generated_tokens_total == 9
+
+
+def test_aborting_a_waiting_request_lets_those_behind_it_move_up() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("big", prompt=100, output=700))
+    engine.submit(0.0, ask("too big for now", prompt=200, output=100))
+    engine.submit(0.0, ask("small", prompt=50, output=1))
+
+    assert engine.abort(2.1, "too big for now")
+
+    assert engine.waiting == 1
+    events = run_out(engine)
+    assert first_tokens(events)["small"] == 2.25 + 1.0
+    assert set(finishes(events)) == {"big", "small"}
+
+
+def test_aborting_behind_the_head_of_the_queue_takes_only_that_one() -> None:
+    engine = Engine(ROUND)
+    for name in "abc":
+        engine.submit(0.0, ask(name, prompt=50))
+
+    assert engine.abort(0.5, "b")
+
+    assert engine.waiting == 1
+    assert first_tokens(run_out(engine)) == {"a": 1.0, "c": 2.0}
+
+
+def test_aborting_a_prefill_stops_it_at_once_and_caches_nothing() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
+    engine.submit(0.0, ask("b", prompt=50))
+
+    assert engine.abort(0.7, "a")
+
+    assert first_tokens(run_out(engine)) == {"b": 1.7}
+    assert len(engine.cache) == 0
+    assert engine.kv_tokens_reserved == 0
+
+
+def test_aborting_a_decoding_request_frees_its_memory_when_the_step_ends() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, output=700))
+    engine.submit(0.0, ask("b", prompt=300, output=100))
+    engine.advance(1.5)
+
+    assert engine.abort(2.1, "a")
+    assert engine.kv_tokens_reserved == 800
+
+    events = run_out(engine)
+    assert first_tokens(events) == {"b": 2.25 + 3.5}
+    assert set(finishes(events)) == {"b"}
+    assert (engine.kv_tokens_held, engine.kv_tokens_reserved, engine.running) == (0, 0, 0)
+
+
+def test_aborting_a_decoding_request_while_another_prefills_frees_its_memory_at_once() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=100, output=50))
+    engine.submit(0.0, ask("b", prompt=100, output=50))
+    engine.advance(2.0)
+
+    assert engine.abort(2.0, "a")
+
+    assert engine.kv_tokens_reserved == 150
+    assert set(finishes(run_out(engine))) == {"b"}
+
+
+def test_what_is_over_cannot_be_aborted() -> None:
+    engine = Engine(ROUND)
+    engine.submit(0.0, ask("a", prompt=50))
+
+    assert not engine.abort(1.0, "a")
+    assert not engine.abort(1.0, "never seen")
+    assert finishes(engine.advance(1.0)) == {"a": 1.0}
+
+
+def test_time_does_not_go_back() -> None:
+    engine = Engine(ROUND)
+    engine.advance(1.0)
+
+    with pytest.raises(AssertionError, match="time went back"):
+        engine.advance(0.5)
+
+
+def test_the_queue_is_the_textbooks_when_every_prefill_takes_as_long() -> None:
+    """M/D/1: Poisson arrivals at load rho, service time s; the mean wait is rho * s / (2 * (1 - rho))."""
+    engine = Engine(replace(ROUND, decode=None))
+    service_s, load, requests = 1.5, 0.7, 40_000
+    rng = Random(1)
+    now, waits = 0.0, []
+    for number in range(requests):
+        now += rng.expovariate(load / service_s)
+        events = engine.advance(now)
+        engine.submit(now, ask(str(number), prompt=100))
+        waits += [event.prefill_started_s - event.arrived_s for event in events if isinstance(event, FirstToken)]
+
+    assert sum(waits) / len(waits) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)

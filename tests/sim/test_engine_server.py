@@ -1,0 +1,133 @@
+"""``dualmap engine-sim`` as a process: its ready line, how it stops, and what it says to wrong usage."""
+
+import asyncio
+import re
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+from aiohttp import ClientConnectorError, ClientError, ClientSession
+from click.testing import CliRunner
+
+from dualmap_sim.engine_server import engine_sim
+
+Run = Callable[..., Awaitable[Process]]
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+
+@pytest.fixture
+async def run() -> AsyncIterator[Run]:
+    """Start ``dualmap engine-sim`` with arguments; whatever still runs after the test is killed."""
+    started: list[Process] = []
+
+    async def start(*arguments: str) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "dualmap_cli", "engine-sim", *arguments, stderr=PIPE, stdout=PIPE
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def address_of(process: Process) -> str:
+    """Return ``host:port`` from the ready line."""
+    assert process.stderr is not None
+    line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+    ready = re.fullmatch(r"dualmap engine-sim ready http=(127\.0\.0\.1:\d+) model=qwen\n", line)
+    assert ready, line
+    return ready[1]
+
+
+async def until_refused(address: str) -> None:
+    """Wait until nobody listens at an address."""
+    host, port = address.split(":")
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except OSError:
+                return
+            writer.close()
+            with suppress(OSError):  # the listener may vanish under a connection it never accepted
+                await writer.wait_closed()
+            await asyncio.sleep(0.01)
+
+
+async def test_sigterm_finishes_what_runs_and_takes_nothing_new(run: Run) -> None:
+    process = await run("--port", "0", "--model", "qwen", "--preset", "7b", "--speed", "1")
+    address = await address_of(process)
+    async with ClientSession(f"http://{address}") as client:
+        async with client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 40}) as response:
+            await response.content.readany()
+            process.terminate()
+            await until_refused(address)
+            rest = await response.read()
+        with pytest.raises(ClientConnectorError):
+            async with ClientSession(f"http://{address}") as late:
+                await late.get("/health")
+
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"length"' in rest
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def test_an_idle_engine_stops_at_once(run: Run) -> None:
+    process = await run("--port", "0", "--model", "qwen")
+    await address_of(process)
+
+    process.terminate()
+
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def test_a_second_sigterm_cuts_what_still_runs(run: Run) -> None:
+    process = await run("--port", "0", "--model", "qwen", "--speed", "0.0001")
+    address = await address_of(process)
+    async with (
+        ClientSession(f"http://{address}") as client,
+        client.post("/v1/chat/completions", json=CHAT) as response,
+    ):
+        process.terminate()
+        await until_refused(address)
+        assert process.returncode is None
+
+        process.terminate()
+
+        with pytest.raises(ClientError):
+            await response.read()
+    assert await asyncio.wait_for(process.wait(), 30) == 1
+
+
+async def test_a_taken_port_is_an_error_in_words(run: Run) -> None:
+    first = await run("--port", "0", "--model", "qwen")
+    port = (await address_of(first)).split(":")[1]
+
+    second = await run("--port", port)
+    _, words = await asyncio.wait_for(second.communicate(), 60)
+
+    assert second.returncode == 1
+    assert words.startswith(f"dualmap engine-sim: cannot listen on 127.0.0.1:{port}: ".encode())
+    assert b"Traceback" not in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "70b"], "'70b' is not one of '7b', '14b', 'pd', 'agent'"),
+        (["--speed", "0"], "0.0 is not in the range x>0"),
+        (["--cache-tokens", "-1"], "-1 is not in the range x>=0"),
+        (["--port", "70000"], "70000 is not in the range 0<=x<=65535"),
+    ],
+)
+def test_wrong_usage_names_the_value_and_what_is_accepted(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(engine_sim, arguments)
+
+    assert result.exit_code == 2
+    assert words in result.stderr

@@ -1,0 +1,58 @@
+"""The cost formulas of ALGORITHMS section 7, against the numbers worked out by hand."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap_sim.presets import PRESETS, DecodeCost
+
+DECODE = DecodeCost(step_s=0.03, per_kv_token_s=1e-7, per_request_s=2e-4)
+
+
+def test_a_cold_prefill_pays_overhead_compute_and_attention() -> None:
+    seconds = PRESETS["7b"].prefill.seconds(new_tokens=10_000, cached_tokens=0)
+
+    # 0.02 + (10000 + 1.5e-5 * 1e8) / 7000
+    assert seconds == pytest.approx(0.02 + 11_500 / 7000)
+
+
+def test_cached_tokens_are_loaded_and_still_attended_to() -> None:
+    seconds = PRESETS["14b"].prefill.seconds(new_tokens=1000, cached_tokens=9000)
+
+    # (10000^2 - 9000^2) = 19e6; a/2 = 1.65e-5
+    assert seconds == pytest.approx(0.02 + (1000 + 1.65e-5 * 19e6) / 4000 + 9000 / 100_000)
+
+
+def test_a_decode_step_reads_weights_kv_and_requests() -> None:
+    assert DECODE.steps_s(1, requests=3, kv_tokens=50_000) == pytest.approx(0.03 + 0.005 + 0.0006)
+
+
+@given(steps=st.integers(0, 300), requests=st.integers(1, 50), kv_tokens=st.integers(1, 200_000))
+def test_many_steps_cost_what_they_cost_one_by_one(steps: int, requests: int, kv_tokens: int) -> None:
+    one_by_one = sum(
+        DECODE.steps_s(1, requests=requests, kv_tokens=kv_tokens + step * requests) for step in range(steps)
+    )
+
+    assert DECODE.steps_s(steps, requests=requests, kv_tokens=kv_tokens) == pytest.approx(one_by_one)
+
+
+@given(
+    steps=st.integers(0, 100_000),
+    requests=st.integers(1, 50),
+    kv_tokens=st.integers(1, 200_000),
+    per_kv_token_s=st.sampled_from([0.0, 1e-12, 1e-7, 1e-3]),
+)
+def test_steps_within_inverts_their_duration(steps: int, requests: int, kv_tokens: int, per_kv_token_s: float) -> None:
+    cost = DecodeCost(step_s=0.03, per_kv_token_s=per_kv_token_s, per_request_s=2e-4)
+    seconds = cost.steps_s(steps, requests=requests, kv_tokens=kv_tokens)
+
+    assert abs(cost.steps_within(seconds, requests=requests, kv_tokens=kv_tokens) - steps) <= 1
+
+
+def test_presets_cannot_be_changed_in_place() -> None:
+    with pytest.raises(FrozenInstanceError):
+        PRESETS["7b"].cache_tokens = 1  # type: ignore[misc]  # the assignment under test
+    with pytest.raises(TypeError):
+        PRESETS["mine"] = PRESETS["7b"]  # type: ignore[index]  # the assignment under test
