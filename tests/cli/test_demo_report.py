@@ -137,7 +137,7 @@ def test_the_table_is_aligned_and_the_preamble_says_the_load(plan):
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
     assert [line.split()[0] for line in lines[2:]] == ["round_robin", "dualmap"]
-    assert "prefills alone would keep them busy" in preamble(plan)
+    assert f"{plan.load.without_reuse:.0%} of their capacity" in preamble(plan)
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.blocks import BYTES_PER_TOKEN, chain_blocks
-from dualmap_sim.presets import PRESETS, PrefillCost
-from dualmap_sim.workloads.statistics import ideal_cached_tokens, measure, prefill_work_s
+from dualmap_sim.presets import PRESETS, DecodeCost, PrefillCost
+from dualmap_sim.workloads.statistics import decode_work_s, ideal_cached_tokens, measure, prefill_work_s
 from dualmap_sim.workloads.synthetic import default_workload
 from dualmap_sim.workloads.text import block_text, prompt_text
 from dualmap_sim.workloads.trace import Trace, TraceRequest
@@ -117,6 +118,17 @@ class TestStatistics:
 
         assert prefill_work_s(twice, cost, ideally_cached=False) == pytest.approx(4.0)
         assert prefill_work_s(twice, cost, ideally_cached=True) == pytest.approx(2.0 + 1.1)
+
+    def test_decode_work_is_shared_by_the_largest_batch_that_fits(self):
+        engine = replace(
+            PRESETS["7b"],
+            decode=DecodeCost(step_s=0.03, per_kv_token_s=0.0, per_request_s=0.0),
+            kv_memory_tokens=450,
+        )
+        three_fit = trace(*(request(blocks=(1, 2), input_tokens=139, output_tokens=11) for _ in range(5)))
+
+        assert decode_work_s(three_fit, engine) == pytest.approx(5 * 10 * 0.03 / 3)
+        assert decode_work_s(three_fit, PRESETS["pd"]) == 0.0
 
 
 class TestDefaultWorkload:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Final
 
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
 from dualmap_cli.demo.report import PolicyReport, PolicyRun, percentile, ttfts_s
+from dualmap_sim.workloads.statistics import measure
 
 _COLOURS: Final = ("#8a94a3", "#0f766e", "#c2571a", "#6d4bc3", "#b8860b", "#2f6db5")
 _INK: Final = "#22303c"
@@ -28,10 +31,12 @@ def draw(path: Path, plan: Plan, runs: Sequence[PolicyRun], reports: Sequence[Po
     colours = {each.policy: _COLOURS[index % len(_COLOURS)] for index, each in enumerate(reports)}
     _draw_percentiles(percentiles, reports, colours)
     _draw_shares(attainment, f"first token within {SLO_TTFT_S:g} s", [r.slo_attainment for r in reports], colours)
-    _draw_shares(hits, "prompt tokens from cache", [r.hit_rate for r in reports], colours)
+    ideal = measure(plan.trace).ideal_hit_rate
+    _draw_shares(hits, f"prompt tokens from cache (at best {ideal:.0%})", [r.hit_rate for r in reports], colours)
+    hits.axhline(ideal * 100, color=_INK, linewidth=1.2, linestyle="--", zorder=0.5)
     _draw_over_time(over_time, plan, runs, colours)
     figure.suptitle(
-        f"{plan.trace.name}: {len(plan.trace.requests):,} requests at {plan.rate:.1f}/s through Envoy "
+        f"workload {plan.trace.name}: {len(plan.trace.requests):,} requests at {plan.rate:.1f}/s through Envoy "
         f"to {plan.engines} simulated engines",
         color=_INK,
         fontweight="bold",
@@ -47,7 +52,9 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
         values = [value or 0.0 for value in (each.ttft_p50_s, each.ttft_p90_s, each.ttft_p99_s)]
         at = [position + (index - (len(reports) - 1) / 2) * width for position in range(len(names))]
         bars = axes.bar(at, values, width * 0.92, color=colours[each.policy], label=each.policy)
-        axes.bar_label(bars, [f"{value:.1f}" for value in values], fontsize=9, color=_INK, padding=2)
+        axes.bar_label(
+            bars, [f"{value:.1f}" for value in values], fontsize=9, color=_INK, padding=2, path_effects=[_halo()]
+        )
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.15)
     _mark_slo(axes)
@@ -58,10 +65,12 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
 def _draw_shares(axes: Axes, title: str, shares: Sequence[float], colours: dict[str, str]) -> None:
     """One bar per policy, from 0 to 100 %."""
     bars = axes.bar(range(len(shares)), [share * 100 for share in shares], 0.62, color=list(colours.values()))
-    axes.bar_label(bars, [f"{share:.0%}" for share in shares], fontsize=9, color=_INK, padding=2)
+    axes.bar_label(
+        bars, [f"{share:.1%}" for share in shares], fontsize=9, color=_INK, padding=2, path_effects=[_halo()]
+    )
     axes.set_xticks(range(len(shares)), list(colours), fontsize=9, rotation=0 if len(shares) <= _LEVEL_LABELS else 25)
     axes.set_ylim(0, 112)
-    axes.set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
+    axes.set_yticks(range(0, 101, 25), [f"{tick}%" for tick in range(0, 101, 25)])
     _finish(axes, title)
 
 
@@ -90,7 +99,8 @@ def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: 
 
 
 def _mark_slo(axes: Axes) -> None:
-    axes.axhline(SLO_TTFT_S, color=_SLO_COLOUR, linewidth=1.2, linestyle="--")
+    """Draw the SLO across, behind what is drawn, with its name at the right end."""
+    axes.axhline(SLO_TTFT_S, color=_SLO_COLOUR, linewidth=1.2, linestyle="--", zorder=0.5)
     axes.annotate(
         "SLO",
         (1, SLO_TTFT_S),
@@ -101,7 +111,18 @@ def _mark_slo(axes: Axes) -> None:
         va="bottom",
         fontsize=9,
         color=_SLO_COLOUR,
+        path_effects=[_halo()],
     )
+
+
+def _label(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
+    """Write each bar's value above it."""
+    axes.bar_label(bars, texts, fontsize=9, color=_INK, padding=2, path_effects=[_halo()])
+
+
+def _halo() -> withStroke:
+    """White around letters that stand on lines."""
+    return withStroke(linewidth=3, foreground="white")
 
 
 def _finish(axes: Axes, title: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from dualmap.pool import Routing
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.workloads.mooncake import read_mooncake
-from dualmap_sim.workloads.statistics import prefill_work_s
+from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
 from dualmap_sim.workloads.synthetic import default_workload
 from dualmap_sim.workloads.trace import Trace
 
@@ -20,20 +20,22 @@ MODEL: Final = "qwen"
 PRESET: Final = "7b"
 SLO_TTFT_S: Final = 5.0
 """The paper's objective for the first token (section 4)."""
-HALF_REUSE_LOAD: Final = 0.85
-"""Default load: how busy prefill would keep the engines if half of the reusable tokens were reused.
+HALF_REUSE_LOAD: Final = 1.0
+"""Default load: how busy the engines would be if half of the reusable prompt tokens were reused.
 
-Half-way between no reuse and all of it is where routing decides whether a pool copes. The number was chosen so that
-queues form but round robin does not collapse; it was not chosen by looking at the other policies' results.
+At 1 a router that reuses less than half overloads them sooner or later, and one that reuses more does not: where
+routing decides whether a pool copes. Chosen for that, not by looking at any policy's results.
 """
-
 _WINDOW_S_LEAST: Final = 5.0
 """What the pool's schema admits for ``routing.prefix.window``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Prefill work offered, as a share of what the engines can do: with no reuse at all, and with an ideal cache."""
+    """Work offered, as a share of what the engines can do: with no reuse at all, and with an ideal cache.
+
+    Prefill as the engine model computes it, and decoding in the largest batches that fit the KV memory.
+    """
 
     without_reuse: float
     ideal_reuse: float
@@ -80,8 +82,9 @@ def make_plan(
     else:
         trace = read_mooncake(trace_file, limit=requests)
     trace = trace.capped(engine.input_tokens_max)
+    decode_s = decode_work_s(trace, engine)
     share_per_rate = [
-        prefill_work_s(trace, engine.prefill, ideally_cached=cached) / len(trace.requests) / engines
+        (prefill_work_s(trace, engine.prefill, ideally_cached=cached) + decode_s) / len(trace.requests) / engines
         for cached in (False, True)
     ]
     if rate is None:

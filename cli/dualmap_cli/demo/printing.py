@@ -64,9 +64,8 @@ def preamble(plan: Plan) -> str:
         f"workload {plan.trace.name}: {facts.requests:,} requests{sessions}, prompts of "
         f"{facts.input_tokens_mean:,.0f} tokens and answers of {facts.output_tokens_mean:,.0f} on average,\n"
         f"at best {facts.ideal_hit_rate:.0%} of the prompt tokens reusable (one shared cache without a limit)\n"
-        f"load: {plan.rate:.2f} requests/s on {plan.engines} engines; prefills alone would keep them busy for "
-        f"{plan.load.without_reuse:.0%} of the time\n"
-        f"without any reuse, for {plan.load.ideal_reuse:.0%} with all of it\n"
+        f"load: {plan.rate:.2f} requests/s on {plan.engines} engines: {plan.load.without_reuse:.0%} of their capacity "
+        f"without any reuse, {plan.load.ideal_reuse:.0%} with all of it\n"
         f"times are model seconds; the engines run at {plan.speed:g} times that speed. "
         f"SLO: first token within {SLO_TTFT_S:g} s"
     )

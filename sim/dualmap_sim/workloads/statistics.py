@@ -1,4 +1,4 @@
-"""What a trace asks for: lengths, how much of it could be reused at best, and the prefill work that leaves.
+"""What a trace asks for: lengths, how much of it could be reused at best, and the engine time that leaves.
 
 The reuse bound is one shared cache without a limit (the paper's theoretical upper bound, section A.2.2): what a
 router can at best approach with as many caches as it has engines.
@@ -6,7 +6,7 @@ router can at best approach with as many caches as it has engines.
 
 from dataclasses import dataclass
 
-from dualmap_sim.presets import PrefillCost
+from dualmap_sim.presets import EngineConfig, PrefillCost
 from dualmap_sim.workloads.trace import Trace
 
 
@@ -66,3 +66,17 @@ def prefill_work_s(trace: Trace, cost: PrefillCost, *, ideally_cached: bool) -> 
         cost.seconds(new_tokens=request.input_tokens - reused, cached_tokens=reused)
         for request, reused in zip(trace.requests, cached, strict=True)
     )
+
+
+def decode_work_s(trace: Trace, engine: EngineConfig) -> float:
+    """Return the engine seconds that the trace's decoding takes at best: in batches as large as the KV memory admits.
+
+    Each request bears its share of the steps of a batch of average requests that fills the memory (ALGORITHMS 7).
+    """
+    if engine.decode is None:
+        return 0.0
+    facts = measure(trace)
+    held_tokens = facts.input_tokens_mean + facts.output_tokens_mean
+    batch = max(1, int(engine.kv_memory_tokens / held_tokens))
+    step_s = engine.decode.steps_s(1, requests=batch, kv_tokens=int(batch * held_tokens))
+    return sum(request.output_tokens - 1 for request in trace.requests) * step_s / batch
