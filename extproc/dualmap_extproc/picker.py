@@ -5,6 +5,7 @@ the deadlines, and each pool's ``dualmap.router.PoolRouter`` decides and keeps t
 goes to the observer.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,14 @@ from dualmap.requests import Completion, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.errors import Refused, invalid_body, model_not_found, no_endpoint
+from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.settings import Limits
+
+_log = get_logger(__name__)
+# Asked before a receipt is written out for a log line that nobody wants; structlog takes longer to say so.
+_levels = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +98,8 @@ class Picker:
         if isinstance(decision, Refusal):
             return self.refuse(no_endpoint(pool.id))
         self._observer.routed(pool.id, decision)
+        if _levels.isEnabledFor(logging.DEBUG):
+            _log.debug("routed", request_id=request_id, **decision.receipt.as_json())
         return Picked(
             destination=decision.destination,
             cluster=cluster_name(pool.namespace, pool.name),

@@ -1,0 +1,269 @@
+"""The picker: bodies to destinations, pools to models, and the books at every ending."""
+
+import logging
+
+import pytest
+
+from dualmap.requests import Usage
+from dualmap_extproc import logs
+from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.picker import Picked, Picker
+from dualmap_extproc.settings import Limits
+from extproc.envoy_messages import Recorder, chat, pool
+
+
+class Desk:
+    """A picker, its observer, and a short way to ask it."""
+
+    def __init__(self, *pools, limits: Limits | None = None) -> None:
+        self.observer = Recorder()
+        self.picker = Picker(limits or Limits(), self.observer, id_prefix="r1")
+        self.picker.set_pools(0.0, pools or (pool(),))
+
+    def ask(self, body: bytes = chat(), *, now=10.0, subset=None) -> Picked | Refused:
+        return self.picker.pick(now, body, subset, now)
+
+    def pick(self, body: bytes = chat(), *, now=10.0) -> Picked:
+        picked = self.ask(body, now=now)
+        assert isinstance(picked, Picked)
+        return picked
+
+    def refused(self, body: bytes) -> int:
+        refused = self.ask(body)
+        assert isinstance(refused, Refused)
+        return refused.status
+
+    @property
+    def in_flight(self) -> int:
+        return sum(each.in_flight for status in self.picker.statuses() for each in status.endpoints)
+
+
+def test_a_pick_names_destination_cluster_id_and_receipt():
+    desk = Desk()
+
+    picked = desk.pick()
+
+    (routed,) = desk.observer.events
+    decision = routed[2]
+    assert routed[:2] == ("routed", "llm/qwen")
+    assert picked == Picked(
+        destination=decision.destination,
+        cluster="llm/qwen",
+        request_id="r1-0",
+        receipt=decision.receipt.header(),
+    )
+
+
+def test_ids_are_never_given_twice():
+    desk = Desk()
+
+    assert len({desk.pick().request_id for _ in range(50)}) == 50
+
+
+def test_names_and_aliases_of_all_pools_lead_to_their_pool():
+    desk = Desk(pool("a", model="big", aliases=["b1", "b2"]), pool("c", model="small"))
+
+    clusters = [desk.pick(chat(model=name)).cluster for name in ("big", "b1", "b2", "small")]
+
+    assert clusters == ["llm/a", "llm/a", "llm/a", "llm/c"]
+    assert desk.refused(chat(model="llm/a")) == 404
+
+
+def test_an_alias_shares_the_models_prefixes():
+    desk = Desk(pool(aliases=["alias"]))
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text))
+
+    assert "matched=0" not in (desk.pick(chat(text, model="alias")).receipt or "")
+
+
+def test_nothing_matches_across_cache_salts():
+    desk = Desk()
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text, cache_salt="one"))
+
+    assert "matched=0" in (desk.pick(chat(text, cache_salt="two")).receipt or "")
+    assert "matched=0" not in (desk.pick(chat(text, cache_salt="one")).receipt or "")
+
+
+def test_the_first_of_two_pools_that_name_one_model_keeps_it():
+    desk = Desk(pool("a", model="m"), pool("b", model="m", aliases=["other"]))
+
+    assert desk.pick(chat(model="m")).cluster == "llm/a"
+    assert desk.pick(chat(model="other")).cluster == "llm/b"
+
+
+def test_a_pool_that_changes_keeps_its_books_and_one_that_goes_loses_them():
+    desk = Desk(pool("a", model="a"), pool("b", model="b"))
+    kept, lost = desk.pick(chat(model="a")), desk.pick(chat(model="b"))
+    assert desk.in_flight == 2
+
+    desk.picker.set_pools(11.0, (pool("a", model="a", members=6),))
+
+    assert [each.id for each in desk.picker.pools] == ["llm/a"]
+    assert desk.in_flight == 1
+    assert desk.refused(chat(model="b")) == 404
+    desk.picker.finished(12.0, lost.request_id, None)
+    desk.picker.finished(12.0, kept.request_id, None)
+    assert desk.in_flight == 0
+
+
+def test_a_get_goes_to_the_first_pool_that_has_a_member():
+    desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
+
+    picked = desk.picker.pick_bodiless(None)
+
+    assert isinstance(picked, Picked)
+    assert (picked.cluster, picked.request_id, picked.receipt) == ("llm/full", "", None)
+    assert desk.observer.events == [("routed_bodiless", "llm/full")]
+
+
+def test_refusals_are_reported_with_their_pool_where_there_is_one():
+    desk = Desk(pool(members=0))
+
+    desk.refused(chat())
+    desk.refused(b"{}")
+    desk.refused(chat(model="zz"))
+
+    assert [(event[1].status, event[1].pool) for event in desk.observer.events] == [
+        (503, "llm/qwen"),
+        (400, ""),
+        (404, ""),
+    ]
+
+
+def test_the_reason_of_a_400_names_the_field():
+    refused = Desk().ask(b'{"model": 1}')
+
+    assert isinstance(refused, Refused)
+    assert refused.param == "model"
+
+
+def test_the_first_token_is_reported_once():
+    desk = Desk()
+    picked = desk.pick()
+
+    desk.picker.first_token(12.0, picked.request_id)
+    desk.picker.first_token(13.0, picked.request_id)
+
+    assert desk.observer.names() == ["routed", "first_token"]
+
+
+@pytest.mark.parametrize("end", ["finished", "aborted"])
+def test_a_request_ends_once(end):
+    desk = Desk()
+    picked = desk.pick()
+    getattr(desk.picker, end)(12.0, picked.request_id, *([None] if end == "finished" else []))
+
+    desk.picker.finished(13.0, picked.request_id, None)
+    desk.picker.aborted(13.0, picked.request_id)
+
+    assert desk.observer.names() == ["routed", end]
+    assert desk.in_flight == 0
+
+
+def entry(picked: Picked, **fields) -> AccessLogEntry:
+    return AccessLogEntry(request_id=picked.request_id, **({"status": 200} | fields))
+
+
+def test_the_access_log_ends_a_request_and_brings_its_usage():
+    desk = Desk()
+    picked = desk.pick()
+
+    desk.picker.access_log(12.0, entry(picked, usage=Usage(cached_tokens=7)))
+
+    assert desk.observer.names() == ["routed", "finished", "measured"]
+    assert desk.observer.events[-1][2].measured_cached_tokens == 7
+    assert desk.in_flight == 0
+
+
+def test_usage_that_comes_after_the_end_is_still_measured_once():
+    desk = Desk()
+    picked = desk.pick()
+    desk.picker.finished(12.0, picked.request_id, None)
+
+    desk.picker.access_log(12.1, entry(picked, usage=Usage(cached_tokens=7)))
+    desk.picker.access_log(12.2, entry(picked, usage=Usage(cached_tokens=7)))
+
+    assert desk.observer.names() == ["routed", "finished", "measured"]
+    assert desk.observer.events[-1][1:] == ("llm/qwen", desk.observer.events[-1][2])
+    assert desk.observer.events[-1][2].measured_cached_tokens == 7
+
+
+def test_only_so_many_ended_requests_are_remembered():
+    desk = Desk(limits=Limits(ended_requests=2))
+    picks = [desk.pick() for _ in range(3)]
+    for picked in picks:
+        desk.picker.finished(12.0, picked.request_id, None)
+
+    for picked in picks:
+        desk.picker.access_log(13.0, entry(picked, usage=Usage(cached_tokens=1)))
+
+    assert desk.observer.names().count("measured") == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"status": 503}, {"status": None}, {"flags": ("downstream_connection_termination",)}],
+)
+def test_the_access_log_tells_aborts_from_ends(fields):
+    desk = Desk()
+    picked = desk.pick()
+
+    desk.picker.access_log(12.0, entry(picked, **fields))
+
+    assert desk.observer.names() == ["routed", "aborted"]
+    assert desk.in_flight == 0
+
+
+def test_the_access_log_reports_another_server_than_the_chosen_one():
+    desk = Desk()
+    picked = desk.pick()
+    other = picked.destination.split(",")[1]
+
+    desk.picker.access_log(12.0, entry(picked, served_endpoint=other))
+
+    assert desk.observer.names() == ["routed", "served_elsewhere", "finished"]
+
+
+def test_other_routers_entries_are_nobodys_business():
+    desk = Desk()
+    desk.pick()
+
+    desk.picker.access_log(12.0, AccessLogEntry(request_id="another-0", status=200, served_endpoint="1.2.3.4:5"))
+
+    assert desk.observer.names() == ["routed"]
+    assert desk.in_flight == 1
+
+
+def test_requests_that_nothing_is_heard_of_expire():
+    desk = Desk(pool("a", model="a"), pool("b", model="b"))
+    assert desk.picker.next_deadline() is None
+    desk.pick(chat(model="b"), now=20.0)
+    desk.pick(chat(model="a"), now=30.0)
+
+    first = desk.picker.next_deadline()
+    assert first is not None
+    desk.picker.on_deadline(first)
+    assert (desk.observer.names().count("expired"), desk.in_flight) == (1, 1)
+    second = desk.picker.next_deadline()
+    assert second == pytest.approx(first + 10.0)
+    desk.picker.on_deadline(second)
+
+    assert desk.in_flight == 0
+    assert desk.picker.next_deadline() is None
+
+
+def test_the_whole_receipt_goes_to_the_debug_log(capsys):
+    logs.configure(level="debug", log_format="json")
+    try:
+        Desk().pick()
+    finally:
+        logs.configure(level="info", log_format="text")
+        logging.getLogger().handlers.clear()
+    Desk().pick()
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "candidates" in line]
+    assert '"chosen"' in line
+    assert "hello" not in line
