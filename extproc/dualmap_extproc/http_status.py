@@ -1,0 +1,92 @@
+"""The metrics port: ``GET /metrics`` for Prometheus and ``GET /pools`` for people and the operator's drain (CONTRACT).
+
+The only module that knows aiohttp. It shares the event loop with routing, so it takes the statuses there, which is
+quick, and has the page written by a thread, which for a thousand endpoints is not.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+
+from aiohttp import web
+
+from dualmap.requests import PoolStatus
+from dualmap_extproc.metrics import CONTENT_TYPE, Metrics, Traffic
+
+
+class StatusServer:
+    """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name."""
+
+    def __init__(self, *, router: str, statuses: Callable[[], tuple[PoolStatus, ...]], metrics: Metrics) -> None:
+        self._router = router
+        self._statuses = statuses
+        self._metrics = metrics
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/metrics", self._get_metrics),
+                web.get("/pools", self._get_pools),
+                web.get("/pools/{namespace}/{name}", self._get_pool),
+            ]
+        )
+        # Requests here take milliseconds: at the end none is worth waiting aiohttp's usual minute for.
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError when it cannot be bound."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        bound: int = self._runner.addresses[0][1]
+        return bound
+
+    async def close(self) -> None:
+        """Stop listening and end what is open."""
+        await self._runner.cleanup()
+
+    async def _get_metrics(self, _request: web.Request) -> web.Response:
+        page = await asyncio.to_thread(self._metrics.render, self._statuses())
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _get_pools(self, _request: web.Request) -> web.Response:
+        pools = [
+            {"pool": status.pool, "ring_version": status.ring_version, "endpoints": len(status.endpoints)}
+            for status in self._statuses()
+        ]
+        return web.json_response({"router": self._router, "pools": pools})
+
+    async def _get_pool(self, request: web.Request) -> web.Response:
+        pool = f"{request.match_info['namespace']}/{request.match_info['name']}"
+        for status in self._statuses():
+            if status.pool == pool:
+                return web.json_response(pool_document(self._router, status, self._metrics.traffic(pool)))
+        return web.json_response(
+            {"error": f"this router serves no pool {pool}; GET /pools lists those it does"}, status=404
+        )
+
+
+def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str, object]:
+    """Return what CONTRACT has at ``GET /pools/NAMESPACE/NAME``, as JSON values.
+
+    ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.
+    ``held`` is 0: this router holds no requests back.
+    """
+    return {
+        "router": router,
+        "ring_version": status.ring_version,
+        "traffic": asdict(traffic),
+        "endpoints": [
+            {
+                "id": endpoint.id,
+                "state": endpoint.state,
+                "in_flight": endpoint.in_flight,
+                "held": 0,
+                "pending_prefill_tokens": endpoint.pending_prefill_tokens,
+            }
+            for endpoint in status.endpoints
+        ],
+    }
