@@ -9,6 +9,7 @@ from typing import Final
 # Request headers. All that begin with a reserved prefix are removed from every client's request.
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 CLUSTER_HEADER: Final = "x-dualmap-cluster"
+NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
 RESERVED_HEADER_PREFIXES: Final = ("x-gateway-destination-endpoint", "x-dualmap-")
 
 # Response header with the receipt of the decision (an RFC 9651 dictionary).
@@ -24,7 +25,7 @@ SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 REQUEST_ID_KEY: Final = "id"
 
-# Custom tags of an access log entry. All are strings; a value Envoy does not have is "-".
+# Custom tags of an access log entry. All are strings; one whose value Envoy does not have is left out.
 TAG_REQUEST_ID: Final = "id"
 TAG_TTFT_US: Final = "ttft_us"
 TAG_TOTAL_US: Final = "total_us"

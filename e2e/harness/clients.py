@@ -1,0 +1,156 @@
+"""Clients of Envoy's listener: HTTP/1 whole or in chunks, HTTP/2 with or without trailers, and raw bytes."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import h2.config
+import h2.connection
+import h2.events
+
+REQUEST_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """A response, its header names in lower case; ``reset`` tells that the stream broke before its end."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    trailers: dict[str, str] = field(default_factory=dict)
+    reset: bool = False
+
+
+def sha256(body: bytes) -> str:
+    """Return the digest as the engines report it."""
+    return hashlib.sha256(body).hexdigest()
+
+
+async def http1(
+    url: str,
+    *,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
+    chunk_bytes: int = 0,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> Reply:
+    """Send one request on its own connection: POST when there is a body, chunked when ``chunk_bytes`` is given."""
+    data = _chunks(body, chunk_bytes) if body is not None and chunk_bytes else body
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
+        session.request(method or ("GET" if body is None else "POST"), url, data=data, headers=headers) as response,
+    ):
+        content = await response.read()
+        return Reply(status=response.status, headers=_lower(response.headers.items()), body=content)
+
+
+async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+async def http2(
+    port: int,
+    *,
+    path: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    trailers: Sequence[tuple[str, str]] = (),
+    host: str = "127.0.0.1",
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> Reply:
+    """Send one POST by HTTP/2 with prior knowledge, its body in frames as flow control lets them go."""
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            return await _Http2Exchange(reader, writer).post(path, body, headers or {}, trailers)
+        finally:
+            writer.close()
+
+
+class _Http2Exchange:
+    """One request on one HTTP/2 connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self._reply = Reply()
+        self._done = False
+
+    async def post(
+        self, path: str, body: bytes, headers: Mapping[str, str], trailers: Sequence[tuple[str, str]]
+    ) -> Reply:
+        connection = self._connection
+        connection.initiate_connection()
+        connection.increment_flow_control_window(1 << 28)
+        stream = connection.get_next_available_stream_id()
+        pseudo = [(":method", "POST"), (":path", path), (":scheme", "http"), (":authority", "envoy")]
+        connection.send_headers(stream, [*pseudo, *headers.items()])
+        sent = 0
+        while sent < len(body) and not self._done:
+            room = min(connection.local_flow_control_window(stream), connection.max_outbound_frame_size)
+            if room == 0:
+                await self._receive()
+                continue
+            connection.send_data(stream, body[sent : sent + room])
+            sent += room
+            await self._flush()
+        if not self._done:
+            if trailers:
+                connection.send_headers(stream, list(trailers), end_stream=True)
+            else:
+                connection.end_stream(stream)
+        while not self._done:
+            await self._receive()
+        return self._reply
+
+    async def _flush(self) -> None:
+        self._writer.write(self._connection.data_to_send())
+        await self._writer.drain()
+
+    async def _receive(self) -> None:
+        await self._flush()
+        data = await self._reader.read(65536)
+        if not data:
+            self._done = self._reply.reset = True
+            return
+        for event in self._connection.receive_data(data):
+            self._take(event)
+        await self._flush()
+
+    def _take(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.ResponseReceived):
+            headers = _lower((str(key), str(value)) for key, value in event.headers)
+            self._reply.status = int(headers.pop(":status"))
+            self._reply.headers = headers
+        elif isinstance(event, h2.events.DataReceived):
+            self._reply.body += event.data
+            self._connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        elif isinstance(event, h2.events.TrailersReceived):
+            self._reply.trailers = _lower((str(key), str(value)) for key, value in event.headers)
+        elif isinstance(event, h2.events.StreamEnded):
+            self._done = True
+        elif isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated):
+            self._done = self._reply.reset = True
+
+
+async def raw(port: int, data: bytes, *, host: str = "127.0.0.1", timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
+    """Send bytes as they are and return everything that comes back until the other side closes."""
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.write(data)
+            await writer.drain()
+            return await reader.read(-1)
+        finally:
+            writer.close()
+
+
+def _lower(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    return {key.lower(): value for key, value in pairs}

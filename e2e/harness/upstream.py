@@ -1,0 +1,115 @@
+"""An engine stand-in whose every answer the test decides; it reports what it received, by digest."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+BODY_LIMIT = 1 << 30
+DIGEST_HEADER = "x-request-sha256"
+ENGINE_HEADER = "x-engine"
+
+
+@dataclass(slots=True, kw_only=True)
+class Received:
+    """One request as the upstream saw it."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.body).hexdigest()
+
+
+Answer = Callable[[web.Request, Received], Awaitable[web.StreamResponse]]
+
+
+async def plain(request: web.Request, received: Received) -> web.StreamResponse:
+    """Answer as an engine does to a request that is not streamed."""
+    usage = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
+    return web.json_response({"object": "chat.completion", "choices": [], "usage": usage})
+
+
+def sse(events: list[bytes], *, first_after: asyncio.Event | None = None, then: asyncio.Event | None = None) -> Answer:
+    """Answer with these events: the first after ``first_after``, the others after ``then``, where they are given."""
+
+    async def answer(request: web.Request, received: Received) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for index, event in enumerate(events):
+            gate = first_after if index == 0 else then
+            if gate is not None:
+                await gate.wait()
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    return answer
+
+
+@dataclass(slots=True, kw_only=True)
+class Upstream:
+    """One controlled upstream on its own loopback address; ``endpoint`` is how a destination names it."""
+
+    name: str
+    host: str = "127.0.0.1"
+    answer: Answer = plain
+    received: list[Received] = field(default_factory=list)
+    aborted: int = 0
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen on ``port``, or on any free one when it is 0."""
+        app = web.Application(client_max_size=BODY_LIMIT)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.on_response_prepare.append(self._sign)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        received = Received(
+            method=request.method, path=request.path_qs, headers=dict(request.headers), body=await request.read()
+        )
+        received.headers = {key.lower(): value for key, value in received.headers.items()}
+        self.received.append(received)
+        request["sha256"] = received.sha256
+        try:
+            return await self.answer(request, received)
+        except (asyncio.CancelledError, ConnectionError):
+            self.aborted += 1
+            raise
+
+    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers[ENGINE_HEADER] = self.name
+        if "sha256" in request:
+            response.headers[DIGEST_HEADER] = request["sha256"]
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()

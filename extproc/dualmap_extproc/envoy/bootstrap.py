@@ -1,0 +1,34 @@
+"""Envoy's bootstrap from settings: a pure function, and the YAML that Envoy reads.
+
+``clusters``, ``listeners``, ``filters`` and ``access_log`` write one part each. Everything here was exercised with
+Envoy 1.40; why a value is what it is stands beside it, with PROTOCOLS section 1 as the source of most.
+"""
+
+from typing import cast
+
+import betterproto2
+import yaml
+from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+from envoy_data_plane.envoy.config.core.v3 import Node
+
+from dualmap_extproc.envoy.clusters import clusters
+from dualmap_extproc.envoy.extensions import socket_address
+from dualmap_extproc.envoy.listeners import listener
+from dualmap_extproc.envoy.settings import EnvoySettings
+
+
+def bootstrap(settings: EnvoySettings) -> Bootstrap:
+    """Write the whole configuration of an Envoy that serves the pools."""
+    return Bootstrap(
+        node=Node(id="dualmap-envoy", cluster="dualmap"),
+        admin=Admin(address=socket_address(settings.admin)),
+        static_resources=BootstrapStaticResources(listeners=[listener(settings)], clusters=clusters(settings)),
+    )
+
+
+def to_yaml(message: Bootstrap) -> str:
+    """Return the bootstrap as the YAML that ``envoy -c`` takes, in proto field names as Envoy's own examples."""
+    # Any callable serves as a casing. The fields' names are the proto's already, and both of the library's own
+    # casings break "5xx" (5_xx, 5Xx), which Envoy then refuses as unknown.
+    document = message.to_dict(casing=cast(betterproto2.Casing, str))
+    return yaml.safe_dump(document, sort_keys=False, width=110)

@@ -1,0 +1,263 @@
+"""Envoy's clusters: one per pool, the routers, and the access log sinks (one cluster each)."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakers,
+    CircuitBreakersThresholds,
+    Cluster,
+    ClusterCommonLbConfig,
+    ClusterDiscoveryType,
+    ClusterDnsLookupFamily,
+    ClusterEdsClusterConfig,
+    LoadBalancingPolicy,
+    LoadBalancingPolicyPolicy,
+    OutlierDetection,
+    UpstreamConnectionOptions,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    ApiConfigSource,
+    ApiConfigSourceApiType,
+    ApiVersion,
+    BackoffStrategy,
+    ConfigSource,
+    HealthCheck,
+    HealthCheckTcpHealthCheck,
+    HealthStatus,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    TcpKeepalive,
+    TransportSocket,
+)
+from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpOptions
+from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment, LocalityLbEndpoints
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
+    OverrideHost,
+    OverrideHostOverrideHostSource,
+)
+from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin.v3 import RoundRobin
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CertificateValidationContext,
+    CertificateValidationContextTrustChainVerification,
+    CommonTlsContext,
+    UpstreamTlsContext,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions,
+    HttpProtocolOptionsExplicitHttpConfig,
+)
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.envoy.type.v3 import Percent
+
+from dualmap.pool import MemberState, Pool
+from dualmap_extproc.envoy.extensions import BUFFER_BYTES, endpoint_at, extension, grpc_to, packed
+from dualmap_extproc.envoy.settings import Address, EnvoySettings
+from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESPACE, SERVED_KEY, cluster_name
+
+ROUTERS_CLUSTER = "dualmap-routers"
+
+CONNECT_TIMEOUT = timedelta(seconds=1)
+
+# Requests in flight that Envoy's circuit breakers let through. The default of 1024 turned 276 of 1300 held requests
+# into 500s (PROTOCOLS section 1), the default of 3 retries at once would lose most of a dead engine's requests.
+CONCURRENCY_MAX = 40_000
+
+# vLLM's HTTP server closes idle connections after 5 s; Envoy lets go first, so that none closes under a request.
+ENGINE_IDLE_TIMEOUT = timedelta(seconds=4)
+
+_HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+
+
+def sink_cluster_name(index: int) -> str:
+    """Name the cluster of the access log sink at this place of the settings."""
+    return f"dualmap-access-log-{index}"
+
+
+def clusters(settings: EnvoySettings) -> list[Cluster]:
+    """Write every cluster; those that EDS is fetched from stand first."""
+    sinks = [
+        _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
+    ]
+    return [_routers(settings), *sinks, *(_pool_cluster(pool, settings) for pool in settings.pools)]
+
+
+def _routers(settings: EnvoySettings) -> Cluster:
+    """Write the routers' cluster.
+
+    Its health is watched closely: FULL_DUPLEX fails open only while Envoy knows no healthy router, and each request
+    given to a dead router would wait or lose its pick. A panic threshold of 0 keeps "none is healthy" meaning none.
+    """
+    cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings)
+    cluster.health_checks = [
+        HealthCheck(
+            tcp_health_check=HealthCheckTcpHealthCheck(),
+            timeout=timedelta(seconds=1),
+            interval=timedelta(milliseconds=500),
+            no_traffic_interval=timedelta(milliseconds=500),
+            unhealthy_threshold=2,
+            healthy_threshold=1,
+        )
+    ]
+    cluster.outlier_detection = OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_local_origin_success_rate=0,
+        enforcing_consecutive_5xx=0,
+        enforcing_consecutive_gateway_failure=0,
+        enforcing_success_rate=0,
+        interval=timedelta(milliseconds=500),
+        base_ejection_time=timedelta(milliseconds=500),
+        max_ejection_time=timedelta(seconds=2),
+        max_ejection_percent=100,
+    )
+    cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0))
+    return cluster
+
+
+def _grpc_cluster(name: str, addresses: Sequence[Address], settings: EnvoySettings) -> Cluster:
+    """Write a cluster of gRPC servers that are named in the file."""
+    named = any(not address.is_ip for address in addresses)
+    options = HttpProtocolOptions(
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions())
+    )
+    return Cluster(
+        name=name,
+        type=ClusterDiscoveryType.STRICT_DNS if named else ClusterDiscoveryType.STATIC,
+        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if named else ClusterDnsLookupFamily.AUTO,
+        connect_timeout=CONNECT_TIMEOUT,
+        per_connection_buffer_limit_bytes=BUFFER_BYTES,
+        circuit_breakers=_breakers(),
+        upstream_connection_options=UpstreamConnectionOptions(
+            tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
+        ),
+        typed_extension_protocol_options={_HTTP_OPTIONS: packed(options)},
+        transport_socket=_tls() if settings.tls else None,
+        load_assignment=ClusterLoadAssignment(
+            cluster_name=name,
+            endpoints=[LocalityLbEndpoints(lb_endpoints=[endpoint_at(address) for address in addresses])],
+        ),
+    )
+
+
+def _tls() -> TransportSocket:
+    """Speak TLS without checking who answers, as gateways do: the router's own certificate is self-signed."""
+    context = UpstreamTlsContext(
+        common_tls_context=CommonTlsContext(
+            alpn_protocols=["h2"],
+            validation_context=CertificateValidationContext(
+                trust_chain_verification=CertificateValidationContextTrustChainVerification.ACCEPT_UNTRUSTED
+            ),
+        )
+    )
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=packed(context))
+
+
+def _pool_cluster(pool: Pool, settings: EnvoySettings) -> Cluster:
+    """Write a pool's cluster: the router names the host, round robin serves what it left unnamed.
+
+    Hosts that refuse connections leave the round robin for a while, which is all the health checking a request
+    without a pick needs. A panic threshold of 0 keeps Draining members out of it even when most are draining.
+    """
+    name = cluster_name(pool.namespace, pool.name)
+    options = HttpProtocolOptions(
+        common_http_protocol_options=CommonHttpOptions(idle_timeout=ENGINE_IDLE_TIMEOUT),
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
+    )
+    cluster = Cluster(
+        name=name,
+        connect_timeout=CONNECT_TIMEOUT,
+        per_connection_buffer_limit_bytes=BUFFER_BYTES,
+        circuit_breakers=_breakers(),
+        outlier_detection=OutlierDetection(
+            split_external_local_origin_errors=True,
+            consecutive_local_origin_failure=1,
+            enforcing_consecutive_local_origin_failure=100,
+            enforcing_local_origin_success_rate=0,
+            enforcing_consecutive_5xx=0,
+            enforcing_consecutive_gateway_failure=0,
+            enforcing_success_rate=0,
+            base_ejection_time=timedelta(seconds=5),
+            max_ejection_time=timedelta(seconds=5),
+            max_ejection_percent=50,
+        ),
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0)),
+        typed_extension_protocol_options={_HTTP_OPTIONS: packed(options)},
+        load_balancing_policy=_policy("override_host", _override_host()),
+    )
+    if settings.static_endpoints:
+        cluster.type = ClusterDiscoveryType.STATIC
+        cluster.load_assignment = _members(pool, name)
+    else:
+        cluster.type = ClusterDiscoveryType.EDS
+        cluster.eds_cluster_config = ClusterEdsClusterConfig(service_name=name, eds_config=_eds_source())
+    return cluster
+
+
+def _members(pool: Pool, name: str) -> ClusterLoadAssignment:
+    """Write a pool's members as they stand; Draining ones answer to their name only (PROTOCOLS section 1)."""
+    hosts = []
+    for member in pool.members:
+        host = endpoint_at(Address(host=member.address, port=member.port))
+        if member.state is MemberState.DRAINING:
+            host.health_status = HealthStatus.DRAINING
+        hosts.append(host)
+    return ClusterLoadAssignment(cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=hosts)])
+
+
+def _eds_source() -> ConfigSource:
+    """Fetch endpoints from whichever router answers; a stream that breaks is soon opened again, to another."""
+    service = grpc_to(ROUTERS_CLUSTER)
+    assert service.envoy_grpc is not None
+    service.envoy_grpc.retry_policy = reconnect_policy()
+    return ConfigSource(
+        resource_api_version=ApiVersion.V3,
+        initial_fetch_timeout=timedelta(seconds=5),
+        api_config_source=ApiConfigSource(
+            api_type=ApiConfigSourceApiType.GRPC,
+            transport_api_version=ApiVersion.V3,
+            set_node_on_first_message_only=True,
+            grpc_services=[service],
+        ),
+    )
+
+
+def reconnect_policy() -> GrpcRetryPolicy:
+    """Open a broken gRPC stream again within a second; Envoy's own back-off grows to half a minute."""
+    return GrpcRetryPolicy(
+        retry_back_off=BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=1))
+    )
+
+
+def _override_host() -> OverrideHost:
+    """Take the router's candidates in order, from the header or the metadata; report which one served."""
+    fallback = _policy("round_robin", RoundRobin())
+    return OverrideHost(
+        override_host_sources=[
+            OverrideHostOverrideHostSource(header=DESTINATION_HEADER),
+            OverrideHostOverrideHostSource(metadata=_lb_metadata(DESTINATION_KEY)),
+        ],
+        selected_host_key=_lb_metadata(SERVED_KEY),
+        fallback_policy=fallback,
+    )
+
+
+def _policy(name: str, message: OverrideHost | RoundRobin) -> LoadBalancingPolicy:
+    config = extension(f"envoy.load_balancing_policies.{name}", message)
+    return LoadBalancingPolicy(policies=[LoadBalancingPolicyPolicy(typed_extension_config=config)])
+
+
+def _lb_metadata(key: str) -> MetadataKey:
+    return MetadataKey(key=LB_NAMESPACE, path=[MetadataKeyPathSegment(key=key)])
+
+
+def _breakers() -> CircuitBreakers:
+    limits = CircuitBreakersThresholds(
+        max_connections=CONCURRENCY_MAX,
+        max_pending_requests=CONCURRENCY_MAX,
+        max_requests=CONCURRENCY_MAX,
+        max_retries=CONCURRENCY_MAX,
+    )
+    return CircuitBreakers(thresholds=[limits])

@@ -1,0 +1,126 @@
+"""Envoy's listener: the connection manager, what it takes off clients' requests, and the routes to the pools."""
+
+from datetime import timedelta
+
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
+from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.route.v3 import (
+    HeaderMatcher,
+    RetryPolicy,
+    RetryPolicyRetryHostPredicate,
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpConnectionManagerCodecType,
+    HttpConnectionManagerServerHeaderTransformation,
+)
+from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import HeaderMutation
+from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+
+from dualmap.pool import Pool
+from dualmap_extproc.envoy.access_log import access_logs
+from dualmap_extproc.envoy.extensions import BUFFER_BYTES, extension, packed, socket_address
+from dualmap_extproc.envoy.filters import http_filters
+from dualmap_extproc.envoy.settings import EnvoySettings
+from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, cluster_name
+
+# How long a request may pass no byte in either direction: long answers that are not streamed are silent throughout.
+IDLE_TIMEOUT = timedelta(hours=1)
+
+
+def listener(settings: EnvoySettings) -> Listener:
+    """Write the one listener; HTTP/1 and HTTP/2 clients share it."""
+    manager = Filter(
+        name="envoy.filters.network.http_connection_manager", typed_config=packed(_connection_manager(settings))
+    )
+    return Listener(
+        name="requests",
+        address=socket_address(settings.listen),
+        per_connection_buffer_limit_bytes=BUFFER_BYTES,
+        filter_chains=[FilterChain(filters=[manager])],
+    )
+
+
+def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
+    """Write the connection manager.
+
+    HTTP/1 trailers stay off: with them retries send a body twice and no-wait requests hang (HTTP/2 has no such
+    switch, see ``_routes``).
+    """
+    return HttpConnectionManager(
+        stat_prefix="requests",
+        codec_type=HttpConnectionManagerCodecType.AUTO,
+        http_protocol_options=Http1ProtocolOptions(enable_trailers=False),
+        server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+        stream_idle_timeout=IDLE_TIMEOUT,
+        early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
+        http_filters=http_filters(settings),
+        access_log=access_logs(settings),
+        route_config=RouteConfiguration(
+            name="pools", virtual_hosts=[VirtualHost(name="pools", domains=["*"], routes=_routes(settings))]
+        ),
+    )
+
+
+def _removals() -> HeaderMutation:
+    """Take off what clients may not set, before any filter runs.
+
+    The router's own headers would be obeyed while failing open; Envoy's own would change retries and timeouts.
+    """
+    return HeaderMutation(
+        mutations=[
+            Mutation(remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=StringMatcher(prefix=prefix)))
+            for prefix in (*RESERVED_HEADER_PREFIXES, "x-envoy-")
+        ]
+    )
+
+
+def _routes(settings: EnvoySettings) -> list[Route]:
+    """Write two routes per pool, taken when the router names its cluster, and last the first pool's for no name.
+
+    Envoy 1.40 sends a body twice where a retry policy makes it keep a copy while ext_proc still passes the body on:
+    with request trailers, for which the router asks for the route without retries, and while failing open.
+    """
+    routes = []
+    for pool in settings.pools:
+        by_name = HeaderMatcher(name=CLUSTER_HEADER, string_match=StringMatcher(exact=_cluster(pool)))
+        unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
+        routes.append(_route(pool, [by_name, unrepeatable], retry_policy=None))
+        routes.append(_route(pool, [by_name], retry_policy=_retry_policy()))
+    return [*routes, _route(settings.pools[0], [], retry_policy=None)]
+
+
+def _route(pool: Pool, headers: list[HeaderMatcher], *, retry_policy: RetryPolicy | None) -> Route:
+    return Route(
+        match=RouteMatch(prefix="/", headers=headers),
+        request_headers_to_remove=[CLUSTER_HEADER, NO_RETRY_HEADER],
+        route=RouteAction(
+            cluster=_cluster(pool), timeout=timedelta(0), idle_timeout=IDLE_TIMEOUT, retry_policy=retry_policy
+        ),
+    )
+
+
+def _cluster(pool: Pool) -> str:
+    return cluster_name(pool.namespace, pool.name)
+
+
+def _retry_policy() -> RetryPolicy:
+    """Try the next candidate once when the first took nothing of the request; without a pick, another host."""
+    return RetryPolicy(
+        retry_on="connect-failure,refused-stream",
+        num_retries=1,
+        retry_host_predicate=[
+            RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts", typed_config=packed(PreviousHostsPredicate())
+            )
+        ],
+        host_selection_retry_max_attempts=3,
+    )
