@@ -80,6 +80,8 @@ def test_any_sequence_of_messages_on_any_number_of_streams(streams, members):
         for message in sent:
             ended = talk.stream.ended
             answers = talk.send(message)
+            if talk.stream.deadline_s is not None:
+                answers += talk.stream.on_deadline(talk.stream.deadline_s)
             assert not (ended and answers)
             assert "immediate_response" not in kinds(answers)[:-1]
             for answer in answers:

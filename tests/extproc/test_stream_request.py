@@ -453,3 +453,68 @@ def test_a_gateway_that_never_sends_bodies_gets_any_member():
     config = wire.ProtocolConfiguration(request_body_mode=wire.NONE, response_body_mode=wire.STREAMED)
 
     assert destination(Conversation().send(request_headers(config))[0])
+
+
+def test_retries_are_off_for_a_request_with_trailers_in_the_streamed_modes():
+    """Envoy 1.40 sends such a body twice where the route has a retry policy."""
+    for config in (DUPLEX, NO_WAIT):
+        answers = Conversation().send(request_headers(config), request_body(chat(), end=False), request_trailers())
+        assert headers_set(answers[0])["x-dualmap-no-retry"] == "1"
+    buffered = Conversation().send(request_headers(BUFFERED), request_body(chat(), end=False), request_trailers())
+    plain = Conversation().send(request_headers(NO_WAIT), request_body(chat()))
+    assert "x-dualmap-no-retry" not in headers_set(buffered[1])
+    assert "x-dualmap-no-retry" not in headers_set(plain[0])
+
+
+def test_a_clients_wish_not_to_be_retried_is_stripped():
+    (pick, _) = Conversation().send(request_headers(NO_WAIT, x_dualmap_no_retry="1"), request_body(chat()))
+
+    assert "x-dualmap-no-retry" in mutation_of(pick).remove_headers
+
+
+@pytest.mark.parametrize("headers", [{"content_length": str(len(chat()))}, {}])
+def test_no_wait_decides_on_a_whole_body_after_silence_without_retries(headers):
+    talk = Conversation()
+    assert talk.send(request_headers(NO_WAIT, **headers), *request_bodies([chat()[:9], chat()[9:]], end=False)) == []
+    assert talk.stream.deadline_s == pytest.approx(talk.now + talk.limits.silence_s)
+
+    answers = talk.stream.on_deadline(talk.stream.deadline_s)
+
+    assert kinds(answers) == ["request_headers", "request_body", "request_body"]
+    assert destination(answers[0])
+    assert headers_set(answers[0])["x-dualmap-no-retry"] == "1"
+    assert talk.stream.deadline_s is None
+    assert kinds(talk.send(request_body(b""))) == ["request_body"]
+    assert talk.observer.names() == ["routed"]
+
+
+def test_what_arrives_before_the_silence_is_over_goes_first():
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
+
+    answers = talk.send(request_body(b""))
+
+    assert talk.stream.deadline_s is None
+    assert "x-dualmap-no-retry" not in headers_set(answers[0])
+
+
+def test_silence_after_half_a_body_means_nothing():
+    half = b'{"model": "m", "tools": {}'
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT), request_body(half, end=False))
+    assert talk.stream.deadline_s is not None
+
+    assert talk.stream.on_deadline(talk.stream.deadline_s) == []
+    assert talk.stream.deadline_s is None
+    assert destination(talk.send(request_body(b"}"))[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "body"),
+    [(NO_WAIT, "1000", chat()), (NO_WAIT, "", chat()[:-1]), (DUPLEX, "", chat()), (STREAMED, "", chat())],
+)
+def test_no_deadline_where_the_body_is_not_whole_or_its_end_will_be_said(config, length, body):
+    talk = Conversation()
+    talk.send(request_headers(config, content_length=length), request_body(body, end=False))
+
+    assert talk.stream.deadline_s is None
