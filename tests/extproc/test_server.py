@@ -1,0 +1,319 @@
+"""The gRPC server with a real client: streams, health, limits, endings and the drain."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.server import AddressError, ExternalProcessor, GrpcServers, Ports, keep_deadlines
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from extproc.envoy_messages import (
+    BUFFERED,
+    DUPLEX,
+    NO_WAIT,
+    Recorder,
+    chat,
+    destination,
+    kinds,
+    pool,
+    refused_with,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+)
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+@dataclass
+class Running:
+    """A router's gRPC side on free ports, and a client of it."""
+
+    picker: Picker
+    observer: Recorder
+    processor: ExternalProcessor
+    servers: GrpcServers
+    ports: Ports
+    channel: grpc.aio.Channel
+
+    def stream(self, channel: grpc.aio.Channel | None = None):
+        method = (channel or self.channel).stream_stream(
+            f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}",
+            request_serializer=wire.ProcessingRequest.SerializeToString,
+            response_deserializer=wire.ProcessingResponse.FromString,
+        )
+        return method()
+
+    @property
+    def in_flight(self) -> int:
+        return sum(each.in_flight for status in self.picker.statuses() for each in status.endpoints)
+
+    async def health(self, service: str) -> int:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports.health}") as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+        return answer.status
+
+
+@asynccontextmanager
+async def running(*, ready=True) -> AsyncIterator[Running]:
+    observer = Recorder()
+    limits = Limits()
+    picker = Picker(limits, observer, id_prefix="r")
+    picker.set_pools(0.0, (pool(),))
+    processor = ExternalProcessor(picker, observer, limits)
+    servers = GrpcServers(processor, services=(), access_log=(), limits=limits)
+    ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
+    if ready:
+        await servers.ready()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}", options=UNLIMITED) as channel:
+        try:
+            yield Running(picker, observer, processor, servers, ports, channel)
+        finally:
+            await servers.drain(0.0)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Running]:
+    async with running() as router:
+        yield router
+
+
+async def answers(call, count: int) -> list[wire.ProcessingResponse]:
+    return [await call.read() for _ in range(count)]
+
+
+async def test_a_request_from_its_headers_to_the_first_chunk(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()))
+    pick, body = await answers(call, 2)
+    await call.write(response_headers())
+    (headers,) = await answers(call, 1)
+    await call.write(response_body())
+    (chunk,) = await answers(call, 1)
+
+    assert destination(pick)
+    assert kinds([body, headers, chunk]) == ["request_body", "response_headers", "response_body"]
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert router.observer.names() == ["routed", "decided", "first_token"]
+    assert router.observer.events[1][1] > 0
+
+
+@pytest.mark.parametrize(("size", "status"), [(12_000_000, None), (17_000_000, 413), (40_000_000, 413)])
+async def test_large_bodies_in_one_message_are_for_us_to_judge_not_for_grpc(router, size, status):
+    call = router.stream()
+    await call.write(request_headers(BUFFERED))
+    await call.write(request_body(chat("x" * size)))
+    (_, answer) = await answers(call, 2)
+
+    assert destination(answer) if status is None else refused_with([answer]) == status
+
+
+async def test_a_cancelled_stream_leaves_nothing(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+    assert router.in_flight == 1
+
+    call.cancel()
+    await router.processor.idle()
+
+    assert router.in_flight == 0
+    assert router.observer.names()[-1] == "aborted"
+
+
+async def test_a_stream_that_is_half_closed_ends_cleanly(router):
+    call = router.stream()
+    await call.write(request_headers(DUPLEX))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+    await call.done_writing()
+
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert router.in_flight == 0
+
+
+async def test_what_is_no_protobuf_ends_its_stream_alone(router, caplog):
+    method = router.channel.stream_stream(f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}")
+    call = method()
+    await call.write(request_headers(NO_WAIT).SerializeToString())
+    await call.write(b"\xff\xff\xff")
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Unexpected" not in caplog.text
+    await test_a_request_from_its_headers_to_the_first_chunk(router)
+
+
+async def test_a_whole_body_without_its_end_is_picked_for_after_silence(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT, content_length=str(len(chat()))))
+    await call.write(request_body(chat(), end=False))
+    pick, _ = await answers(call, 2)
+    await call.write(request_body(b""))
+    (late,) = await answers(call, 1)
+
+    assert destination(pick)
+    assert kinds([late]) == ["request_body"]
+
+
+async def test_streams_cut_at_any_moment_leave_nothing(router, caplog):
+    chance = random.Random(1)
+    messages = [request_headers(NO_WAIT), request_body(chat()), response_headers(), response_body(end=True)]
+
+    async def one() -> None:
+        call = router.stream()
+        for message in messages[: chance.randrange(5)]:
+            await call.write(message)
+            if chance.random() < 0.5:
+                await asyncio.sleep(0)
+        call.cancel()
+
+    for _ in range(10):
+        await asyncio.gather(*(one() for _ in range(30)))
+    await router.processor.idle()
+
+    assert router.in_flight == 0
+    assert "Unexpected" not in caplog.text
+
+
+async def test_hundreds_of_open_streams_are_all_answered(router):
+    calls = [router.stream() for _ in range(300)]
+    for call in calls:
+        await call.write(request_headers(NO_WAIT))
+    for call in calls:
+        await call.write(request_body(chat()))
+    picks = [(await answers(call, 2))[0] for call in calls]
+
+    assert all(destination(pick) for pick in picks)
+    assert router.in_flight == 300
+    for call in calls:
+        call.cancel()
+    await router.processor.idle()
+
+
+async def test_health_names_liveness_and_readiness():
+    async with running(ready=False) as router:
+        before = [await router.health(name) for name in ("liveness", "readiness", "", EXT_PROC_SERVICE)]
+        await router.servers.ready()
+        after = [await router.health(name) for name in ("liveness", "readiness", "", EXT_PROC_SERVICE)]
+
+        assert before == [SERVING, NOT_SERVING, NOT_SERVING, NOT_SERVING]
+        assert after == [SERVING] * 4
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.health("something else")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        on_grpc_port = await health_pb2_grpc.HealthStub(router.channel).Check(health_pb2.HealthCheckRequest())
+        assert on_grpc_port.status == SERVING
+
+
+async def test_the_health_port_serves_health_only(router):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.health}") as channel:
+        call = router.stream(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_half_read_request_still_gets_its_pick_while_readiness_is_gone(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()[:9], end=False))
+    watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == SERVING
+
+    drain = asyncio.create_task(router.servers.drain(20.0))
+    assert (await watch.read()).status == NOT_SERVING
+    assert await router.health("readiness") == NOT_SERVING
+    assert await router.health("liveness") == SERVING
+    await call.write(request_body(chat()[9:]))
+    assert destination((await answers(call, 3))[0])
+    await call.write(response_headers())
+    await call.write(response_body(end=True))
+    await answers(call, 2)
+
+    assert await call.code() is grpc.StatusCode.OK
+    await asyncio.wait_for(drain, 10.0)
+
+
+async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_on(router, monkeypatch):
+    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    call = router.stream()
+    await call.write(request_headers(DUPLEX))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+
+    drain = asyncio.create_task(router.servers.drain(20.0))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.grpc}") as channel:
+        code = grpc.StatusCode.OK
+        while code is grpc.StatusCode.OK:
+            late = router.stream(channel)
+            await late.done_writing()
+            code = await late.code()
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert not drain.done()
+    await call.write(response_headers())
+    assert kinds(await answers(call, 1)) == ["response_headers"]
+    await call.done_writing()
+    await asyncio.wait_for(drain, 10.0)
+
+
+async def test_an_idle_router_does_not_wait_for_watchers(router):
+    watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
+    await watch.read()
+
+    # Far below the timeout given: nothing but the notice is waited for.
+    await asyncio.wait_for(router.servers.drain(600.0), 30.0)
+
+
+async def test_a_stream_that_does_not_end_is_cut_at_the_timeout(router):
+    call = router.stream()
+    await call.write(request_headers(DUPLEX))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+
+    await asyncio.wait_for(router.servers.drain(0.6), 30.0)
+    await router.processor.idle()
+
+    assert router.in_flight == 0
+
+
+async def test_a_port_in_use_is_an_error_that_names_it(router):
+    other = GrpcServers(router.processor, services=(), access_log=(), limits=Limits())
+
+    with pytest.raises(AddressError, match=f"127.0.0.1:{router.ports.grpc}"):
+        await other.start("127.0.0.1", grpc_port=router.ports.grpc, health_port=0, als_port=0, credentials=None)
+
+
+async def test_deadlines_are_kept():
+    class Due:
+        called = asyncio.Event()
+
+        def next_deadline(self) -> float:
+            return 0.0
+
+        def on_deadline(self, now: float) -> None:
+            assert now > 0.0
+            self.called.set()
+
+    task = asyncio.create_task(keep_deadlines(Due()))
+    await asyncio.wait_for(Due.called.wait(), 10.0)
+    task.cancel()
