@@ -1,0 +1,134 @@
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+import builders
+from dualmap.requests import PoolStatus
+from dualmap.router import PoolRouter
+from dualmap_extproc.http_status import StatusServer
+from dualmap_extproc.metrics import Metrics
+
+
+class Held(Metrics):
+    """Metrics whose page is not ready before somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__(version="1", replica_id="router-0")
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+
+    def render(self, statuses: Sequence[PoolStatus]) -> bytes:
+        self.begun.set()
+        assert self.may_end.wait(30)
+        return super().render(statuses)
+
+
+def fresh() -> Metrics:
+    return Metrics(version="1", replica_id="router-0")
+
+
+@asynccontextmanager
+async def serving(*routers: PoolRouter, metrics: Metrics | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+    metrics = metrics or fresh()
+    metrics.set_pools([router.pool for router in routers])
+    server = StatusServer(
+        router="router-0", statuses=lambda: tuple(router.status() for router in routers), metrics=metrics
+    )
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            yield session
+    finally:
+        await server.close()
+
+
+async def test_metrics_page_has_counters_and_loads() -> None:
+    router = PoolRouter(builders.pool(2))
+    metrics = fresh()
+    async with serving(router, metrics=metrics) as session:
+        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
+        metrics.routed("llm/qwen", decision)  # type: ignore[arg-type]  # two members never refuse
+        async with session.get("/metrics") as response:
+            page = await response.text()
+            assert response.status == 200
+            assert response.headers["content-type"].startswith("text/plain")
+    in_flight = [line for line in page.splitlines() if line.startswith("dualmap_endpoint_in_flight_requests{")]
+    assert sorted(line.rsplit(" ", 1)[1] for line in in_flight) == ["0.0", "1.0"]
+    assert 'dualmap_ring_version{pool="llm/qwen"} 1.0' in page
+
+
+async def test_a_pool_as_the_contract_has_it() -> None:
+    router = PoolRouter(builders.pool(2))
+    metrics = fresh()
+    async with serving(router, metrics=metrics) as session:
+        router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
+        async with session.get("/pools/llm/qwen") as response:
+            assert response.status == 200
+            assert response.content_type == "application/json"
+            document = await response.json()
+    assert document.keys() == {"router", "ring_version", "traffic", "endpoints"}
+    assert (document["router"], document["ring_version"]) == ("router-0", 1)
+    assert {"requests", "slo_met", "first_tokens", "measured_cached_tokens"} <= document["traffic"].keys()
+    endpoints = document["endpoints"]
+    assert [endpoint["id"] for endpoint in endpoints] == ["m-0", "m-1"]
+    assert all(
+        endpoint.keys() == {"id", "state", "in_flight", "held", "pending_prefill_tokens"} for endpoint in endpoints
+    )
+    assert {endpoint["state"] for endpoint in endpoints} == {"Active"}
+    assert sorted((endpoint["in_flight"], endpoint["pending_prefill_tokens"]) for endpoint in endpoints) == [
+        (0, 0),
+        (1, 1000),
+    ]
+
+
+async def test_the_list_of_pools() -> None:
+    async with serving(PoolRouter(builders.pool(3))) as session, session.get("/pools") as response:
+        assert await response.json() == {
+            "router": "router-0",
+            "pools": [{"pool": "llm/qwen", "ring_version": 1, "endpoints": 3}],
+        }
+
+
+@pytest.mark.parametrize("path", ["/pools/llm/other", "/pools/other/qwen"])
+async def test_an_unknown_pool_is_a_404_in_json(path: str) -> None:
+    async with serving(PoolRouter(builders.pool(1))) as session, session.get(path) as response:
+        assert response.status == 404
+        assert path.removeprefix("/pools/") in (await response.json())["error"]
+
+
+@pytest.mark.parametrize("path", ["/", "/pools/llm", "/pools/llm/qwen/m-0"])
+async def test_other_paths_are_not_found(path: str) -> None:
+    async with serving(PoolRouter(builders.pool(1))) as session, session.get(path) as response:
+        assert response.status == 404
+
+
+async def test_nothing_here_can_be_written_to() -> None:
+    async with serving(PoolRouter(builders.pool(1))) as session, session.post("/pools/llm/qwen") as response:
+        assert response.status == 405
+
+
+async def test_a_page_that_takes_long_holds_up_nobody() -> None:
+    metrics = Held()
+    async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:
+        page = asyncio.create_task(session.get("/metrics"))
+        assert await asyncio.to_thread(metrics.begun.wait, 30)
+        async with session.get("/pools/llm/qwen") as response:
+            assert response.status == 200
+        assert not page.done()
+        metrics.may_end.set()
+        async with await page as response:
+            assert response.status == 200
+
+
+async def test_a_port_in_use_is_an_error() -> None:
+    first, second = (StatusServer(router="r", statuses=tuple, metrics=fresh()) for _ in range(2))
+    port = await first.start("127.0.0.1", 0)
+    try:
+        with pytest.raises(OSError, match="address already in use"):
+            await second.start("127.0.0.1", port)
+    finally:
+        await first.close()

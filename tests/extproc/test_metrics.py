@@ -1,0 +1,304 @@
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+import builders
+from dualmap.pool import Member, MemberState, Pool
+from dualmap.receipt import Key, Receipt
+from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus
+from dualmap_extproc.access_log import AccessLogObserver
+from dualmap_extproc.endpoints import DiscoveryObserver
+from dualmap_extproc.errors import model_not_found, no_endpoint
+from dualmap_extproc.metrics import Metrics, Traffic
+from dualmap_extproc.observer import Observer
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+POOL = "llm/qwen"
+
+
+def decision(chosen: str = "m-0", *, rule: str = "pair-warm", prompt: int = 100, matched: int = 60) -> Decision:
+    receipt = Receipt(
+        pool=POOL,
+        policy="dualmap",
+        rule=rule,
+        reason="",
+        key=Key(hash=1, blocks=1, tokens=128),
+        pair=("m-0", "m-1"),
+        chosen=chosen,
+        address="10.0.0.1:8000",
+        prompt_tokens=prompt,
+        matched_tokens=matched,
+        predicted_ttft_s=0.1,
+        candidates=(),
+    )
+    return Decision(request_id="r", endpoints=("10.0.0.1:8000",), receipt=receipt)
+
+
+def first_token(member: str = "m-0", *, ttft_s: float = 0.3, within_slo: bool = True) -> FirstToken:
+    return FirstToken(member=member, ttft_s=ttft_s, predicted_ttft_s=0.2, within_slo=within_slo)
+
+
+def completion(member: str = "m-0", *, measured: int | None = None) -> Completion:
+    return Completion(member=member, predicted_cached_tokens=60, measured_cached_tokens=measured, had_first_token=True)
+
+
+def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
+    endpoints = tuple(
+        EndpointStatus(
+            id=f"m-{n}",
+            endpoint=f"10.0.0.{n + 1}:8000",
+            state=state.value,
+            weight=100,
+            in_flight=n + 1,
+            pending_prefill_tokens=1000 * (n + 1),
+            active_kv_tokens=5000,
+            indexed_blocks=40,
+            prefill_tokens_per_second=6500.5,
+        )
+        for n, state in enumerate(states)
+    )
+    return PoolStatus(pool=pool, ring_version=7, endpoints=endpoints, hotness_nodes=12, split_prefixes=2)
+
+
+def metrics(*pools: Pool) -> Metrics:
+    made = Metrics(version="1.2.3", replica_id="router-0")
+    made.set_pools(pools or (builders.pool(2),))
+    return made
+
+
+def families(made: Metrics, *statuses: PoolStatus) -> list[Metric]:
+    return list(text_string_to_metric_families(made.render(statuses).decode()))
+
+
+def samples(made: Metrics, *statuses: PoolStatus) -> dict[str, float]:
+    """Every sample as ``name{label=value,...}`` with sorted labels."""
+    found = {}
+    for family in families(made, *statuses):
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}"
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def everything(made: Metrics) -> None:
+    """Let every event happen once."""
+    made.routed(POOL, decision())
+    made.routed_bodiless(POOL)
+    made.refused(no_endpoint(POOL))
+    made.refused(model_not_found("m"))
+    made.decided(0.0003)
+    made.first_token(POOL, first_token())
+    made.finished(POOL, completion())
+    made.aborted(POOL, completion())
+    made.expired(POOL, completion())
+    made.measured(POOL, completion(measured=50))
+    made.served_elsewhere(POOL)
+    made.discovery_streams(3)
+    made.discovery_pushed()
+    made.discovery_rejected()
+    made.access_log_entries(known=5, others=2)
+    made.access_log_unreadable()
+    made.pools_refused()
+
+
+class TestCounting:
+    def test_it_is_what_the_data_path_reports_to(self) -> None:
+        made = metrics()
+        ports: tuple[Observer, DiscoveryObserver, AccessLogObserver] = (made, made, made)
+        for port in (Observer, DiscoveryObserver, AccessLogObserver):
+            for name in [each for each in vars(port) if not each.startswith("_")]:
+                assert callable(getattr(made, name))
+        assert ports[0] is made
+
+    def test_each_event_counts_where_it_belongs(self) -> None:
+        made = metrics()
+        before = samples(made)
+        everything(made)
+        after = samples(made)
+        changed = {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name)}
+        at = f"endpoint=m-0,pool={POOL}"
+        assert {name: value for name, value in changed.items() if "_seconds" not in name} == {
+            f"dualmap_requests_total{{{at}}}": 1,
+            f"dualmap_prompt_tokens_total{{{at}}}": 100,
+            f"dualmap_predicted_cached_tokens_total{{{at}}}": 60,
+            f"dualmap_checked_cached_tokens_total{{{at}}}": 60,
+            f"dualmap_measured_cached_tokens_total{{{at}}}": 50,
+            f"dualmap_first_tokens_total{{{at},slo=met}}": 1,
+            f"dualmap_completions_total{{endpoint=m-0,outcome=finished,pool={POOL}}}": 1,
+            f"dualmap_completions_total{{endpoint=m-0,outcome=aborted,pool={POOL}}}": 1,
+            f"dualmap_completions_total{{endpoint=m-0,outcome=expired,pool={POOL}}}": 1,
+            f"dualmap_decisions_total{{pool={POOL},rule=pair-warm}}": 1,
+            f"dualmap_bodiless_requests_total{{pool={POOL}}}": 1,
+            f"dualmap_served_elsewhere_total{{pool={POOL}}}": 1,
+            f"dualmap_refused_requests_total{{code=no_endpoint,pool={POOL}}}": 1,
+            "dualmap_refused_requests_total{code=model_not_found,pool=}": 1,
+            "dualmap_discovery_streams{}": 3,
+            "dualmap_discovery_pushes_total{}": 1,
+            "dualmap_discovery_rejections_total{}": 1,
+            "dualmap_access_log_entries_total{picked=yes}": 5,
+            "dualmap_access_log_entries_total{picked=no}": 2,
+            "dualmap_access_log_unreadable_batches_total{}": 1,
+            "dualmap_pool_refusals_total{}": 1,
+        }
+        assert changed[f"dualmap_ttft_seconds_sum{{pool={POOL}}}"] == pytest.approx(0.3)
+        assert changed[f"dualmap_ttft_seconds_count{{pool={POOL}}}"] == 1
+        assert changed["dualmap_decision_seconds_sum{}"] == pytest.approx(0.0003)
+
+    def test_first_tokens_in_time_and_late(self) -> None:
+        made = metrics()
+        made.first_token(POOL, first_token("m-1", within_slo=True))
+        made.first_token(POOL, first_token("m-1", within_slo=False, ttft_s=7))
+        made.first_token(POOL, first_token("m-1", within_slo=False, ttft_s=9))
+        got = samples(made)
+        assert got[f"dualmap_first_tokens_total{{endpoint=m-1,pool={POOL},slo=met}}"] == 1
+        assert got[f"dualmap_first_tokens_total{{endpoint=m-1,pool={POOL},slo=missed}}"] == 2
+        assert got[f"dualmap_ttft_seconds_bucket{{le=5.0,pool={POOL}}}"] == 1
+
+    def test_a_completion_without_a_measurement_measures_nothing(self) -> None:
+        made = metrics()
+        before = samples(made)
+        made.measured(POOL, completion(measured=None))
+        assert samples(made) == before
+
+    def test_series_of_an_endpoint_exist_before_its_first_request(self) -> None:
+        """So that a rate over the first request is not lost."""
+        got = samples(metrics())
+        assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 0
+        assert got[f"dualmap_completions_total{{endpoint=m-1,outcome=aborted,pool={POOL}}}"] == 0
+
+    def test_two_of_them_share_nothing(self) -> None:
+        one, other = metrics(), metrics()
+        everything(one)
+        assert samples(other) == samples(metrics())
+
+    def test_the_page_says_who_speaks_and_not_when_series_were_made(self) -> None:
+        got = samples(metrics())
+        assert got["dualmap_build_info{replica=router-0,version=1.2.3}"] == 1
+        assert not [name for name in got if "_created" in name]
+
+    def test_traffic_totals(self) -> None:
+        made = metrics()
+        everything(made)
+        made.first_token(POOL, first_token(within_slo=False))
+        assert made.traffic(POOL) == Traffic(
+            requests=1,
+            refused=1,
+            first_tokens=2,
+            slo_met=1,
+            prompt_tokens=100,
+            predicted_cached_tokens=60,
+            measured_cached_tokens=50,
+        )
+        assert made.traffic("llm/unknown") == Traffic()
+
+
+class TestLoads:
+    def test_gauges_are_the_statuses_of_the_moment(self) -> None:
+        made = metrics()
+        got = samples(made, status(MemberState.ACTIVE, MemberState.DRAINING))
+        at = f"endpoint=m-1,pool={POOL}"
+        assert got[f"dualmap_endpoint_pending_prefill_tokens{{{at}}}"] == 2000
+        assert got[f"dualmap_endpoint_in_flight_requests{{{at}}}"] == 2
+        assert got[f"dualmap_endpoint_active_kv_tokens{{{at}}}"] == 5000
+        assert got[f"dualmap_endpoint_prefill_tokens_per_second{{{at}}}"] == 6500.5
+        assert got[f"dualmap_endpoint_indexed_blocks{{{at}}}"] == 40
+        assert got[f"dualmap_endpoint_weight{{{at}}}"] == 100
+        assert got[f"dualmap_ring_version{{pool={POOL}}}"] == 7
+        assert got[f"dualmap_hotness_nodes{{pool={POOL}}}"] == 12
+        assert got[f"dualmap_split_prefixes{{pool={POOL}}}"] == 2
+        assert {state: got[f"dualmap_ring_members{{pool={POOL},state={state.value}}}"] for state in MemberState} == {
+            MemberState.JOINING: 0,
+            MemberState.ACTIVE: 1,
+            MemberState.DRAINING: 1,
+        }
+        assert not [name for name in samples(made, status()) if name.startswith("dualmap_endpoint_")]
+
+
+class TestVanishing:
+    def test_a_member_that_leaves_takes_its_series_along_and_the_others_keep_theirs(self) -> None:
+        whole = builders.pool(2)
+        made = metrics(whole)
+        for member in ("m-0", "m-1"):
+            made.routed(POOL, decision(member))
+            made.finished(POOL, completion(member))
+        made.set_pools([replace(whole, members=whole.members[1:])])
+        got = samples(made, status())
+        assert not [name for name in got if "endpoint=m-0" in name]
+        assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 1
+        assert made.traffic(POOL).requests == 2
+
+    def test_news_of_a_member_that_left_does_not_bring_its_series_back(self) -> None:
+        whole = builders.pool(2)
+        made = metrics(whole)
+        made.set_pools([replace(whole, members=whole.members[1:])])
+        everything(made)
+        assert not [name for name in samples(made) if "endpoint=m-0" in name]
+        assert made.traffic(POOL).requests == 1
+
+    def test_a_pool_that_leaves_takes_everything_along(self) -> None:
+        made = metrics()
+        everything(made)
+        made.set_pools([])
+        assert not [name for name in samples(made) if POOL in name]
+        everything(made)
+        assert not [name for name in samples(made) if POOL in name]
+
+    def test_who_comes_back_begins_at_zero(self) -> None:
+        made = metrics()
+        everything(made)
+        made.set_pools([])
+        made.set_pools([builders.pool(2)])
+        assert samples(made)[f"dualmap_requests_total{{endpoint=m-0,pool={POOL}}}"] == 0
+        assert made.traffic(POOL) == Traffic()
+
+    def test_being_told_the_same_again_changes_nothing(self) -> None:
+        made = metrics()
+        everything(made)
+        before = samples(made)
+        made.set_pools([builders.pool(2)])
+        assert samples(made) == before
+
+    def test_ids_of_any_printable_kind_are_written_so_that_they_can_be_read(self) -> None:
+        odd = 'a/b:c@d"e\\f'
+        made = metrics(replace(builders.pool(0), members=(Member(id=odd, address="10.0.0.1", port=1),)))
+        assert [
+            sample.labels["endpoint"]
+            for family in families(made)
+            for sample in family.samples
+            if sample.name == "dualmap_requests_total"
+        ] == [odd]
+
+
+class TestReference:
+    def exported(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        made = metrics()
+        everything(made)
+        found = {}
+        for family in families(made, status(MemberState.ACTIVE)):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            found[name] = (family.type, tuple(sorted(labels)))
+        return found
+
+    def documented(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        rows = re.findall(r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", DOCUMENT.read_text(), re.MULTILINE)
+        assert len(rows) == len({name for name, _, _ in rows})
+        return {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
+
+    def test_the_reference_lists_exactly_what_is_exported(self) -> None:
+        assert self.documented() == self.exported()
+
+    def test_the_names_of_the_contract_are_there(self) -> None:
+        assert self.exported().keys() >= {
+            "dualmap_endpoint_pending_prefill_tokens",
+            "dualmap_endpoint_in_flight_requests",
+            "dualmap_requests_total",
+            "dualmap_predicted_cached_tokens_total",
+            "dualmap_measured_cached_tokens_total",
+        }
