@@ -282,7 +282,7 @@ class Engine:
         elif self._batch_count:
             self._start_run(now)
         else:
-            self._batch.clear()
+            self._batch.clear()  # What is left are aborted requests whose last step will never come.
             self._end_s = inf
 
     def _start_prefill(self, job: _Job, now: float) -> None:

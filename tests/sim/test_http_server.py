@@ -111,6 +111,14 @@ async def test_without_include_usage_the_stream_has_none(start: Start) -> None:
     assert all("usage" not in event for event in events)
 
 
+async def test_tokens_come_as_they_are_made(start: Start) -> None:
+    client = await start(speed=1.0)
+    async with client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 20, "stream": True}) as response:
+        _, *texts = events_of(await response.read())
+
+    assert len(texts) > 1
+
+
 async def test_the_second_time_the_prompt_is_cached_but_never_across_salts(start: Start) -> None:
     client = await start()
     cached = []
