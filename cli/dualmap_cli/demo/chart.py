@@ -32,7 +32,7 @@ def draw(path: Path, plan: Plan, runs: Sequence[PolicyRun], reports: Sequence[Po
     _draw_percentiles(percentiles, reports, colours)
     _draw_shares(attainment, f"first token within {SLO_TTFT_S:g} s", [r.slo_attainment for r in reports], colours)
     ideal = measure(plan.trace).ideal_hit_rate
-    _draw_shares(hits, f"prompt tokens from cache (at best {ideal:.0%})", [r.hit_rate for r in reports], colours)
+    _draw_shares(hits, f"hit rate (at best {ideal:.0%})", [r.hit_rate for r in reports], colours)
     hits.axhline(ideal * 100, color=_INK, linewidth=1.2, linestyle="--", zorder=0.5)
     _draw_over_time(over_time, plan, runs, colours)
     figure.suptitle(
@@ -56,6 +56,7 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
             bars, [f"{value:.1f}" for value in values], fontsize=9, color=_INK, padding=2, path_effects=[_halo()]
         )
     axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.55, len(names) - 0.25)
     axes.margins(y=0.15)
     _mark_slo(axes)
     _finish(axes, "time to first token (s)")

@@ -51,7 +51,7 @@ def _row(one: PolicyReport) -> tuple[str, ...]:
         f"{one.slo_attainment:.1%}",
         f"{one.hit_rate:.1%}",
         "-" if one.pending_cv is None else f"{one.pending_cv:.2f}",
-        f"{one.pending_tokens_mean:,.0f} tok",
+        "-" if one.pending_tokens_mean is None else f"{one.pending_tokens_mean:,.0f} tok",
         ", ".join(f"{count} x {error}" for error, count in sorted(one.errors.items())) or "0",
     )
 

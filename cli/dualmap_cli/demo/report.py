@@ -45,7 +45,7 @@ class PolicyReport:
     slo_attainment: float
     hit_rate: float
     pending_cv: float | None
-    pending_tokens_mean: float
+    pending_tokens_mean: float | None
     errors: dict[str, int]
     send_lag_p99_wall_s: float
     send_lag_max_wall_s: float
@@ -95,7 +95,7 @@ def report(run: PolicyRun, plan: Plan) -> PolicyReport:
         slo_attainment=sum(ttft_s <= SLO_TTFT_S for ttft_s in ttfts) / len(run.outcomes),
         hit_rate=sum(o.cached_tokens for o in succeeded) / prompt_tokens if prompt_tokens else 0.0,
         pending_cv=fmean(cvs) if cvs else None,
-        pending_tokens_mean=fmean([fmean(s.pending_tokens) for s in run.samples]) if run.samples else 0.0,
+        pending_tokens_mean=fmean([fmean(s.pending_tokens) for s in run.samples]) if run.samples else None,
         errors=dict(Counter(outcome.error for outcome in run.outcomes if outcome.error is not None)),
         send_lag_p99_wall_s=percentile(lags, 0.99) or 0.0,
         send_lag_max_wall_s=max(lags),
