@@ -37,7 +37,10 @@ _DEADLINE_POLL_S = 1.0
 
 
 class AddressError(Exception):
-    """A port cannot be bound; the message names the address."""
+    """A port cannot be bound; the message names the address and the reason."""
+
+    def __init__(self, where: str, reason: object) -> None:
+        super().__init__(f"cannot listen on {where}: {reason}")
 
 
 class ExternalProcessor:
@@ -202,8 +205,12 @@ class GrpcServers:
         idle = asyncio.create_task(self._processor.idle())
         await asyncio.wait((stopping, idle), return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
-        await asyncio.gather(*(server.stop(None) for server in (self._main, self._als, self._plain_health)))
+        await self.close()
         await stopping
+
+    async def close(self) -> None:
+        """Stop at once, cutting what is open."""
+        await asyncio.gather(*(server.stop(None) for server in (self._main, self._als, self._plain_health)))
 
     async def _set_ready(self, status: "HealthCheckResponse.ServingStatus") -> None:
         for service in READINESS_SERVICES:
@@ -220,11 +227,16 @@ async def keep_deadlines(picker: Picker) -> None:
         await asyncio.sleep(_DEADLINE_POLL_S)
 
 
+def address(host: str, port: int) -> str:
+    """Write ``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = address(host, port)
     try:
         if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, credentials)
     except RuntimeError as error:
-        raise AddressError(f"cannot listen on {address}: {error}") from None
+        raise AddressError(where, error) from None

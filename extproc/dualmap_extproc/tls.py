@@ -2,6 +2,7 @@
 
 Gateways speak TLS to an endpoint picker by default and do not verify it (PROTOCOLS section 1), hence ``self-signed``.
 A folder holds ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does, and is read again when they change.
+cryptography is imported where it is used: a router in plain text starts a tenth of a second earlier without it.
 """
 
 import datetime
@@ -9,10 +10,6 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from dualmap_extproc.logs import get_logger
 
@@ -41,6 +38,11 @@ def server_credentials(tls: str) -> grpc.ServerCredentials | None:
 
 def self_signed() -> tuple[bytes, bytes]:
     """Make a key and a certificate for it that nobody vouches for; return both as PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "dualmap-router")])
     names = [x509.DNSName("localhost"), x509.DNSName("dualmap-router"), x509.IPAddress(ip_address("127.0.0.1"))]
@@ -72,6 +74,9 @@ class CertificateFiles:
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Return the pair as it is now. Raises TlsError."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+
         self._seen = self._stamps()
         key, certificate = (_bytes_of(path) for path in (self._key, self._certificate))
         try:
