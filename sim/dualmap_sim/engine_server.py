@@ -12,8 +12,8 @@ from typing import Final
 
 import click
 
-from dualmap_sim.http_server import EngineHttpServer, ServerSettings
 from dualmap_sim.presets import PRESETS
+from dualmap_sim.server_settings import ServerSettings
 
 BLOCK_TOKENS: Final = 16
 """vLLM's block size; the presets' 512 is that of the traces."""
@@ -74,6 +74,8 @@ def engine_sim(
 
 async def _serve(settings: ServerSettings) -> int:
     """Serve until a signal; return the exit code: 0 when every accepted request was answered."""
+    from dualmap_sim.http_server import EngineHttpServer  # Here, because aiohttp takes a second that --help need not.
+
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

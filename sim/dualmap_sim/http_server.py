@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
@@ -29,7 +28,7 @@ from dualmap_sim.engine_driver import EngineDriver, Generation
 from dualmap_sim.errors import ApiError
 from dualmap_sim.metrics import EngineMetrics
 from dualmap_sim.openai_answers import Answer
-from dualmap_sim.presets import EngineConfig
+from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
 """Well above the largest body a test sends (64 MB): limits are the router's and Envoy's business."""
@@ -38,18 +37,6 @@ KEEPALIVE_S: Final = 3700.0
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _DIGEST: Final = web.RequestKey("x-request-sha256", str)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """What an engine server is started with. ``port`` 0 takes any free one; ``speed`` is model s per wall s."""
-
-    host: str
-    port: int
-    model: str
-    config: EngineConfig
-    speed: float
-    api_key: str | None
 
 
 class EngineHttpServer:

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
-from dualmap_sim.http_server import EngineHttpServer, ServerSettings
+from dualmap_sim.http_server import EngineHttpServer
 from dualmap_sim.presets import PRESETS
+from dualmap_sim.server_settings import ServerSettings
 
 FAST = 1000.0
 STANDING_STILL = 1e-6
@@ -116,7 +117,7 @@ async def test_tokens_come_as_they_are_made(start: Start) -> None:
     async with client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 20, "stream": True}) as response:
         _, *texts = events_of(await response.read())
 
-    assert len(texts) > 1
+    assert len(texts) > 2  # Even without decode steps there is one for the first token and one for the end.
 
 
 async def test_the_second_time_the_prompt_is_cached_but_never_across_salts(start: Start) -> None:
