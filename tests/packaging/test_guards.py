@@ -38,9 +38,9 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
         ("core/dualmap/router.py", "import dualmap_extproc.names", "The core knows nobody"),
         ("extproc/dualmap_extproc/picker.py", "import dualmap_sim.presets", "The core knows nobody"),
         ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "The core knows nobody"),
-        ("extproc/dualmap_extproc/picker.py", "import matplotlib", "matplotlib"),
-        ("extproc/dualmap_extproc/picker.py", "import grpc", "gRPC"),
-        ("extproc/dualmap_extproc/stream.py", "import prometheus_client", "prometheus_client"),
+        ("extproc/dualmap_extproc/picker.py", "import matplotlib", "matplotlib have one home"),
+        ("extproc/dualmap_extproc/picker.py", "import grpc", "gRPC is spoken"),
+        ("extproc/dualmap_extproc/stream.py", "import prometheus_client", "prometheus_client lives"),
         ("extproc/dualmap_extproc/endpoints.py", "import envoy_data_plane", "Envoy's typed configuration"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Build the wheel, install it alone into a fresh environment, and run the unit tests against that instead of the tree."""
+"""Build the wheel, install it into a fresh environment, and run the unit tests against that instead of the tree."""
 
 import subprocess
 import sys
