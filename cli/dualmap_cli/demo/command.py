@@ -16,13 +16,13 @@ from dualmap.policies import POLICIES
 from dualmap_cli.demo.errors import DemoError
 from dualmap_cli.demo.experiment import run_all
 from dualmap_cli.demo.plan import Plan, make_plan
-from dualmap_cli.demo.printing import as_document, lag_note, preamble, table
+from dualmap_cli.demo.printing import LEGEND, as_document, lag_note, preamble, table
 from dualmap_cli.demo.report import PolicyRun, report
 from dualmap_sim.workloads.mooncake import TraceError
 
 T = TypeVar("T")
 
-_REQUESTS: Final = 1500
+_REQUESTS: Final = 1200
 _SPEED: Final = 4.0
 _REFRESHES_PER_S: Final = 4
 _OVERHEAD_S: Final = 8.0
@@ -195,6 +195,6 @@ def _publish(plan: Plan, runs: tuple[PolicyRun, ...], *, as_json: bool) -> None:
     if as_json:
         click.echo(document)
     else:
-        click.echo(f"{preamble(plan)}\n\n{table(reports)}\n\n{lag_note(reports, plan)}")
+        click.echo(f"{preamble(plan)}\n\n{table(reports)}\n{LEGEND}\n\n{lag_note(reports, plan)}")
     written = f"chart: {plan.out / 'demo.png'}   data: {plan.out / 'demo.json'}   logs: {plan.out / 'logs'}"
     click.echo(written, err=as_json)

@@ -56,6 +56,13 @@ def _row(one: PolicyReport) -> tuple[str, ...]:
     )
 
 
+LEGEND: Final = (
+    "pending: prefill tokens not yet computed, as the router counts them; CV: their standard deviation over the\n"
+    "engines by their mean (0 is even; a few requests on idle engines are uneven by nature, so read both columns)"
+)
+"""Stands below the table."""
+
+
 def preamble(plan: Plan) -> str:
     """Return what was replayed, in words, to stand above the table."""
     facts = measure(plan.trace)
