@@ -1,7 +1,9 @@
 """What Envoy says on an ext_proc stream, and what the picker's answers mean: shared by the data path's tests."""
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
@@ -26,6 +28,19 @@ DUPLEX = wire.ProtocolConfiguration(
 BUFFERED = wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED, response_body_mode=wire.STREAMED)
 STREAMED = wire.ProtocolConfiguration(request_body_mode=wire.STREAMED, response_body_mode=wire.STREAMED)
 MODES = {"no-wait": NO_WAIT, "duplex": DUPLEX, "buffered": BUFFERED, "streamed": STREAMED, "unsaid": None}
+
+
+@contextmanager
+def logging_as_it_was() -> Iterator[None]:
+    """Undo what ``logs.configure`` does inside the block."""
+    root, ours = logging.getLogger(), logging.getLogger("dualmap_extproc")
+    handlers, root_level, our_level = root.handlers[:], root.level, ours.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(root_level)
+        ours.setLevel(our_level)
 
 
 def pool(name="qwen", *, model="m", aliases=(), members=4, namespace="llm", **routing):

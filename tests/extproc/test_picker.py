@@ -1,7 +1,5 @@
 """The picker: bodies to destinations, pools to models, and the books at every ending."""
 
-import logging
-
 import pytest
 
 from dualmap.requests import Usage
@@ -10,7 +8,7 @@ from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.picker import Picked, Picker
 from dualmap_extproc.settings import Limits
-from extproc.envoy_messages import Recorder, chat, pool
+from extproc.envoy_messages import Recorder, chat, logging_as_it_was, pool
 
 
 class Desk:
@@ -256,13 +254,11 @@ def test_requests_that_nothing_is_heard_of_expire():
 
 
 def test_the_whole_receipt_goes_to_the_debug_log(capsys):
-    logs.configure(level="debug", log_format="json")
-    try:
+    with logging_as_it_was():
+        logs.configure(level="info", log_format="json")
         Desk().pick()
-    finally:
-        logs.configure(level="info", log_format="text")
-        logging.getLogger().handlers.clear()
-    Desk().pick()
+        logs.configure(level="debug", log_format="json")
+        Desk().pick()
 
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "candidates" in line]
     assert '"chosen"' in line

@@ -1,0 +1,236 @@
+"""``dualmap router`` as a process: its ready line, what its ports serve, reload, signals and exit codes."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import yaml
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dualmap_extproc.main import router
+from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.wire import discovery_pb2
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
+
+WAIT_S = 60.0
+READY = re.compile(r"dualmap router ready grpc=(\S+) health=(\S+) metrics=(\S+) als=(\S+)$")
+
+
+def pool_document(name="qwen", *, model="m", members=2) -> dict[str, object]:
+    ring = [{"id": f"{name}-{n}", "address": f"10.0.0.{n}", "port": 8000} for n in range(members)]
+    return {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name, "namespace": "llm"},
+        "spec": {"model": {"name": model}},
+        "status": {"ring": {"version": members, "members": ring}},
+    }
+
+
+def write_pool(path: Path, *args, **kwargs) -> Path:
+    path.write_text(yaml.safe_dump(pool_document(*args, **kwargs)))
+    return path
+
+
+@dataclass
+class Router:
+    """A running ``dualmap router`` and where its ports are."""
+
+    process: asyncio.subprocess.Process
+    grpc: str
+    health: str
+    metrics: str
+    als: str
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def exited(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+    async def get(self, path: str) -> bytes:
+        def fetch() -> bytes:
+            with urllib.request.urlopen(f"http://{self.metrics}{path}", timeout=10) as response:
+                content: bytes = response.read()
+            return content
+
+        return await asyncio.to_thread(fetch)
+
+    async def ready(self) -> int:
+        async with grpc.aio.insecure_channel(self.health) as channel:
+            request = health_pb2.HealthCheckRequest(service="readiness")
+            return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
+
+
+async def launch(*arguments: str) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "dualmap_cli", "router", *arguments]
+    environment = {**os.environ, "GRPC_VERBOSITY": "NONE"}
+    return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
+
+
+@asynccontextmanager
+async def running(*pools: Path, options: tuple[str, ...] = ()) -> AsyncIterator[Router]:
+    ports = [text for port in ("grpc", "health", "metrics", "als") for text in (f"--{port}-port", "0")]
+    files = [text for path in pools for text in ("--pool", str(path))]
+    process = await launch("--host", "127.0.0.1", *ports, *files, *options)
+    try:
+        assert process.stderr is not None
+        line = (await asyncio.wait_for(process.stderr.readline(), WAIT_S)).decode().strip()
+        match = READY.match(line)
+        assert match, line
+        yield Router(process, *match.groups())
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def stream(channel: grpc.aio.Channel):
+    return channel.stream_stream(
+        f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}",
+        request_serializer=wire.ProcessingRequest.SerializeToString,
+        response_deserializer=wire.ProcessingResponse.FromString,
+    )()
+
+
+async def picked(channel: grpc.aio.Channel, body: bytes) -> str | None:
+    call = stream(channel)
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(body))
+    answer = await call.read()
+    call.cancel()
+    return destination(answer)
+
+
+async def test_a_router_of_two_pools_serves_all_its_ports_and_stops_at_once_when_idle(tmp_path):
+    files = write_pool(tmp_path / "a.yaml", "a", model="a"), write_pool(tmp_path / "b.yaml", "b", model="b", members=3)
+    async with running(*files) as served:
+        async with grpc.aio.insecure_channel(served.grpc) as channel:
+            assert await picked(channel, chat(model="a"))
+            assert await picked(channel, chat(model="b"))
+        assert await served.ready() == health_pb2.HealthCheckResponse.SERVING
+        pool = json.loads(await served.get("/pools/llm/b"))
+        assert pool["ring_version"] == 3
+        assert [each["id"] for each in pool["endpoints"]] == ["b-0", "b-1", "b-2"]
+        assert b'dualmap_requests_total{endpoint="b-' in await served.get("/metrics")
+        served.stop()
+        assert await served.exited() == 0
+
+
+async def test_an_open_discovery_stream_learns_of_a_changed_file_and_does_not_delay_the_stop(tmp_path):
+    file = write_pool(tmp_path / "pool.yaml", members=2)
+    async with (
+        running(file, options=("--drain-timeout", "600s")) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        endpoints = channel.stream_stream(
+            f"/{EDS_SERVICE}/{EDS_METHOD}",
+            request_serializer=discovery_pb2.DiscoveryRequest.SerializeToString,
+            response_deserializer=discovery_pb2.DiscoveryResponse.FromString,
+        )()
+        await endpoints.write(discovery_pb2.DiscoveryRequest(resource_names=["llm/qwen"]))
+        assert hosts(await endpoints.read()) == 2
+        write_pool(tmp_path / "new.yaml", members=5).rename(file)
+        assert hosts(await endpoints.read()) == 5
+        assert json.loads(await served.get("/pools/llm/qwen"))["ring_version"] == 5
+
+        served.stop()
+        # Far below the drain timeout: discovery is no work to wait for.
+        assert await served.exited() == 0
+
+
+def hosts(response: discovery_pb2.DiscoveryResponse) -> int:
+    assignment = discovery_pb2.ClusterLoadAssignment.FromString(response.resources[0].value)
+    return sum(len(locality.lb_endpoints) for locality in assignment.endpoints)
+
+
+async def test_a_half_read_request_gets_its_pick_after_sigterm(tmp_path):
+    async with (
+        running(write_pool(tmp_path / "pool.yaml")) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call = stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()[:9], end=False))
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+
+        served.stop()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await served.ready() == health_pb2.HealthCheckResponse.NOT_SERVING
+        await call.write(request_body(chat()[9:]))
+        assert destination(await call.read())
+        await call.done_writing()
+        assert await served.exited() == 0
+
+
+async def test_the_drain_timeout_ends_the_wait_for_a_stream_that_stays(tmp_path):
+    options = ("--drain-timeout", "600ms")
+    async with (
+        running(write_pool(tmp_path / "pool.yaml"), options=options) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call = stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()))
+        await call.read()
+
+        served.stop()
+        # Below the default, which is 25 s.
+        assert await asyncio.wait_for(served.exited(), 20.0) == 0
+
+
+async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_plain(tmp_path):
+    async with running(write_pool(tmp_path / "pool.yaml"), options=("--tls", "self-signed")) as served:
+        assert await served.ready() == health_pb2.HealthCheckResponse.SERVING
+        assert b"dualmap_" in await served.get("/metrics")
+        async with grpc.aio.insecure_channel(served.grpc) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        served.stop()
+        assert await served.exited() == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "status", "said"),
+    [
+        ("", (), 2, "pool.yaml"),
+        ("kind: Pod", (), 2, "apiVersion"),
+        (None, ("--tls", "/nonexistent"), 2, "/nonexistent/tls.key"),
+        (None, ("--drain-timeout", "soon"), 2, "soon"),
+        (None, ("--grpc-port", "70000"), 2, "70000"),
+        (None, ("--host", "not.an.address.invalid"), 1, "not.an.address.invalid"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_said_and_has_an_exit_status(tmp_path, content, options, status, said):
+    file = write_pool(tmp_path / "pool.yaml")
+    if content is not None:
+        file.write_text(content)
+    ports = ("--host", "127.0.0.1", "--grpc-port", "0", "--health-port", "0", "--metrics-port", "0", "--als-port", "0")
+
+    with logging_as_it_was():
+        result = CliRunner().invoke(router, ["--pool", str(file), *ports, *options])
+
+    assert result.exit_code == status
+    assert said in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_a_missing_pool_option_is_bad_usage():
+    result = CliRunner().invoke(router, [])
+
+    assert result.exit_code == 2
+    assert "--pool" in result.stderr
