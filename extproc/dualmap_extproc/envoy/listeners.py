@@ -2,9 +2,10 @@
 
 from datetime import timedelta
 
+from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import DataSource, Http1ProtocolOptions, SubstitutionFormatString
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
@@ -16,10 +17,13 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     HttpConnectionManagerCodecType,
     HttpConnectionManagerServerHeaderTransformation,
+    LocalReplyConfig,
+    ResponseMapper,
 )
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import HeaderMutation
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
@@ -30,6 +34,7 @@ from dualmap_extproc.envoy.access_log import access_logs
 from dualmap_extproc.envoy.extensions import BUFFER_BYTES, extension, packed, socket_address
 from dualmap_extproc.envoy.filters import http_filters
 from dualmap_extproc.envoy.settings import EnvoySettings
+from dualmap_extproc.errors import body_too_large
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, cluster_name
 
 # How long a request may pass no byte in either direction: long answers that are not streamed are silent throughout.
@@ -64,9 +69,28 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
         http_filters=http_filters(settings),
         access_log=access_logs(settings),
+        local_reply_config=_local_replies(),
         route_config=RouteConfiguration(
             name="pools", virtual_hosts=[VirtualHost(name="pools", domains=["*"], routes=_routes(settings))]
         ),
+    )
+
+
+def _local_replies() -> LocalReplyConfig:
+    """Give Envoy's own refusal of an endless BUFFERED body the form of the router's (an OpenAI error)."""
+    expression = ExpressionFilter(expression='response.code_details == "request_payload_too_large"')
+    own = ExtensionFilter(name="envoy.access_loggers.extension_filters.cel", typed_config=packed(expression))
+    as_json = SubstitutionFormatString(
+        text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
+    )
+    return LocalReplyConfig(
+        mappers=[
+            ResponseMapper(
+                filter=AccessLogFilter(extension_filter=own),
+                body=DataSource(inline_string=body_too_large(BUFFER_BYTES).body().decode()),
+                body_format_override=as_json,
+            )
+        ]
     )
 
 

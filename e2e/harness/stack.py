@@ -1,0 +1,105 @@
+"""The product's own processes: ``dualmap router`` and ``dualmap engine-sim``, and the pool files they read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.processes import Child, dualmap_argv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolMember:
+    """A member as a pool file writes it."""
+
+    id: str
+    address: str
+    port: int
+    state: str = "Active"
+    weight: int = 100
+
+
+def pool_document(
+    members: Sequence[PoolMember],
+    *,
+    name: str = "qwen",
+    namespace: str = "llm",
+    model: str = "qwen-model",
+    version: int = 1,
+    spec: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return an InferencePool object; ``spec`` is merged over the model alone."""
+    listed = [{"id": m.id, "address": m.address, "port": m.port, "state": m.state, "weight": m.weight} for m in members]
+    return {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"model": {"name": model}, **(spec or {})},
+        "status": {"ring": {"version": version, "members": listed}},
+    }
+
+
+def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
+    """Write a pool file at once (JSON is YAML), by rename as editors and ConfigMaps do."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(document, indent=2))
+    fresh.rename(path)
+    return path
+
+
+class Router(Child):
+    """A ``dualmap router`` on free ports of 127.0.0.1, or on given ones to come back where it was."""
+
+    def __init__(
+        self,
+        pools: Sequence[Path],
+        *,
+        directory: Path,
+        name: str = "router",
+        arguments: Sequence[str] = (),
+        ports: Mapping[str, int] | None = None,
+    ) -> None:
+        fixed = ports or {}
+        argv = ["router", "--host", "127.0.0.1", "--replica-id", name, *arguments]
+        argv += [part for pool in pools for part in ("--pool", str(pool))]
+        for port in ("grpc", "health", "metrics", "als"):
+            argv += [f"--{port}-port", str(fixed.get(port, 0))]
+        super().__init__(name, dualmap_argv(*argv), directory=directory)
+        self.ports: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Start and wait for the ready line, which says the ports."""
+        before = len(self.output())
+        await super().start()
+        line = await self.wait_for_line(r"dualmap router ready (.*)", after=before)
+        pairs = (part.split("=", 1) for part in line[1].split())
+        self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
+
+
+class Engine(Child):
+    """A ``dualmap engine-sim`` on a free port, or on a given one to come back where it was."""
+
+    def __init__(
+        self, *, directory: Path, name: str, host: str = "127.0.0.1", port: int = 0, arguments: Sequence[str] = ()
+    ) -> None:
+        argv = ["engine-sim", "--host", host, "--port", str(port), "--model", "qwen-model", *arguments]
+        super().__init__(name, dualmap_argv(*argv), directory=directory)
+        self.host = host
+        self.port = port
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def member(self) -> PoolMember:
+        """This engine as a member of a pool."""
+        return PoolMember(id=self.name, address=self.host, port=self.port)
+
+    async def start(self) -> None:
+        """Start and wait for the ready line, which says the port."""
+        before = len(self.output())
+        await super().start()
+        line = await self.wait_for_line(r"ready.*?http=\S+:(\d+)", after=before)
+        self.port = int(line[1])

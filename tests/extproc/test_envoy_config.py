@@ -1,0 +1,308 @@
+"""Envoy's generated bootstrap: what each setting changes in it, what is refused, and that the real Envoy takes it."""
+
+import itertools
+import json
+import subprocess
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from dualmap_extproc import names
+from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettingsError, Mode
+from dualmap_extproc.pools.file import load_pool_files
+
+with warnings.catch_warnings():
+    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+    from dualmap_extproc.envoy.command import envoy_config
+
+ENVOY = Path(sysconfig.get_path("scripts")) / "envoy"
+MEMBERS = [
+    {"id": "qwen-0", "address": "10.0.0.1", "port": 8000, "state": "Active"},
+    {"id": "qwen-1", "address": "10.0.0.2", "port": 8000, "state": "Draining"},
+    {"id": "qwen-2", "address": "fd00::3", "port": 8000, "state": "Joining"},
+]
+
+
+def pool_file(directory: Path, name: str = "qwen", **spec: Any) -> Path:
+    path = directory / f"{name}.yaml"
+    document = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name, "namespace": "llm"},
+        "spec": {"model": {"name": f"{name}-model"}, **spec},
+        "status": {"ring": {"version": 1, "members": MEMBERS}},
+    }
+    path.write_text(json.dumps(document))
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(envoy_config, [str(argument) for argument in arguments])
+
+
+def config(*arguments: str | Path) -> dict[str, Any]:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = yaml.safe_load(result.stdout)
+    return document
+
+
+def manager(document: dict[str, Any]) -> dict[str, Any]:
+    (listener,) = document["static_resources"]["listeners"]
+    found: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return found
+
+
+def http_filter(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (f for f in manager(document)["http_filters"] if f["name"] == f"envoy.filters.http.{name}")
+    typed: dict[str, Any] = found["typed_config"]
+    return typed
+
+
+def routes(document: dict[str, Any]) -> list[dict[str, Any]]:
+    (host,) = manager(document)["route_config"]["virtual_hosts"]
+    found: list[dict[str, Any]] = host["routes"]
+    return found
+
+
+def clusters(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {cluster["name"]: cluster for cluster in document["static_resources"]["clusters"]}
+
+
+def hosts(cluster: dict[str, Any]) -> list[str]:
+    (locality,) = cluster["load_assignment"]["endpoints"]
+    addresses = [h["endpoint"]["address"]["socket_address"] for h in locality["lb_endpoints"]]
+    return [f"{a['address']} {a['port_value']}" for a in addresses]
+
+
+@pytest.mark.parametrize(
+    ("mode", "tls", "endpoints"), list(itertools.product(Mode, ["off", "on"], ["eds", "--static-endpoints"]))
+)
+def test_real_envoy_takes_every_combination(tmp_path: Path, mode: Mode, tls: str, endpoints: str) -> None:
+    arguments = ["--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"), "--mode", mode, "--tls", tls]
+    arguments += ["--router", "127.0.0.1:9002,[::1]:9002,router.example:9002", "--als", "127.0.0.1:9004"]
+    result = run(*arguments, *([endpoints] if endpoints != "eds" else []))
+    assert result.exit_code == 0, result.output
+    written = tmp_path / "envoy.yaml"
+    written.write_text(result.stdout)
+    checked = subprocess.run(
+        [str(ENVOY), "--mode", "validate", "--log-level", "warning", "-c", str(written)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert "deprecated" not in checked.stderr.lower()
+
+
+def test_where_envoy_listens(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--listen", "127.0.0.1:0", "--admin", "[::1]:9999")
+    (listener,) = document["static_resources"]["listeners"]
+    assert listener["address"]["socket_address"] == {"address": "127.0.0.1", "port_value": 0}
+    assert document["admin"]["address"]["socket_address"] == {"address": "::1", "port_value": 9999}
+
+
+def test_the_ipv6_wildcard_takes_ipv4_clients_too(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--listen", "[::]:8080")
+    (listener,) = document["static_resources"]["listeners"]
+    address = {"address": "::", "port_value": 8080, "ipv4_compat": True}
+    assert listener["address"]["socket_address"] == address
+
+
+def test_defaults_fit_the_router_s_own(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
+    assert hosts(clusters(document)["dualmap-routers"]) == ["127.0.0.1 9002"]
+    assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9002"]
+
+
+def test_several_routers_share_a_cluster_and_each_gets_the_whole_access_log(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--router", "10.1.0.1:9002, 10.1.0.2:9002,10.1.0.1:9002")
+    found = clusters(document)
+    assert hosts(found["dualmap-routers"]) == ["10.1.0.1 9002", "10.1.0.2 9002"]
+    sinks = [log["typed_config"]["common_config"] for log in manager(document)["access_log"]]
+    named = [sink["grpc_service"]["envoy_grpc"]["cluster_name"] for sink in sinks]
+    assert [hosts(found[name]) for name in named] == [["10.1.0.1 9002"], ["10.1.0.2 9002"]]
+
+
+def test_a_router_by_name_is_looked_up(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--router", "dualmap-router.llm.svc:9002", "--als", "localhost:9")
+    assert clusters(document)["dualmap-routers"]["type"] == "STRICT_DNS"
+    assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9"]
+
+
+def test_every_pool_has_a_route_by_name_and_the_first_takes_the_rest(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
+    by_name: dict[str, list[bool]] = {}
+    for route in routes(document)[:-1]:
+        matched = {header["name"]: header for header in route["match"]["headers"]}
+        cluster = matched[names.CLUSTER_HEADER]["string_match"]["exact"]
+        assert route["route"]["cluster"] == cluster
+        by_name.setdefault(cluster, []).append(names.NO_RETRY_HEADER in matched)
+        assert ("retry_policy" in route["route"]) == (names.NO_RETRY_HEADER not in matched)
+    assert by_name == {"llm/qwen": [True, False], "llm/other": [True, False]}
+    default = routes(document)[-1]
+    assert "headers" not in default["match"]
+    assert default["route"]["cluster"] == "llm/qwen"
+    assert "retry_policy" not in default["route"]
+
+
+def test_long_answers_meet_no_timeout(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
+    assert {route["route"]["timeout"] for route in routes(document)} == {"0s"}
+
+
+def test_endpoints_come_from_the_routers_unless_static(tmp_path: Path) -> None:
+    cluster = clusters(config("--pool", pool_file(tmp_path)))["llm/qwen"]
+    assert cluster["type"] == "EDS"
+    assert "load_assignment" not in cluster
+    source = cluster["eds_cluster_config"]["eds_config"]["api_config_source"]
+    assert source["grpc_services"][0]["envoy_grpc"]["cluster_name"] == "dualmap-routers"
+    assert cluster["eds_cluster_config"]["service_name"] == names.cluster_name("llm", "qwen")
+
+
+def test_static_endpoints_are_the_members_draining_ones_marked(tmp_path: Path) -> None:
+    cluster = clusters(config("--pool", pool_file(tmp_path), "--static-endpoints"))["llm/qwen"]
+    assert "eds_cluster_config" not in cluster
+    assert hosts(cluster) == ["10.0.0.1 8000", "10.0.0.2 8000", "fd00::3 8000"]
+    listed = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert [host.get("health_status") for host in listed] == [None, "DRAINING", None]
+
+
+def test_a_pool_s_cluster_takes_the_router_s_word_and_reports_what_served(tmp_path: Path) -> None:
+    cluster = clusters(config("--pool", pool_file(tmp_path)))["llm/qwen"]
+    (policy,) = cluster["load_balancing_policy"]["policies"]
+    typed = policy["typed_extension_config"]["typed_config"]
+    metadata = {"key": "envoy.lb", "path": [{"key": names.DESTINATION_KEY}]}
+    assert typed["override_host_sources"] == [{"header": names.DESTINATION_HEADER}, {"metadata": metadata}]
+    assert typed["selected_host_key"] == {"key": "envoy.lb", "path": [{"key": names.SERVED_KEY}]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "body", "trailers", "no_wait"),
+    [
+        ("streamed", "STREAMED", "SKIP", True),
+        ("full-duplex", "FULL_DUPLEX_STREAMED", "SEND", False),
+        ("buffered", "BUFFERED", "SKIP", False),
+    ],
+)
+def test_mode(tmp_path: Path, mode: str, body: str, trailers: str, no_wait: bool) -> None:
+    ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--mode", mode), "ext_proc")
+    sent = ext_proc["processing_mode"]
+    assert (sent["request_body_mode"], sent["request_trailer_mode"]) == (body, trailers)
+    assert (sent["response_header_mode"], sent["response_body_mode"]) == ("SEND", "STREAMED")
+    assert ext_proc.get("send_body_without_waiting_for_header_response", False) is no_wait
+    assert ext_proc.get("allow_content_length_header", False) is no_wait
+    assert ext_proc["failure_mode_allow"] is True
+
+
+def test_both_sides_metadata_is_let_through(tmp_path: Path) -> None:
+    options = http_filter(config("--pool", pool_file(tmp_path)), "ext_proc")["metadata_options"]
+    assert options["receiving_namespaces"]["untyped"] == ["envoy.lb", "dualmap"]
+    assert options["forwarding_namespaces"]["untyped"] == ["envoy.lb", "envoy.lb.subset_hint"]
+
+
+def test_envoy_waits_longer_than_the_router_may_hold_a_request(tmp_path: Path) -> None:
+    patient = pool_file(tmp_path, "patient", routing={"queue": {"maxWait": "10m"}})
+    ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--pool", patient), "ext_proc")
+    assert ext_proc["message_timeout"] == "615s"
+
+
+@pytest.mark.parametrize("tls", ["off", "on"])
+def test_tls_is_towards_routers_and_access_log_only(tmp_path: Path, tls: str) -> None:
+    found = clusters(config("--pool", pool_file(tmp_path), "--tls", tls))
+    encrypted = {name for name, cluster in found.items() if "transport_socket" in cluster}
+    assert encrypted == ({"dualmap-routers", "dualmap-access-log-0"} if tls == "on" else set())
+    for name in encrypted:
+        context = found[name]["transport_socket"]["typed_config"]["common_tls_context"]
+        assert context["alpn_protocols"] == ["h2"]
+
+
+def test_what_only_the_router_may_set_is_taken_off_first(tmp_path: Path) -> None:
+    (early,) = manager(config("--pool", pool_file(tmp_path)))["early_header_mutation_extensions"]
+    removed = [m["remove_on_match"]["key_matcher"]["prefix"] for m in early["typed_config"]["mutations"]]
+    for header in (names.DESTINATION_HEADER, names.SERVED_KEY, names.CLUSTER_HEADER, names.DECISION_HEADER):
+        assert any(header.startswith(prefix) for prefix in removed), header
+
+
+def test_http1_trailers_stay_off(tmp_path: Path) -> None:
+    assert "enable_trailers" not in manager(config("--pool", pool_file(tmp_path)))["http_protocol_options"]
+
+
+def test_access_log_tags_are_those_the_router_reads(tmp_path: Path) -> None:
+    (log,) = manager(config("--pool", pool_file(tmp_path)))["access_log"]
+    tags = {tag["tag"] for tag in log["typed_config"]["common_config"]["custom_tags"]}
+    assert tags == {value for name, value in vars(names).items() if name.startswith("TAG_")}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--listen", "8080"),
+        ("--listen", "example.com:80"),
+        ("--listen", "127.0.0.1:65536"),
+        ("--listen", "127.0.0.1:-1"),
+        ("--listen", "::1:80"),
+        ("--listen", ""),
+        ("--admin", "127.0.0.1:http"),
+        ("--router", "127.0.0.1:0"),
+        ("--router", "127.0.0.1:9002,"),
+        ("--router", ":9002"),
+        ("--router", "http://127.0.0.1:9002"),
+        ("--router", "[127.0.0.1]:9002"),
+        ("--als", "a b:1"),
+        ("--als", "127.0.0.1:\u0661"),
+    ],
+)
+def test_a_bad_address_names_flag_value_and_what_is_accepted(tmp_path: Path, flag: str, value: str) -> None:
+    result = run("--pool", pool_file(tmp_path), flag, value)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert flag in result.stderr
+    assert "is not accepted; give" in result.stderr
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--mode", "grpc"), ("--tls", "self-signed")])
+def test_a_bad_choice_is_bad_usage(tmp_path: Path, flag: str, value: str) -> None:
+    result = run("--pool", pool_file(tmp_path), flag, value)
+    assert result.exit_code == 2
+    assert flag in result.stderr
+
+
+def test_one_address_for_clients_and_administration_is_refused(tmp_path: Path) -> None:
+    result = run("--pool", pool_file(tmp_path), "--listen", "127.0.0.1:1", "--admin", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "admin" in result.stderr
+
+
+def test_a_refused_pool_file_is_bad_input(tmp_path: Path) -> None:
+    result = run("--pool", tmp_path / "missing.yaml")
+    assert result.exit_code == 2
+    assert "missing.yaml" in result.stderr
+    assert run().exit_code == 2
+
+
+def test_settings_refuse_what_envoy_could_not_run_with(tmp_path: Path) -> None:
+    somewhere = Address(host="127.0.0.1", port=1)
+    pools = load_pool_files([pool_file(tmp_path)])
+    with pytest.raises(EnvoySettingsError, match="pools"):
+        EnvoySettings(pools=(), routers=(somewhere,), access_logs=(), listen=somewhere, admin=somewhere)
+    with pytest.raises(EnvoySettingsError, match="routers"):
+        EnvoySettings(pools=pools, routers=(), access_logs=(), listen=somewhere, admin=somewhere)
+
+
+def test_without_sinks_there_is_no_access_log(tmp_path: Path) -> None:
+    somewhere = Address(host="127.0.0.1", port=0)
+    router = Address(host="127.0.0.1", port=9002)
+    pools = load_pool_files([pool_file(tmp_path)])
+    settings = EnvoySettings(pools=pools, routers=(router,), access_logs=(), listen=somewhere, admin=somewhere)
+    document = yaml.safe_load(to_yaml(bootstrap(settings)))
+    assert "access_log" not in manager(document)
+    assert set(clusters(document)) == {"dualmap-routers", "llm/qwen"}
