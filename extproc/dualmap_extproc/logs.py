@@ -27,10 +27,14 @@ class Logger:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
+    @property
+    def debugging(self) -> bool:
+        """Whether debug lines are written: ask before putting together details that cost something."""
+        return self._logger.isEnabledFor(logging.DEBUG)
+
     def debug(self, sentence: str, **details: object) -> None:
-        """Say what only somebody looking into one request wants to know; costs little while debug is off."""
-        if self._logger.isEnabledFor(logging.DEBUG):
-            self._logger.debug(sentence, extra={"details": details})
+        """Say what only somebody looking into one request wants to know."""
+        self._logger.debug(sentence, extra={"details": details})
 
     def info(self, sentence: str, **details: object) -> None:
         """Say that something happened that an operator wants to see: a start, a reload, a peer coming or going."""
@@ -43,10 +47,6 @@ class Logger:
     def error(self, sentence: str, **details: object) -> None:
         """Say that something failed and somebody should mend it."""
         self._logger.error(sentence, extra={"details": details})
-
-    def exception(self, sentence: str, **details: object) -> None:
-        """Say, inside an ``except``, that something failed in a way nobody foresaw; the traceback goes with it."""
-        self._logger.exception(sentence, extra={"details": details})
 
 
 def get_logger(name: str) -> Logger:

@@ -70,6 +70,7 @@ def test_the_level_is_the_least_that_is_written(
     log.warning("w")
     log.error("e")
     assert [line["level"] for line in lines(capsys)] == expected
+    assert log.debugging is ("debug" in expected)
 
 
 def test_libraries_are_heard_from_warning_on_in_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +88,7 @@ def test_a_traceback_never_shows_local_variables(log_format: LogFormat, capsys: 
     try:
         _ = prompt.missing  # type: ignore[attr-defined]  # the failure is the point
     except AttributeError:
-        get_logger(NAME).exception("unforeseen")
+        logging.getLogger("some.library").exception("unforeseen")
     written = capsys.readouterr().err
     assert "AttributeError" in written
     assert "Traceback" in written
