@@ -5,7 +5,6 @@ the deadlines, and each pool's ``dualmap.router.PoolRouter`` decides and keeps t
 goes to the observer.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,6 @@ from dualmap_extproc.observer import Observer
 from dualmap_extproc.settings import Limits
 
 _log = get_logger(__name__)
-# Asked before a receipt is written out for a log line that nobody wants; structlog takes longer to say so.
-_levels = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ class Picker:
         if isinstance(decision, Refusal):
             return self.refuse(no_endpoint(pool.id))
         self._observer.routed(pool.id, decision)
-        if _levels.isEnabledFor(logging.DEBUG):
+        if _log.debugging:
             _log.debug("routed", request_id=request_id, **decision.receipt.as_json())
         return Picked(
             destination=decision.destination,
