@@ -12,6 +12,8 @@ from aiohttp import web
 BODY_LIMIT = 1 << 30
 DIGEST_HEADER = "x-request-sha256"
 ENGINE_HEADER = "x-engine"
+# The digest of the body a request brought, kept with the request for the signature on its answer.
+_SHA256 = web.RequestKey("sha256", str)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class Upstream:
         )
         received.headers = {key.lower(): value for key, value in received.headers.items()}
         self.received.append(received)
-        request["sha256"] = received.sha256
+        request[_SHA256] = received.sha256
         try:
             return await self.answer(request, received)
         except (asyncio.CancelledError, ConnectionError):
@@ -102,8 +104,8 @@ class Upstream:
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers[ENGINE_HEADER] = self.name
-        if "sha256" in request:
-            response.headers[DIGEST_HEADER] = request["sha256"]
+        if _SHA256 in request:
+            response.headers[DIGEST_HEADER] = request[_SHA256]
 
     async def __aenter__(self) -> Self:
         await self.start()
