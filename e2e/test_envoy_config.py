@@ -1,0 +1,220 @@
+"""The generated configuration in the real Envoy, a scripted picker in the router's place: Envoy's side alone.
+
+Each test stands for something Envoy 1.40 does to a request when one line of the configuration is otherwise.
+"""
+
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from conftest import SettingsFor, pool_of
+from dualmap_extproc import names
+from dualmap_extproc.envoy.settings import Mode
+from harness.clients import Reply, http1, http2, sha256
+from harness.envoy import Envoy
+from harness.picker import Picker, always
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, sse
+
+MIB = 1024 * 1024
+SIZES = [2, 70_000, 12_000_000]
+USAGE = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
+USAGE_TAGS = {"prompt_tokens": "10", "completion_tokens": "3", "cached_tokens": "8"}
+FIRST, SECOND = names.cluster_name("llm", "first"), names.cluster_name("llm", "second")
+
+modes = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+
+
+def body_of(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+def assert_served(reply: Reply, engine: Upstream, body: bytes) -> None:
+    assert reply.status == 200, reply.body[:200]
+    assert reply.headers[ENGINE_HEADER] == engine.name
+    assert reply.headers[DIGEST_HEADER] == sha256(body)
+
+
+@pytest_asyncio.fixture(name="engines")
+async def _engines() -> AsyncIterator[list[Upstream]]:
+    async with Upstream(name="a") as a, Upstream(name="b") as b, Upstream(name="c") as c:
+        yield [a, b, c]
+
+
+@pytest_asyncio.fixture(name="dead")
+async def _dead() -> Upstream:
+    """An address where nothing listens."""
+    async with Upstream(name="dead") as engine:
+        pass
+    return engine
+
+
+@pytest_asyncio.fixture(name="picker")
+async def _picker(engines: list[Upstream]) -> AsyncIterator[Picker]:
+    async with Picker(choose=always(engines[2].endpoint, SECOND)) as picker:
+        yield picker
+
+
+@pytest_asyncio.fixture(name="no_picker")
+async def _no_picker() -> Picker:
+    """A picker's address with no picker behind it."""
+    async with Picker(choose=always("", "")) as picker:
+        pass
+    return picker
+
+
+@modes
+async def test_the_picker_chooses_the_pool_and_the_engine_and_bodies_stay_whole(
+    mode: Mode, engines: list[Upstream], picker: Picker, dead: Upstream, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    a, b, c = engines
+    pools = [pool_of([a], name="first"), pool_of([b, c, dead], name="second")]
+    async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path, concurrency=2) as envoy:
+        assert_served(await http1(envoy.url), c, b"")
+        for destination in (c.endpoint, f"{dead.endpoint},{c.endpoint}"):
+            picker.choose = always(destination, SECOND)
+            for body in map(body_of, SIZES):
+                assert_served(await http1(envoy.url, body=body), c, body)
+                assert picker.streams[-1].served == c.endpoint
+                assert_served(await http1(envoy.url, body=body, chunk_bytes=65_536), c, body)
+                assert_served(await http2(envoy.port, path="/", body=body), c, body)
+
+
+@modes
+async def test_bodies_before_http2_trailers_arrive_once(
+    mode: Mode, engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
+    async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path) as envoy:
+        for body in map(body_of, SIZES):
+            length = {"content-length": str(len(body))}
+            reply = await http2(envoy.port, path="/", body=body, headers=length, trailers=[("x-sum", "1")])
+            assert_served(reply, engines[2], body)
+
+
+@modes
+async def test_without_a_picker_the_first_pool_serves_and_clients_choose_nothing(
+    mode: Mode, engines: list[Upstream], no_picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
+    made_up = {
+        names.DESTINATION_HEADER: engines[2].endpoint,
+        names.CLUSTER_HEADER: SECOND,
+        names.DECISION_HEADER: "made up",
+        "x-envoy-retry-on": "5xx",
+    }
+    async with Envoy(settings_for(pools, [no_picker], mode=mode), directory=tmp_path) as envoy:
+        for body in map(body_of, SIZES):
+            assert_served(await http1(envoy.url, body=body, headers=made_up), engines[0], body)
+            assert_served(await http1(envoy.url, body=body, chunk_bytes=65_536), engines[0], body)
+            assert_served(await http2(envoy.port, path="/", body=body, trailers=[("x-sum", "1")]), engines[0], body)
+    for received in engines[0].received:
+        assert not set(made_up) & set(received.headers)
+
+
+@modes
+async def test_an_endless_body_gets_413_as_an_openai_error(
+    mode: Mode, engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    settings = settings_for([pool_of(engines, name="first")], [picker], mode=mode)
+    async with Envoy(settings, directory=tmp_path) as envoy:
+        for chunk_bytes in (0, 65_536):
+            reply = await http1(envoy.url, body=bytes(40_000_000), chunk_bytes=chunk_bytes)
+            assert reply.status == 413
+            assert "message" in json.loads(reply.body)["error"]
+    assert not any(engine.received for engine in engines)
+
+
+async def test_endpoints_follow_whichever_router_lives(
+    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    a, b, _ = engines
+    async with Picker(choose=picker.choose) as other:
+        for each in (picker, other):
+            each.choose = always(b.endpoint, FIRST)
+            each.publish(FIRST, [(a.host, a.port, "HEALTHY"), (b.host, b.port, "DRAINING")])
+        settings = settings_for([pool_of([], name="first")], [picker, other], static_endpoints=False)
+        async with Envoy(settings, directory=tmp_path) as envoy:
+            await envoy.wait_for_hosts(FIRST, {a.endpoint, b.endpoint})
+            assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
+            for each in (picker, other):
+                each.choose = always("127.0.0.9:1", FIRST)
+            for _ in range(4):
+                assert_served(await http1(envoy.url, body=b"{}"), a, b"{}")
+
+            gone, left = (picker, other) if picker.eds_requests else (other, picker)
+            await gone.stop()
+            left.publish(FIRST, [(b.host, b.port, "HEALTHY")])
+            await envoy.wait_for_hosts(FIRST, {b.endpoint})
+            await left.stop()
+            assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
+
+
+async def test_draining_members_alone_serve_nothing_unnamed(
+    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    a, b, _ = engines
+    settings = settings_for([pool_of([], name="first", draining=[a, b])], [picker])
+    async with Envoy(settings, directory=tmp_path) as envoy:
+        picker.choose = always(b.endpoint, FIRST)
+        assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
+        picker.choose = always("127.0.0.9:1", FIRST)
+        assert (await http1(envoy.url, body=b"{}")).status == 503
+
+
+async def test_an_engine_that_came_back_is_served_at_once_when_named(
+    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    a, b, _ = engines
+    picker.choose = always(f"{a.endpoint},{b.endpoint}", FIRST)
+    async with Envoy(settings_for([pool_of(engines, name="first")], [picker]), directory=tmp_path) as envoy:
+        await a.stop()
+        for _ in range(3):
+            assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
+        ejected = await envoy.stats(r"outlier_detection.ejections_active$")
+        assert sum(ejected.values()) == 1
+        await a.start()
+        assert_served(await http1(envoy.url, body=b"{}"), a, b"{}")
+
+
+async def test_every_router_gets_every_access_log_entry_with_usage(
+    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+) -> None:
+    engine = engines[0]
+    picker.choose = always(engine.endpoint, FIRST)
+    usage = json.dumps({"choices": [], "usage": USAGE})
+    wrapped = {"input_tokens": 10, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 8}}
+    done = json.dumps({"type": "response.completed", "response": {"usage": wrapped}})
+
+    async def embeddings(request: web.Request, received: Received) -> web.Response:
+        return web.Response(
+            body=b'{"usage": {"prompt_tokens": 5}, "data": "%s"}' % (b"x" * 20 * MIB), content_type="application/json"
+        )
+
+    async with Picker(choose=picker.choose) as other:
+        settings = settings_for([pool_of([engine], name="first")], [picker, other])
+        async with Envoy(settings, directory=tmp_path) as envoy:
+            whole = await http1(envoy.url, body=b"{}")
+            engine.answer = sse([b'data: {"choices": [1]}\n\n', f"data: {usage}\n\n".encode(), b"data: [DONE]\n\n"])
+            streamed = await http1(envoy.url, body=b"{}")
+            engine.answer = sse([f"event: response.completed\ndata: {done}\n\n".encode()])
+            response = await http1(envoy.url, body=b"{}")
+            engine.answer = embeddings
+            large = await http1(envoy.url, body=b"{}")
+            assert [r.status for r in (whole, streamed, response, large)] == [200] * 4
+            assert len(large.body) > 20 * MIB
+            for each in (picker, other):
+                await each.wait_for_entries(4)
+    for each in (picker, other):
+        tags = [dict(entry.common_properties.custom_tags) for entry in each.entries]
+        for found in tags:
+            assert found[names.TAG_REQUEST_ID] == "request-1"
+            assert found[names.TAG_ENDPOINT] == engine.endpoint
+            assert found[names.TAG_FLAGS] == "-"
+            assert 0 < int(found[names.TAG_TTFT_US]) <= int(found[names.TAG_TOTAL_US])
+        for found in tags[:3]:
+            assert {tag: found.get(tag) for tag in USAGE_TAGS} == USAGE_TAGS
