@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -13,9 +12,6 @@ from aiohttp import web
 BODY_LIMIT = 1 << 30
 DIGEST_HEADER = "x-request-sha256"
 ENGINE_HEADER = "x-engine"
-
-# The digest of the request that the running handler answers.
-_digest: ContextVar[str] = ContextVar("digest")
 # The digest of the body a request brought, kept with the request for the signature on its answer.
 _SHA256 = web.RequestKey("sha256", str)
 
