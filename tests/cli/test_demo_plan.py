@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualmap.pool_reader import read_pools
-from dualmap_cli.demo.command import demo
+from dualmap_cli.demo import command
 from dualmap_cli.demo.plan import HALF_REUSE_LOAD, Plan, make_plan, pool_document
 
 
@@ -70,7 +70,7 @@ def test_the_pool_is_accepted_by_the_router_at_every_speed(speed):
     ],
 )
 def test_bad_usage_says_what_is_accepted(arguments, words):
-    result = CliRunner().invoke(demo, arguments)
+    result = CliRunner().invoke(command.demo, arguments)
 
     assert result.exit_code == 2
     for word in words:
@@ -81,7 +81,18 @@ def test_a_bad_trace_is_bad_input_with_its_place(tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"timestamp": 0, "input_length": -3, "output_length": 1, "hash_ids": [0]}\n')
 
-    result = CliRunner().invoke(demo, ["--trace", str(file)])
+    result = CliRunner().invoke(command.demo, ["--trace", str(file)])
 
     assert result.exit_code == 2
     assert f"{file}:1: input_length: -3 is not accepted" in result.output
+
+
+@pytest.mark.parametrize("package", ["envoy", "matplotlib"])
+def test_what_the_extra_brings_is_asked_for_before_anything_starts(tmp_path, monkeypatch, package):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+
+    result = CliRunner().invoke(command.demo, ["--out", str(tmp_path), "--requests", "1"])
+
+    assert result.exit_code == 1
+    assert f"needs the package {package}; run: pip install 'dualmap[demo]'" in result.output
+    assert list(tmp_path.iterdir()) == []

@@ -5,20 +5,21 @@ import json
 import signal
 import sys
 from collections.abc import Coroutine
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dualmap.policies import POLICIES
-from dualmap_cli.demo.errors import DemoError
-from dualmap_cli.demo.experiment import run_all
+from dualmap_cli.demo.errors import DemoError, MissingExtra
 from dualmap_cli.demo.plan import Plan, make_plan
-from dualmap_cli.demo.printing import LEGEND, as_document, lag_note, preamble, table
-from dualmap_cli.demo.report import PolicyRun, report
 from dualmap_sim.workloads.mooncake import TraceError
+
+if TYPE_CHECKING:
+    from dualmap_cli.demo.report import PolicyRun
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 )
 @click.option(
     "--trace",
+    "trace_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Replay this Mooncake JSONL file.  [default: a generated mix of conversations and tool-calling agents]",
 )
@@ -84,17 +86,7 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     help="Folder for demo.png, demo.json and logs/.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
-def demo(
-    engines: int,
-    policies: tuple[str, ...],
-    trace: Path | None,
-    requests: int,
-    rate: float | None,
-    speed: float,
-    seed: int,
-    out: Path,
-    as_json: bool,
-) -> None:
+def demo(out: Path, as_json: bool, **options: Any) -> None:
     """Replay a workload through a real Envoy, once per policy.
 
     Starts simulated engines, the router and Envoy on free ports, sends the same requests under each policy, and shows
@@ -106,16 +98,7 @@ def demo(
       dualmap demo --policies round_robin,least_loaded,dualmap --engines 4 --out /tmp/demo
     """
     try:
-        plan = make_plan(
-            engines=engines,
-            policies=policies,
-            trace_file=trace,
-            requests=requests,
-            rate=rate,
-            speed=speed,
-            seed=seed,
-            out=out,
-        )
+        plan = make_plan(out=out, **options)
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--trace") from error
     try:
@@ -123,14 +106,22 @@ def demo(
     except OSError as error:
         raise click.BadParameter(f"{out}: {error.strerror}; give a folder to write to", param_hint="--out") from error
     try:
+        _require_extra()
         runs = asyncio.run(_interruptible(_run_with_progress(plan)))
     except _Interrupted:
-        click.echo(f"interrupted; nothing is left running. Logs: {plan.out / 'logs'}", err=True)
+        click.echo(f"interrupted; nothing is left running. Logs: {out / 'logs'}", err=True)
         sys.exit(1)
     except DemoError as error:
         click.echo(f"dualmap demo: {error}", err=True)
         sys.exit(1)
     _publish(plan, runs, as_json=as_json)
+
+
+def _require_extra() -> None:
+    """Raise MissingExtra now rather than after minutes of replaying."""
+    for package in ("envoy", "matplotlib"):
+        if find_spec(package) is None:
+            raise MissingExtra(package)
 
 
 async def _interruptible(work: Coroutine[object, object, T]) -> T:
@@ -170,8 +161,11 @@ class _Bars:
         self._bars.advance(self._current)
 
 
-async def _run_with_progress(plan: Plan) -> tuple[PolicyRun, ...]:
+async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
     """Run the plan under progress bars."""
+    # Imported here for the time that its HTTP client takes to load: --help and bad usage need none of it.
+    from dualmap_cli.demo.experiment import run_all
+
     replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
     click.echo(
         f"replaying {len(plan.trace.requests)} requests under {', '.join(plan.policies)}; "
@@ -183,10 +177,12 @@ async def _run_with_progress(plan: Plan) -> tuple[PolicyRun, ...]:
         return await run_all(plan, _Bars(bars, len(plan.trace.requests)))
 
 
-def _publish(plan: Plan, runs: tuple[PolicyRun, ...], *, as_json: bool) -> None:
+def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> None:
     """Write demo.json and demo.png and print the results."""
-    # Imported here for its half second: --help, bad usage and a run need no chart.
+    # Imported here, as above; the chart's library alone takes half a second.
     from dualmap_cli.demo.chart import draw
+    from dualmap_cli.demo.printing import LEGEND, as_document, lag_note, preamble, table
+    from dualmap_cli.demo.report import report
 
     reports = [report(run, plan) for run in runs]
     document = json.dumps(as_document(plan, reports), indent=2)

@@ -4,7 +4,7 @@
 
     DemoError
     ├── ChildError       a process that the demo started crashed, or was not ready in time
-    └── MissingEnvoy     the Envoy binary is not installed
+    └── MissingExtra     a package of the `demo` extra is not installed
 
 ``str()`` is meant for the user as it is.
 """
@@ -24,8 +24,8 @@ class ChildError(DemoError):
         super().__init__(f"{name} {what}; the end of its log {log}:\n{shown}")
 
 
-class MissingEnvoy(DemoError):
-    """The `demo` extra, which brings Envoy, is not installed."""
+class MissingExtra(DemoError):
+    """A package that only the `demo` extra brings (Envoy, the chart's library) is not installed."""
 
-    def __init__(self) -> None:
-        super().__init__("Envoy is not installed beside dualmap; run: pip install 'dualmap[demo]'")
+    def __init__(self, package: str) -> None:
+        super().__init__(f"the demo needs the package {package}; run: pip install 'dualmap[demo]'")

@@ -14,8 +14,10 @@ from dualmap_cli.demo.sampling import LoadSample, sample_until_cancelled
 from dualmap_cli.demo.stack import Stack, start_stack
 
 _SAMPLE_EVERY_WALL_S: Final = 0.25
-_REQUEST_DEADLINE_WALL_S: Final = 60.0
-"""After its last arrival a replay lasts at most this long."""
+_REQUEST_DEADLINE_S: Final = 300.0
+"""In model seconds: after its last arrival a replay lasts at most this long."""
+_REQUEST_DEADLINE_WALL_S_LEAST: Final = 20.0
+"""However fast the engines: Envoy and the router run at their own speed."""
 
 
 class Progress(Protocol):
@@ -65,7 +67,7 @@ async def _load(
             stack.url,
             MODEL,
             plan.trace.sped_up(plan.speed),
-            deadline_s=_REQUEST_DEADLINE_WALL_S,
+            deadline_s=max(_REQUEST_DEADLINE_WALL_S_LEAST, plan.wall_s(_REQUEST_DEADLINE_S)),
             finished=finished_one,
         )
     finally:
