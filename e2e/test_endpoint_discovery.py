@@ -7,11 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from conftest import pool_of
 from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.envoy.settings import Address, EnvoySettings
 from harness.clients import http1
 from harness.envoy import Envoy
+from harness.settings import pool_of
 from harness.upstream import ENGINE_HEADER, Upstream
 from harness.waiting import until
 

@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from conftest import SettingsFor, pool_of
 from dualmap_extproc import names
 from dualmap_extproc.envoy.settings import Mode
 from harness.clients import Reply, http1, http2, sha256
 from harness.envoy import Envoy
 from harness.picker import Picker, always
+from harness.settings import pool_of, settings_for
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, sse
 
 MIB = 1024 * 1024
@@ -69,7 +69,7 @@ async def _no_picker() -> Picker:
 
 @modes
 async def test_the_picker_chooses_the_pool_and_the_engine_and_bodies_stay_whole(
-    mode: Mode, engines: list[Upstream], picker: Picker, dead: Upstream, settings_for: SettingsFor, tmp_path: Path
+    mode: Mode, engines: list[Upstream], picker: Picker, dead: Upstream, tmp_path: Path
 ) -> None:
     a, b, c = engines
     pools = [pool_of([a], name="first"), pool_of([b, c, dead], name="second")]
@@ -86,7 +86,7 @@ async def test_the_picker_chooses_the_pool_and_the_engine_and_bodies_stay_whole(
 
 @modes
 async def test_bodies_before_http2_trailers_arrive_once(
-    mode: Mode, engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+    mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
     async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path) as envoy:
@@ -98,7 +98,7 @@ async def test_bodies_before_http2_trailers_arrive_once(
 
 @modes
 async def test_without_a_picker_the_first_pool_serves_and_clients_choose_nothing(
-    mode: Mode, engines: list[Upstream], no_picker: Picker, settings_for: SettingsFor, tmp_path: Path
+    mode: Mode, engines: list[Upstream], no_picker: Picker, tmp_path: Path
 ) -> None:
     pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
     made_up = {
@@ -118,7 +118,7 @@ async def test_without_a_picker_the_first_pool_serves_and_clients_choose_nothing
 
 @modes
 async def test_an_endless_body_gets_413_as_an_openai_error(
-    mode: Mode, engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+    mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     settings = settings_for([pool_of(engines, name="first")], [picker], mode=mode)
     async with Envoy(settings, directory=tmp_path) as envoy:
@@ -129,9 +129,7 @@ async def test_an_endless_body_gets_413_as_an_openai_error(
     assert not any(engine.received for engine in engines)
 
 
-async def test_endpoints_follow_whichever_router_lives(
-    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
-) -> None:
+async def test_endpoints_follow_whichever_router_lives(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
     a, b, _ = engines
     async with Picker(choose=picker.choose) as other:
         for each in (picker, other):
@@ -155,7 +153,7 @@ async def test_endpoints_follow_whichever_router_lives(
 
 
 async def test_draining_members_alone_serve_nothing_unnamed(
-    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+    engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
     settings = settings_for([pool_of([], name="first", draining=[a, b])], [picker])
@@ -167,7 +165,7 @@ async def test_draining_members_alone_serve_nothing_unnamed(
 
 
 async def test_an_engine_that_came_back_is_served_at_once_when_named(
-    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+    engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
     picker.choose = always(f"{a.endpoint},{b.endpoint}", FIRST)
@@ -182,7 +180,7 @@ async def test_an_engine_that_came_back_is_served_at_once_when_named(
 
 
 async def test_every_router_gets_every_access_log_entry_with_usage(
-    engines: list[Upstream], picker: Picker, settings_for: SettingsFor, tmp_path: Path
+    engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     engine = engines[0]
     picker.choose = always(engine.endpoint, FIRST)

@@ -1,0 +1,33 @@
+"""Settings for an Envoy in front of controlled engines and scripted pickers; every port of Envoy's own is free."""
+
+from collections.abc import Sequence
+
+from dualmap.pool import Member, MemberState, Model, Pool
+from dualmap_extproc.envoy.settings import Address, EnvoySettings, Mode
+from harness.picker import Picker
+from harness.upstream import Upstream
+
+
+def pool_of(engines: Sequence[Upstream], *, name: str = "qwen", draining: Sequence[Upstream] = ()) -> Pool:
+    """Describe a pool whose members are these engines, by their names."""
+    states = [(engine, MemberState.ACTIVE) for engine in engines]
+    states += [(engine, MemberState.DRAINING) for engine in draining]
+    members = [Member(id=engine.name, address=engine.host, port=engine.port, state=state) for engine, state in states]
+    return Pool(namespace="llm", name=name, model=Model(name=f"{name}-model"), members=tuple(members))
+
+
+def settings_for(
+    pools: Sequence[Pool], pickers: Sequence[Picker], *, mode: Mode = Mode.STREAMED, static_endpoints: bool = True
+) -> EnvoySettings:
+    """Describe an Envoy for these pools that asks these pickers and logs to each of them."""
+    routers = tuple(Address(host="127.0.0.1", port=picker.port) for picker in pickers)
+    anywhere = Address(host="127.0.0.1", port=0)
+    return EnvoySettings(
+        pools=tuple(pools),
+        routers=routers,
+        access_logs=routers,
+        listen=anywhere,
+        admin=anywhere,
+        mode=mode,
+        static_endpoints=static_endpoints,
+    )
