@@ -300,6 +300,18 @@ async def test_a_stream_that_does_not_end_is_cut_at_the_timeout(router):
     assert router.in_flight == 0
 
 
+async def test_drains_that_end_with_their_time_while_streams_are_cut(monkeypatch):
+    """Two overlapping stops of a grpc.aio server take the process down if the first one's grace runs out."""
+    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    for _ in range(20):
+        async with running() as router:
+            call = router.stream()
+            await call.write(request_headers(DUPLEX))
+            await asyncio.gather(router.servers.drain(0.0), router.servers.close())
+            await router.processor.idle()
+            assert router.in_flight == 0
+
+
 async def test_a_port_in_use_is_an_error_that_names_it(router):
     other = GrpcServers(router.processor, services=(), access_log=(), limits=Limits())
 
