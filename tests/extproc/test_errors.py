@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from extproc.envoy_messages import headers_set
 
 from dualmap_extproc.errors import Refused, body_too_large, invalid_body, model_not_found, no_endpoint
 from dualmap_extproc.wire import answers
+from extproc.envoy_messages import headers_set
 
 
 def test_every_refusal_is_an_openai_error():
