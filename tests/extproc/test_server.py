@@ -254,14 +254,16 @@ async def test_a_half_read_request_still_gets_its_pick_while_readiness_is_gone(r
     await asyncio.wait_for(drain, 10.0)
 
 
-async def refusal(port: int) -> grpc.StatusCode:
-    """Ask for health on new connections until one is refused; return the reason."""
+async def refusal(port: int) -> None:
+    """Ask for health on new connections until one is refused."""
     while True:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             try:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             except grpc.aio.AioRpcError as error:
-                return error.code()
+                # A call that arrives as the port closes is cancelled; later ones find nobody.
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    return
 
 
 async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_on(router, monkeypatch):
@@ -272,7 +274,7 @@ async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_
     await answers(call, 2)
 
     drain = asyncio.create_task(router.servers.drain(20.0))
-    assert await refusal(router.ports.grpc) is grpc.StatusCode.UNAVAILABLE
+    await refusal(router.ports.grpc)
     assert not drain.done()
     await call.write(response_headers())
     assert kinds(await answers(call, 1)) == ["response_headers"]
