@@ -24,7 +24,7 @@ HALF_REUSE_LOAD: Final = 1.0
 """Default load: how busy the engines would be if half of the reusable prompt tokens were reused.
 
 At 1 a router that reuses less than half overloads them sooner or later, and one that reuses more does not: where
-routing decides whether a pool copes. Checked with round robin, which it strains; not tuned by any other policy's results.
+routing decides whether a pool copes. Checked to strain round robin; not tuned by another policy's results.
 """
 _WINDOW_S_LEAST: Final = 5.0
 """What the pool's schema admits for ``routing.prefix.window``."""
