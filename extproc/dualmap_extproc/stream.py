@@ -57,6 +57,7 @@ class Stream:
         # Whether a single message brings the whole body (BUFFERED), or none will ever come.
         self._whole_body = False
         self._no_body = False
+        self._shown_response_body = False
         self._echo_response = False
         self._whole_response = False
         self._begun = False
@@ -98,9 +99,13 @@ class Stream:
         return self._decide(now, retries=False) if whole else []
 
     def close(self, now: float, *, cancelled: bool) -> None:
-        """Close the books: the stream is over. ``cancelled`` says that the other side broke it off."""
+        """Close the books: the stream is over. ``cancelled`` says that the other side broke it off.
+
+        A client that goes away can also look like an orderly end. Where we are shown the response's body, an end
+        without the body's end is none.
+        """
         self.ended = True
-        self._release(now, complete=self._response_good and not cancelled)
+        self._release(now, complete=self._response_good and not cancelled and not self._shown_response_body)
 
     def _configure(self, config: wire.ProtocolConfiguration) -> None:
         body_mode = config.request_body_mode
@@ -110,6 +115,7 @@ class Stream:
             self._mode = _Mode.NO_WAIT
         self._whole_body = body_mode in _WHOLE_BODY_MODES
         self._no_body = body_mode == wire.NONE and self._mode is _Mode.WAITING
+        self._shown_response_body = config.response_body_mode != wire.NONE
         self._echo_response = config.response_body_mode == wire.FULL_DUPLEX_STREAMED
         self._whole_response = self._response_whole = config.response_body_mode in _WHOLE_BODY_MODES
 

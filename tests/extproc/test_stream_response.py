@@ -182,15 +182,36 @@ def test_a_stream_that_ends_before_the_response_releases_the_request(config, can
     assert (talk.pending_tokens, talk.in_flight) == (0, 0)
 
 
-@pytest.mark.parametrize(("cancelled", "end"), [(True, "aborted"), (False, "finished")])
-def test_a_duplex_stream_cut_in_mid_response_is_an_abort_and_a_closed_one_is_not(cancelled, end):
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_stream_that_ends_in_mid_response_is_an_abort_however_it_looks(cancelled):
     talk = picked(DUPLEX)
     talk.send(response_headers(), response_body())
 
     talk.close(cancelled=cancelled)
 
-    assert talk.observer.names() == ["routed", "first_token", end]
+    assert talk.observer.names() == ["routed", "first_token", "aborted"]
     assert talk.in_flight == 0
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize("config", [NO_WAIT, BUFFERED, DUPLEX], ids=["no-wait", "buffered", "duplex"])
+def test_a_client_that_leaves_before_the_first_token_is_an_abort_however_it_looks(config, cancelled):
+    talk = picked(config)
+    talk.send(response_headers())
+
+    talk.close(cancelled=cancelled)
+
+    assert talk.observer.names() == ["routed", "aborted"]
+
+
+@pytest.mark.parametrize(("cancelled", "end"), [(True, "aborted"), (False, "finished")])
+def test_where_no_response_body_is_shown_the_end_of_the_stream_is_the_end_of_the_response(cancelled, end):
+    talk = picked(wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED))
+    talk.send(response_headers())
+
+    talk.close(cancelled=cancelled)
+
+    assert talk.observer.names() == ["routed", end]
 
 
 def test_closing_twice_is_closing_once():
