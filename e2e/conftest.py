@@ -1,47 +1,32 @@
-"""Fixtures of the end-to-end tests: settings for an Envoy in front of controlled engines."""
+"""Fixtures of the end-to-end tests: the shared world, and one deployment per message mode."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
-from dualmap.pool import Member, MemberState, Model, Pool
-from dualmap_extproc.envoy.settings import Address, EnvoySettings, Mode
-from harness.picker import Picker
-from harness.upstream import Upstream
-
-
-def pool_of(engines: Sequence[Upstream], *, name: str = "qwen", draining: Sequence[Upstream] = ()) -> Pool:
-    """Describe a pool whose members are these engines, by their names."""
-    members = [Member(id=e.name, address=e.host, port=e.port) for e in engines]
-    members += [Member(id=e.name, address=e.host, port=e.port, state=MemberState.DRAINING) for e in draining]
-    return Pool(namespace="llm", name=name, model=Model(name=f"{name}-model"), members=tuple(members))
+from dualmap_extproc.envoy.settings import Mode
+from harness.deployment import Deployment
+from harness.world import World
 
 
-SettingsFor = Callable[..., EnvoySettings]
+@pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_world")
+async def _shared_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with World(tmp_path_factory.mktemp("world")) as world:
+        yield world
 
 
-@pytest.fixture(name="settings_for")
-def _settings_for() -> SettingsFor:
-    """Make settings for pools and pickers, every port of Envoy's own being any free one."""
+@pytest_asyncio.fixture(loop_scope="session", name="world")
+async def _world(shared_world: World) -> World:
+    """The engines, as if nobody had asked them anything before."""
+    shared_world.reset()
+    return shared_world
 
-    def make(
-        pools: Sequence[Pool],
-        pickers: Sequence[Picker],
-        *,
-        mode: Mode = Mode.STREAMED,
-        tls: bool = False,
-        static_endpoints: bool = True,
-    ) -> EnvoySettings:
-        routers = tuple(Address(host="127.0.0.1", port=picker.port) for picker in pickers)
-        return EnvoySettings(
-            pools=tuple(pools),
-            routers=routers,
-            access_logs=routers,
-            listen=Address(host="127.0.0.1", port=0),
-            admin=Address(host="127.0.0.1", port=0),
-            mode=mode,
-            tls=tls,
-            static_endpoints=static_endpoints,
-        )
 
-    return make
+@pytest_asyncio.fixture(loop_scope="session", params=list(Mode), ids=lambda mode: mode.value, name="deployment")
+async def _deployment(world: World, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """One deployment per mode; whatever a test did, its router's books must come to rest after it."""
+    deployment = await world.deployment(request.param)
+    yield deployment
+    if deployment.router.returncode is None:
+        await deployment.wait_for_rest()

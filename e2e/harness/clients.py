@@ -1,7 +1,9 @@
 """Clients of Envoy's listener: HTTP/1 whole or in chunks, HTTP/2 with or without trailers, and raw bytes."""
 
 import asyncio
+import contextlib
 import hashlib
+import io
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +41,7 @@ async def http1(
     timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Reply:
     """Send one request on its own connection: POST when there is a body, chunked when ``chunk_bytes`` is given."""
-    data = _chunks(body, chunk_bytes) if body is not None and chunk_bytes else body
+    data = None if body is None else _chunks(body, chunk_bytes) if chunk_bytes else io.BytesIO(body)
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with (
         aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
@@ -52,6 +54,28 @@ async def http1(
 async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
     for start in range(0, len(body), size):
         yield body[start : start + size]
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    url: str, body: bytes | AsyncIterator[bytes], *, timeout_s: float = REQUEST_TIMEOUT_S
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """POST and return once the response's headers are there; leaving the context before its end disconnects."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        headers = {"content-type": "application/json"}
+        response = await session.post(url, data=body, headers=headers)
+        try:
+            yield response
+        finally:
+            response.close()
+
+
+async def in_halves(body: bytes, second: asyncio.Event) -> AsyncIterator[bytes]:
+    """Yield the first half of a body, and the other once ``second`` is set."""
+    yield body[: len(body) // 2]
+    await second.wait()
+    yield body[len(body) // 2 :]
 
 
 async def http2(
@@ -138,6 +162,44 @@ class _Http2Exchange:
             self._done = True
         elif isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated):
             self._done = self._reply.reset = True
+
+
+async def upload(
+    port: int,
+    path: str,
+    body: bytes,
+    *,
+    chunk_bytes: int = 0,
+    host: str = "127.0.0.1",
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> Reply:
+    """POST by HTTP/1 and read the response while the body is still being sent, as a refusal comes before its end."""
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(host, port)
+        sending = asyncio.create_task(_upload(writer, path, body, chunk_bytes))
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = _lower(line.split(": ", 1) for line in head[1:] if line)  # type: ignore[misc]  # two parts each
+            content = await reader.readexactly(int(headers.get("content-length", 0)))
+            return Reply(status=int(head[0].split()[1]), headers=headers, body=content)
+        finally:
+            sending.cancel()
+            await asyncio.wait((sending,))
+            writer.close()
+
+
+async def _upload(writer: asyncio.StreamWriter, path: str, body: bytes, chunk_bytes: int) -> None:
+    framing = "transfer-encoding: chunked" if chunk_bytes else f"content-length: {len(body)}"
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: envoy\r\n{framing}\r\n\r\n".encode())
+    piece_bytes = chunk_bytes or 65536
+    # The other side may close as soon as it has refused.
+    with contextlib.suppress(ConnectionError):
+        for start in range(0, len(body), piece_bytes):
+            piece = body[start : start + piece_bytes]
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if chunk_bytes else piece)
+            await writer.drain()
+        if chunk_bytes:
+            writer.write(b"0\r\n\r\n")
 
 
 async def raw(port: int, data: bytes, *, host: str = "127.0.0.1", timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:

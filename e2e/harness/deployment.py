@@ -1,0 +1,187 @@
+"""A deployment as a user has it: pool files, ``dualmap router``, and Envoy as ``dualmap envoy-config`` sets it up.
+
+``stack`` starts the single processes and ``envoy`` runs Envoy; this module puts them together, changes pools, kills
+and restarts the router where it was, and reads the router's own pages.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from dualmap_cli.main import main
+from dualmap_extproc.envoy.settings import Mode
+from harness.clients import Reply, http1
+from harness.envoy import Envoy
+from harness.stack import Router, write_pool
+from harness.waiting import until
+
+CHAT = "/v1/chat/completions"
+REST_TIMEOUT_S = 20.0
+
+Document = Mapping[str, Any]
+Edit = Callable[[str], str]
+
+
+class Deployment:
+    """One router and one Envoy in front of engines that are somebody else's; ``pools`` are documents by pool name."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, Document],
+        *,
+        mode: Mode,
+        directory: Path,
+        workers: int = 2,
+        tls: bool = False,
+        router_arguments: tuple[str, ...] = (),
+    ) -> None:
+        self.mode = mode
+        self._directory = directory
+        self._workers = workers
+        self._tls = tls
+        self._router_arguments = (*router_arguments, *(("--tls", "self-signed") if tls else ()))
+        self._files = {name: directory / f"{name}.json" for name in pools}
+        for name, document in pools.items():
+            self.write(name, document)
+        self.router = self._router(ports={})
+        self.envoy: Envoy
+
+    def write(self, pool: str, document: Document) -> None:
+        """Write a pool's file anew; the router notices by itself."""
+        write_pool(self._files[pool], document)
+
+    async def start(self) -> None:
+        """Start the router, then Envoy; returns once Envoy takes requests."""
+        await self.router.start()
+        self.envoy = self.another_envoy("envoy")
+        await self.envoy.start()
+
+    async def stop(self) -> None:
+        """Stop both."""
+        await self.envoy.child.stop()
+        await self.router.stop()
+
+    def another_envoy(self, name: str, *, edit: Edit | None = None) -> Envoy:
+        """Return an Envoy over the same router, not started; ``edit`` may change its YAML."""
+        config = self._envoy_config()
+        return Envoy(edit(config) if edit else config, directory=self._directory, concurrency=self._workers, name=name)
+
+    async def kill_router(self) -> None:
+        """End the router by SIGKILL."""
+        await self.router.kill()
+
+    async def restart_router(self) -> None:
+        """Start a router on the ports of the one that ended, and wait until Envoy asks it."""
+        assert self.router.returncode is not None, "the router is still running"
+        self.router = self._router(ports=self.router.ports)
+        await self.router.start()
+        await self.wait_until_asked()
+
+    async def wait_until_asked(self) -> None:
+        """Wait until requests through Envoy are routed by the router again, by every worker."""
+        in_a_row = 0
+
+        async def asked() -> bool:
+            nonlocal in_a_row
+            reply = await http1(self.envoy.url + CHAT, body=b"{}")
+            # Only the router refuses a body without a model.
+            in_a_row = in_a_row + 1 if reply.status == 400 else 0
+            return in_a_row >= 4 * self._workers
+
+        await until(asked, "Envoy asks the router", timeout_s=REST_TIMEOUT_S)
+
+    async def ask(
+        self,
+        body: Mapping[str, Any] | bytes,
+        *,
+        path: str = CHAT,
+        headers: Mapping[str, str] | None = None,
+        chunk_bytes: int = 0,
+        envoy: Envoy | None = None,
+    ) -> Reply:
+        """POST a body through Envoy."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        url = (envoy or self.envoy).url + path
+        json_headers = {"content-type": "application/json", **(headers or {})}
+        return await http1(url, body=data, headers=json_headers, chunk_bytes=chunk_bytes)
+
+    async def page(self, pool: str) -> dict[str, dict[str, Any]]:
+        """Return what ``GET /pools/llm/POOL`` says of the endpoints, by member id."""
+        url = f"http://127.0.0.1:{self.router.ports['metrics']}/pools/llm/{pool}"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            document = await response.json()
+        return {endpoint["id"]: endpoint for endpoint in document["endpoints"]}
+
+    async def load(self, pool: str) -> tuple[int, int]:
+        """Return the pool's requests in flight and its pending prefill tokens, over all endpoints."""
+        endpoints = (await self.page(pool)).values()
+        return sum(each["in_flight"] for each in endpoints), sum(each["pending_prefill_tokens"] for each in endpoints)
+
+    async def wait_for_load(self, pool: str, what: str, holds: Callable[[int, int], bool]) -> None:
+        """Wait until ``holds`` is true of the pool's requests in flight and pending prefill tokens."""
+
+        async def true() -> bool:
+            return holds(*await self.load(pool))
+
+        await until(true, f"{pool}: {what}", timeout_s=REST_TIMEOUT_S)
+
+    async def wait_for_rest(self) -> None:
+        """Wait until the books of every pool are empty, on the pages and in the gauges."""
+        for pool in self._files:
+            await self.wait_for_load(pool, "nothing in flight or pending", lambda *load: load == (0, 0))
+        assert await self.metric("dualmap_endpoint_in_flight_requests") == 0
+        assert await self.metric("dualmap_endpoint_pending_prefill_tokens") == 0
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples with these labels."""
+        url = f"http://127.0.0.1:{self.router.ports['metrics']}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            text = await response.text()
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return sum(
+            sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    async def wait_for_metric(self, name: str, value: float, **labels: str) -> None:
+        """Wait until a metric has this value."""
+
+        async def has() -> bool:
+            return await self.metric(name, **labels) == value
+
+        await until(has, f"{name}{labels or ''} is {value}", timeout_s=REST_TIMEOUT_S)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:  # whatever kept it from starting, nothing may be left running
+            await self.router.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _router(self, *, ports: Mapping[str, int]) -> Router:
+        return Router(
+            list(self._files.values()), directory=self._directory, arguments=self._router_arguments, ports=ports
+        )
+
+    def _envoy_config(self) -> str:
+        """Run ``dualmap envoy-config``: in this process, since its imports take seconds."""
+        ports = self.router.ports
+        arguments = ["envoy-config"]
+        arguments += [part for file in self._files.values() for part in ("--pool", str(file))]
+        arguments += ["--router", f"127.0.0.1:{ports['grpc']}", "--als", f"127.0.0.1:{ports['als']}"]
+        arguments += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+        arguments += ["--mode", self.mode.value, "--tls", "on" if self._tls else "off"]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        return result.stdout

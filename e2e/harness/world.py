@@ -1,0 +1,143 @@
+"""The engines that the end-to-end tests share, and one deployment per message mode over all of them.
+
+Started once per session and used by every test that leaves it as it found it: processes take seconds to start, so
+several pools in one router stand for the several situations that tests need.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dualmap_extproc.envoy.settings import Mode
+from harness.clients import Reply
+from harness.deployment import Deployment
+from harness.stack import Engine, PoolMember, pool_document
+from harness.upstream import Upstream, plain
+
+FAST = "50"
+SLOW = "0.05"
+
+
+class World:
+    """Engines and deployments.
+
+    Pools, by name: ``scripted`` has two upstreams whose answers the test decides, and takes what no router picked;
+    ``fast`` and ``slow`` have simulated engines, two quick ones and one that needs minutes for a long prompt;
+    ``halved`` has a member where nothing listens; ``empty`` has none; ``changing`` is for tests that change members.
+    The model of pool X is ``X-model``, its alias ``X``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.left = Upstream(name="left")
+        self.right = Upstream(name="right")
+        # In no pool: whoever reaches it followed a header that a client made up.
+        self.outsider = Upstream(name="outsider")
+        self.fast = [self._engine(f"fast-{number}", "fast-model", FAST) for number in range(2)]
+        self.slow = self._engine("slow", "slow-model", SLOW)
+        self._deployments: dict[Mode, Deployment] = {}
+        self._stack = AsyncExitStack()
+
+    @property
+    def upstreams(self) -> tuple[Upstream, ...]:
+        """Every upstream, the outsider too."""
+        return self.left, self.right, self.outsider
+
+    async def deployment(self, mode: Mode) -> Deployment:
+        """Return the mode's deployment, started when it is first asked for; its router is running."""
+        deployment = self._deployments.get(mode)
+        if deployment is None:
+            directory = self._directory / mode.value
+            directory.mkdir()
+            deployment = Deployment(self.documents(), mode=mode, directory=directory)
+            await self._stack.enter_async_context(deployment)
+            self._deployments[mode] = deployment
+        if deployment.router.returncode is not None:
+            await deployment.restart_router()
+        return deployment
+
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """Return every pool's document; the first takes what no router picked."""
+        scripted = [member_of(self.left), member_of(self.right)]
+        # TCP port 9 (discard) is in nobody's use here.
+        dead = PoolMember(id="dead", address="127.0.0.1", port=9)
+        return {
+            "scripted": document("scripted", scripted),
+            "fast": document("fast", [engine.member for engine in self.fast]),
+            "slow": document("slow", [self.slow.member]),
+            "halved": document("halved", [member_of(self.left), dead]),
+            "empty": document("empty", []),
+            "changing": document("changing", scripted),
+        }
+
+    def reset(self) -> None:
+        """Let every upstream answer plainly and forget what it received."""
+        for upstream in self.upstreams:
+            upstream.answer = plain
+            upstream.received.clear()
+            upstream.aborted = 0
+
+    async def __aenter__(self) -> Self:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for child in (*self.upstreams, self.slow):
+            await self._stack.enter_async_context(child)
+        await asyncio.gather(*(self._stack.enter_async_context(engine) for engine in self.fast))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def _engine(self, name: str, model: str, speed: str) -> Engine:
+        return Engine(directory=self._directory, name=name, arguments=("--model", model, "--speed", speed))
+
+
+def document(pool: str, members: list[PoolMember], *, version: int = 1) -> dict[str, Any]:
+    """Return a pool's document; model and alias follow from its name."""
+    spec = {"model": {"name": f"{pool}-model", "aliases": [pool]}}
+    return pool_document(members, name=pool, model=f"{pool}-model", spec=spec, version=version)
+
+
+def member_of(upstream: Upstream, *, state: str = "Active") -> PoolMember:
+    """Return an upstream as a member of a pool."""
+    return PoolMember(id=upstream.name, address=upstream.host, port=upstream.port, state=state)
+
+
+def chat(pool: str, prompt: str = "hello", **fields: Any) -> dict[str, Any]:
+    """Return a chat completions body of one message for a pool's model; ``fields`` are added."""
+    return {"model": f"{pool}-model", "messages": [{"role": "user", "content": prompt}], **fields}
+
+
+def padded(pool: str, size: int) -> bytes:
+    """Return a chat body of exactly ``size`` bytes."""
+    empty = json.dumps(chat(pool, "")).encode()
+    body = json.dumps(chat(pool, "x" * (size - len(empty)))).encode()
+    assert len(body) == size, f"a chat body has at least {len(empty)} bytes"
+    return body
+
+
+def prompt_of(blocks: int, *, seed: str) -> str:
+    """Return a prompt that fills at least so many blocks of 128 tokens; another ``seed``, another prefix."""
+    return f"{seed} " + "All work and no play makes Jack a dull boy. " * (blocks * 512 // 44 + 1)
+
+
+def receipt(reply: Reply) -> Mapping[str, str]:
+    """Return the receipt in a response's decision header, item by item, strings without their quotes."""
+    header = reply.headers["x-dualmap-decision"]
+    pairs = re.findall(r'(\w+)=("[^"]*"|\([^)]*\)|[^,\s]+)', header)
+    return {key: value.strip('"') for key, value in pairs}
+
+
+def error_of(reply: Reply) -> dict[str, Any]:
+    """Return the OpenAI error object of a refused request; fails if the body is none."""
+    assert reply.headers["content-type"].startswith("application/json"), reply
+    error: dict[str, Any] = json.loads(reply.body)["error"]
+    assert {"message", "type", "code"} <= error.keys()
+    assert error["message"]
+    return error

@@ -1,0 +1,196 @@
+"""Responses on their way back: event streams byte by byte, what the router learns from them, and clients that leave."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.clients import http1, in_halves, opened
+from harness.deployment import CHAT, Deployment
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, sse
+from harness.waiting import until
+from harness.world import World, chat, prompt_of, receipt
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+EVENTS = [
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    b": a comment, to keep the connection alive\n\n",
+    'data: {"choices":[{"delta":{"content":"Zürich 東京 😀"}}]}\r\n\r\n'.encode(),
+    b'event: odd\nid: 7\ndata: {"choices":\ndata: []}\n\n',
+    b"data: not JSON at all \x00\xff\n\n",
+    b'data: {"text":"' + b"x" * 200_000 + b'"}\n\n',
+    b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,'
+    b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+async def test_event_streams_come_through_byte_by_byte(world: World, deployment: Deployment) -> None:
+    world.left.answer = world.right.answer = sse(EVENTS)
+    body = json.dumps(chat("scripted", stream=True)).encode()
+    direct = await http1(f"http://{world.left.endpoint}{CHAT}", body=body)
+    assert direct.body == b"".join(EVENTS)
+    for _ in range(3):
+        through = await deployment.ask(body)
+        assert through.status == 200
+        assert through.body == direct.body
+        assert through.headers["content-type"] == direct.headers["content-type"]
+        assert through.headers[DIGEST_HEADER] == direct.headers[DIGEST_HEADER]
+
+
+async def test_each_event_passes_when_it_is_sent(world: World, deployment: Deployment) -> None:
+    gates = [asyncio.Event() for _ in range(4)]
+    # Never `data: 0`: an event of a JSON scalar crashes Envoy 1.40 in its sse_to_metadata filter.
+    events = [b'data: {"number": %d}\n\n' % number for number in range(len(gates))]
+
+    async def answer(request: web.Request, received: Received) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for gate, event in zip(gates, events, strict=True):
+            await gate.wait()
+            await response.write(event)
+        return response
+
+    world.left.answer = world.right.answer = answer
+    async with opened(deployment.envoy.url + CHAT, json.dumps(chat("scripted", stream=True)).encode()) as response:
+        # The headers are there before the first token, as the engine sent them.
+        for gate, event in zip(gates, events, strict=True):
+            gate.set()
+            assert await response.content.readexactly(len(event)) == event
+
+
+async def test_usage_of_simulated_engines_arrives_and_is_counted(world: World, deployment: Deployment) -> None:
+    pool = "llm/fast"
+    predicted = await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool)
+    measured = await deployment.metric("dualmap_measured_cached_tokens_total", pool=pool)
+    fields = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 5}
+    body = chat("fast", prompt_of(6, seed=f"{deployment.mode} usage"), **fields)
+    for turn in range(2):
+        reply = await deployment.ask(body)
+        events = reply.body.split(b"\n\n")
+        assert events[-2] == b"data: [DONE]"
+        usage = json.loads(events[-3].removeprefix(b"data: "))["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert usage["completion_tokens"] == 5
+        assert (cached >= 6 * 128) == (turn == 1)
+        predicted += int(receipt(reply)["matched"])
+        measured += cached
+        await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", measured, pool=pool)
+        assert await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool) == predicted
+
+
+async def test_the_first_event_releases_the_prefill_and_the_access_log_the_rest(
+    world: World, deployment: Deployment
+) -> None:
+    first, rest = asyncio.Event(), asyncio.Event()
+    world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
+    finished = await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome="finished")
+    # Nobody's prefix, so that all of it is to be computed.
+    body = json.dumps(chat("scripted", f"{deployment.mode} new", stream=True)).encode()
+    async with opened(deployment.envoy.url + CHAT, body) as response:
+        await deployment.wait_for_load("scripted", "a prefill is pending", lambda flying, tokens: flying == 1 < tokens)
+        first.set()
+        await deployment.wait_for_load("scripted", "it is released", lambda *load: load == (1, 0))
+        rest.set()
+        assert await response.read() == b"".join(EVENTS)
+    await deployment.wait_for_rest()
+    await deployment.wait_for_metric("dualmap_completions_total", finished + 1, pool="llm/scripted", outcome="finished")
+
+
+async def engine_sample(world: World, name: str, **labels: str) -> float:
+    """Return a sample of the slow engine's own metrics."""
+    page = (await http1(f"http://{world.slow.endpoint}/metrics")).body.decode()
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+async def wait_for_engine(world: World, what: str, check: Callable[[], Awaitable[bool]]) -> None:
+    await until(check, f"the slow engine {what}", timeout_s=20.0)
+
+
+async def test_clients_that_leave_in_stream_prefill_and_queue(world: World, deployment: Deployment) -> None:
+    aborts = await engine_sample(world, "vllm:request_success_total", finished_reason="abort")
+    counted = await deployment.metric("dualmap_completions_total", pool="llm/slow", outcome="aborted")
+    url = deployment.envoy.url + CHAT
+    long = prompt_of(150, seed=f"{deployment.mode} leaves")
+    async with AsyncExitStack() as clients:
+
+        async def leave_behind(body: bytes, running: int, waiting: int) -> aiohttp.ClientResponse:
+            response = await clients.enter_async_context(opened(url, body))
+
+            async def taken() -> bool:
+                return (
+                    await engine_sample(world, "vllm:num_requests_running") == running
+                    and await engine_sample(world, "vllm:num_requests_waiting") == waiting
+                )
+
+            await wait_for_engine(world, f"has {running} running, {waiting} waiting", taken)
+            return response
+
+        streaming = json.dumps(chat("slow", "count", stream=True, max_tokens=1000)).encode()
+        response = await leave_behind(streaming, 1, 0)
+        assert await response.content.readany()
+        body = json.dumps(chat("slow", long, stream=True)).encode()
+        await leave_behind(body, 2, 0)
+        await leave_behind(body, 2, 1)
+        assert (await deployment.load("slow"))[0] == 3
+
+    async def gone() -> bool:
+        return (await engine_sample(world, "vllm:request_success_total", finished_reason="abort")) == aborts + 3
+
+    await wait_for_engine(world, "has aborted all three", gone)
+    await deployment.wait_for_rest()
+    await deployment.wait_for_metric("dualmap_completions_total", counted + 3, pool="llm/slow", outcome="aborted")
+
+
+async def test_a_client_that_leaves_before_any_answer(world: World, deployment: Deployment) -> None:
+    """Without streaming, the engine's headers come with the whole answer."""
+
+    async def never(request: web.Request, received: Received) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    world.left.answer = world.right.answer = never
+    asking = asyncio.create_task(deployment.ask(chat("scripted")))
+    await deployment.wait_for_load("scripted", "one in flight", lambda flying, _: flying == 1)
+    asking.cancel()
+    await asyncio.wait((asking,))
+    await deployment.wait_for_rest()
+
+    async def aborted() -> bool:
+        return world.left.aborted + world.right.aborted == 1
+
+    await until(aborted, "the engine sees the disconnect")
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body(world: World, deployment: Deployment) -> None:
+    routed = await deployment.metric("dualmap_requests_total", pool="llm/scripted")
+    opens = "http.requests.downstream_rq_active$"
+    body = json.dumps(chat("scripted", "x" * 100_000)).encode()
+    uploading = asyncio.create_task(post_in_halves(deployment.envoy.url + CHAT, body, asyncio.Event()))
+
+    async def active(count: int) -> None:
+        async def has() -> bool:
+            return sum((await deployment.envoy.stats(opens)).values()) == count
+
+        await until(has, f"Envoy has {count} active requests")
+
+    await active(1)
+    uploading.cancel()
+    await asyncio.wait((uploading,))
+    await active(0)
+    await deployment.wait_for_rest()
+    assert await deployment.metric("dualmap_requests_total", pool="llm/scripted") == routed
+    reply = await deployment.ask(chat("scripted"))
+    assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
+
+
+async def post_in_halves(url: str, body: bytes, second: asyncio.Event) -> bytes:
+    async with opened(url, in_halves(body, second)) as response:
+        return await response.read()
