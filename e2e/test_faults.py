@@ -1,0 +1,240 @@
+"""What happens to requests and streams when engines are dead, and when the router dies, comes back or is stopped."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dualmap_extproc.envoy.settings import Mode
+from harness.clients import http1, in_halves, opened, sha256
+from harness.deployment import CHAT, Deployment
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, sse
+from harness.waiting import until
+from harness.world import World, chat, document, member_of, padded, prompt_of, receipt
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(3)]
+MEMBERS = {"left", "right"}
+
+
+async def until_served(deployment: Deployment) -> None:
+    """Wait until requests are answered although there is no router to ask.
+
+    In the default mode and in BUFFERED Envoy fails open at once, and nothing is waited for. In FULL_DUPLEX it does
+    only once every worker knows that no router is healthy; until then requests are answered 503.
+    """
+    if deployment.mode is not Mode.FULL_DUPLEX:
+        return
+    in_a_row = 0
+
+    async def served() -> bool:
+        nonlocal in_a_row
+        reply = await http1(deployment.envoy.url + CHAT, body=b"{}")
+        assert reply.status in (200, 503), reply
+        in_a_row = in_a_row + 1 if reply.status == 200 else 0
+        return in_a_row >= 8
+
+    await until(served, "Envoy knows that the router is gone")
+
+
+async def test_a_dead_first_candidate_is_retried_at_the_second(world: World, deployment: Deployment) -> None:
+    elsewhere = await deployment.metric("dualmap_served_elsewhere_total", pool="llm/halved")
+    retried = 0
+    for number in range(40):
+        body = json.dumps(chat("halved", prompt_of(2, seed=f"{deployment.mode} halved {number}"))).encode()
+        reply = await deployment.ask(body, chunk_bytes=1000 * (number % 2))
+        assert reply.status == 200
+        assert reply.headers[ENGINE_HEADER] == "left"
+        assert reply.headers[DIGEST_HEADER] == sha256(body)
+        retried += receipt(reply)["chosen"] == "dead"
+    assert retried, "40 new prompts never chose the dead member first"
+    await deployment.wait_for_metric("dualmap_served_elsewhere_total", elsewhere + retried, pool="llm/halved")
+
+
+async def test_the_books_follow_to_where_a_request_was_served(world: World, deployment: Deployment) -> None:
+    first, rest = asyncio.Event(), asyncio.Event()
+    world.left.answer = sse(EVENTS, first_after=first, then=rest)
+    async with AsyncExitStack() as clients:
+        chosen = []
+        while "dead" not in chosen and len(chosen) < 40:
+            body = chat("halved", prompt_of(2, seed=f"{deployment.mode} books {len(chosen)}"), stream=True)
+            response = await clients.enter_async_context(opened(deployment.envoy.url + CHAT, json.dumps(body).encode()))
+            chosen.append("dead" if 'chosen="dead"' in response.headers["x-dualmap-decision"] else "left")
+
+        async def moved() -> bool:
+            page = await deployment.page("halved")
+            return page["left"]["in_flight"] == len(chosen) and page["dead"]["in_flight"] == 0
+
+        await until(moved, f"all of {chosen} are in left's books")
+        assert "dead" in chosen
+        page = await deployment.page("halved")
+        assert page["dead"]["pending_prefill_tokens"] == 0 < page["left"]["pending_prefill_tokens"]
+        first.set()
+        rest.set()
+    await deployment.wait_for_rest()
+
+
+async def test_a_large_body_is_retried_whole(world: World, deployment: Deployment) -> None:
+    retried = 0
+    for number in range(20):
+        text = f"{deployment.mode} large {number} " + "x" * 5_000_000
+        body = json.dumps(chat("halved", text)).encode()
+        reply = await deployment.ask(body)
+        assert reply.status == 200
+        assert reply.headers[DIGEST_HEADER] == sha256(body)
+        retried += receipt(reply)["chosen"] == "dead"
+        if retried == 2:
+            break
+    assert retried
+
+
+async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: World, deployment: Deployment) -> None:
+    first, rest = asyncio.Event(), asyncio.Event()
+    world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
+    url = deployment.envoy.url + CHAT
+    async with AsyncExitStack() as clients:
+        streams = []
+        for number in range(6):
+            body = json.dumps(chat("scripted", f"{deployment.mode} stream {number}", stream=True)).encode()
+            streams.append(await clients.enter_async_context(opened(url, body)))
+        first.set()
+        for stream in streams:
+            assert await stream.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+        world.reset()
+        await deployment.kill_router()
+        await until_served(deployment)
+        for number in range(12):
+            body = padded("scripted", 1000 + number)
+            reply = await deployment.ask(body)
+            assert reply.status == 200
+            assert reply.headers[DIGEST_HEADER] == sha256(body)
+            assert "x-dualmap-decision" not in reply.headers
+        assert (await http1(deployment.envoy.url + "/v1/models")).status == 200
+        rest.set()
+        for stream in streams:
+            assert await stream.read() == b"".join(EVENTS[1:])
+
+    await deployment.restart_router()
+    reply = await deployment.ask(chat("scripted"))
+    assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
+
+
+async def test_streams_before_their_first_token_survive_a_killed_router(world: World, deployment: Deployment) -> None:
+    first = asyncio.Event()
+    world.left.answer = world.right.answer = sse(EVENTS, first_after=first)
+    body = json.dumps(chat("scripted", stream=True)).encode()
+    async with opened(deployment.envoy.url + CHAT, body) as stream:
+        assert stream.status == 200
+        await deployment.kill_router()
+        first.set()
+        if deployment.mode is Mode.FULL_DUPLEX:
+            # Envoy 1.40 never fails open on a call that is open in this mode, not even once the request is through.
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await stream.read()
+        else:
+            assert await stream.read() == b"".join(EVENTS)
+    await deployment.restart_router()
+
+
+async def test_a_dead_router_leaves_no_hole_for_made_up_destinations(world: World, deployment: Deployment) -> None:
+    await deployment.kill_router()
+    await until_served(deployment)
+    for target in (world.outsider, world.left):
+        headers = {
+            "x-gateway-destination-endpoint": target.endpoint,
+            "x-dualmap-cluster": "llm/slow",
+            "x-dualmap-no-retry": "1",
+            "x-envoy-original-dst-host": target.endpoint,
+        }
+        replies = [await deployment.ask(chat("scripted"), headers=headers) for _ in range(8)]
+        assert [reply.status for reply in replies] == [200] * 8
+        # Both members take their turns: naming one of them is not obeyed either.
+        assert {reply.headers[ENGINE_HEADER] for reply in replies} == MEMBERS
+    assert not world.outsider.received
+    for upstream in (world.left, world.right):
+        for received in upstream.received:
+            assert not [name for name in received.headers if name.startswith(("x-gateway", "x-dualmap", "x-envoy"))]
+    await deployment.restart_router()
+
+
+async def test_large_bodies_arrive_whole_while_the_router_is_dead(world: World, deployment: Deployment) -> None:
+    await deployment.kill_router()
+    await until_served(deployment)
+    body = padded("scripted", 12_000_000)
+    for chunk_bytes in (0, 100_000):
+        reply = await deployment.ask(body, chunk_bytes=chunk_bytes)
+        assert reply.status == 200
+        assert reply.headers[DIGEST_HEADER] == sha256(body)
+    await deployment.restart_router()
+
+
+async def health(port: int, service: str) -> int:
+    """Ask the router's health service; returns a status of the protocol, UNKNOWN where nobody answers."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=service)
+            return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
+        except grpc.aio.AioRpcError:
+            return health_pb2.HealthCheckResponse.UNKNOWN
+
+
+@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+async def test_sigterm_serves_what_is_open_and_exits_0(world: World, mode: Mode, tmp_path: Path) -> None:
+    documents = {"scripted": document("scripted", [member_of(world.left), member_of(world.right)])}
+    second, first, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    async with Deployment(documents, mode=mode, directory=tmp_path) as deployment:
+        url = deployment.envoy.url + CHAT
+        port = deployment.router.ports["health"]
+        assert await health(port, "readiness") == health_pb2.HealthCheckResponse.SERVING
+        half_read = asyncio.create_task(read_all(url, json.dumps(chat("scripted", "half " * 1000)).encode(), second))
+        world.left.answer = world.right.answer = sse(EVENTS, first_after=first)
+        prefilling = asyncio.create_task(read_all(url, json.dumps(chat("scripted", stream=True)).encode(), None))
+        await deployment.wait_for_load("scripted", "one in flight", lambda flying, _: flying == 1)
+
+        async def uploading() -> bool:
+            return sum((await deployment.envoy.stats("ext_proc.streams_started$")).values()) == 2
+
+        await until(uploading, "both requests are with the router")
+        world.reset()
+        load = asyncio.create_task(ask_until(deployment, stop))
+        deployment.router.terminate()
+
+        async def unready() -> bool:
+            return await health(port, "readiness") == health_pb2.HealthCheckResponse.NOT_SERVING
+
+        await until(unready, "readiness is gone")
+        assert await health(port, "liveness") == health_pb2.HealthCheckResponse.SERVING
+        second.set()
+        status, decision, _ = await half_read
+        assert status == 200
+        assert decision, "a half-read request was not routed"
+        assert deployment.router.returncode is None, "the router did not wait for what was open"
+        first.set()
+        status, decision, content = await prefilling
+        assert (status, content) == (200, b"".join(EVENTS))
+        assert decision
+        assert await deployment.router.wait() == 0
+        await until_served(deployment)
+        stop.set()
+        # In FULL_DUPLEX requests fail for as long as Envoy has not noticed that the port is closed.
+        assert set(await load) <= ({200, 503} if mode is Mode.FULL_DUPLEX else {200})
+
+
+async def read_all(url: str, body: bytes, second: asyncio.Event | None) -> tuple[int, str | None, bytes]:
+    """POST, with ``second`` in two halves; return status, decision header and body."""
+    async with opened(url, in_halves(body, second) if second else body) as response:
+        return response.status, response.headers.get("x-dualmap-decision"), await response.read()
+
+
+async def ask_until(deployment: Deployment, stop: asyncio.Event) -> list[int]:
+    """Ask one request after the other until ``stop`` is set; return the statuses."""
+    statuses = []
+    while not stop.is_set():
+        statuses.append((await deployment.ask(chat("scripted", f"load {len(statuses)}"))).status)
+    return statuses

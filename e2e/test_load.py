@@ -1,0 +1,69 @@
+"""A few hundred requests at once through an Envoy with two workers: all are answered and nothing is left behind."""
+
+import asyncio
+import json
+
+import pytest
+
+from harness.clients import Reply, http2, sha256
+from harness.deployment import CHAT, Deployment
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER
+from harness.world import World, chat, prompt_of, receipt
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+REQUESTS = 240
+CLIENTS = 24
+POOL = "llm/fast"
+
+
+def bodies(mode: str) -> list[bytes]:
+    """Conversations of a dozen shared prefixes; every other one is streamed."""
+    made = []
+    for number in range(REQUESTS):
+        prompt = prompt_of(4 + number % 5, seed=f"{mode} prefix {number % 12}") + f" question {number}"
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
+        made.append(json.dumps(chat("fast", prompt, max_tokens=1 + number % 7, **stream)).encode())
+    return made
+
+
+async def test_two_workers_under_load(world: World, deployment: Deployment) -> None:
+    before = {
+        outcome: await deployment.metric("dualmap_completions_total", pool=POOL, outcome=outcome)
+        for outcome in ("finished", "aborted", "expired")
+    }
+    measured = await deployment.metric("dualmap_measured_cached_tokens_total", pool=POOL)
+    room = asyncio.Semaphore(CLIENTS)
+
+    async def ask(number: int, body: bytes) -> Reply:
+        async with room:
+            if number % 3 == 0:
+                headers = {"content-type": "application/json"}
+                return await http2(deployment.envoy.port, path=CHAT, body=body, headers=headers)
+            return await deployment.ask(body, chunk_bytes=1000 if number % 3 == 1 else 0)
+
+    sent = bodies(deployment.mode.value)
+    replies = await asyncio.gather(*(ask(number, body) for number, body in enumerate(sent)))
+    assert [reply.status for reply in replies] == [200] * REQUESTS
+    assert [reply.headers[DIGEST_HEADER] for reply in replies] == [sha256(body) for body in sent]
+    names = {engine.name: engine.endpoint for engine in world.fast}
+    assert all(names[receipt(reply)["chosen"]] == reply.headers[ENGINE_HEADER] for reply in replies)
+    assert {reply.headers[ENGINE_HEADER] for reply in replies} == set(names.values())
+
+    await deployment.wait_for_rest()
+    for outcome, more in (("finished", REQUESTS), ("aborted", 0), ("expired", 0)):
+        await deployment.wait_for_metric(
+            "dualmap_completions_total", before[outcome] + more, pool=POOL, outcome=outcome
+        )
+    cached = measured + sum(cached_tokens(reply) for reply in replies)
+    await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", cached, pool=POOL)
+    assert (await deployment.envoy.stats(r"^server\.concurrency$"))["server.concurrency"] == 2
+
+
+def cached_tokens(reply: Reply) -> int:
+    """Return what the engine reported, from the whole answer or from the last event but one."""
+    text = reply.body
+    if reply.headers["content-type"].startswith("text/event-stream"):
+        text = text.split(b"\n\n")[-3].removeprefix(b"data: ")
+    cached: int = json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
