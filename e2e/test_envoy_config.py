@@ -3,6 +3,7 @@
 Each test stands for something Envoy 1.40 does to a request when one line of the configuration is otherwise.
 """
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
@@ -16,9 +17,10 @@ from dualmap_extproc import names
 from dualmap_extproc.envoy.settings import Mode
 from harness.clients import Reply, http1, http2, sha256
 from harness.envoy import Envoy
-from harness.picker import Picker, always
+from harness.picker import Pick, Picker, Seen, always
 from harness.settings import pool_of, settings_for
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, sse
+from harness.waiting import until
 
 MIB = 1024 * 1024
 SIZES = [2, 70_000, 12_000_000]
@@ -114,6 +116,47 @@ async def test_without_a_picker_the_first_pool_serves_and_clients_choose_nothing
             assert_served(await http2(envoy.port, path="/", body=body, trailers=[("x-sum", "1")]), engines[0], body)
     for received in engines[0].received:
         assert not set(made_up) & set(received.headers)
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.BUFFERED], ids=lambda mode: mode.value)
+async def test_bodies_stay_whole_when_the_picker_goes_while_it_holds_one(
+    mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
+) -> None:
+    body = body_of(SIZES[-1])
+    settings = settings_for([pool_of(engines[:1], name="first")], [picker], mode=mode)
+    async with Envoy(settings, directory=tmp_path) as envoy:
+        for chunk_bytes in (0, 65_536, 0, 65_536):
+            held = asyncio.Event()
+
+            async def hold(seen: Seen, held: asyncio.Event = held) -> Pick:
+                held.set()
+                return await asyncio.Future()
+
+            async def asked_again() -> bool:
+                before = len(picker.streams)
+                await http1(envoy.url)
+                return len(picker.streams) > before
+
+            picker.choose = always(engines[0].endpoint, FIRST)
+            await picker.start()
+            await until(asked_again, "Envoy asks the picker again")
+            picker.choose = hold
+            waiting = asyncio.create_task(http1(envoy.url, body=body, chunk_bytes=chunk_bytes))
+            await asyncio.wait_for(held.wait(), 10.0)
+            await picker.stop()
+            assert_served(await waiting, engines[0], body)
+            for _ in range(3):
+                assert_served(await http1(envoy.url, body=body, chunk_bytes=chunk_bytes), engines[0], body)
+
+
+async def test_many_requests_at_once_find_the_second_candidate(
+    engines: list[Upstream], picker: Picker, dead: Upstream, tmp_path: Path
+) -> None:
+    picker.choose = always(f"{dead.endpoint},{engines[0].endpoint}", FIRST)
+    settings = settings_for([pool_of([engines[0], dead], name="first")], [picker])
+    async with Envoy(settings, directory=tmp_path) as envoy:
+        replies = await asyncio.gather(*(http1(envoy.url, body=b"{}") for _ in range(50)))
+    assert [reply.status for reply in replies] == [200] * 50
 
 
 @modes

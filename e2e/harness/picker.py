@@ -72,7 +72,9 @@ class Picker:
     _server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on ``port``, or on any free one when it is 0."""
+        """Listen on ``port``, or on any free one when it is 0; nothing happens when it listens already."""
+        if self._server is not None:
+            return
         server = grpc.aio.server(
             options=[("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.so_reuseport", 0)]
         )

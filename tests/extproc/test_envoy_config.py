@@ -43,7 +43,7 @@ def pool_file(directory: Path, name: str = "qwen", **spec: Any) -> Path:
     return path
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments: object) -> Result:
     return CliRunner().invoke(envoy_config, [str(argument) for argument in arguments])
 
 
@@ -86,16 +86,8 @@ def hosts(cluster: dict[str, Any]) -> list[str]:
     ("mode", "tls", "endpoints"), list(itertools.product(Mode, ["off", "on"], ["eds", "--static-endpoints"]))
 )
 def test_real_envoy_takes_every_combination(tmp_path: Path, mode: Mode, tls: str, endpoints: str) -> None:
-    arguments: list[str | Path] = [
-        "--pool",
-        pool_file(tmp_path),
-        "--pool",
-        pool_file(tmp_path, "other"),
-        "--mode",
-        mode,
-        "--tls",
-        tls,
-    ]
+    pools = ["--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other")]
+    arguments = [*pools, "--mode", mode, "--tls", tls]
     arguments += ["--router", "127.0.0.1:9002,[::1]:9002,router.example:9002", "--als", "127.0.0.1:9004"]
     result = run(*arguments, *([endpoints] if endpoints != "eds" else []))
     assert result.exit_code == 0, result.output
