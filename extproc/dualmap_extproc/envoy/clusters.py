@@ -86,8 +86,10 @@ def clusters(settings: EnvoySettings) -> list[Cluster]:
 def _routers(settings: EnvoySettings) -> Cluster:
     """Write the routers' cluster.
 
-    Its health is watched closely: FULL_DUPLEX fails open only while Envoy knows no healthy router, and each request
-    given to a dead router would wait or lose its pick. A panic threshold of 0 keeps "none is healthy" meaning none.
+    Its health is watched twice over, because FULL_DUPLEX fails open only while Envoy knows no healthy router. Of
+    about 20 requests in the second and a half after a router was killed, as many as 17 got 503 without the outlier
+    detection, all of them without either, none with both; a restarted router is asked again by the health check. A
+    panic threshold of 0 keeps "none is healthy" meaning none.
     """
     cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings)
     cluster.health_checks = [
