@@ -94,10 +94,16 @@ async def test_a_large_body_is_retried_whole(world: World, deployment: Deploymen
     assert retried
 
 
+async def streams_let_go(deployment: Deployment) -> int:
+    """Return how many calls the router has ended."""
+    return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
+
+
 async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: World, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
     url = deployment.envoy.url + CHAT
+    let_go = await streams_let_go(deployment)
     async with AsyncExitStack() as clients:
         streams = []
         for number in range(6):
@@ -106,6 +112,12 @@ async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: W
         first.set()
         for stream in streams:
             assert await stream.content.readexactly(len(EVENTS[0])) == EVENTS[0]
+
+        async def past_the_router() -> bool:
+            return await streams_let_go(deployment) >= let_go + len(streams)
+
+        # The client may have the first event a moment before Envoy learns that the router wants no more of them.
+        await until(past_the_router, "the router has let go of the streams")
         world.reset()
         await deployment.kill_router()
         await until_served(deployment)

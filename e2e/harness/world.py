@@ -85,9 +85,9 @@ class World:
 
     async def __aenter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
-        for child in (*self.upstreams, self.slow):
-            await self._stack.enter_async_context(child)
-        await asyncio.gather(*(self._stack.enter_async_context(engine) for engine in self.fast))
+        for upstream in self.upstreams:
+            await self._stack.enter_async_context(upstream)
+        await asyncio.gather(*(self._stack.enter_async_context(engine) for engine in (self.slow, *self.fast)))
         return self
 
     async def __aexit__(
