@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 # The quadratic share before anything is learnt; ALGORITHMS section 7 gives 2e-5 to 3.3e-5 for 7B to 14B models.
 _PRIOR_ATTENTION = 3.0e-5
-_ATTENTION_BOUNDS = (0.0, 3.0e-4)
+_MOST_ATTENTION = 1.0e-4
 # Learnt speed stays within this factor of the pool's first guess, in both directions.
 _SPEED_BOUND = 20.0
 # Each sample weighs this much less when the next arrives: about 50 samples of memory.
@@ -19,7 +19,7 @@ _FORGET = 0.98
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
 # A sample is cut to this factor of what was predicted: stalls and preemptions are not prefill speed.
-_SAMPLE_CLIP = 8.0
+_SAMPLE_CLIP = 3.0
 # Shorter prefills are dominated by scheduling and network time and say nothing about speed.
 _SHORTEST_SAMPLE_TOKENS = 64
 
@@ -67,19 +67,37 @@ class PrefillModel:
         self.speed = self._solve()
 
     def _solve(self) -> Speed:
-        """Solve the regularised 2x2 normal equations, within bounds."""
+        """Solve the regularised normal equations over ``0 <= a <= _MOST_ATTENTION``, then bound the speed.
+
+        Where the unconstrained solution lies outside, the best one lies on one of the two borders, on each of which a
+        single number is left to fit. (Cutting linear and quadratic part apart from each other would let noise that
+        trades one for the other make an instance look many times as fast as any of its samples.)
+        """
         ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
         ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
-        nn, qq = self._nn + ridge_n, self._qq + ridge_q
+        nn, nq, qq = self._nn + ridge_n, self._nq, self._qq + ridge_q
         nt = self._nt + ridge_n * self._prior.linear_s
         qt = self._qt + ridge_q * self._prior.quadratic_s
-        determinant = nn * qq - self._nq * self._nq
+
+        def error(linear_s: float, ratio: float) -> float:
+            quadratic_s = linear_s * ratio
+            return (
+                nn * linear_s**2 + 2 * nq * linear_s * quadratic_s + qq * quadratic_s**2
+                - 2 * (nt * linear_s + qt * quadratic_s)
+            )  # fmt: skip
+
+        determinant = nn * qq - nq * nq
+        linear_s = (nt * qq - qt * nq) / determinant
+        quadratic_s = (qt * nn - nt * nq) / determinant
+        most = _MOST_ATTENTION / 2
+        if linear_s > 0.0 and 0.0 <= quadratic_s <= most * linear_s:
+            ratio = quadratic_s / linear_s
+        else:
+            borders = ((nt + c * qt) / (nn + 2 * c * nq + c * c * qq) for c in (0.0, most))
+            linear_s, ratio = min(zip(borders, (0.0, most), strict=True), key=lambda fit: error(*fit))
         low, high = self._bounds_s
-        linear_s = min(max((nt * qq - qt * self._nq) / determinant, low), high)
-        # Given the bounded linear part, the best quadratic part; its bounds are relative to the linear one.
-        quadratic_s = (qt - self._nq * linear_s) / qq
-        least, most = (bound * linear_s / 2 for bound in _ATTENTION_BOUNDS)
-        return Speed(linear_s, min(max(quadratic_s, least), most))
+        linear_s = min(max(linear_s, low), high)
+        return Speed(linear_s, linear_s * ratio)
 
 
 def _attention(new_tokens: int, cached_tokens: int) -> float:
