@@ -37,25 +37,17 @@ def test_one_odd_sample_moves_little() -> None:
     assert model.speed.compute_s(4000, 0) < 1.5 * before
 
 
-@given(seed=st.integers(0, 10_000), stalled=st.floats(0, 0.5), early=st.floats(0, 0.1))
+@given(seed=st.integers(0, 10_000), stalled=st.floats(0, 0.6))
 @settings(max_examples=60, deadline=None)
-def test_stalls_and_bursts_never_make_it_look_many_times_faster_or_slower(
-    seed: int, stalled: float, early: float
-) -> None:
-    # Seen through a real Envoy: samples that stalls had stretched traded the linear for the quadratic part, and an
-    # instance looked so fast that it was flooded for a minute.
+def test_stalls_never_make_it_look_much_faster(seed: int, stalled: float) -> None:
+    # Cut apart, noise that trades the linear for the quadratic part made an instance look 19 times as fast.
     chance, truth, model = random.Random(seed), Speed(1 / 7000, 1 / 7000 * 1.5e-5), PrefillModel(7000)
     for _ in range(200):
         new, cached = chance.randrange(100, 20_000), chance.choice([0, chance.randrange(0, 10_000)])
-        service_s = truth.compute_s(new, cached)
-        fate = chance.random()
-        if fate < stalled:
-            service_s += chance.uniform(0, 20)
-        elif fate < stalled + early:
-            service_s = 0.001
-        model.observe(new_tokens=new, cached_tokens=cached, service_s=service_s)
+        stall_s = chance.uniform(0, 20) if chance.random() < stalled else 0.0
+        model.observe(new_tokens=new, cached_tokens=cached, service_s=truth.compute_s(new, cached) + stall_s)
         for probe in [(500, 0), (5000, 5000), (20_000, 0)]:
-            assert 1 / 4 <= model.speed.compute_s(*probe) / truth.compute_s(*probe) <= 40
+            assert model.speed.compute_s(*probe) >= truth.compute_s(*probe) / 2
 
 
 @given(
