@@ -103,7 +103,8 @@ async def test_members_come_drain_and_go_under_load(world: World, deployment: De
                 assert await running == b"".join(EVENTS)
 
             async def idle() -> bool:
-                return (await deployment.page("changing"))["third"]["in_flight"] == 0
+                in_flight: int = (await deployment.page("changing"))["third"]["in_flight"]
+                return in_flight == 0
 
             await until(idle, "nothing is left on the draining member")
             deployment.write("changing", document("changing", everyone[:2], version=4))
