@@ -11,14 +11,17 @@ share it, and its key can grow by many blocks at once when it turns hot. Counts 
 replicas are simply added; replicas that have exchanged their counts agree on every key.
 
 Deviations from the paper: the thresholds are relative to ``1/n`` as the policy asks (2/n and 1/n as published), shares
-are compared continuously instead of between windows, and nothing splits on fewer than MIN_SPLIT_REQUESTS.
+are compared at every request instead of between windows, over the window and over its newest two buckets, and nothing
+splits on fewer than MIN_SPLIT_REQUESTS.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+# A bucket is a twelfth of the window, but never longer than this: recent traffic is the newest two buckets.
 BUCKETS = 12
+LONGEST_BUCKET_S = 5.0
 MAX_NODES = 65_536
 # Fewer requests than this behind a prefix say nothing about its share.
 MIN_SPLIT_REQUESTS = 32
@@ -56,7 +59,8 @@ class HotnessTree:
     def __init__(self, *, initial_blocks: int, max_blocks: int, window_s: float) -> None:
         self._initial = initial_blocks
         self._max = max_blocks
-        self._bucket_s = window_s / BUCKETS
+        self._window_s = window_s
+        self._bucket_s = min(window_s / BUCKETS, LONGEST_BUCKET_S)
         self._buckets: deque[_Bucket] = deque()
         self._requests = 0
         self._nodes: dict[int, int] = {}
@@ -114,16 +118,22 @@ class HotnessTree:
             self._add(bucket, node, requests)
 
     def _is_split(self, node: int, split_share: float, merge_share: float) -> bool:
-        requests = self._nodes.get(node, 0)
+        """Return whether a node is split now, splitting or merging it as its shares call for.
+
+        Recent traffic alone can split a node, so that a prefix that turns hot is noticed within seconds although the
+        window is still full of other traffic; to be merged it must be cold in both.
+        """
+        newest = [self._buckets[-1], self._buckets[-2]] if len(self._buckets) > 1 else [self._buckets[-1]]
+        recent = sum(bucket.nodes.get(node, 0) for bucket in newest), sum(bucket.requests for bucket in newest)
+        window = self._nodes.get(node, 0), self._requests
         if node in self._split:
-            if requests < merge_share * self._requests:
+            if all(requests < merge_share * total for requests, total in (window, recent)):
                 self._split.discard(node)
-                return False
-            return True
-        if requests >= MIN_SPLIT_REQUESTS and requests > split_share * self._requests:
+        elif any(
+            requests >= MIN_SPLIT_REQUESTS and requests > split_share * total for requests, total in (window, recent)
+        ):
             self._split.add(node)
-            return True
-        return False
+        return node in self._split
 
     def _add(self, bucket: _Bucket, node: int, requests: int) -> bool:
         """Add to a node's count; False when it is new and the tree is full."""
@@ -137,7 +147,7 @@ class HotnessTree:
     def _bucket_at(self, now: float) -> _Bucket:
         """Return the bucket of ``now``, dropping those the window has passed."""
         began_s = now - now % self._bucket_s
-        while self._buckets and self._buckets[0].began_s <= began_s - self._bucket_s * BUCKETS:
+        while self._buckets and self._buckets[0].began_s <= began_s - self._window_s:
             self._forget(self._buckets.popleft())
         # A clock that stood still or was set back counts into the newest bucket.
         if not self._buckets or self._buckets[-1].began_s < began_s:

@@ -16,7 +16,11 @@ ENTRY_TTL_S = 600.0
 
 @dataclass(slots=True)
 class Entry:
-    """One live request; ``compute_s`` is what computing the uncached part of its prompt was expected to take."""
+    """One live request.
+
+    ``compute_s`` is what computing the uncached part of its prompt was expected to take. The end of a prefill is seen
+    only when the answer is ``streamed``; otherwise it is taken to end when it should.
+    """
 
     request_id: str
     member: str
@@ -27,6 +31,7 @@ class Entry:
     predicted_ttft_s: float
     compute_s: float
     heard_s: float
+    streamed: bool = True
     prefilled: bool = False
 
     @property
@@ -53,6 +58,14 @@ class MemberLoad:
     def speed(self) -> Speed:
         """The prefill speed as learnt so far."""
         return self.model.speed
+
+    def settle(self, now: float) -> None:
+        """Release the prefills that should have ended by now and whose end nobody will see."""
+        while (head := next(iter(self._pending.values()), None)) is not None and not head.streamed:
+            ended_s = max(self._head_since_s, head.dispatched_s) + head.compute_s
+            if ended_s > now:
+                break
+            self.first_token(ended_s, head)
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
         """Return T_q: seconds until a prefill handed over now would begin.
@@ -115,7 +128,7 @@ class MemberLoad:
 class Ledger:
     """Every live request of a pool and the load of every member that has one or may get one."""
 
-    prior_tokens_per_second: float
+    _prior_tokens_per_second: float
     _loads: dict[str, MemberLoad] = field(default_factory=dict)
     # Least recently heard of first, so that expiry looks at no more than what has expired.
     _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
@@ -124,16 +137,19 @@ class Ledger:
         """Return the load of a member, starting an empty account where there is none."""
         load = self._loads.get(member)
         if load is None:
-            load = self._loads[member] = MemberLoad(self.prior_tokens_per_second)
+            load = self._loads[member] = MemberLoad(self._prior_tokens_per_second)
         return load
+
+    def set_prior(self, tokens_per_second: float) -> None:
+        """Take another first guess of the prefill speed; what was learnt from the old one starts afresh."""
+        if tokens_per_second != self._prior_tokens_per_second:
+            self._prior_tokens_per_second = tokens_per_second
+            for load in self._loads.values():
+                load.model = PrefillModel(tokens_per_second)
 
     def entry(self, request_id: str) -> Entry | None:
         """Return a live request, or None when it is unknown or has ended."""
         return self._entries.get(request_id)
-
-    def live_requests(self) -> int:
-        """Return how many requests are in the books."""
-        return len(self._entries)
 
     def enter(self, now: float, entry: Entry) -> None:
         """Book a request that was just picked for ``entry.member``; its id must not be live."""
@@ -150,7 +166,7 @@ class Ledger:
         # Prefills that overtake others (chunked prefill, short behind long) say nothing about the speed of one.
         in_order = load.is_head(entry)
         busy_s = load.first_token(now, entry)
-        if in_order:
+        if in_order and entry.streamed:
             load.model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
         return entry
 

@@ -38,7 +38,7 @@ QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
 _LISTS: Final = ("List", "InferencePoolList")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", re.ASCII)
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 _MEMBER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,252}", re.ASCII)
 _HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
 
@@ -188,7 +188,7 @@ def _read_pool(root: _Fields) -> Pool:
     name = metadata.matching("name", _DNS_LABEL, "a DNS label (lower-case letters, digits, -) of at most 50 characters")
     if len(name) > 50:
         raise PoolError(metadata.at("name"), name, "a DNS label of at most 50 characters")
-    namespace = metadata.matching("namespace", _DNS_LABEL, "a DNS label", "default")
+    namespace = metadata.matching("namespace", _DNS_LABEL, "a DNS label of at most 63 characters", "default")
     spec = root.sub("spec")
     model = _read_model(spec.sub("model"))
     engine = _read_engine(spec.sub("engine"))
@@ -258,7 +258,7 @@ def _read_routing(fields: _Fields) -> Routing:
         receipt_header=fields.flag("receiptHeader", default=True),
         ring=Ring(
             algorithm=RingAlgorithm(ring.choice("algorithm", "Rendezvous", [each.value for each in RingAlgorithm])),
-            virtual_nodes=ring.integer("virtualNodes", 128, 1, 4096),
+            virtual_nodes=ring.integer("virtualNodes", 128, 1, 1024),
             seed=ring.integer("seed", 0, 0, 2**53),
         ),
         prefix=_read_prefix(fields.sub("prefix")),
@@ -331,7 +331,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             address=_read_address(fields),
             port=fields.integer("port", default_port, 1, 65_535),
             state=MemberState(state),
-            weight=fields.integer("weight", 100, 0, 10_000),
+            weight=fields.integer("weight", 100, 0, 1000),
         )
         if member.id in members:
             raise PoolError(fields.at("id"), member.id, "an id that no other member has")

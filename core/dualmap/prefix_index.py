@@ -16,11 +16,10 @@ class PrefixIndex:
     """The blocks one instance is believed to hold, at most ``capacity_blocks`` of them."""
 
     def __init__(self, capacity_blocks: int) -> None:
-        self._capacity = capacity_blocks
-        self._generation_size = max(1, capacity_blocks // _GENERATIONS)
         self._stamps: dict[int, int] = {}
         self._generations: deque[list[int]] = deque([[]])
         self._oldest = 0
+        self.resize(capacity_blocks)
 
     def __len__(self) -> int:
         return len(self._stamps)
@@ -52,13 +51,18 @@ class PrefixIndex:
                 current.append(block)
         if len(current) >= self._generation_size:
             self._start_generation()
-        while len(stamps) > self._capacity:
-            self._drop_oldest()
+        self._drop_excess()
 
     def remove(self, hashes: Iterable[int]) -> None:
         """Forget single blocks; what was cached behind them no longer matches."""
         for block in hashes:
             self._stamps.pop(block, None)
+
+    def resize(self, capacity_blocks: int) -> None:
+        """Set another capacity; what no longer fits is dropped, least recently used first."""
+        self._capacity = capacity_blocks
+        self._generation_size = max(1, capacity_blocks // _GENERATIONS)
+        self._drop_excess()
 
     def clear(self) -> None:
         """Forget everything: the instance restarted, or its cache was reset."""
@@ -76,8 +80,11 @@ class PrefixIndex:
                 self._stamps[block] = self._oldest
             self._generations[0] = survivors + self._generations[0]
 
-    def _drop_oldest(self) -> None:
-        for block in self._generations.popleft():
-            if self._stamps.get(block) == self._oldest:
-                del self._stamps[block]
-        self._oldest += 1
+    def _drop_excess(self) -> None:
+        while len(self._stamps) > self._capacity:
+            if len(self._generations) == 1:
+                self._generations.append([])
+            for block in self._generations.popleft():
+                if self._stamps.get(block) == self._oldest:
+                    del self._stamps[block]
+            self._oldest += 1

@@ -1,45 +1,66 @@
 """Request body (parsed JSON) to canonical prompt text: what of it an engine turns into the tokens it caches.
 
 Roles, text, tools and image digests are part of the text, in the order chat templates put them (tools first), each
-introduced by a control character and its kind so that no text can pass for another's structure. The same function reads
-chat completions, completions, responses and embeddings bodies: they differ in which fields they have. Anything that
-is no prompt content (sampling parameters, metadata) is left out, since it does not change what is cached.
+introduced by a control character and its kind; texts that hold such characters are escaped, so that none can pass for
+another's structure. The same function reads chat completions, completions, responses, embeddings and reranking bodies:
+they differ in which fields they have. Anything that is no prompt content (sampling parameters, metadata) is left out,
+since it does not change what is cached.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 from dualmap.blocks import BYTES_PER_TOKEN
 from dualmap.errors import BadRequest
 
+# More messages, parts and prompts than any engine takes; each costs a microsecond that all other requests wait for.
+MAX_PIECES = 100_000
 _RECORD = "\x1e"
 _UNIT = "\x1f"
-_TOKEN_LIMIT = 1 << (8 * BYTES_PER_TOKEN)
+# The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
+_TOKEN_CODE = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # LoRA adapters that are named beside the model: SGLang's and TensorRT-LLM's fields. vLLM names them as the model.
 _LORA_FIELDS = ("lora_path", "lora_request")
+# What a message, or an item of a responses input, holds beside its role and content.
+_TURN_FIELDS = (
+    *("name", "reasoning_content", "reasoning", "summary", "tool_calls", "function_call", "tool_call_id"),
+    *("arguments", "output", "result", "audio"),
+)
 # Parts of a message's content that hold text: chat completions say `text`, responses `input_text` and `output_text`.
-_TEXT_KEYS = ("text", "refusal")
+_TEXT_FIELDS = ("text", "refusal")
 # Parts that refer to a medium, by URL or inline data.
-_MEDIA_KEYS = ("image_url", "input_audio", "audio_url", "video_url", "image", "file", "file_id", "file_data")
+_MEDIA_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "image", "file", "file_id", "file_data")
+# Bodies of reranking and scoring.
+_PAIR_FIELDS = ("query", "text_1", "documents", "text_2")
+# json.dumps with options of its own would build an encoder for every call.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What of a request body matters to routing. ``text`` is canonical, ``lora`` and ``cache_salt`` may be empty."""
+    """What of a request body matters to routing.
+
+    ``text`` is canonical; ``lora`` and ``cache_salt`` may be empty; ``streamed`` says whether the answer is to come
+    token by token.
+    """
 
     model: str
     text: bytes
     lora: str = ""
     cache_salt: str = ""
+    streamed: bool = False
 
 
 def read_prompt(body: object) -> Prompt:
     """Return the prompt of a parsed body.
 
-    Raises BadRequest when the body is no object, has no usable ``model``, or is nested too deeply to be read. Odd
-    content is taken as it comes: whether it makes sense is the engine's to say.
+    Raises BadRequest when the body is no object, has no usable ``model``, is nested too deeply to be read, or has more
+    than MAX_PIECES messages, parts or prompts. Odd content is taken as it comes: whether it makes sense is the
+    engine's to say.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
@@ -53,6 +74,7 @@ def read_prompt(body: object) -> Prompt:
             text=_canonical_text(body),
             lora="".join(_compact(body[name]) for name in _LORA_FIELDS if body.get(name)),
             cache_salt=salt if isinstance(salt, str) else "" if salt is None else _compact(salt),
+            streamed=body.get("stream") is True,
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
@@ -63,23 +85,27 @@ def _canonical_text(body: Mapping[str, object]) -> bytes:
         tokens = _token_bytes(body.get(name))
         if tokens is not None:
             return tokens
-    return "".join(_segments(body)).encode("utf-8", "surrogatepass")
+    pieces = list(islice(_pieces(body), MAX_PIECES + 1))
+    _check_number(pieces)
+    return "".join(pieces).encode("utf-8", "surrogatepass")
 
 
 def _token_bytes(value: object) -> bytes | None:
     """Encode a prompt of token ids, or a batch of such, as four bytes an id; None when it is something else."""
     if not isinstance(value, list) or not value:
         return None
-    first = value[0]
-    if isinstance(first, list):
+    if isinstance(value[0], list):
+        _check_number(value)
         batch = [_token_bytes(item) for item in value]
         return None if None in batch else b"".join(item for item in batch if item is not None)
-    if not all(isinstance(token, int) and 0 <= token < _TOKEN_LIMIT for token in value):
+    try:
+        # One call for what may be millions of ids.
+        return array(_TOKEN_CODE, value).tobytes()
+    except (TypeError, OverflowError):
         return None
-    return b"".join(int(token).to_bytes(BYTES_PER_TOKEN, "little") for token in value)
 
 
-def _segments(body: Mapping[str, object]) -> Iterator[str]:
+def _pieces(body: Mapping[str, object]) -> Iterator[str]:
     """Yield the prompt's pieces in the order chat templates render them."""
     for name in ("tools", "functions"):
         if body.get(name):
@@ -97,13 +123,11 @@ def _segments(body: Mapping[str, object]) -> Iterator[str]:
             yield _RECORD
             yield from _content(turns)
     prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        yield prompt
-    elif prompt is not None:
-        yield from _content(prompt)
-    suffix = body.get("suffix")
-    if isinstance(suffix, str):
-        yield f"{_RECORD}suffix{_UNIT}{suffix}"
+    yield from _content(prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt)
+    for name in (*_PAIR_FIELDS, "suffix"):
+        if body.get(name):
+            yield f"{_RECORD}{name}{_UNIT}"
+            yield from _content(body[name])
 
 
 def _turn(turn: object) -> Iterator[str]:
@@ -113,53 +137,37 @@ def _turn(turn: object) -> Iterator[str]:
         yield from _content(turn)
         return
     role = turn.get("role") or turn.get("type")
-    yield f"{_RECORD}{role if isinstance(role, str) else _compact(role)}{_UNIT}"
+    yield f"{_RECORD}{_spelt(role)}{_UNIT}"
     yield from _content(turn.get("content"))
-    for name in (
-        "name",
-        "reasoning_content",
-        "tool_calls",
-        "function_call",
-        "tool_call_id",
-        "arguments",
-        "output",
-    ):
+    for name in _TURN_FIELDS:
         value = turn.get(name)
         if value:
-            yield f"{_UNIT}{name}{_UNIT}{value if isinstance(value, str) else _compact(value)}"
+            yield f"{_UNIT}{name}{_UNIT}{_spelt(value)}"
 
 
 def _content(content: object) -> Iterator[str]:
     """Yield a message's content: a text, or parts of text and media."""
     if content is None:
         return
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
+    if isinstance(content, list):
         for part in content:
             yield from _part(part)
     else:
-        yield _compact(content)
+        yield _spelt(content)
 
 
 def _part(part: object) -> Iterator[str]:
-    if isinstance(part, str):
-        yield f"{_UNIT}{part}"
-        return
     if not isinstance(part, Mapping):
-        yield f"{_UNIT}{_compact(part)}"
+        yield f"{_UNIT}{_spelt(part)}"
         return
-    for key in _TEXT_KEYS:
-        if isinstance(part.get(key), str):
-            yield part[key]
-            return
-    media = [key for key in _MEDIA_KEYS if part.get(key)]
-    if media:
+    texts = [part[name] for name in _TEXT_FIELDS if isinstance(part.get(name), str)]
+    media = [name for name in _MEDIA_FIELDS if part.get(name)]
+    yield from map(_spelt, texts)
+    for name in media:
         # Images enter by digest: their data may be megabytes and would swamp the token estimate.
-        for key in media:
-            yield f"{_UNIT}{key}{_UNIT}{_digest(part[key])}"
-        return
-    yield f"{_UNIT}{_compact(part)}"
+        yield f"{_UNIT}{name}{_UNIT}{_digest(part[name])}"
+    if not texts and not media:
+        yield f"{_UNIT}{_compact(part)}"
 
 
 def _digest(value: object) -> str:
@@ -169,6 +177,20 @@ def _digest(value: object) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def _spelt(value: object) -> str:
+    """Return a text with the characters that mark structure doubled, as they never stand otherwise; or compact JSON."""
+    if not isinstance(value, str):
+        return _compact(value)
+    if _RECORD in value or _UNIT in value:
+        return value.replace(_RECORD, 2 * _RECORD).replace(_UNIT, 2 * _UNIT)
+    return value
+
+
 def _compact(value: object) -> str:
     """Spell any JSON value in one way; keys keep the order sent, as chat templates render them in that order."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return "" if value is None else _ENCODER.encode(value)
+
+
+def _check_number(pieces: Sized) -> None:
+    if len(pieces) > MAX_PIECES:
+        raise BadRequest(f"the prompt has more than {MAX_PIECES} messages, parts or prompts")

@@ -16,13 +16,15 @@ class Request:
     """A request for a pool.
 
     ``id`` is unique among live requests; ``arrived_s`` is on the clock of every ``now``; ``subset`` holds the
-    ``ip:port`` or bare ``ip`` strings a gateway allows (None: no restriction; empty: nothing is allowed).
+    ``ip:port`` or bare ``ip`` strings a gateway allows (None: no restriction; empty: nothing is allowed). ``streamed``
+    says whether the answer comes token by token, so that the first token will be seen.
     """
 
     id: str
     chain: BlockChain
     arrived_s: float
     subset: frozenset[str] | None = None
+    streamed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,6 @@ class Completion:
     member: str
     predicted_cached_tokens: int
     measured_cached_tokens: int | None
-    had_first_token: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class PoolRouter:
     def __init__(self, pool: Pool) -> None:
         self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
         self._sequence = 0
+        self._bodiless_sequence = 0
         self._tree: HotnessTree
         self._indexes: dict[str, PrefixIndex]
         self._adopt(pool)
@@ -54,7 +55,7 @@ class PoolRouter:
         ring = self._ring_for(request.subset)
         if not ring.members:
             return Refusal.NO_ENDPOINT
-        key = self._key(now, request, len(ring.members))
+        key = self._key(now, request)
         pair = tuple(self._candidate(now, self._members[member], request.chain) for member in ring.pair(key.hash))
         situation = Situation(
             request_id=request.id,
@@ -78,8 +79,8 @@ class PoolRouter:
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, in turn; empty when no member is eligible."""
         members = self._ring_for(subset).members
-        turn = self._sequence
-        self._sequence += 1
+        turn = self._bodiless_sequence
+        self._bodiless_sequence += 1
         return tuple(members[(turn + step) % len(members)].endpoint for step in range(min(2, len(members))))
 
     def on_served(self, now: float, request_id: str, endpoint: str) -> bool:
@@ -91,10 +92,7 @@ class PoolRouter:
         served = next((each for each in self._members.values() if each.endpoint == endpoint), None)
         if served is None or served is chosen:
             return False
-        # The chosen member never computed this prompt: whatever it held before stays, what was assumed goes.
-        held_blocks = entry.matched_tokens // entry.chain.block_tokens
-        if chosen is not None:
-            self._indexes[chosen.id].remove(entry.chain.hashes[held_blocks:])
+        self._forget_uncomputed(entry)
         candidate = self._candidate(now, served, entry.chain)
         self._ledger.move(
             now, entry, to=served.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
@@ -107,6 +105,9 @@ class PoolRouter:
         entry = self._ledger.first_token(now, request_id)
         if entry is None:
             return None
+        if entry.member in self._indexes:
+            # Now it is certain, and used now; it may even have been forgotten for a request that was broken off.
+            self._indexes[entry.member].add(entry.chain.hashes)
         ttft_s = now - entry.arrived_s
         return FirstToken(
             member=entry.member,
@@ -122,7 +123,17 @@ class PoolRouter:
 
     def on_aborted(self, now: float, request_id: str) -> Completion | None:
         """Close the books on a request that was cancelled or failed; None when it is unknown or has ended."""
-        return self.on_finished(now, request_id)
+        entry = self._ledger.leave(now, request_id)
+        if entry is None:
+            return None
+        if not entry.prefilled:
+            # An engine that fails at once must not attract the next request by a cache it never filled.
+            self._forget_uncomputed(entry)
+        return _completion(entry, None)
+
+    def on_heard(self, now: float, request_id: str) -> None:
+        """Take note that a request is alive, so that it does not expire; nothing happens when it is unknown."""
+        self._ledger.heard(now, request_id)
 
     def on_pool(self, now: float, pool: Pool) -> None:
         """Take a new version of the pool: members come, change and go; live requests stay in the books."""
@@ -132,15 +143,14 @@ class PoolRouter:
         self._adopt(pool)
         if pool.routing.prefix == previous.routing.prefix:
             self._tree = tree
-        if (
-            pool.routing.prefix.block_tokens == previous.routing.prefix.block_tokens
-            and pool.engine.cache_tokens == previous.engine.cache_tokens
-        ):
+        if pool.routing.prefix.block_tokens == previous.routing.prefix.block_tokens:
             # Another address under the same id is a restarted instance: it keeps its keys, but its cache is empty.
             known = {member.id: member.endpoint for member in previous.members}
-            self._indexes |= {
-                member.id: indexes[member.id] for member in pool.members if known.get(member.id) == member.endpoint
-            }
+            for member in pool.members:
+                if known.get(member.id) == member.endpoint:
+                    self._indexes[member.id] = indexes[member.id]
+                    self._indexes[member.id].resize(_capacity_blocks(pool))
+        self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         self._ledger.retain(set(self._members))
 
     def next_deadline(self) -> float | None:
@@ -149,7 +159,11 @@ class PoolRouter:
 
     def on_deadline(self, now: float) -> tuple[Completion, ...]:
         """Do what is due: close the books on requests that nothing was heard of for too long, and return them."""
-        return tuple(_completion(entry, None) for entry in self._ledger.expire(now))
+        expired = self._ledger.expire(now)
+        for entry in expired:
+            if not entry.prefilled:
+                self._forget_uncomputed(entry)
+        return tuple(_completion(entry, None) for entry in expired)
 
     def status(self) -> PoolStatus:
         """Return what this router knows of the pool at this moment."""
@@ -172,8 +186,7 @@ class PoolRouter:
         self._tree = HotnessTree(
             initial_blocks=prefix.initial_blocks, max_blocks=prefix.max_blocks, window_s=prefix.window_s
         )
-        capacity = pool.engine.cache_tokens // prefix.block_tokens
-        self._indexes = {member.id: PrefixIndex(capacity) for member in pool.members}
+        self._indexes = {member.id: PrefixIndex(_capacity_blocks(pool)) for member in pool.members}
 
     def _ring_for(self, subset: frozenset[str] | None) -> DualRing:
         """Return the rings over the members a request may use. A bare ip in the subset allows any port of it."""
@@ -188,8 +201,9 @@ class PoolRouter:
             self._subset_rings[subset] = ring
         return ring
 
-    def _key(self, now: float, request: Request, members: int) -> Key:
-        hashes, rule = request.chain.hashes, self._policy.hotness
+    def _key(self, now: float, request: Request) -> Key:
+        # Shares are judged by the whole ring, also for a request that may use only part of it: keys are the pool's.
+        hashes, rule, members = request.chain.hashes, self._policy.hotness, len(self._ring.members)
         if not hashes:
             # A prompt without text has no prefix to share; its own id spreads such requests over the pool.
             return Key(hash=xxh3_64_intdigest(request.id.encode()), blocks=0, tokens=0)
@@ -203,6 +217,7 @@ class PoolRouter:
 
     def _candidate(self, now: float, member: Member, chain: BlockChain) -> Candidate:
         load = self._ledger.load(member.id)
+        load.settle(now)
         matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.hashes))
         speed = load.speed
         return Candidate(
@@ -229,9 +244,16 @@ class PoolRouter:
             predicted_ttft_s=max(0.0, now - request.arrived_s) + candidate.ttft_s,
             compute_s=candidate.compute_s,
             heard_s=now,
+            streamed=request.streamed,
         )
         self._ledger.enter(now, entry)
         self._indexes[candidate.id].add(request.chain.hashes)
+
+    def _forget_uncomputed(self, entry: Entry) -> None:
+        """Take back that a member would hold a prompt it never computed; what it held before stays."""
+        if entry.member in self._indexes:
+            held_blocks = entry.matched_tokens // entry.chain.block_tokens
+            self._indexes[entry.member].remove(entry.chain.hashes[held_blocks:])
 
     def _endpoints(self, chosen: Candidate, pair: tuple[Candidate, ...], ring: DualRing) -> tuple[str, ...]:
         """Return the chosen endpoint, then the one Envoy shall try when that refuses the connection."""
@@ -308,10 +330,13 @@ class _Candidates(Sequence[Candidate]):
         return map(self._look, self._members)
 
 
+def _capacity_blocks(pool: Pool) -> int:
+    return pool.engine.cache_tokens // pool.routing.prefix.block_tokens
+
+
 def _completion(entry: Entry, usage: Usage | None) -> Completion:
     return Completion(
         member=entry.member,
         predicted_cached_tokens=entry.matched_tokens,
         measured_cached_tokens=None if usage is None else usage.cached_tokens,
-        had_first_token=entry.prefilled,
     )

@@ -47,6 +47,7 @@ class Rule:
     meaning: str
 
 
+LONE = Rule("lone", "no other member may take it")
 PAIR_WARM = Rule("pair-warm", "of its pair it holds more of the prompt, and its predicted TTFT is within the limit")
 PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more prefill pending")
 
@@ -98,7 +99,7 @@ class Situation:
         """
         most = max(candidate.matched_tokens for candidate in self.pair)
         warm = [candidate for candidate in self.pair if candidate.matched_tokens == most]
-        rule = PAIR_WARM if len(warm) < len(self.pair) else PAIR_EQUAL
+        rule = LONE if len(self.pair) == 1 else PAIR_WARM if len(warm) < len(self.pair) else PAIR_EQUAL
         return self.least(warm, lambda each: (each.pending_tokens, each.in_flight)), rule
 
 

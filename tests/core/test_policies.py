@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dualmap.hotness import HotnessRule
 from dualmap.policies import POLICIES
 from dualmap.pool import Spill
 from dualmap.situation import Candidate, Situation
@@ -128,6 +129,26 @@ def test_ties_spread_over_requests_and_do_not_follow_the_lists_order(policy: str
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lone_member_gets_everything(policy: str) -> None:
     assert decide(policy, candidate("a", queue_s=100.0))[0] == "a"
+
+
+def test_the_hotness_rules_are_those_documented() -> None:
+    # Paper section 3.2: hot above 2/n, merged below 1/n; `dualmap` halves both (docs/adr/0003).
+    rules = {name: policy.hotness for name, policy in POLICIES.items()}
+    assert rules["dualmap_paper"] == HotnessRule(split=2.0, merge=1.0)
+    assert rules["dualmap"] == HotnessRule(split=1.0, merge=0.5)
+    assert all(rule is None for name, rule in rules.items() if not name.startswith("dualmap"))
+
+
+def test_load_means_pending_prefill_not_requests() -> None:
+    few_long = replace(candidate("a", pending=900, queue_s=9.0), in_flight=1)
+    many_short = replace(candidate("b", pending=10, queue_s=9.0), in_flight=50)
+    assert decide("dualmap_paper", few_long, many_short) == ("b", "pair-less-loaded")
+    assert decide("least_loaded", few_long, many_short)[0] == "b"
+
+
+def test_min_ttft_breaks_ties_by_requests_in_flight() -> None:
+    busy, idle = replace(candidate("a"), in_flight=9), candidate("b")
+    assert {decide("min_ttft", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"b"}
 
 
 def test_every_policy_names_its_source() -> None:

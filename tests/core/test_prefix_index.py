@@ -63,6 +63,17 @@ def test_removal_by_block_cuts_the_match_there_and_re_adding_mends_it() -> None:
     assert index.matched_blocks(prompt) == 20
 
 
+def test_a_smaller_capacity_drops_the_least_recently_used() -> None:
+    index = PrefixIndex(100)
+    for name in range(8):
+        index.add(chain_of(name, 13)[3:])
+    index.resize(30)
+    assert len(index) <= 30
+    assert index.matched_blocks(chain_of(7, 13)[3:]) == 10
+    index.resize(0)
+    assert len(index) == 0
+
+
 def test_clearing_forgets_everything() -> None:
     index = PrefixIndex(100)
     index.add(chain_of(1, 20))

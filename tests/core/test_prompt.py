@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.errors import BadRequest
-from dualmap.prompt import read_prompt
+from dualmap.prompt import MAX_PIECES, read_prompt
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -71,6 +71,59 @@ def test_what_an_engine_tokenises_differently_has_another_text(one: dict[str, An
 )  # fmt: skip
 def test_what_an_engine_tokenises_alike_has_one_text(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert text(**one) == text(**other)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["reasoning_content", "reasoning", "tool_calls", "function_call", "tool_call_id", "name", "audio", "arguments"],
+)
+def test_every_part_of_a_turn_counts(field: str) -> None:
+    assert text(messages=[{"role": "assistant", field: "one"}]) != text(messages=[{"role": "assistant", field: "two"}])
+
+
+def test_a_part_with_text_and_image_counts_both() -> None:
+    part = {"type": "text", "text": "What is this?", "image_url": {"url": "http://x/1.png"}}
+    other = {**part, "image_url": {"url": "http://x/2.png"}}
+    assert text(messages=[user([part])]) != text(messages=[user([other])])
+
+
+def test_no_text_passes_for_anothers_structure() -> None:
+    forged = text(messages=[user("a\x1euser\x1fb")])
+    assert forged != text(messages=[user("a"), user("b")])
+    assert text(messages=[user("a\x1e")]) != text(messages=[user("a\x1e\x1e")])
+
+
+def test_one_prompt_in_a_list_is_that_prompt() -> None:
+    assert text(prompt=["Once"]) == text(prompt="Once")
+
+
+def test_rerank_and_score_bodies_have_a_text() -> None:
+    assert text(query="q", documents=["a", "b"]) != text(query="q", documents=["a", "c"])
+    assert text(text_1="a", text_2="b")
+
+
+def test_lora_adapters_of_both_engines_are_read() -> None:
+    assert read_prompt({"model": "m", "lora_request": {"name": "sql"}}).lora
+
+
+@pytest.mark.parametrize("stream", [True, False, None, "yes"])
+def test_only_true_asks_for_a_stream(stream: object) -> None:
+    assert read_prompt({"model": "m", "stream": stream}).streamed is (stream is True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{}] * (MAX_PIECES + 1)},
+        {"messages": [user([""] * 60_000), user([""] * 60_000)]},
+        {"prompt": [[1]] * (MAX_PIECES + 1)},
+        {"input": ["x"] * (MAX_PIECES + 1)},
+    ],
+    ids=["turns", "parts", "batch", "inputs"],
+)
+def test_more_pieces_than_any_engine_takes_are_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="more than 100000"):
+        text(**body)
 
 
 def test_the_kinds_of_bodies() -> None:

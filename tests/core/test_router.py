@@ -134,8 +134,59 @@ def test_requests_nothing_is_heard_of_expire() -> None:
     decide(router, "1", text_of(500, "x"))
     assert router.next_deadline() == ENTRY_TTL_S
     assert router.on_deadline(ENTRY_TTL_S - 1) == ()
-    assert [each.had_first_token for each in router.on_deadline(ENTRY_TTL_S)] == [False]
+    assert [each.predicted_cached_tokens for each in router.on_deadline(ENTRY_TTL_S)] == [0]
     assert loads(router) == (0, 0, 0)
+    assert sum(each.indexed_blocks for each in router.status().endpoints) == 0
+
+
+def test_news_of_a_request_puts_off_its_expiry() -> None:
+    router = PoolRouter(pool())
+    decide(router, "1", text_of(500, "x"))
+    router.on_heard(300.0, "1")
+    router.on_heard(300.0, "unknown")
+    assert router.next_deadline() == 300.0 + ENTRY_TTL_S
+
+
+def test_an_engine_that_fails_at_once_does_not_attract_its_keys() -> None:
+    router = PoolRouter(pool())
+    for n in range(5):
+        assert decide(router, str(n), text_of(3000, "x"), float(n)).receipt.matched_tokens == 0
+        router.on_aborted(n + 0.1, str(n))
+    # One that was prefilled before the client left did fill the cache.
+    decide(router, "a", text_of(3000, "x"), 10.0)
+    router.on_first_token(10.5, "a")
+    router.on_aborted(11.0, "a")
+    assert decide(router, "b", text_of(3000, "x"), 12.0).receipt.matched_tokens == 3000
+
+
+def test_a_request_broken_off_does_not_take_anothers_cache_with_it() -> None:
+    router = PoolRouter(pool(1))
+    decide(router, "1", text_of(512, "x"))
+    decide(router, "2", text_of(512, "x"))
+    router.on_aborted(0.1, "1")
+    router.on_first_token(0.5, "2")
+    assert decide(router, "3", text_of(512, "x"), 1.0).receipt.matched_tokens == 512
+
+
+def test_answers_that_come_whole_do_not_stall_their_member() -> None:
+    router = PoolRouter(pool(1))
+    whole = replace(request("1", text_of(7000, "x")), streamed=False)
+    assert isinstance(router.on_request(0.0, whole), Decision)
+    assert decide(router, "2", text_of(7000, "x"), 20.0).receipt.predicted_ttft_s < 0.1
+
+
+def test_time_already_waited_counts_against_the_slo() -> None:
+    router = PoolRouter(pool())
+    text = text_of(2000, "x")
+    decide(router, "1", text)
+    router.on_first_token(0.3, "1")
+    patient = router.on_request(10.0, request("2", text, now=10.0))
+    late = router.on_request(10.0, request("3", text, now=7.0))
+    assert isinstance(patient, Decision)
+    assert isinstance(late, Decision)
+    assert patient.receipt.rule == "pair-warm"
+    assert late.receipt.rule in ("pair-marginal", "spill")
+    assert late.receipt.predicted_ttft_s >= 3.0
 
 
 def test_completion_carries_predicted_and_measured_hits() -> None:
@@ -149,7 +200,6 @@ def test_completion_carries_predicted_and_measured_hits() -> None:
     completion = router.on_finished(2.0, "2", Usage(cached_tokens=496))
     assert completion is not None
     assert (completion.predicted_cached_tokens, completion.measured_cached_tokens) == (512, 496)
-    assert completion.had_first_token
     assert router.on_finished(2.1, "2") is None
 
 
@@ -244,6 +294,62 @@ def test_a_draining_member_keeps_its_books_but_gets_no_new_keys() -> None:
     assert next(each.in_flight for each in router.status().endpoints if each.id == chosen) == 0
 
 
+def test_another_cache_size_keeps_what_fits() -> None:
+    router = PoolRouter(pool(1))
+    decide(router, "1", text_of(128 * 20, "x"))
+    router.on_pool(1.0, pool(1, engine=Engine(cache_tokens=128 * 40)))
+    assert router.status().endpoints[0].indexed_blocks == 20
+    router.on_pool(2.0, pool(1, engine=Engine(cache_tokens=128 * 4)))
+    assert router.status().endpoints[0].indexed_blocks <= 4
+
+
+def test_another_first_guess_of_speed_reaches_every_member() -> None:
+    router = PoolRouter(pool(2))
+    router.on_pool(1.0, pool(3, engine=Engine(prefill_tokens_per_second=100_000)))
+    assert {round(each.prefill_tokens_per_second) for each in router.status().endpoints} == {100_000}
+
+
+def test_accounts_of_members_that_are_gone_are_dropped() -> None:
+    router = PoolRouter(pool(0))
+    for n in range(50):
+        member = Member(id=f"pod-{n}", address="10.0.0.1", port=8000)
+        router.on_pool(float(n), replace(pool(0), members=(member,)))
+        decide(router, str(n), "hello", float(n))
+        router.on_finished(float(n), str(n))
+    assert len(router._ledger._loads) <= 2
+
+
+def test_hotness_survives_a_change_of_members() -> None:
+    router = PoolRouter(pool(8))
+    for n in range(100):
+        decide(router, str(n), text_of(1500, "tool") + text_of(400, f"question {n}"), 1.0)
+    before = decide(router, "before", text_of(1500, "tool") + text_of(400, "before"), 1.0).receipt.key.blocks
+    router.on_pool(1.0, pool(7))
+    after = decide(router, "after", text_of(1500, "tool") + text_of(400, "after"), 1.0).receipt.key.blocks
+    assert before == after > 10
+
+
+def test_a_subset_hint_does_not_undo_hotness_for_the_pool() -> None:
+    router = PoolRouter(pool(8))
+    for n in range(300):
+        shared = text_of(1500, "tool") if n % 6 == 0 else text_of(1500, f"other {n}")
+        decide(router, str(n), shared + text_of(400, f"question {n}"), 1.0)
+    probe = text_of(1500, "tool") + text_of(400, "probe")
+    before = decide(router, "before", probe, 1.0).receipt.key
+    router.on_request(1.0, request("s", probe, now=1.0, subset=frozenset({"10.0.0.1", "10.0.0.2"})))
+    assert before.blocks > 10
+    assert decide(router, "after", probe, 1.0).receipt.key == before
+
+
+def test_round_robin_is_not_skewed_by_bodiless_requests() -> None:
+    router = PoolRouter(pool(2, policy="round_robin"))
+    chosen = []
+    for n in range(10):
+        router.any_endpoints(None)
+        chosen.append(decide(router, str(n), "hello").receipt.chosen)
+    assert Counter(chosen) == {"m-0": 5, "m-1": 5}
+
+
 def test_another_block_length_starts_the_indexes_afresh() -> None:
     router = PoolRouter(pool(2))
     decide(router, "1", text_of(512, "x"))
@@ -275,7 +381,7 @@ def test_the_receipt_as_header_and_json() -> None:
     router = PoolRouter(replace(pool(0, engine=Engine()), members=(odd,)))
     receipt = decide(router, "1", text_of(300, "x")).receipt
     assert receipt.header() == (
-        'policy=dualmap, rule="pair-equal", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2'
+        'policy=dualmap, rule="lone", pair=("a:b/c@d"), chosen="a:b/c@d", matched=0, prompt=300, key=2'
     )
     document = receipt.as_json()
     assert document["key"] == {"hash": f"{receipt.key.hash:016x}", "blocks": 2, "tokens": 256}

@@ -43,7 +43,7 @@ def first_token(member: str = "m-0", *, ttft_s: float = 0.3, within_slo: bool = 
 
 
 def completion(member: str = "m-0", *, measured: int | None = None) -> Completion:
-    return Completion(member=member, predicted_cached_tokens=60, measured_cached_tokens=measured, had_first_token=True)
+    return Completion(member=member, predicted_cached_tokens=60, measured_cached_tokens=measured)
 
 
 def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
