@@ -35,12 +35,13 @@ help: ## list the targets
 demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside round robin (ARGS="--engines 8 ...")
 	@$(BIN)/dualmap demo $(ARGS)
 
-test: lint unit wheel-test ## everything: lint, unit and end-to-end tests, and the built wheel
+test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
+	@$(BIN)/pytest tests/cli tests/contract tests/packaging e2e
 
-unit: $(VENV)/.dev
-	@$(BIN)/pytest tests e2e $(ARGS)
+unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
+	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests)
 
-e2e: $(VENV)/.dev ## only the tests through the real Envoy
+e2e: $(VENV)/.dev ## only the tests through the real Envoy (ARGS="-k spoofed")
 	@$(BIN)/pytest e2e $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
@@ -48,7 +49,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-wheel-test: $(VENV)/.dev
+wheel-test: $(VENV)/.dev ## build the wheel, install it alone, run the unit tests against it
 	@$(BIN)/python tests/packaging/wheel_run.py
 
 bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run

@@ -38,10 +38,17 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
         ("core/dualmap/router.py", "import dualmap_extproc.names", "The core knows nobody"),
         ("extproc/dualmap_extproc/picker.py", "import dualmap_sim.presets", "The core knows nobody"),
         ("sim/dualmap_sim/engine.py", "import dualmap_extproc.names", "The core knows nobody"),
-        ("extproc/dualmap_extproc/picker.py", "import matplotlib", "matplotlib have one home"),
+        ("extproc/dualmap_extproc/picker.py", "import matplotlib", "matplotlib, rich"),
         ("extproc/dualmap_extproc/picker.py", "import grpc", "gRPC is spoken"),
         ("extproc/dualmap_extproc/stream.py", "import prometheus_client", "prometheus_client lives"),
         ("extproc/dualmap_extproc/endpoints.py", "import envoy_data_plane", "Envoy's typed configuration"),
+        ("extproc/dualmap_extproc/stream.py", "import structlog", "structlog, cryptography"),
+        ("extproc/dualmap_extproc/stream.py", "import cryptography", "structlog, cryptography"),
+        ("extproc/dualmap_extproc/stream.py", "import grpc_health", "structlog, cryptography"),
+        ("extproc/dualmap_extproc/stream.py", "import rich", "structlog, cryptography"),
+        ("extproc/dualmap_extproc/stream.py", "import yaml", "YAML is read"),
+        ("extproc/dualmap_extproc/stream.py", "import aiohttp", "aiohttp serves"),
+        ("extproc/dualmap_extproc/stream.py", "import orjson", "orjson reads"),
     ],
 )
 def test_import_linter_sees_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:

@@ -35,7 +35,20 @@ def main() -> None:
         run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, f"{wheel}[dev]", cwd=here)
         # From another folder, with the tree's packages out of reach: what is tested is what was installed.
         tests = [ROOT / "tests" / name for name in ("core", "extproc", "sim")]
-        run(python, "-m", "pytest", "--quiet", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, *tests, cwd=here)
+        run(
+            python,
+            "-m",
+            "pytest",
+            "--quiet",
+            "--numprocesses",
+            "2",
+            "-c",
+            ROOT / "pyproject.toml",
+            "--rootdir",
+            ROOT,
+            *tests,
+            cwd=here,
+        )
         run(here / "venv" / "bin" / "dualmap", "policies", cwd=here)
 
 

@@ -1,0 +1,31 @@
+"""The documents point at what exists and name commands that are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dualmap_cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", document.read_text())
+    missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
+    assert not re.findall(r"@@|TODO|FIXME|XXX", document.read_text())
+
+
+def test_the_readme_names_every_command_and_none_that_is_not_there() -> None:
+    named = set(re.findall(r"dualmap ([a-z]+(?:-[a-z]+)*)", (ROOT / "README.md").read_text()))
+    assert set(COMMANDS) <= named
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    documents = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    assert set(re.findall(r"`make ([a-z0-9-]+)", documents)) <= set(targets)
