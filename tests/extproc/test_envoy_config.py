@@ -243,6 +243,30 @@ def test_access_log_tags_are_those_the_router_reads(tmp_path: Path) -> None:
     assert tags == {value for name, value in vars(names).items() if name.startswith("TAG_")}
 
 
+def test_usage_is_read_by_a_script_that_writes_what_the_access_log_reads(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
+    script = http_filter(document, "lua")["default_source_code"]["inline_string"]
+    (log,) = manager(document)["access_log"]
+    tags = {tag["tag"]: tag["value"] for tag in log["typed_config"]["common_config"]["custom_tags"]}
+    assert f'local NAMESPACE = "{names.USAGE_NAMESPACE}"' in script
+    for variable, tag in (
+        ("PROMPT", names.TAG_PROMPT_TOKENS),
+        ("COMPLETION", names.TAG_COMPLETION_TOKENS),
+        ("CACHED", names.TAG_CACHED_TOKENS),
+    ):
+        assert f'local {variable} = "{tag}"' in script
+        assert tags[tag] == f"%DYNAMIC_METADATA({names.USAGE_NAMESPACE}:{tag})%"
+
+
+def test_no_filter_collects_or_parses_responses(tmp_path: Path) -> None:
+    """What stands between ext_proc and the router must neither crash on an answer nor wait for its end (ADR 6)."""
+    filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]
+    assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == ["ext_proc", "lua", "router"]
+    script = filters[1]["typed_config"]["default_source_code"]["inline_string"]
+    assert "handle:bodyChunks()" in script
+    assert "handle:body()" not in script
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [

@@ -1,4 +1,4 @@
-"""Envoy's HTTP filters: ext_proc, which asks the router, and after it the ones of ``usage``."""
+"""Envoy's HTTP filters: ext_proc, which asks the router, and after it the one of ``usage``."""
 
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from dualmap_extproc.envoy.clusters import ROUTERS_CLUSTER
 from dualmap_extproc.envoy.extensions import grpc_to, packed
 from dualmap_extproc.envoy.settings import EnvoySettings, Mode
-from dualmap_extproc.envoy.usage import usage_filters
+from dualmap_extproc.envoy.usage import usage_filter
 from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
 
 # Envoy waits this much longer for an answer than the router may hold a request, then it fails open.
@@ -29,7 +29,7 @@ def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
     """Write the filter chain; responses walk it from the end to the start."""
     return [
         HttpFilter(name="envoy.filters.http.ext_proc", typed_config=packed(_ext_proc(settings))),
-        *usage_filters(),
+        usage_filter(),
         HttpFilter(name="envoy.filters.http.router", typed_config=packed(Router(suppress_envoy_headers=True))),
     ]
 

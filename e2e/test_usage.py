@@ -1,0 +1,257 @@
+"""Token usage out of responses (``envoy/usage.lua``): what is read, what is not, and that no response suffers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from dualmap_extproc import names
+from harness.clients import Reply, http1, http2, opened, sha256
+from harness.deployment import CHAT, Deployment
+from harness.envoy import Envoy
+from harness.picker import Picker, always
+from harness.settings import pool_of, settings_for
+from harness.upstream import Answer, Received, Upstream, sse
+from harness.world import World, chat
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+USAGE = b'{"prompt_tokens":10,"total_tokens":13,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}'
+LAST_EVENTS = b'data: {"choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
+FOUND = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "8"}
+# A line of the script, where tests make it fail.
+LOOP = "for chunk in handle:bodyChunks() do"
+POOL = names.cluster_name("llm", "qwen")
+SCALARS = [b"data: null\n\n", b'data: "text"\n\n', b"data: 5\n\n", b"data: true\n\n", b"data:\n\n", b"data: {\n\n"]
+
+
+def quoted(text: bytes) -> bytes:
+    """Return an answer whose content is a text, as a JSON string."""
+    return b'{"choices":[{"text":' + json.dumps(text.decode()).encode() + b"}]}"
+
+
+# Name -> content type, body, tags expected.
+READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
+    "whole, written by json.dumps": (JSON, json.dumps({"choices": [], "usage": json.loads(USAGE)}).encode(), FOUND),
+    "whole, indented": (JSON, json.dumps({"usage": json.loads(USAGE), "z": [1]}, indent=4).encode(), FOUND),
+    "charset in the content type": ("Application/JSON; charset=utf-8", b'{"usage":' + USAGE + b"}", FOUND),
+    "stream": (EVENTS, b'data: {"choices":[1],"usage":null}\n\n' + LAST_EVENTS, FOUND),
+    "stream, null after it": (EVENTS, LAST_EVENTS + b'data: {"usage":null}\n\n', FOUND),
+    "stream, with lines that end in CRLF": (EVENTS + "; charset=utf-8", LAST_EVENTS.replace(b"\n", b"\r\n"), FOUND),
+    "stream, the last one counts": (
+        EVENTS,
+        b"".join(b'data: {"usage":{"completion_tokens":%d}}\n\n' % number for number in range(300)) + LAST_EVENTS,
+        FOUND,
+    ),
+    "stream of responses": (
+        EVENTS,
+        b'event: response.created\ndata: {"response":{"tools":[{"usage":{"type":"object"}}],"usage":null}}\n\n'
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":{"input_tokens":10,'
+        b'"input_tokens_details":{"cached_tokens":8},"output_tokens":3,"output_tokens_details":{"cached_tokens":1}}}}'
+        b"\n\n",
+        FOUND,
+    ),
+    "embeddings": (JSON, b'{"data":[],"usage":{"prompt_tokens":7}}', {names.TAG_PROMPT_TOKENS: "7"}),
+    "more digits than a float shows": (
+        JSON,
+        b'{"usage":{"prompt_tokens":1234567}}',
+        {names.TAG_PROMPT_TOKENS: "1234567"},
+    ),
+    "in the text only": (JSON, quoted(b'see "usage":' + USAGE), {}),
+    "in the text, at its start and end": (JSON, quoted(b'"usage":' + USAGE), {}),
+    "in the text, escaped twice": (JSON, quoted(quoted(b',"usage":' + USAGE)), {}),
+    "in the text too": (
+        JSON,
+        b'{"usage":' + USAGE + b',"text":' + quoted(b',"usage":{"prompt_tokens":1}') + b"}",
+        FOUND,
+    ),
+    "as a value": (JSON, b'{"a":"usage","b":["usage",' + USAGE + b"]}", {}),
+    "no key but its end": (JSON, b'{"my\\"usage":' + USAGE + b"}", {}),
+    "without counts": (JSON, b'{"usage":{"seconds":1,"prompt_tokens":1.5,"completion_tokens":"3"}}', {}),
+    "details that are no object": (EVENTS, b'data: {"usage":{"prompt_tokens_details":null}}\n\n', {}),
+    "absent": (EVENTS, b'data: {"choices":[]}\n\ndata: [DONE]\n\n', {}),
+    "never closed": (JSON, b'{"usage":{"prompt_tokens":10', {}),
+    "empty": (JSON, b"", {}),
+    "other content": ("text/plain", b'{"usage":' + USAGE + b"}", {}),
+    "scalar events": (EVENTS, b"".join(SCALARS) + LAST_EVENTS, FOUND),
+    "bytes of every kind": (EVENTS, bytes(range(256)) * 300 + LAST_EVENTS, FOUND),
+    "nothing but keys": (JSON, b'{"usage":{' * 400_000, {}),
+    "nothing but blanks": (JSON, b'{"usage"' + b" " * 4_000_000, {}),
+}
+
+
+def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
+    """Answer with a body at once."""
+
+    async def answer(request: web.Request, received: Received) -> web.StreamResponse:
+        return web.Response(body=body, headers={"content-type": content_type, **headers})
+
+    return answer
+
+
+class InPieces:
+    """Answers piece by piece, the next one once ``passed`` is set: each is a chunk of its own for Envoy."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+        self.passed = asyncio.Event()
+
+    async def __call__(self, request: web.Request, received: Received) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": EVENTS})
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(piece)
+            await self.passed.wait()
+            self.passed.clear()
+        return response
+
+    async def read(self, envoy: Envoy) -> None:
+        """Ask through Envoy: every piece must come before the engine has sent the next."""
+        async with opened(envoy.url, b"{}") as response:
+            for piece in self.pieces:
+                assert await response.content.readexactly(len(piece)) == piece
+                self.passed.set()
+            assert await response.read() == b""
+
+
+@pytest_asyncio.fixture(name="engine")
+async def _engine() -> AsyncIterator[Upstream]:
+    async with Upstream(name="engine") as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(name="picker")
+async def _picker(engine: Upstream) -> AsyncIterator[Picker]:
+    async with Picker(choose=always(engine.endpoint, POOL)) as picker:
+        yield picker
+
+
+@pytest_asyncio.fixture(name="envoy")
+async def _envoy(engine: Upstream, picker: Picker, tmp_path: Path) -> AsyncIterator[Envoy]:
+    """One Envoy, whose script must not have failed once."""
+    async with Envoy(settings_for([pool_of([engine])], [picker]), directory=tmp_path) as envoy:
+        yield envoy
+        assert envoy.child.returncode is None, envoy.child.output()[-4000:]
+        assert sum((await envoy.stats(r"lua\.errors$")).values()) == 0, envoy.child.output()[-4000:]
+
+
+async def logged(picker: Picker, number: int) -> list[dict[str, str]]:
+    """Return the usage tags of so many responses, in their order."""
+    await picker.wait_for_entries(number)
+    tags = [dict(entry.common_properties.custom_tags) for entry in picker.entries]
+    return [{tag: found[tag] for tag in FOUND if found.get(tag, "-") != "-"} for found in tags]
+
+
+async def ask_by_http2(deployment: Deployment) -> Reply:
+    """Ask as a client that keeps its connection: one that closes at the last byte is logged as gone before the end."""
+    return await http2(deployment.envoy.port, path=CHAT, body=json.dumps(chat("scripted")).encode())
+
+
+async def test_what_is_read_and_what_is_not(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+    for name, (content_type, body, _) in READ.items():
+        engine.answer = whole(body, content_type)
+        assert (await http1(envoy.url, body=b"{}")).body == body, name
+    found = await logged(picker, len(READ))
+    assert dict(zip(READ, found, strict=True)) == {name: expected for name, (*_, expected) in READ.items()}
+
+
+async def test_compressed_answers_are_left_alone(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+    body = b'{"usage":' + USAGE + b"}"
+    for encoding in ("gzip", "identity"):
+        engine.answer = whole(body, **{"content-encoding": encoding})
+        assert (await http1(envoy.url, body=b"{}")).body == body
+    assert await logged(picker, 2) == [{}, FOUND]
+
+
+async def test_usage_that_comes_in_pieces_and_no_piece_waits(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+    start = b'data: {"choices":[]}\n\n'
+    splits = [[start + LAST_EVENTS[:at], LAST_EVENTS[at:]] for at in range(len(LAST_EVENTS))]
+    splits.append([bytes([byte]) for byte in start + LAST_EVENTS])
+    for pieces in splits:
+        engine.answer = answer = InPieces(pieces)
+        await answer.read(envoy)
+    assert await logged(picker, len(splits)) == [FOUND] * len(splits)
+
+
+async def test_usage_is_kept_when_the_client_leaves_after_the_last_event(
+    engine: Upstream, picker: Picker, envoy: Envoy
+) -> None:
+    engine.answer = InPieces([LAST_EVENTS])
+    async with opened(envoy.url, b"{}") as response:
+        assert await response.content.readexactly(len(LAST_EVENTS)) == LAST_EVENTS
+    assert await logged(picker, 1) == [FOUND]
+
+
+class TestThroughTheRouter:
+    """What the router makes of it, in each message mode."""
+
+    pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+    async def test_events_of_scalars_end_no_gateway(self, world: World, deployment: Deployment) -> None:
+        for event in SCALARS:
+            world.left.answer = world.right.answer = sse([event])
+            assert (await deployment.ask(chat("scripted", stream=True))).body == event
+        assert deployment.envoy.child.returncode is None
+
+    async def test_measured_hits_are_counted_whatever_the_answer_s_form(
+        self, world: World, deployment: Deployment
+    ) -> None:
+        pool = "llm/scripted"
+        counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool=pool)
+        answers = [sse([b'data: {"choices":[]}\n\n', LAST_EVENTS]), whole(b'{"usage":' + USAGE + b"}")]
+        for number, answer in enumerate(answers, start=1):
+            world.left.answer = world.right.answer = answer
+            assert (await ask_by_http2(deployment)).status == 200
+            await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", counted + 8 * number, pool=pool)
+
+    async def test_answers_without_usage_are_finished_all_the_same(self, world: World, deployment: Deployment) -> None:
+        labels = {"pool": "llm/scripted"}
+        counted = await deployment.metric("dualmap_measured_cached_tokens_total", **labels)
+        finished = await deployment.metric("dualmap_completions_total", outcome="finished", **labels)
+        world.left.answer = world.right.answer = sse([b"data: [DONE]\n\n"])
+        assert (await deployment.ask(chat("scripted"))).status == 200
+        await deployment.wait_for_metric("dualmap_completions_total", finished + 1, outcome="finished", **labels)
+        assert await deployment.metric("dualmap_measured_cached_tokens_total", **labels) == counted
+
+    @pytest.mark.parametrize("streamed", [False, True], ids=["content-length", "chunked"])
+    async def test_huge_answers_pass_whole(self, world: World, deployment: Deployment, streamed: bool) -> None:
+        counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool="llm/scripted")
+        body = b'{"data":"%b","usage":%b}' % (b"0123456789abcdef" * (20 << 16), USAGE)
+
+        async def chunked(request: web.Request, received: Received) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"content-type": JSON})
+            await response.prepare(request)
+            await response.write(body)
+            return response
+
+        world.left.answer = world.right.answer = chunked if streamed else whole(body)
+        reply = await ask_by_http2(deployment)
+        assert reply.status == 200
+        assert sha256(reply.body) == sha256(body)
+        await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", counted + 8, pool="llm/scripted")
+
+    @pytest.mark.parametrize(
+        "fails",
+        [LOOP + " error('broken')", "error('broken') " + LOOP],
+        ids=["at the body", "at the headers"],
+    )
+    async def test_a_script_that_fails_costs_only_the_usage(
+        self, world: World, deployment: Deployment, fails: str
+    ) -> None:
+        def edit(config: str) -> str:
+            assert LOOP in config
+            return config.replace(LOOP, fails)
+
+        async with deployment.another_envoy("broken", edit=edit) as envoy:
+            for body in (LAST_EVENTS, LAST_EVENTS * 1000):
+                world.left.answer = world.right.answer = whole(body, EVENTS)
+                reply = await deployment.ask(chat("scripted"), envoy=envoy)
+                assert (reply.status, reply.body) == (200, body)
+            assert sum((await envoy.stats(r"lua\.errors$")).values()) == 2
+            assert "broken" in envoy.child.output()
+            # Envoy writes its access log in batches, and drops the last one when it is stopped.
+            await deployment.wait_for_rest()

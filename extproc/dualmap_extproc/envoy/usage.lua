@@ -1,0 +1,84 @@
+-- Reads token usage out of responses as they pass, chunk by chunk, and keeps it as dynamic metadata (usage.py, which
+-- writes NAMESPACE, PROMPT, COMPLETION and CACHED above this). Nothing is changed, held back or collected.
+--
+-- The usage object is found by its key. A quote within a JSON string is escaped, so the seven characters "usage" after
+-- a brace, a comma or a blank are a string of their own, and with a colon behind it a key, whatever the model wrote.
+-- Engines are not trusted to write JSON: the work per byte is bounded for any bytes.
+
+local KEY = '"usage"'
+local WINDOW_BYTES = 65536 -- of a chunk, looked at together: chunks may have megabytes
+local OBJECT_BYTES = 2048  -- the longest usage object that is read, from its key to its closing brace
+local LAST = 4             -- so many keys are looked at in a window, the last ones: the last usage counts
+
+local function is_readable(headers)
+  local encoding = headers:get("content-encoding") or "identity"
+  local kind = string.lower(headers:get("content-type") or "")
+  local is_json = string.find(kind, "application/json", 1, true) == 1
+  return encoding == "identity" and (is_json or string.find(kind, "text/event-stream", 1, true) == 1)
+end
+
+-- Returns the whole number under a key, as its digits.
+local function count(object, key)
+  return string.match(object, '"' .. key .. '"%s*:%s*(%d+)%s*[,}]')
+end
+
+-- Returns the counts in a usage object: of chat completions, completions and embeddings, or of responses.
+local function counts(object)
+  local outer = "{" .. string.gsub(string.sub(object, 2, -2), "%b{}", "") .. "}"
+  local details = string.match(object, '"prompt_tokens_details"%s*:%s*(%b{})')
+    or string.match(object, '"input_tokens_details"%s*:%s*(%b{})')
+  return {
+    [PROMPT] = count(outer, "prompt_tokens") or count(outer, "input_tokens"),
+    [COMPLETION] = count(outer, "completion_tokens") or count(outer, "output_tokens"),
+    [CACHED] = details and count(details, "cached_tokens"),
+  }
+end
+
+-- Returns the counts under the key at a place, or nothing and whether they may still come.
+local function usage_at(text, at)
+  if not string.find(text, "^[{,%s]", at - 1) then return nil, false end
+  local found = string.sub(text, at + #KEY, at + OBJECT_BYTES - 1)
+  local object = string.match(found, "^%s*:%s*(%b{})")
+  if object then
+    local read = counts(object)
+    return next(read) and read, false
+  end
+  local begun = string.find(found, "^%s*$") or string.find(found, "^%s*:%s*$") or string.find(found, "^%s*:%s*{")
+  return nil, begun ~= nil and #text - at < OBJECT_BYTES
+end
+
+-- Returns the last usage in a text, or nil, and what of the text to look at again with what follows.
+local function last_usage(text)
+  local places, number = {}, 0
+  local at = string.find(text, KEY, 1, true)
+  while at do
+    number = number + 1
+    places[number % LAST] = at
+    at = string.find(text, KEY, at + #KEY, true)
+  end
+  local rest = string.sub(text, -#KEY)
+  for index = number, math.max(1, number - LAST + 1), -1 do
+    local place = places[index % LAST]
+    local usage, may_come = usage_at(text, place)
+    if usage then return usage, rest end
+    if may_come and index == number then rest = string.sub(text, math.max(1, place - 1)) end
+  end
+  return nil, rest
+end
+
+function envoy_on_response(handle)
+  if not is_readable(handle:headers()) then return end
+  local known, rest = {}, ""
+  for chunk in handle:bodyChunks() do
+    local length = chunk:length()
+    for start = 0, length - 1, WINDOW_BYTES do
+      local usage
+      usage, rest = last_usage(rest .. chunk:getBytes(start, math.min(WINDOW_BYTES, length - start)))
+      for tag, value in pairs(usage or {}) do
+        -- Written when found, not at the end: clients may leave as soon as they have the last event.
+        if known[tag] ~= value then handle:streamInfo():dynamicMetadata():set(NAMESPACE, tag, value) end
+        known[tag] = value
+      end
+    end
+  end
+end
