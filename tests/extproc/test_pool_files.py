@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -109,6 +110,11 @@ class TestRefusing:
             ("kind: Deployment\napiVersion: apps/v1\n", None),
             ("since: 2026-13-45\n", "document"),
             ("n: " + "9" * 5000, "document"),
+            ("replicas: !!bool maybe\n", "document"),
+            ('n: !!int ""\n', "document"),
+            ('n: !!float ""\n', "document"),
+            ("since: !!timestamp x\n", "document"),
+            ("n: !!float 1" + ":1" * 200, "document"),
             ("? [a]\n: b\n", None),
             ("a: !!python/object:os.system b\n", None),
             ("a: *nowhere\n", None),
@@ -286,6 +292,72 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3, "llm/other": 3}
             assert watched.refused.empty()
+
+    @pytest.mark.parametrize("scalar", ["!!bool maybe", '!!int ""', '!!float ""', "!!timestamp x"])
+    async def test_scalars_that_yaml_cannot_convert_do_not_end_the_watch(self, tmp_path: Path, scalar: str) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        async with watching(path) as watched:
+            write_text(path, f"replicas: {scalar}\n")
+            assert (await watched.refusal()).field == "document"
+            write(path, document(members=3))
+            assert await watched.pools() == {"llm/qwen": 3}
+
+    async def test_a_folder_in_the_files_place_is_refused(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        async with watching(path) as watched:
+            path.unlink()
+            path.mkdir()
+            refusal = await watched.refusal()
+            if "directory" not in str(refusal.value):  # Caught between the two.
+                refusal = await watched.refusal()
+            assert (refusal.file, refusal.field) == (path, "file")
+            path.rmdir()
+            write(path, document(members=3))
+            assert await watched.pools() == {"llm/qwen": 3}
+
+    async def test_a_path_that_may_not_be_looked_at_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        denied = True
+
+        def deny(real: Any) -> Any:
+            def method(self: Path, *args: Any, **kwargs: Any) -> Any:
+                if denied and self == path:
+                    raise PermissionError(13, "Permission denied")
+                return real(self, *args, **kwargs)
+
+            return method
+
+        async with watching(path) as watched:
+            # Instead of a folder without its permissions, since root may look at anything.
+            for name in ("stat", "open", "exists", "is_file"):
+                monkeypatch.setattr(Path, name, deny(getattr(Path, name)))
+            assert (await watched.refusal()).value == "Permission denied"
+            denied = False
+            write(path, document(members=3))
+            assert await watched.pools() == {"llm/qwen": 3}
+
+    async def test_what_nobody_thought_of_does_not_end_the_watch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = write(tmp_path / "p.yaml", document(members=2))
+        parsed = pool_file._parse
+        failed = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def fail(*_: object) -> Any:
+            monkeypatch.setattr(pool_file, "_parse", parsed)
+            loop.call_soon_threadsafe(failed.set)
+            raise RuntimeError("unforeseen")
+
+        async with watching(path) as watched:
+            monkeypatch.setattr(pool_file, "_parse", fail)
+            write(path, document(members=3))
+            await asyncio.wait_for(failed.wait(), 20)
+            write(path, document(members=4))
+            assert await watched.pools() == {"llm/qwen": 4}
+        assert "unforeseen" in str([record.__dict__.get("details") for record in caplog.records])
 
     async def test_each_further_refusal_is_told(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document())

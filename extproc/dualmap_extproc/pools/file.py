@@ -8,6 +8,7 @@ It polls the content: that sees renames, writes in place, swapped ConfigMap link
 import asyncio
 import hashlib
 import reprlib
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class _Look:
 
 
 class PoolFileWatcher:
-    """Keeps the pools of some files up to date: ``load`` once, then ``run`` until cancelled.
+    """Keeps the pools of some files up to date: ``load`` once, then ``run`` until cancelled; nothing else ends it.
 
     A file that is refused or has vanished keeps its last good pools, and the other files' changes still apply. Pools
     that claim one name or model across files keep everything as it was until the files agree again.
@@ -104,32 +105,44 @@ class PoolFileWatcher:
         while True:
             await asyncio.sleep(self._settle_s if unsettled else self._poll_s)
             # In a thread: a disk may be slow, and a long file takes a second to parse.
-            look = await asyncio.to_thread(self._look)
-            unsettled = look.unsettled
-            for error in look.refusals:
-                _log.error(
-                    "pool file refused, the last good one serves on",
-                    file=str(error.file),
-                    field=error.field,
-                    value=_clipped(error.value),
-                    accepted=error.accepted,
-                )
-                on_refused(error)
-            if look.pools is not None:
-                versions = {pool.id: pool.ring_version for pool in look.pools}
-                _log.info("pool files reloaded", ring_versions=versions)
-                on_pools(look.pools)
+            try:
+                look = await asyncio.to_thread(self._look)
+                self._tell(look, on_pools, on_refused)
+                unsettled = look.unsettled
+            except Exception as error:  # noqa: BLE001  # whatever a file brings about, the others must be watched on
+                _log.error("pool files could not be taken over, the last good ones serve on", reason=repr(error))
+
+    @staticmethod
+    def _tell(
+        look: _Look,
+        on_pools: Callable[[tuple[Pool, ...]], None],
+        on_refused: Callable[[PoolFileError], None],
+    ) -> None:
+        """Log what a look found and report it."""
+        for error in look.refusals:
+            _log.error(
+                "pool file refused, the last good one serves on",
+                file=str(error.file),
+                field=error.field,
+                value=_clipped(error.value),
+                accepted=error.accepted,
+            )
+            on_refused(error)
+        if look.pools is not None:
+            versions = {pool.id: pool.ring_version for pool in look.pools}
+            _log.info("pool files reloaded", ring_versions=versions)
+            on_pools(look.pools)
 
     def _look(self) -> _Look:
         """Read every file once, act on the changes that have settled, and say what came of it."""
         refusals: list[PoolFileError] = []
         unsettled = changed = False
         for file in self._files:
-            if file.path.exists() and not file.path.is_file():
-                continue  # A pipe, as in `--pool <(kubectl ...)`, could be read only once.
             data: bytes | None = None
             error: PoolFileError | None = None
             try:
+                if _is_pipe(file.path):
+                    continue  # As in `--pool <(kubectl ...)`, which could be read only once.
                 data = _read(file.path)
                 digest = _digest(data)
             except PoolFileError as unreadable:
@@ -165,6 +178,15 @@ class PoolFileWatcher:
             return None
         self._served = pools
         return pools
+
+
+def _is_pipe(path: Path) -> bool:
+    """Whether a path is a pipe or a device; False when that cannot be told, since reading it will say why."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _read(path: Path) -> bytes:
@@ -219,10 +241,10 @@ def _load_yaml(path: Path, data: bytes) -> list[object]:
         mark = error.problem_mark or error.context_mark
         field = "document" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
         raise PoolFileError(path, field, error.problem or error.context, "YAML") from error
-    except (yaml.YAMLError, ValueError) as error:
-        # ReaderError (bytes that are no text) has no mark; ValueError is a scalar such as 2026-13-45 or a 5000-digit
-        # number, which PyYAML takes for a date or an integer and then fails to convert.
-        raise PoolFileError(path, "document", str(error), "YAML") from error
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # ReaderError (bytes that are no text) has no mark. The others come from PyYAML's conversions of scalars, which
+        # check nothing: 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError), `!!int ""` (IndexError), ...
+        raise PoolFileError(path, "document", f"{type(error).__name__}: {error}", "YAML") from error
 
 
 def _refuse_bombs(path: Path, data: bytes) -> None:
