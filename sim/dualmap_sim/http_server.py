@@ -32,8 +32,8 @@ from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
 """Well above the largest body a test sends (64 MB): limits are the router's and Envoy's business."""
-KEEPALIVE_S: Final = 3700.0
-"""Longer than Envoy keeps an idle upstream connection (1 h), so that it is never we who close one under a request."""
+KEEPALIVE_S: Final = 5.0
+"""How long an idle connection stays open, as in vLLM (uvicorn's default): a proxy must let go of it before that."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _DIGEST: Final = web.RequestKey("x-request-sha256", str)
