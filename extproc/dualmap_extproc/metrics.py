@@ -70,6 +70,7 @@ class _PoolCounters:
     """The label children of one pool, and of its endpoints by member id."""
 
     ttft_s: Histogram
+    predicted_ttft_s: Histogram
     bodiless: Counter
     served_elsewhere: Counter
     traffic: Traffic = field(default_factory=Traffic)
@@ -111,6 +112,13 @@ class Metrics:
         self._ttft = Histogram(
             "dualmap_ttft_seconds", "Arrival to first token.", _POOL, buckets=_TTFT_BUCKETS_S, registry=registry
         )
+        self._predicted_ttft = Histogram(
+            "dualmap_predicted_ttft_seconds",
+            "Arrival to first token as predicted at the decision.",
+            _POOL,
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        )
         self._decision = Histogram(
             "dualmap_decision_seconds", "From whole body to answer.", buckets=_DECISION_BUCKETS_S, registry=registry
         )
@@ -131,6 +139,7 @@ class Metrics:
             if pool not in self._pools:
                 self._pools[pool] = _PoolCounters(
                     ttft_s=self._ttft.labels(pool),
+                    predicted_ttft_s=self._predicted_ttft.labels(pool),
                     bodiless=self._bodiless.labels(pool),
                     served_elsewhere=self._elsewhere.labels(pool),
                 )
@@ -195,6 +204,7 @@ class Metrics:
         if counters is None:
             return
         counters.ttft_s.observe(first_token.ttft_s)
+        counters.predicted_ttft_s.observe(first_token.predicted_ttft_s)
         counters.traffic.first_tokens += 1
         counters.traffic.slo_met += first_token.within_slo
         endpoint = counters.endpoints.get(first_token.member)
@@ -289,7 +299,7 @@ class Metrics:
             self._decisions.remove(pool, rule)
         for code in counters.refusals:
             self._refusals.remove(pool, code)
-        for metric in (self._ttft, self._bodiless, self._elsewhere):
+        for metric in (self._ttft, self._predicted_ttft, self._bodiless, self._elsewhere):
             metric.remove(pool)
         del self._pools[pool]
 

@@ -148,6 +148,8 @@ class TestCounting:
         }
         assert changed[f"dualmap_ttft_seconds_sum{{pool={POOL}}}"] == pytest.approx(0.3)
         assert changed[f"dualmap_ttft_seconds_count{{pool={POOL}}}"] == 1
+        assert changed[f"dualmap_predicted_ttft_seconds_sum{{pool={POOL}}}"] == pytest.approx(0.2)
+        assert changed[f"dualmap_predicted_ttft_seconds_count{{pool={POOL}}}"] == 1
         assert changed["dualmap_decision_seconds_sum{}"] == pytest.approx(0.0003)
 
     def test_first_tokens_in_time_and_late(self) -> None:
