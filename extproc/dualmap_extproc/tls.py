@@ -18,7 +18,7 @@ _log = get_logger(__name__)
 
 
 class TlsError(Exception):
-    """The folder given to ``--tls`` holds no usable certificate; the message says which file and why."""
+    """What was given to ``--tls`` is no folder or holds no usable certificate; the message says what and why."""
 
 
 def server_credentials(tls: str) -> grpc.ServerCredentials | None:
@@ -27,6 +27,8 @@ def server_credentials(tls: str) -> grpc.ServerCredentials | None:
         return None
     if tls == "self-signed":
         return grpc.ssl_server_credentials([self_signed()])
+    if not Path(tls).is_dir():
+        raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
     files = CertificateFiles(Path(tls))
     initial = files.read()
     return grpc.dynamic_ssl_server_credentials(

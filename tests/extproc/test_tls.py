@@ -113,6 +113,12 @@ def test_an_unchanged_folder_is_not_read_again(tmp_path):
     assert files.changed() is None
 
 
+@pytest.mark.parametrize("given", ["on", "/nonexistent", __file__])
+def test_what_is_no_folder_is_refused_with_what_is_accepted(given):
+    with pytest.raises(TlsError, match=f"--tls: '{given}' is not accepted; give off, self-signed, or a folder"):
+        server_credentials(given)
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
