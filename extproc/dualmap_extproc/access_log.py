@@ -1,4 +1,4 @@
-"""Envoy's access log as the router's news of how requests ended (gRPC ALS): status, flags, first token, usage.
+"""Envoy's access log as the router's news of how requests ended (gRPC ALS): status, flags, usage.
 
 ``envoy/`` has every Envoy send every entry to every router, in batches; an entry becomes an AccessLogEntry (pure, the
 upper half of the module), and ``main`` hands those to the picker, which knows its own requests among them. What
@@ -25,7 +25,7 @@ from dualmap_extproc.names import (
     TAG_COMPLETION_TOKENS,
     TAG_PROMPT_TOKENS,
     TAG_REQUEST_ID,
-    TAG_TTFT_US,
+    is_good_status,
 )
 from dualmap_extproc.wire import access_log_pb2 as wire
 
@@ -47,11 +47,9 @@ BROKEN_FLAGS: Final = frozenset(
         "upstream_request_timeout",
     }
 )
-CLIENT_GONE_FLAGS: Final = frozenset({"downstream_connection_termination", "downstream_remote_reset"})
 
-# Above any context length and any request's life, below where floats lose whole numbers.
+# Above any context length, below where floats lose whole numbers.
 _TOKENS_MAX: Final = 10**9
-_DURATION_MAX_US: Final = 10**13
 # Entries handed over in one go. At 10 to 40 us each a batch of Envoy's takes milliseconds; a hostile one is cut up.
 _ENTRIES_AT_ONCE: Final = 100
 
@@ -64,28 +62,20 @@ class AccessLogEntry:
     """How one request ended, as Envoy saw it; None where it did not say.
 
     ``request_id`` is the one the router gave at the pick. ``served_endpoint`` (``ip:port``) is the instance Envoy spoke
-    to last. ``ttft_s`` runs from the request's first byte to the first byte of the engine's response body, and
-    ``duration_s`` to the last byte sent. ``flags`` are names of ResponseFlags, in its order.
+    to last, ``flags`` are names of ResponseFlags, in its order.
     """
 
     request_id: str
     status: int | None = None
     flags: tuple[str, ...] = ()
     served_endpoint: str | None = None
-    ttft_s: float | None = None
-    duration_s: float | None = None
     usage: Usage | None = None
 
     @property
     def complete(self) -> bool:
         """Whether a good response reached its end: the status is no error and nothing broke off."""
-        good_status = self.status is not None and 200 <= self.status < 400
+        good_status = self.status is not None and is_good_status(self.status)
         return good_status and not BROKEN_FLAGS.intersection(self.flags)
-
-    @property
-    def client_gone(self) -> bool:
-        """Whether the client went away before the end."""
-        return not CLIENT_GONE_FLAGS.isdisjoint(self.flags)
 
 
 def read_entries(entries: Sequence[wire.HTTPAccessLogEntry]) -> tuple[AccessLogEntry, ...]:
@@ -104,14 +94,11 @@ def read_entry(entry: wire.HTTPAccessLogEntry) -> AccessLogEntry | None:
     flags: tuple[str, ...] = ()
     if common.HasField("response_flags"):
         flags = tuple(field.name for field, _ in common.response_flags.ListFields())
-    ttft_us = _number(_tag(tags, TAG_TTFT_US), _DURATION_MAX_US)
     return AccessLogEntry(
         request_id=request_id,
         status=entry.response.response_code.value if entry.response.HasField("response_code") else None,
         flags=flags,
         served_endpoint=_served_endpoint(common),
-        ttft_s=None if ttft_us is None else ttft_us / 1e6,
-        duration_s=_duration_s(common),
         usage=_usage(tags),
     )
 
@@ -187,28 +174,21 @@ def _served_endpoint(common: wire.AccessLogCommon) -> str | None:
     return f"{host}:{address.port_value}"
 
 
-def _duration_s(common: wire.AccessLogCommon) -> float | None:
-    if not common.HasField("duration"):
-        return None
-    seconds = common.duration.seconds + common.duration.nanos / 1e9
-    return seconds if 0 <= seconds <= _DURATION_MAX_US / 1e6 else None
-
-
 def _usage(tags: Mapping[str, str]) -> Usage | None:
     prompt, completion, cached = (
-        _number(_tag(tags, name), _TOKENS_MAX) for name in (TAG_PROMPT_TOKENS, TAG_COMPLETION_TOKENS, TAG_CACHED_TOKENS)
+        _number(_tag(tags, name)) for name in (TAG_PROMPT_TOKENS, TAG_COMPLETION_TOKENS, TAG_CACHED_TOKENS)
     )
     if prompt is None and completion is None and cached is None:
         return None
     return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
 
 
-def _number(text: str, most: int) -> int | None:
-    """Return a whole number written as Envoy writes numbers (``12``, ``1e+06``), None for anything else."""
+def _number(text: str) -> int | None:
+    """Return a count of tokens written as Envoy writes numbers (``12``, ``1e+06``), None for anything else."""
     if not text or len(text) > 32:
         return None
     try:
         value = float(text)
     except ValueError:
         return None
-    return int(value) if math.isfinite(value) and 0 <= value <= most else None
+    return int(value) if math.isfinite(value) and 0 <= value <= _TOKENS_MAX else None
