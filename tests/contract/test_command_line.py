@@ -41,6 +41,18 @@ def test_every_command_teaches_by_example(name: str) -> None:
     assert f"dualmap {name}" in result.stdout.split("Options:")[0].split("\n", 1)[1], "an example belongs in the help"
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_help_takes_none_of_what_the_command_takes(name: str) -> None:
+    script = (
+        "import sys, json; from click.testing import CliRunner; from dualmap_cli.main import main;"
+        f"assert CliRunner().invoke(main, [{name!r}, '--help']).exit_code == 0;"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # The demo's progress bar: rich is no burden beside the others.
+    assert json.loads(done.stdout) == (["rich"] if name == "demo" else [])
+
+
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["router", "--nonsense"], ["explain"], ["engine-sim", "--port", "x"]]
 )

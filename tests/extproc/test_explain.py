@@ -62,6 +62,13 @@ def test_a_request_that_would_be_refused_is_bad_input(pool_file: str, body: str,
     assert not result.stdout
 
 
+def test_a_body_above_the_routers_limit_is_refused_as_there(pool_file: str) -> None:
+    body = json.dumps({"model": "qwen", "prompt": "x" * 16 * 1024 * 1024})
+    result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body)
+    assert result.exit_code == 2
+    assert "413" in result.stderr
+
+
 def test_an_empty_pool_fails(tmp_path: Path) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(POOL.split("status:")[0])

@@ -19,8 +19,10 @@ import yaml
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dualmap_extproc import wiring
 from dualmap_extproc.main import router
 from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.settings import Settings
 from dualmap_extproc.wire import discovery_pb2
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
@@ -177,6 +179,42 @@ async def test_a_half_read_request_gets_its_pick_after_sigterm(tmp_path):
         assert await served.exited() == 0
 
 
+async def test_a_refused_change_is_counted_and_the_last_good_pools_serve_on(tmp_path):
+    file = write_pool(tmp_path / "pool.yaml")
+    async with (
+        running(file) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+        asyncio.timeout(WAIT_S),
+    ):
+        assert b"dualmap_pool_refusals_total 0.0" in await served.get("/metrics")
+        (tmp_path / "new.yaml").write_text("replicas: !!bool maybe")
+        (tmp_path / "new.yaml").rename(file)
+        assert served.process.stderr is not None
+        assert b"refused" in await served.process.stderr.readline()
+        assert b"dualmap_pool_refusals_total 1.0" in await served.get("/metrics")
+        assert await picked(channel, chat())
+
+
+async def test_deadlines_are_kept_while_it_serves(tmp_path, monkeypatch):
+    """Else requests of which nothing is heard would stay in the books for ever."""
+    kept: asyncio.Queue[object] = asyncio.Queue()
+
+    async def keep(picker: object) -> None:
+        kept.put_nowait(picker)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(wiring, "keep_deadlines", keep)
+    ports = {"grpc_port": 0, "health_port": 0, "metrics_port": 0, "als_port": 0}
+    settings = Settings(
+        pools=(write_pool(tmp_path / "pool.yaml"),), host="127.0.0.1", replica_id="r", drain_timeout_s=0.0, **ports
+    )
+    serving = asyncio.create_task(wiring.serve(settings))
+
+    assert await asyncio.wait_for(kept.get(), WAIT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(serving, WAIT_S)
+
+
 async def test_the_drain_timeout_ends_the_wait_for_a_stream_that_stays(tmp_path):
     options = ("--drain-timeout", "600ms")
     async with (
@@ -209,7 +247,9 @@ async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_pl
     [
         ("", (), 2, "pool.yaml"),
         ("kind: Pod", (), 2, "apiVersion"),
-        (None, ("--tls", "/nonexistent"), 2, "/nonexistent/tls.key"),
+        (None, ("--tls", "/nonexistent"), 2, "--tls: '/nonexistent' is not accepted; give off, self-signed"),
+        (None, ("--tls", "on"), 2, "--tls: 'on' is not accepted; give off, self-signed"),
+        ("replicas: !!bool maybe", (), 2, "pool.yaml"),
         (None, ("--drain-timeout", "soon"), 2, "soon"),
         (None, ("--grpc-port", "70000"), 2, "70000"),
         (None, ("--host", "not.an.address.invalid"), 1, "not.an.address.invalid"),

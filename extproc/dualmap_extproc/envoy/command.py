@@ -5,9 +5,7 @@ from pathlib import Path
 
 import click
 
-from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
 from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettingsError, Mode
-from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 
 
 @click.command(context_settings={"show_default": True})
@@ -56,6 +54,10 @@ def envoy_config(
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 > envoy.yaml
       envoy -c envoy.yaml
     """
+    # Here, because Envoy's types and YAML take a second that --help need not.
+    from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+    from dualmap_extproc.pools.file import PoolFileError, load_pool_files
+
     try:
         settings = EnvoySettings(
             pools=load_pool_files(pool_files),
