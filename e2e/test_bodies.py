@@ -84,6 +84,19 @@ async def test_http2_clients(world: World, deployment: Deployment, trailers: tup
     assert refused.status == 400
 
 
+@pytest.mark.parametrize("body", [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'{"model": 1}', b"5"])
+async def test_http2_clients_with_trailers_and_no_request_in_the_body(
+    world: World, deployment: Deployment, body: bytes
+) -> None:
+    reply = await http2(
+        deployment.envoy.port, path=CHAT, body=body, headers=JSON_HEADERS, trailers=(("x-checksum", "abc"),)
+    )
+    assert reply.status == 400
+    assert error_of(reply)["code"] == "invalid_request"
+    assert not world.left.received
+    assert not world.right.received
+
+
 async def test_many_http2_clients_with_trailers_at_once(world: World, deployment: Deployment) -> None:
     bodies = [padded("scripted", 1000 + 7919 * number) for number in range(24)]
     trailers = (("x-checksum", "abc"),)

@@ -49,6 +49,12 @@ def body_too_large(limit_bytes: int) -> Refused:
     return Refused(status=413, code="request_too_large", message=f"The request body is larger than {limit_bytes} bytes")
 
 
+def trailers_unsupported() -> Refused:
+    """Answer 400: the message mode cannot tell Envoy which of several pools a request with trailers goes to."""
+    message = "Requests with trailers cannot be routed here; send the request without trailers"
+    return Refused(status=400, code="trailers_unsupported", message=message)
+
+
 def no_endpoint(pool: str) -> Refused:
     """Answer 503: no member of ``pool`` (empty: of any pool) may take the request."""
     message = "No ready instance may take this request"

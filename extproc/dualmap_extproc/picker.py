@@ -25,6 +25,9 @@ from dualmap_extproc.names import cluster_name
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.settings import Limits
 
+_JSON_SPACE = b" \t\r\n"
+# How orjson begins to say that a JSON text ends too early.
+_TRUNCATED = "unexpected end of data"
 _log = get_logger(__name__)
 
 
@@ -55,6 +58,7 @@ class Picker:
         self._sequence = count()
         self._routers: dict[str, PoolRouter] = {}
         self._models: dict[str, PoolRouter] = {}
+        self._max_wait_s = 0.0
         # Ended requests whose usage the access log may still report, oldest first.
         self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
@@ -62,6 +66,11 @@ class Picker:
     def pools(self) -> tuple[Pool, ...]:
         """The pools as last given, in their order."""
         return tuple(router.pool for router in self._routers.values())
+
+    @property
+    def max_wait_s(self) -> float:
+        """The longest that any pool lets a request wait for an instance."""
+        return self._max_wait_s
 
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Take the pools as they are now. Books of pools that stay are kept; those of pools that are gone are dropped.
@@ -80,6 +89,7 @@ class Picker:
             for name in (pool.model.name, *pool.model.aliases):
                 models.setdefault(name, router)
         self._routers, self._models = routers, models
+        self._max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
 
     def pick(self, now: float, body: bytes, subset: frozenset[str] | None, arrived_s: float) -> Picked | Refused:
         """Choose the instance for a request that arrived at ``arrived_s``; enter it in the books under a new id."""
@@ -91,7 +101,8 @@ class Picker:
         root = chain_root(model=pool.model.name, lora=prompt.lora, cache_salt=prompt.cache_salt)
         chain = chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens)
         request_id = f"{self._id_prefix}-{next(self._sequence)}"
-        decision = router.on_request(now, Request(id=request_id, chain=chain, arrived_s=arrived_s, subset=subset))
+        request = Request(id=request_id, chain=chain, arrived_s=arrived_s, subset=subset, streamed=prompt.streamed)
+        decision = router.on_request(now, request)
         if isinstance(decision, Refusal):
             return self.refuse(no_endpoint(pool.id))
         self._observer.routed(pool.id, decision)
@@ -114,13 +125,17 @@ class Picker:
                 return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
         return self.refuse(no_endpoint(""))
 
-    def is_whole(self, body: bytes) -> bool:
-        """Say whether a body is a complete JSON text, to which nothing could be added."""
+    def may_go_on(self, body: bytes) -> bool:
+        """Say whether a body is the beginning of a JSON object that more bytes could complete, and not complete yet."""
+        text = body.lstrip(_JSON_SPACE)
+        if not text.startswith(b"{"):
+            return not text
         try:
-            orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return False
-        return True
+            orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            # Position 0 holds the brace: what is reported there is bytes that are no UTF-8, as when a character is cut.
+            return error.pos == 0 or error.msg.startswith(_TRUNCATED)
+        return False
 
     def refuse(self, refused: Refused) -> Refused:
         """Report a refusal, whoever decided it; return it."""
@@ -134,6 +149,11 @@ class Picker:
             if first_token is not None:
                 self._observer.first_token(router.pool.id, first_token)
                 return
+
+    def heard(self, now: float, request_id: str) -> None:
+        """Take note that a request's response is still going on, so that it is not forgotten."""
+        for router in self._routers.values():
+            router.on_heard(now, request_id)
 
     def served(self, now: float, request_id: str, endpoint: str) -> None:
         """Take note of the endpoint that Envoy says served a request."""

@@ -72,16 +72,15 @@ class ExternalProcessor:
         """Serve one stream. However it ends, its books are closed."""
         clock = asyncio.get_running_loop().time
         stream = Stream(self._picker, self._limits)
-        silence: _Silence | None = None
+        silence = _Silence(stream, context)
         cancelled = True
         self._streams += 1
         self._idle.clear()
         try:
             while not stream.ended:
                 message = await context.read()
-                if silence is not None:
-                    await silence.over()
-                    silence = None
+                if silence.answering is not None:
+                    await silence.answering
                 if message is _EOF:
                     break
                 now = clock()
@@ -91,14 +90,12 @@ class ExternalProcessor:
                     self._observer.decided(clock() - now)
                 for answer in answers:
                     await context.write(answer)
-                if stream.deadline_s is not None:
-                    silence = _Silence(stream, context, stream.deadline_s)
+                silence.watch()
             cancelled = False
         except DecodeError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            if silence is not None:
-                silence.cancel()
+            silence.cancel()
             stream.close(clock(), cancelled=cancelled)
             self._streams -= 1
             if not self._streams:
@@ -109,34 +106,51 @@ class _Silence:
     """Answers for a stream if its deadline passes while its next message is awaited.
 
     A timer, since nearly every request sets a deadline and nearly none meets it: waiting for message and deadline
-    together costs 25 us more. Should the answer end the stream (a refusal), Envoy closes it; nothing is left to read.
+    together costs 25 us more. For the same reason a deadline that moves back leaves the timer where it is; it looks
+    again when it fires. Should the answer end the stream (a refusal), Envoy closes it; nothing is left to read.
     """
 
-    def __init__(self, stream: Stream, context: _Context, deadline_s: float) -> None:
+    def __init__(self, stream: Stream, context: _Context) -> None:
         self._stream = stream
         self._context = context
-        self._timer = asyncio.get_running_loop().call_at(deadline_s, self._act)
-        self._answering: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # The answers being written, to be awaited before anything else is: gRPC takes one write at a time.
+        self.answering: asyncio.Task[None] | None = None
 
-    async def over(self) -> None:
-        """Go no further, but finish what was begun: gRPC takes one write at a time."""
-        self._timer.cancel()
-        if self._answering is not None:
-            await self._answering
+    def watch(self) -> None:
+        """See to it that the stream's present deadline is met."""
+        deadline_s = self._stream.deadline_s
+        if deadline_s is None or (self._timer is not None and self._timer.when() <= deadline_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(deadline_s, self._act)
 
     def cancel(self) -> None:
         """Go no further; the stream is over."""
-        self._timer.cancel()
-        if self._answering is not None:
-            self._answering.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.answering is not None:
+            self.answering.cancel()
 
     def _act(self) -> None:
-        self._answering = asyncio.create_task(self._answer())
-        # A call that ends meanwhile fails the write; its handler knows by itself.
-        self._answering.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._timer = None
+        deadline_s = self._stream.deadline_s
+        if deadline_s is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if now < deadline_s:
+            self.watch()
+            return
+        answers = self._stream.on_deadline(now)
+        self.watch()
+        if answers:
+            self.answering = asyncio.create_task(self._write(answers))
+            # A call that ends meanwhile fails the write; its handler knows by itself.
+            self.answering.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def _answer(self) -> None:
-        for answer in self._stream.on_deadline(asyncio.get_running_loop().time()):
+    async def _write(self, answers: Sequence[wire.ProcessingResponse]) -> None:
+        for answer in answers:
             await self._context.write(answer)
 
 

@@ -14,13 +14,19 @@ class Limits:
     piece of a body streamed back in FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B).
     ``ended_requests`` is how many ended requests are remembered, so that usage which the access log reports later
     is still counted. ``silence_s`` is how long a body that looks whole may lack its end of stream before it is
-    taken for one with trailers (``stream``).
+    taken for one with trailers, ``pause_s`` how long any other body may pause before it is looked at whether more can
+    come, ``stalled_s`` by how much a pause may exceed the pools' longest wait: the generated Envoy configuration waits
+    15 s more than that for us (``stream``). ``news_s`` is how often a response that passes through us is reported to
+    be going on; the ledger forgets a request after ten minutes without news.
     """
 
     body_bytes: int = 16 * 1024 * 1024
     chunk_bytes: int = 62_000
     ended_requests: int = 4096
     silence_s: float = 0.1
+    pause_s: float = 2.0
+    stalled_s: float = 10.0
+    news_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,14 @@ answer must carry was measured against Envoy 1.40):
 - no-wait STREAMED: headers and body arrive without waiting for us. Nothing is answered before the body's end; then
   the headers' answer carries the pick and every body message gets an answer of its own. Answering a body message
   before the headers loses the pick and can corrupt the body. With HTTP/2 request trailers Envoy says neither that the
-  body has ended nor that there are trailers until the headers are answered, so a whole body followed by silence is
-  taken for such a request.
+  body has ended nor that there are trailers until the headers are answered, so silence must tell: after a whole body
+  it is taken for such a request, after one that cannot become a request it is refused. A body that could still go on
+  looks like a slow client's; it is refused shortly before Envoy would stop waiting for us and route without us.
 - FULL_DUPLEX_STREAMED: nothing is answered before the decision either, and the body is ours to send back in pieces.
   The response passes through us as well, so the stream must stay open to its end.
 - waiting (BUFFERED, STREAMED without the flag, or no ``protocol_config`` at all): headers are answered at once, and
-  the answer to the body's end carries the pick.
+  the answer to the body's end carries the pick. In STREAMED, trailers take that end's place, and their answer cannot
+  name a cluster: with more than one pool such a request is refused rather than sent to another pool's engines.
 
 With a retry policy Envoy sends the body of a request with trailers twice, so its pick asks for a route without one.
 Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the response: Envoy sends the rest past us.
@@ -22,8 +24,8 @@ Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the respo
 
 from enum import Enum, auto
 
-from dualmap_extproc.errors import Refused, body_too_large
-from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES
+from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
+from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES, is_good_status
 from dualmap_extproc.picker import Picked, Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import answers
@@ -93,10 +95,13 @@ class Stream:
                 return []
 
     def on_deadline(self, now: float) -> list[wire.ProcessingResponse]:
-        """Go on after silence: decide on what has arrived if it is whole (see the module)."""
+        """Go on after silence: decide on what has arrived if no more can or will come (see the module)."""
         self.deadline_s = None
-        whole = self._content_length > 0 or self._picker.is_whole(b"".join(self._chunks))
-        return self._decide(now, retries=False) if whole else []
+        stalled_s = self._heard_s + self._picker.max_wait_s + self._limits.stalled_s
+        if now < stalled_s and self._may_go_on():
+            self.deadline_s = stalled_s
+            return []
+        return self._decide(now, retries=False)
 
     def close(self, now: float, *, cancelled: bool) -> None:
         """Close the books: the stream is over. ``cancelled`` says that the other side broke it off.
@@ -123,7 +128,8 @@ class Stream:
         """Forget the request, if there was one, and be ready for the one that arrives now."""
         # The id of the request that is in the picker's books and ours to close; empty when there is none.
         self._booked = ""
-        self._arrived_s = now
+        self._arrived_s = self._heard_s = now
+        self._news_due_s = now + self._limits.news_s
         self._method = b""
         self._content_length = 0
         self._strip: list[str] = []
@@ -153,6 +159,8 @@ class Stream:
         if headers.end_of_stream or self._no_body:
             return self._decide(now)
         if self._mode is not _Mode.WAITING:
+            if self._mode is _Mode.NO_WAIT:
+                self.deadline_s = now + (self._limits.pause_s if self._expects_prompt() else self._limits.silence_s)
             return []
         self._headers_unanswered = False
         answer = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
@@ -174,8 +182,10 @@ class Stream:
         if body.end_of_stream or self._whole_body:
             return self._decide(now)
         if self._headers_unanswered:
-            if self._mode is _Mode.NO_WAIT and self._looks_whole(body.body):
-                self.deadline_s = now + self._limits.silence_s
+            if self._mode is _Mode.NO_WAIT:
+                self._heard_s = now
+                limits = self._limits
+                self.deadline_s = now + (limits.silence_s if self._looks_whole(body.body) else limits.pause_s)
             return []
         if self._mode is _Mode.DUPLEX:
             return []
@@ -186,7 +196,20 @@ class Stream:
         trailers = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
         if self._request_done:
             return [trailers]
+        if self._mode is _Mode.WAITING and not self._whole_body and len(self._picker.pools) > 1:
+            return self._refuse(self._picker.refuse(trailers_unsupported()))
         return self._decide(now, trailers, retries=self._mode is _Mode.WAITING)
+
+    def _may_go_on(self) -> bool:
+        """Whether more of the body may come, so that it is too early to decide on what is there."""
+        if not self._expects_prompt():
+            return False
+        if self._content_length:
+            return self._size_bytes < self._content_length
+        return self._picker.may_go_on(b"".join(self._chunks))
+
+    def _expects_prompt(self) -> bool:
+        return self._method in _METHODS_WITH_PROMPT or (not self._method and self._size_bytes > 0)
 
     def _looks_whole(self, last: bytes) -> bool:
         if self._content_length:
@@ -248,16 +271,13 @@ class Stream:
 
     def _pick(self, now: float, body: bytes) -> Picked | Refused:
         """Ask the picker; by the body, or for any member where the request has none by its nature."""
-        expects_body = self._method in _METHODS_WITH_PROMPT or (not self._method and self._size_bytes > 0)
-        if self._no_body or not expects_body:
+        if self._no_body or not self._expects_prompt():
             return self._picker.pick_bodiless(self._subset)
         self.decided = True
         return self._picker.pick(now, body, self._subset, self._arrived_s)
 
     def _refuse_body(self) -> list[wire.ProcessingResponse]:
-        refused = body_too_large(self._limits.body_bytes)
-        self._picker.refuse(refused)
-        return self._refuse(refused)
+        return self._refuse(self._picker.refuse(body_too_large(self._limits.body_bytes)))
 
     def _refuse(self, refused: Refused) -> list[wire.ProcessingResponse]:
         self.ended = True
@@ -292,7 +312,10 @@ class Stream:
         for header in headers.headers.headers:
             key = header.key.lower()
             if key == ":status":
-                self._response_good = answers.header_value(header).startswith(b"2")
+                status = answers.header_value(header)
+                self._response_good = status.isdigit() and is_good_status(int(status[:4]))
+                # A redirect or the like may have a body, but no tokens.
+                self._response_whole |= not status.startswith(b"2")
             elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
                 # A JSON answer is written when all its tokens are there: its first chunk is no first token.
                 self._response_whole = True
@@ -304,6 +327,9 @@ class Stream:
         if message.end_of_stream or (first and self._response_whole):
             self._release(now, complete=True)
         self._response_begun |= first
+        if self._booked and now >= self._news_due_s:
+            self._news_due_s = now + self._limits.news_s
+            self._picker.heard(now, self._booked)
         if self._echo_response:
             pieces = answers.response_pieces(message.body, self._limits.chunk_bytes, last=message.end_of_stream)
             return list(pieces)

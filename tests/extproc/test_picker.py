@@ -1,8 +1,11 @@
 """The picker: bodies to destinations, pools to models, and the books at every ending."""
 
+import json
+
 import pytest
 
 from dualmap.requests import Usage
+from dualmap.router import PoolRouter
 from dualmap_extproc import logs
 from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.errors import Refused
@@ -83,6 +86,62 @@ def test_nothing_matches_across_cache_salts():
 
     assert "matched=0" in (desk.pick(chat(text, cache_salt="two")).receipt or "")
     assert "matched=0" not in (desk.pick(chat(text, cache_salt="one")).receipt or "")
+
+
+def test_nothing_matches_across_lora_adapters():
+    desk = Desk()
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text, lora_path="one"))
+
+    assert "matched=0" in (desk.pick(chat(text, lora_path="two")).receipt or "")
+    assert "matched=0" not in (desk.pick(chat(text, lora_path="one")).receipt or "")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_pools_router_learns_whether_the_first_token_will_be_seen(monkeypatch, streamed):
+    asked = []
+    real = PoolRouter.on_request
+    monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: asked.append(each) or real(self, now, each))
+
+    Desk().pick(chat(stream=streamed))
+
+    assert [each.streamed for each in asked] == [streamed]
+
+
+BODIES = [
+    json.dumps({"model": "m", "n": [1, -2.5e-10, True, False, None, {"b": 'é\n\u2603\ud83d\ude00"\\'}], "": {}}),
+    json.dumps({"prompt": "ünï😀", "nested": [[[]]], "x": 0}, ensure_ascii=False, indent=1),
+    '\r\n\t {"model" : "m" }',
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_beginning_of_a_body_may_go_on_and_the_whole_may_not(body):
+    whole = body.encode()
+
+    assert [cut for cut in range(len(whole)) if not Desk().picker.may_go_on(whole[:cut])] == []
+    assert not Desk().picker.may_go_on(whole)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"n",
+        b"nope}",
+        b"[",
+        b'"',
+        b"1",
+        b'{"a": nope}',
+        b"{a",
+        b"{,",
+        b'{"a" 1',
+        b'{"a": 1} {',
+        b"\xff",
+        b"\xef\xbb\xbf{",
+    ],
+)
+def test_what_no_bytes_can_complete_may_not_go_on(body):
+    assert not Desk().picker.may_go_on(body)
 
 
 def test_the_first_of_two_pools_that_name_one_model_keeps_it():

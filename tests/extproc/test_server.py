@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dualmap_extproc import server
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.server import AddressError, ExternalProcessor, GrpcServers, Ports, keep_deadlines
@@ -67,9 +68,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*, ready=True) -> AsyncIterator[Running]:
+async def running(*, ready=True, limits: Limits | None = None) -> AsyncIterator[Running]:
     observer = Recorder()
-    limits = Limits()
+    limits = limits or Limits()
     picker = Picker(limits, observer, id_prefix="r")
     picker.set_pools(0.0, (pool(),))
     processor = ExternalProcessor(picker, observer, limits)
@@ -174,6 +175,23 @@ async def test_a_whole_body_without_its_end_is_picked_for_after_silence(router):
     assert kinds([late]) == ["request_body"]
 
 
+async def test_what_cannot_become_a_request_is_refused_after_a_pause():
+    async with running(limits=Limits(pause_s=0.2)) as router:
+        call = router.stream()
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(b"[1,", end=False))
+        assert refused_with(await answers(call, 1)) == 400
+
+
+async def test_a_stalled_body_is_refused_in_the_end():
+    waits = pool().routing.queue.max_wait_s
+    async with running(limits=Limits(pause_s=0.1, stalled_s=0.3 - waits)) as router:
+        call = router.stream()
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(b'{"model"', end=False))
+        assert refused_with(await answers(call, 1)) == 400
+
+
 async def test_streams_cut_at_any_moment_leave_nothing(router, caplog):
     chance = random.Random(1)
     messages = [request_headers(NO_WAIT), request_body(chat()), response_headers(), response_body(end=True)]
@@ -252,6 +270,30 @@ async def test_a_half_read_request_still_gets_its_pick_while_readiness_is_gone(r
 
     assert await call.code() is grpc.StatusCode.OK
     await asyncio.wait_for(drain, 10.0)
+
+
+async def test_for_the_notice_health_says_no_while_new_streams_are_still_served(router, monkeypatch):
+    """Whoever polls health must have seen it turn before anything is refused."""
+    assert server.NOTICE_S >= 0.5
+    monkeypatch.setattr(server, "NOTICE_S", 600.0)
+    watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == SERVING
+
+    drain = asyncio.create_task(router.servers.drain(1200.0))
+    assert (await watch.read()).status == NOT_SERVING
+    for _ in range(20):
+        # On connections of their own: an open one might outlive the port.
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.grpc}") as channel:
+            assert (
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            ).status == NOT_SERVING
+            call = router.stream(channel)
+            await call.write(request_headers(NO_WAIT))
+            await call.write(request_body(chat()))
+            assert destination((await answers(call, 2))[0])
+            call.cancel()
+    assert not drain.done()
+    drain.cancel()
 
 
 async def refusal(port: int) -> None:

@@ -1,7 +1,10 @@
 """The request's half of the stream machine: when it answers, with what, and which answer carries the pick."""
 
+from dataclasses import replace
+
 import pytest
 
+from dualmap.pool import Member, Queue
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
@@ -374,6 +377,32 @@ def test_the_subset_hint_restricts_the_pick_whichever_message_carries_it(config,
 
 
 @every_mode
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (["FD00::1"], {"[fd00::1]:8000", "[fd00::1]:9000"}),
+        ("[fd00:0:0::1]", {"[fd00::1]:8000", "[fd00::1]:9000"}),
+        ("[FD00::1]:8000", {"[fd00::1]:8000"}),
+        ("[fd00::0001]:9000, nonsense::, [, ]:1, [::, fd00::zz, 10.0.0.1", {"[fd00::1]:9000"}),
+        (["[fd00::1]:8001"], None),
+        (["fd00::zz", "[10.0.0.1]:80"], None),
+    ],
+)
+def test_ipv6_endpoints_of_the_subset_may_be_spelt_in_any_way(config, subset, expected):
+    ports = (8000, 9000)
+    members = tuple(Member(id=f"m{port}", address="fd00::1", port=port) for port in ports)
+    talk = Conversation(replace(pool(), members=members))
+
+    answers = talk.send(with_subset(request_headers(config), subset), request_body(chat()))
+
+    if expected is None:
+        assert refused_with(answers[-1:]) == 503
+    else:
+        (picked,) = [destination(answer) for answer in answers if destination(answer)]
+        assert set(picked.split(",")) == expected
+
+
+@every_mode
 @pytest.mark.parametrize("subset", ["", [], [""], ["10.9.9.9:1"], "10.0.0.2:8001", " , "])
 def test_a_subset_that_allows_nothing_is_503_for_posts_and_gets(config, subset):
     talk = Conversation()
@@ -498,23 +527,125 @@ def test_what_arrives_before_the_silence_is_over_goes_first():
     assert "x-dualmap-no-retry" not in headers_set(answers[0])
 
 
-def test_silence_after_half_a_body_means_nothing():
-    half = b'{"model": "m", "tools": {}'
-    talk = Conversation()
-    talk.send(request_headers(NO_WAIT), request_body(half, end=False))
-    assert talk.stream.deadline_s is not None
-
-    assert talk.stream.on_deadline(talk.stream.deadline_s) == []
-    assert talk.stream.deadline_s is None
-    assert destination(talk.send(request_body(b"}"))[0])
+def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingResponse]:
+    """Let nothing arrive for ``until_s``; return what is answered by then."""
+    until_s += talk.now
+    answers = []
+    while talk.stream.deadline_s is not None and talk.stream.deadline_s <= until_s:
+        talk.now = talk.stream.deadline_s
+        answers += talk.stream.on_deadline(talk.now)
+    talk.now = until_s
+    return answers
 
 
 @pytest.mark.parametrize(
-    ("config", "length", "body"),
-    [(NO_WAIT, "1000", chat()), (NO_WAIT, "", chat()[:-1]), (DUPLEX, "", chat()), (STREAMED, "", chat())],
+    ("length", "half"),
+    [
+        ("", b'{"model": "m", "tools": {}'),
+        ("", chat()[:-1]),
+        ("", chat("\N{SNOWMAN}").replace(b"\\u2603", "\N{SNOWMAN}".encode()[:2])[:-4]),
+        ("", b" \n"),
+        ("", b""),
+        ("1000", chat()),
+        ("1000", b"nonsense"),
+    ],
 )
-def test_no_deadline_where_the_body_is_not_whole_or_its_end_will_be_said(config, length, body):
+def test_a_slow_client_is_waited_for_almost_as_long_as_envoy_waits_for_us(length, half):
+    """Envoy's own patience is the pools' longest wait and 15 s (``envoy.filters``), anew with each message."""
     talk = Conversation()
-    talk.send(request_headers(config, content_length=length), request_body(body, end=False))
+    talk.send(request_headers(NO_WAIT, content_length=length))
+    for _ in range(3):
+        assert silent(talk, until_s=30.0 + 9.0) == []
+        talk.send(request_body(b"", end=False))
+    talk.send(request_body(half, end=False))
+    assert silent(talk, until_s=30.0 + 9.0) == []
+
+    answers = silent(talk, until_s=2.0)
+
+    if half == chat():
+        assert destination(answers[0])
+    else:
+        assert refused_with(answers) == 400
+        assert talk.stream.ended
+        assert talk.observer.names() == ["refused"]
+    assert talk.stream.deadline_s is None
+
+
+def test_a_stalled_body_that_goes_on_is_picked_for():
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT), request_body(b'{"model": "m", "tools": {}', end=False))
+    assert silent(talk, until_s=35.0) == []
+
+    assert destination(talk.send(request_body(b"}"))[0])
+
+
+def test_the_patience_with_a_stalled_body_follows_the_pools_longest_wait():
+    quick, slow = pool(queue=Queue(max_wait_s=0.1)), pool("b", model="b", queue=Queue(max_wait_s=600.0))
+    impatient, patient = Conversation(quick), Conversation(quick, slow)
+    for talk in (impatient, patient):
+        talk.send(request_headers(NO_WAIT), request_body(b'{"model": ', end=False))
+
+    assert refused_with(silent(impatient, until_s=11.0)) == 400
+    assert silent(patient, until_s=609.0) == []
+    assert refused_with(silent(patient, until_s=2.0)) == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'"text"', b"5", b"\x1f\x8b\x08", b'{"model": "m"}}', b"{}"],
+)
+def test_no_wait_refuses_what_cannot_become_a_request_after_a_pause(body):
+    """An HTTP/2 request with trailers: neither its end nor its trailers are said before the headers are answered."""
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT), request_body(body, end=False))
+
+    assert refused_with(silent(talk, until_s=3.0)) == 400
+    assert talk.stream.ended
+    assert talk.in_flight == 0
+
+
+def test_a_whole_body_that_does_not_look_like_one_is_picked_for_after_a_pause():
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT), request_body(chat(), end=False), request_body(b"\n", end=False))
+
+    assert destination(silent(talk, until_s=3.0)[0])
+
+
+def test_a_get_with_trailers_does_not_wait_for_a_body():
+    talk = Conversation()
+    talk.send(request_headers(NO_WAIT, method="GET"))
+
+    answers = silent(talk, until_s=1.0)
+
+    assert destination(answers[0])
+    assert headers_set(answers[0])["x-dualmap-no-retry"] == "1"
+
+
+@pytest.mark.parametrize("config", [DUPLEX, STREAMED, BUFFERED, None])
+def test_no_deadline_where_the_end_of_the_body_will_be_said(config):
+    talk = Conversation()
+    talk.send(request_headers(config), request_body(chat()[:-1], end=False))
 
     assert talk.stream.deadline_s is None
+
+
+@pytest.mark.parametrize("config", [STREAMED, None])
+def test_trailers_that_cannot_name_a_cluster_are_refused_where_there_are_several(config):
+    """Trailers' answers set no request headers, and without one Envoy takes the first pool's cluster."""
+    several = Conversation(pool("a", model="a"), pool("b", model="m"))
+    several.send(request_headers(config), request_body(chat(), end=False))
+    one = Conversation()
+    one.send(request_headers(config), request_body(chat(), end=False))
+
+    assert refused_with(several.send(request_trailers())) == 400
+    assert several.observer.names() == ["refused"]
+    assert several.in_flight == 0
+    assert "envoy.lb" in metadata_of(one.send(request_trailers())[0])
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, DUPLEX])
+def test_trailers_are_no_matter_where_the_headers_wait_for_the_pick(config):
+    talk = Conversation(pool("a", model="a"), pool("b", model="m"))
+    answers = talk.send(request_headers(config), request_body(chat(), end=False), request_trailers())
+
+    assert headers_set(answers[0])["x-dualmap-cluster"] == "llm/b"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
     BUFFERED,
@@ -107,7 +108,7 @@ def test_a_response_that_ends_at_its_headers_is_finished_without_a_first_token(c
 
 
 @every_mode
-@pytest.mark.parametrize("status", [301, 400, 429, 500, 503])
+@pytest.mark.parametrize("status", [101, 400, 429, 500, 503])
 def test_an_error_status_never_trains_the_first_token(config, status):
     talk = picked(config)
 
@@ -116,6 +117,18 @@ def test_an_error_status_never_trains_the_first_token(config, status):
 
     assert talk.observer.names() == ["routed", "aborted"]
     assert (talk.pending_tokens, talk.in_flight) == (0, 0)
+
+
+@every_mode
+@pytest.mark.parametrize("status", [204, 301, 304])
+def test_what_the_access_log_counts_as_complete_is_complete_here_and_no_first_token(config, status):
+    talk, with_body = picked(config), picked(config)
+    assert AccessLogEntry(request_id="r", status=status).complete
+
+    talk.send(response_headers(status, end=True))
+    with_body.send(response_headers(301), response_body(b"Moved", end=True))
+
+    assert talk.observer.names() == with_body.observer.names() == ["routed", "finished"]
 
 
 @every_mode
@@ -151,6 +164,31 @@ def test_duplex_sends_every_chunk_back_and_stays_open_to_the_end():
     assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert not talk.stream.ended
     assert talk.observer.names() == ["routed", "first_token", "finished"]
+
+
+def test_a_long_stream_whose_chunks_pass_us_does_not_expire():
+    talk = picked(DUPLEX)
+    talk.send(response_headers(), response_body())
+    for _ in range(100):
+        talk.now += 59.0
+        talk.send(response_body())
+        talk.picker.on_deadline(talk.now)
+
+    talk.send(response_body(end=True))
+
+    assert talk.observer.names() == ["routed", "first_token", "finished"]
+
+
+def test_chunks_report_that_a_stream_goes_on_at_most_once_a_minute(monkeypatch):
+    talk = picked(DUPLEX)
+    heard = []
+    monkeypatch.setattr(talk.picker, "heard", lambda now, _: heard.append(now))
+    talk.send(response_headers())
+
+    for _ in range(200):
+        talk.send(response_body())
+
+    assert len(heard) == 3
 
 
 def test_duplex_with_response_trailers_finishes_there():

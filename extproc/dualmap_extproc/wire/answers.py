@@ -4,6 +4,7 @@ Functions of messages only; which answer is due when is the stream's business (`
 """
 
 from collections.abc import Iterator, Sequence
+from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
 from dualmap_extproc import names
@@ -44,7 +45,8 @@ def add_pick(
     """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy shall not retry.
 
     The destination goes out as a header and as dynamic metadata, since gateways differ in which they read; the request
-    id comes back in the access log. Trailers' answers cannot set headers: they carry the metadata alone.
+    id comes back in the access log. Trailers' answers cannot set headers: they carry the metadata alone, which chooses
+    within Envoy's default cluster; with several pools the stream must not let it come to that.
     """
     metadata = answer.dynamic_metadata.fields
     lb = metadata[names.LB_NAMESPACE].struct_value.fields
@@ -104,7 +106,9 @@ def response_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.Proc
 def subset_hint(metadata: base.Metadata) -> frozenset[str] | None:
     """Return the endpoints a gateway allows (``ip:port`` or ``ip``), or None where it says nothing.
 
-    A list and a comma-separated string are both in use (PROTOCOLS section 1). Any other value allows nothing.
+    A list and a comma-separated string are both in use (PROTOCOLS section 1). Any other value allows nothing. IPv6
+    addresses come out as pools spell them (``fd00::1``, ``[fd00::1]:8000``), however the gateway spells them; entries
+    that are none are left out.
     """
     if names.SUBSET_NAMESPACE not in metadata.filter_metadata:
         return None
@@ -113,7 +117,8 @@ def subset_hint(metadata: base.Metadata) -> frozenset[str] | None:
         return None
     hint = fields[names.SUBSET_KEY]
     texts = [each.string_value for each in hint.list_value.values] or [hint.string_value]
-    return frozenset(part for text in texts for each in text.split(",") if (part := each.strip()))
+    parts = (_endpoint(each.strip()) for text in texts for each in text.split(","))
+    return frozenset(part for part in parts if part)
 
 
 def served_endpoint(metadata: base.Metadata) -> str:
@@ -122,6 +127,21 @@ def served_endpoint(metadata: base.Metadata) -> str:
         return ""
     fields = metadata.filter_metadata[names.LB_NAMESPACE].fields
     return fields[names.SERVED_KEY].string_value if names.SERVED_KEY in fields else ""
+
+
+def _endpoint(text: str) -> str:
+    """Return an endpoint in the spelling that pools use; empty for an IPv6 address that is none."""
+    if text.count(":") < 2 and "[" not in text:
+        # IPv4 has but one spelling, and what is no address equals no member's.
+        return text
+    host, _, port = text.removeprefix("[").partition("]") if text.startswith("[") else (text, "", "")
+    try:
+        address = str(IPv6Address(host))
+    except AddressValueError:
+        return ""
+    if not port:
+        return address
+    return f"[{address}]{port}"
 
 
 def _pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.StreamedBodyResponse]:
