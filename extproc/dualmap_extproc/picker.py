@@ -192,6 +192,8 @@ class Picker:
             self.finished(now, entry.request_id, entry.usage)
         else:
             self.aborted(now, entry.request_id)
+            # A client that closes as soon as it has the whole answer looks gone to Envoy: the answer's usage is good.
+            self._measure(entry.request_id, entry.usage)
 
     def next_deadline(self) -> float | None:
         """Return when ``on_deadline`` wants to be called next, or None."""

@@ -274,6 +274,18 @@ def test_the_access_log_tells_aborts_from_ends(fields):
     assert desk.in_flight == 0
 
 
+def test_usage_counts_though_the_client_closed_as_soon_as_it_had_the_answer():
+    desk = Desk()
+    picked = desk.pick()
+    desk.picker.finished(12.0, picked.request_id, None)
+
+    gone = {"flags": ("downstream_connection_termination",)}
+    desk.picker.access_log(12.1, entry(picked, usage=Usage(cached_tokens=7), **gone))
+
+    assert desk.observer.names() == ["routed", "finished", "measured"]
+    assert desk.observer.events[-1][2].measured_cached_tokens == 7
+
+
 def test_the_access_log_reports_another_server_than_the_chosen_one():
     desk = Desk()
     picked = desk.pick()
