@@ -21,6 +21,8 @@ from harness.upstream import Upstream, plain
 
 FAST = "50"
 SLOW = "0.05"
+# No prompt of a test is too long for such a pool, so that a new one may go to either of its pair.
+PATIENT: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 1_000_000}, "slo": {"ttft": "10m"}}
 
 
 class World:
@@ -70,8 +72,7 @@ class World:
             "scripted": document("scripted", scripted),
             "fast": document("fast", [engine.member for engine in self.fast]),
             "slow": document("slow", [self.slow.member]),
-            # With engines this fast no prompt is too long for either member, and a new one may go to either.
-            "halved": document("halved", [member_of(self.left), dead], engine={"prefillTokensPerSecond": 1_000_000}),
+            "halved": document("halved", [member_of(self.left), dead], **PATIENT),
             "empty": document("empty", []),
             "changing": document("changing", scripted),
         }
