@@ -1,8 +1,6 @@
 """`dualmap demo` for real: engines, router and Envoy, from the command line to the chart, and its end by Ctrl-C."""
 
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -11,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gone import GONE_WITHIN_S, wait_until_gone
+
 DONE_WITHIN_S = 100.0
-GONE_WITHIN_S = 20.0
 POLICIES = ("round_robin", "dualmap")
 
 
@@ -31,18 +30,6 @@ def children_of(pid: int) -> list[int]:
             if parent == pid:
                 children.append(int(entry.name))
     return children
-
-
-def wait_until_gone(pid: int) -> bool:
-    """Wait for a process that is not ours; a zombie counts as gone."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], GONE_WITHIN_S)[0])
-    finally:
-        os.close(handle)
 
 
 @pytest.mark.slow

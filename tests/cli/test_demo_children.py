@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import pytest
 
 from dualmap_cli.demo.children import Children
 from dualmap_cli.demo.errors import ChildError
+from gone import GONE_WITHIN_S, wait_until_gone
 
-GONE_WITHIN_S = 20.0
 READY = "import os, sys, time; print('dualmap fake ready http=127.0.0.1:1 pid=%d' % os.getpid(), flush=True); "
 SLEEPS = READY + "time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPS
@@ -26,18 +25,6 @@ HAS_A_CHILD = (
 
 def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
-
-
-def wait_until_gone(pid: int) -> bool:
-    """Wait for a process that need not be ours; a zombie counts as gone."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], GONE_WITHIN_S)[0])
-    finally:
-        os.close(handle)
 
 
 async def ready_pid(children: Children, name: str, code: str) -> int:

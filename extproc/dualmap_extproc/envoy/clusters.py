@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
@@ -102,14 +103,7 @@ def _routers(settings: EnvoySettings) -> Cluster:
             healthy_threshold=1,
         )
     ]
-    cluster.outlier_detection = OutlierDetection(
-        split_external_local_origin_errors=True,
-        consecutive_local_origin_failure=1,
-        enforcing_consecutive_local_origin_failure=100,
-        enforcing_local_origin_success_rate=0,
-        enforcing_consecutive_5xx=0,
-        enforcing_consecutive_gateway_failure=0,
-        enforcing_success_rate=0,
+    cluster.outlier_detection = _leave_out_the_unreachable(
         interval=timedelta(milliseconds=500),
         base_ejection_time=timedelta(milliseconds=500),
         max_ejection_time=timedelta(seconds=2),
@@ -173,14 +167,7 @@ def _pool_cluster(pool: Pool, settings: EnvoySettings) -> Cluster:
         connect_timeout=CONNECT_TIMEOUT,
         per_connection_buffer_limit_bytes=BUFFER_BYTES,
         circuit_breakers=_breakers(),
-        outlier_detection=OutlierDetection(
-            split_external_local_origin_errors=True,
-            consecutive_local_origin_failure=1,
-            enforcing_consecutive_local_origin_failure=100,
-            enforcing_local_origin_success_rate=0,
-            enforcing_consecutive_5xx=0,
-            enforcing_consecutive_gateway_failure=0,
-            enforcing_success_rate=0,
+        outlier_detection=_leave_out_the_unreachable(
             base_ejection_time=timedelta(seconds=5),
             max_ejection_time=timedelta(seconds=5),
             max_ejection_percent=50,
@@ -253,6 +240,20 @@ def _policy(name: str, message: OverrideHost | RoundRobin) -> LoadBalancingPolic
 
 def _lb_metadata(key: str) -> MetadataKey:
     return MetadataKey(key=LB_NAMESPACE, path=[MetadataKeyPathSegment(key=key)])
+
+
+def _leave_out_the_unreachable(**how_long_and_how_many: Any) -> OutlierDetection:
+    """Leave a host out after one failed connection, whatever status it answers with: engines answer 5xx for reasons."""
+    return OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_local_origin_success_rate=0,
+        enforcing_consecutive_5xx=0,
+        enforcing_consecutive_gateway_failure=0,
+        enforcing_success_rate=0,
+        **how_long_and_how_many,
+    )
 
 
 def _breakers() -> CircuitBreakers:
