@@ -114,7 +114,8 @@ async def test_members_come_drain_and_go_under_load(world: World, deployment: De
         # A pick may reach Envoy some milliseconds before the member it names does; such a request is served elsewhere.
         elsewhere = [each for each in load.replies if receipt(each)["chosen"] != each.headers[ENGINE_HEADER]]
         assert {receipt(each)["chosen"] for each in elsewhere} <= {"third"}
-        assert len(elsewhere) <= 3
+        picked = [each for each in load.replies if receipt(each)["chosen"] == "third"]
+        assert len(elsewhere) < len(picked) / 2, "the new member was not reachable for long"
 
 
 def slow_streams(stream: Answer) -> Answer:
