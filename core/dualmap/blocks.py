@@ -18,13 +18,18 @@ BYTES_PER_TOKEN = 4
 class BlockChain:
     """The chained 64-bit hashes of a prompt's blocks.
 
-    The last block may be partial: it still gives short prompts a key of their own. ``tokens`` counts the whole
+    The last block may be partial: it gives short prompts a key of their own. ``tokens`` counts the whole
     prompt (estimated, see the module), ``block_tokens`` the tokens of a full block.
     """
 
     hashes: tuple[int, ...]
     block_tokens: int
     tokens: int
+
+    @property
+    def cacheable(self) -> tuple[int, ...]:
+        """The hashes of the full blocks: engines cache no others, so only these can be found again."""
+        return self.hashes[: self.tokens // self.block_tokens]
 
     def tokens_of(self, blocks: int) -> int:
         """Return how many prompt tokens the first ``blocks`` blocks hold."""

@@ -1,8 +1,9 @@
 """InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values: one reader, two sources.
 
-Every refusal is a PoolError that names the field's path, the value found and what is accepted. Unknown fields under
-``spec`` are refused too, since a misspelt one would otherwise be a setting silently ignored; ``metadata``, ``status``
-and ``spec.workload`` may hold anything, so that what ``kubectl get dmpool -o yaml`` prints can be used as it is.
+Every refusal is a PoolError that names the field's path, the value found and what is accepted. Unknown fields
+under ``spec`` and of a ring's members are refused too, since a misspelt one would otherwise be a setting silently
+ignored; ``metadata``, the rest of ``status`` and ``spec.workload`` may hold anything, so that what
+``kubectl get dmpool -o yaml`` prints can be used as it is.
 """
 
 import re
@@ -333,6 +334,8 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             state=MemberState(state),
             weight=fields.integer("weight", 100, 0, 1000),
         )
+        fields.get("since")
+        fields.refuse_others()
         if member.id in members:
             raise PoolError(fields.at("id"), member.id, "an id that no other member has")
         if member.endpoint in endpoints:

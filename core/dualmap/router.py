@@ -97,7 +97,7 @@ class PoolRouter:
         self._ledger.move(
             now, entry, to=served.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
         )
-        self._indexes[served.id].add(entry.chain.hashes)
+        self._indexes[served.id].add(entry.chain.cacheable)
         return True
 
     def on_first_token(self, now: float, request_id: str) -> FirstToken | None:
@@ -107,7 +107,7 @@ class PoolRouter:
             return None
         if entry.member in self._indexes:
             # Now it is certain, and used now; it may even have been forgotten for a request that was broken off.
-            self._indexes[entry.member].add(entry.chain.hashes)
+            self._indexes[entry.member].add(entry.chain.cacheable)
         ttft_s = now - entry.arrived_s
         return FirstToken(
             member=entry.member,
@@ -218,7 +218,7 @@ class PoolRouter:
     def _candidate(self, now: float, member: Member, chain: BlockChain) -> Candidate:
         load = self._ledger.load(member.id)
         load.settle(now)
-        matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.hashes))
+        matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.cacheable))
         speed = load.speed
         return Candidate(
             id=member.id,
@@ -247,13 +247,13 @@ class PoolRouter:
             streamed=request.streamed,
         )
         self._ledger.enter(now, entry)
-        self._indexes[candidate.id].add(request.chain.hashes)
+        self._indexes[candidate.id].add(request.chain.cacheable)
 
     def _forget_uncomputed(self, entry: Entry) -> None:
         """Take back that a member would hold a prompt it never computed; what it held before stays."""
         if entry.member in self._indexes:
             held_blocks = entry.matched_tokens // entry.chain.block_tokens
-            self._indexes[entry.member].remove(entry.chain.hashes[held_blocks:])
+            self._indexes[entry.member].remove(entry.chain.cacheable[held_blocks:])
 
     def _endpoints(self, chosen: Candidate, pair: tuple[Candidate, ...], ring: DualRing) -> tuple[str, ...]:
         """Return the chosen endpoint, then the one Envoy shall try when that refuses the connection."""

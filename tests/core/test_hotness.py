@@ -150,7 +150,7 @@ def test_memory_is_bounded() -> None:
     assert one.nodes == MAX_NODES
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 500)), min_size=50, max_size=300))
 def test_replicas_that_exchange_counts_agree_on_every_key(requests: list[tuple[int, int, int]]) -> None:
     replicas = [tree() for _ in range(3)]

@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert load.queue_s(self.now, 3.0) < 1e-6 or any(not each.prefilled for each in own)
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase
 
 

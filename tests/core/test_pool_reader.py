@@ -139,6 +139,7 @@ def test_lists_are_read_and_must_be_distinct() -> None:
         ("status/ring/members/0/address", "localhost", "status.ring.members[0].address"),
         ("status/ring/members/0/address", 1, "status.ring.members[0].address"),
         ("status/ring/members/0/port", 70_000, "status.ring.members[0].port"),
+        ("status/ring/members/0/prt", 9000, "status.ring.members[0].prt"),
         ("status/ring/members/0/state", "Gone", "status.ring.members[0].state"),
         ("status/ring/members/1", {"id": "x", "address": "10.0.0.12", "port": 9000}, "status.ring.members[1].address"),
     ],

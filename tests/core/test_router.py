@@ -49,10 +49,18 @@ def test_a_conversation_stays_where_its_cache_is() -> None:
 
 
 @given(common=st.text(min_size=1024, max_size=1500), tails=st.lists(st.text(max_size=800), min_size=2, max_size=5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_one_prefix_has_one_pair_whatever_follows(common: str, tails: list[str]) -> None:
     router = PoolRouter(pool())
     assert len({decide(router, str(n), common + tail).receipt.pair for n, tail in enumerate(tails)}) == 1
+
+
+def test_only_full_blocks_count_as_cached() -> None:
+    router = PoolRouter(pool(1))
+    for id in ("1", "2"):
+        decide(router, id, text_of(100, "short"))
+    receipt = decide(router, "3", text_of(100, "short")).receipt
+    assert (receipt.matched_tokens, receipt.key.blocks) == (0, 1)
 
 
 def test_the_destination_is_the_choice_then_the_other_of_the_pair() -> None:
@@ -67,7 +75,7 @@ def test_the_destination_is_the_choice_then_the_other_of_the_pair() -> None:
 
 
 @given(requests=st.integers(1, MIN_SPLIT_REQUESTS - 1), others=st.lists(st.integers(0, 8000), min_size=32, max_size=32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_hit_rate_bound_of_two_choices(requests: int, others: list[int]) -> None:
     # Paper section 2.3: m requests of one prefix hit at least m - 2 times, since only its two candidates ever miss,
     # whatever load others put on them. (A prefix that turns hot changes its key, and misses once per new pair.)
@@ -100,7 +108,7 @@ EVENTS = st.lists(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(events=EVENTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_nothing_goes_negative_or_leaks_under_any_order_of_events(policy: str, events: list[tuple[str, int]]) -> None:
     router, now, count = PoolRouter(pool(4, policy=policy)), 0.0, 0
     for kind, n in events:
@@ -156,7 +164,7 @@ def test_an_engine_that_fails_at_once_does_not_attract_its_keys() -> None:
     decide(router, "a", text_of(3000, "x"), 10.0)
     router.on_first_token(10.5, "a")
     router.on_aborted(11.0, "a")
-    assert decide(router, "b", text_of(3000, "x"), 12.0).receipt.matched_tokens == 3000
+    assert decide(router, "b", text_of(3000, "x"), 12.0).receipt.matched_tokens == 3000 // 128 * 128
 
 
 def test_a_request_broken_off_does_not_take_anothers_cache_with_it() -> None:
@@ -270,7 +278,7 @@ def test_a_new_member_takes_only_its_share_and_nobody_loses_cache() -> None:
     moved = [(old, new.pair) for old, new in zip(before, after, strict=True) if old != new.pair]
     assert all("m-8" in new for _, new in moved)
     assert 0.1 < len(moved) / len(texts) < 0.35
-    assert sum(receipt.matched_tokens == 400 for receipt in after) > 200
+    assert sum(receipt.matched_tokens == 384 for receipt in after) > 200
 
 
 def test_a_member_under_a_new_address_is_known_to_be_empty() -> None:
