@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dualmap.policies import POLICIES
-from dualmap_cli.demo.errors import DemoError, MissingExtra
+from dualmap_cli.demo.errors import DemoError, MissingExtra, OutputRefused
+from dualmap_cli.demo.folder import held
 from dualmap_cli.demo.plan import Plan, make_plan
 from dualmap_sim.workloads.mooncake import TraceError
 
@@ -102,19 +103,18 @@ def demo(out: Path, as_json: bool, **options: Any) -> None:
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--trace") from error
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.BadParameter(f"{out}: {error.strerror}; give a folder to write to", param_hint="--out") from error
-    try:
         _require_extra()
-        runs = asyncio.run(_interruptible(_run_with_progress(plan)))
+        with held(out):
+            runs = asyncio.run(_interruptible(_run_with_progress(plan)))
+            _publish(plan, runs, as_json=as_json)
+    except OutputRefused as error:
+        raise click.BadParameter(str(error), param_hint="--out") from error
     except _Interrupted:
         click.echo(f"interrupted; nothing is left running. Logs: {out / 'logs'}", err=True)
         sys.exit(1)
     except DemoError as error:
         click.echo(f"dualmap demo: {error}", err=True)
         sys.exit(1)
-    _publish(plan, runs, as_json=as_json)
 
 
 def _require_extra() -> None:

@@ -4,7 +4,8 @@
 
     DemoError
     ├── ChildError       a process that the demo started crashed, or was not ready in time
-    └── MissingExtra     a package of the `demo` extra is not installed
+    ├── MissingExtra     a package of the `demo` extra is not installed
+    └── OutputRefused    another demo writes to the folder, or nobody can
 
 ``str()`` is meant for the user as it is.
 """
@@ -29,3 +30,7 @@ class MissingExtra(DemoError):
 
     def __init__(self, package: str) -> None:
         super().__init__(f"the demo needs the package {package}; run: pip install 'dualmap[demo]'")
+
+
+class OutputRefused(DemoError):
+    """The folder to write to is held by another demo, or cannot be written; bad usage rather than a failure."""
