@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dualmap.requests import Usage
+from dualmap_extproc.ending import Ending, ending_of
 from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import (
     ACCESS_LOG_METHOD,
@@ -25,7 +26,6 @@ from dualmap_extproc.names import (
     TAG_COMPLETION_TOKENS,
     TAG_PROMPT_TOKENS,
     TAG_REQUEST_ID,
-    is_good_status,
 )
 from dualmap_extproc.wire import access_log_pb2 as wire
 
@@ -72,10 +72,9 @@ class AccessLogEntry:
     usage: Usage | None = None
 
     @property
-    def complete(self) -> bool:
-        """Whether a good response reached its end: the status is no error and nothing broke off."""
-        good_status = self.status is not None and is_good_status(self.status)
-        return good_status and not BROKEN_FLAGS.intersection(self.flags)
+    def ending(self) -> Ending:
+        """What became of the request: what its status says, unless something broke off."""
+        return Ending.ABORTED if BROKEN_FLAGS.intersection(self.flags) else ending_of(self.status)
 
 
 def read_entries(entries: Sequence[wire.HTTPAccessLogEntry]) -> tuple[AccessLogEntry, ...]:

@@ -30,7 +30,7 @@ _DECISION_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e
 
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
-_OUTCOMES: Final = ("finished", "aborted", "expired")
+_OUTCOMES: Final = ("finished", "rejected", "aborted", "expired")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,6 +214,10 @@ class Metrics:
     def finished(self, pool: str, completion: Completion) -> None:
         """Count a request that ended well (Observer)."""
         self._count_outcome(pool, completion, "finished")
+
+    def rejected(self, pool: str, completion: Completion) -> None:
+        """Count a request that the engine did not take (Observer)."""
+        self._count_outcome(pool, completion, "rejected")
 
     def aborted(self, pool: str, completion: Completion) -> None:
         """Count a request that ended without a good response (Observer)."""

@@ -51,8 +51,3 @@ def cluster_name(namespace: str, name: str) -> str:
     The slash keeps it apart from Envoy's other clusters, whose names have none.
     """
     return f"{namespace}/{name}"
-
-
-def is_good_status(status: int) -> bool:
-    """Whether an HTTP status says that the engine did what it was asked: success (2xx) or redirection (3xx)."""
-    return 200 <= status < 400

@@ -30,8 +30,11 @@ class Observer(Protocol):
     def finished(self, pool: str, completion: Completion) -> None:
         """A request ended with its response complete."""
 
+    def rejected(self, pool: str, completion: Completion) -> None:
+        """The engine did not take a request, by a 4xx status that is about the request (``ending``)."""
+
     def aborted(self, pool: str, completion: Completion) -> None:
-        """A request ended without a good response: cancelled, reset, or answered with an error status."""
+        """A request ended without a good response: cancelled, reset, or answered with any other error status."""
 
     def expired(self, pool: str, completion: Completion) -> None:
         """A request was forgotten because no news of it came within the ledger's time to live."""

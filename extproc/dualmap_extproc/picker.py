@@ -6,7 +6,7 @@ goes to the observer.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -19,6 +19,7 @@ from dualmap.prompt import Prompt, read_prompt
 from dualmap.requests import Completion, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.ending import Ending
 from dualmap_extproc.errors import Refused, invalid_body, model_not_found, no_endpoint
 from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import cluster_name
@@ -176,20 +177,22 @@ class Picker:
                 return
         self._measure(request_id, usage)
 
+    def rejected(self, now: float, request_id: str) -> None:
+        """Close a request that the engine did not take: no more was prefilled of it than of an aborted one."""
+        self._leave(now, request_id, self._observer.rejected)
+
     def aborted(self, now: float, request_id: str) -> None:
-        """Close a request that was cancelled, reset, or answered with an error status."""
-        for router in self._routers.values():
-            completion = router.on_aborted(now, request_id)
-            if completion is not None:
-                self._observer.aborted(router.pool.id, completion)
-                return
+        """Close a request that was cancelled, reset, or answered with an error status but for the rejections."""
+        self._leave(now, request_id, self._observer.aborted)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         """Take how a request ended, by Envoy's access log; it may be another router's, or have ended for us before."""
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
-        if entry.complete:
+        if entry.ending is Ending.FINISHED:
             self.finished(now, entry.request_id, entry.usage)
+        elif entry.ending is Ending.REJECTED:
+            self.rejected(now, entry.request_id)
         else:
             self.aborted(now, entry.request_id)
             # A client that closes as soon as it has the whole answer looks gone to Envoy: the answer's usage is good.
@@ -221,6 +224,14 @@ class Picker:
             return invalid_body(str(error), param=error.param)
         router = self._models.get(prompt.model)
         return model_not_found(prompt.model) if router is None else (prompt, router)
+
+    def _leave(self, now: float, request_id: str, report: Callable[[str, Completion], None]) -> None:
+        """Close a request that nothing good came of, and report it."""
+        for router in self._routers.values():
+            completion = router.on_aborted(now, request_id)
+            if completion is not None:
+                report(router.pool.id, completion)
+                return
 
     def _remember(self, request_id: str, pool: str, completion: Completion) -> None:
         self._ended[request_id] = (pool, completion)

@@ -24,8 +24,9 @@ Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the respo
 
 from enum import Enum, auto
 
+from dualmap_extproc.ending import Ending, ending_of
 from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
-from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES, is_good_status
+from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES
 from dualmap_extproc.picker import Picked, Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import answers
@@ -110,7 +111,7 @@ class Stream:
         without the body's end is none.
         """
         self.ended = True
-        self._release(now, complete=self._response_good and not cancelled and not self._shown_response_body)
+        self._release(now, Ending.ABORTED if cancelled or self._shown_response_body else self._ending)
 
     def _configure(self, config: wire.ProtocolConfiguration) -> None:
         body_mode = config.request_body_mode
@@ -142,13 +143,14 @@ class Stream:
         self.deadline_s = None
         self.decided = False
         self._receipt: str | None = None
-        self._response_good = False
+        # What the response's status says; as long as there is none, the request may still come to nothing.
+        self._ending = Ending.ABORTED
         # Whether the response comes in one go, so that its first chunk is no first token.
         self._response_whole = self._whole_response
         self._response_begun = False
 
     def _on_request_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
-        self._release(now, complete=False)
+        self._release(now, Ending.ABORTED)
         self._reset(now)
         headers = message.request_headers
         self._read_request_headers(headers)
@@ -298,8 +300,8 @@ class Stream:
             served = answers.served_endpoint(message.metadata_context)
             if served:
                 self._picker.served(now, self._booked, served)
-        if headers.end_of_stream or not self._response_good:
-            self._release(now, complete=self._response_good)
+        if headers.end_of_stream or self._ending is not Ending.FINISHED:
+            self._release(now, self._ending)
         self.ended = headers.end_of_stream and not self._echo_response
         if self._receipt is None:
             return [answers.PLAIN_RESPONSE_HEADERS]
@@ -313,7 +315,7 @@ class Stream:
             key = header.key.lower()
             if key == ":status":
                 status = answers.header_value(header)
-                self._response_good = status.isdigit() and is_good_status(int(status[:4]))
+                self._ending = ending_of(int(status[:4]) if status.isdigit() else None)
                 # A redirect or the like may have a body, but no tokens.
                 self._response_whole |= not status.startswith(b"2")
             elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
@@ -325,7 +327,7 @@ class Stream:
         if self._booked and first and not self._response_whole:
             self._picker.first_token(now, self._booked)
         if message.end_of_stream or (first and self._response_whole):
-            self._release(now, complete=True)
+            self._release(now, Ending.FINISHED)
         self._response_begun |= first
         if self._booked and now >= self._news_due_s:
             self._news_due_s = now + self._limits.news_s
@@ -340,15 +342,18 @@ class Stream:
         return [answers.PLAIN_RESPONSE_BODY]
 
     def _on_response_trailers(self, now: float) -> list[wire.ProcessingResponse]:
-        self._release(now, complete=self._response_good)
+        self._release(now, self._ending)
         self.ended = not self._echo_response
         return [answers.PLAIN_RESPONSE_TRAILERS]
 
-    def _release(self, now: float, *, complete: bool) -> None:
+    def _release(self, now: float, ending: Ending) -> None:
         """Close the books on this stream's request, if it is still ours to close."""
         if self._booked:
-            if complete:
-                self._picker.finished(now, self._booked, None)
-            else:
-                self._picker.aborted(now, self._booked)
+            match ending:
+                case Ending.FINISHED:
+                    self._picker.finished(now, self._booked, None)
+                case Ending.REJECTED:
+                    self._picker.rejected(now, self._booked)
+                case Ending.ABORTED:
+                    self._picker.aborted(now, self._booked)
             self._booked = ""

@@ -198,6 +198,9 @@ class Recorder:
     def finished(self, pool: str, completion: Completion) -> None:
         self.events.append(("finished", pool, completion))
 
+    def rejected(self, pool: str, completion: Completion) -> None:
+        self.events.append(("rejected", pool, completion))
+
     def aborted(self, pool: str, completion: Completion) -> None:
         self.events.append(("aborted", pool, completion))
 

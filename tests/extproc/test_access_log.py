@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dualmap.requests import Usage
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink, read_entries, read_entry
+from dualmap_extproc.ending import Ending
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
 from dualmap_extproc.wire import access_log_pb2 as wire
 
@@ -47,7 +48,7 @@ class TestReading:
             served_endpoint="10.0.0.1:8000",
             usage=Usage(prompt_tokens=1310, completion_tokens=120, cached_tokens=1024),
         )
-        assert read(entry()).complete
+        assert read(entry()).ending is Ending.FINISHED
 
     @pytest.mark.parametrize("absent", ["-", ""])
     def test_what_envoy_did_not_have_is_none(self, absent: str) -> None:
@@ -57,7 +58,7 @@ class TestReading:
         message = wire.HTTPAccessLogEntry()
         message.common_properties.custom_tags["id"] = "r"
         assert read(message) == AccessLogEntry(request_id="r")
-        assert not read(message).complete
+        assert read(message).ending is Ending.ABORTED
 
     @pytest.mark.parametrize("request_id", ["", "-"])
     def test_requests_that_no_router_picked_for_are_left_out(self, request_id: str) -> None:
@@ -98,18 +99,27 @@ class TestReading:
         setattr(message.common_properties.response_flags, flag, True)
         got = read(message)
         assert got.flags == (flag,)
-        assert got.complete is complete
+        assert (got.ending is Ending.FINISHED) is complete
 
     @pytest.mark.parametrize(
-        ("status", "complete"),
-        [(200, True), (204, True), (304, True), (399, True), (101, False), (400, False), (503, False), (0, False)],
+        ("ending", "statuses"),
+        [
+            (Ending.FINISHED, [200, 204, 304, 399]),
+            (Ending.REJECTED, [400, 401, 404, 413, 422, 499]),
+            (Ending.ABORTED, [0, 101, 408, 429, 500, 503, 600]),
+        ],
     )
-    def test_an_error_status_is_not_complete(self, status: int, *, complete: bool) -> None:
-        assert read(entry(status=status)).complete is complete
+    def test_the_status_tells_how_it_ended(self, ending: Ending, statuses: list[int]) -> None:
+        assert [read(entry(status=status)).ending for status in statuses] == [ending] * len(statuses)
+
+    def test_a_rejection_that_broke_off_is_an_abort(self) -> None:
+        message = entry(status=400)
+        message.common_properties.response_flags.upstream_remote_reset = True
+        assert read(message).ending is Ending.ABORTED
 
     def test_no_status_is_not_complete(self) -> None:
         assert read(entry(status=None)).status is None
-        assert not read(entry(status=None)).complete
+        assert read(entry(status=None)).ending is Ending.ABORTED
 
     def test_ipv6_endpoints_are_bracketed(self) -> None:
         message = entry()

@@ -95,6 +95,7 @@ def everything(made: Metrics) -> None:
     made.decided(0.0003)
     made.first_token(POOL, first_token())
     made.finished(POOL, completion())
+    made.rejected(POOL, completion())
     made.aborted(POOL, completion())
     made.expired(POOL, completion())
     made.measured(POOL, completion(measured=50))
@@ -131,6 +132,7 @@ class TestCounting:
             f"dualmap_measured_cached_tokens_total{{{at}}}": 50,
             f"dualmap_first_tokens_total{{{at},slo=met}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=finished,pool={POOL}}}": 1,
+            f"dualmap_completions_total{{endpoint=m-0,outcome=rejected,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=aborted,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=expired,pool={POOL}}}": 1,
             f"dualmap_decisions_total{{pool={POOL},rule=pair-warm}}": 1,

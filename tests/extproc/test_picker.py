@@ -207,7 +207,7 @@ def test_the_first_token_is_reported_once():
     assert desk.observer.names() == ["routed", "first_token"]
 
 
-@pytest.mark.parametrize("end", ["finished", "aborted"])
+@pytest.mark.parametrize("end", ["finished", "rejected", "aborted"])
 def test_a_request_ends_once(end):
     desk = Desk()
     picked = desk.pick()
@@ -272,6 +272,19 @@ def test_the_access_log_tells_aborts_from_ends(fields):
 
     assert desk.observer.names() == ["routed", "aborted"]
     assert desk.in_flight == 0
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_request_the_engine_rejects_is_no_abort_and_leaves_no_prefix_behind(status):
+    desk = Desk()
+    text = "a long shared prefix " * 200
+    picked = desk.pick(chat(text))
+
+    desk.picker.access_log(12.0, entry(picked, status=status))
+
+    assert desk.observer.names() == ["routed", "rejected"]
+    assert desk.in_flight == 0
+    assert "matched=0" in (desk.pick(chat(text)).receipt or "")
 
 
 def test_usage_counts_though_the_client_closed_as_soon_as_it_had_the_answer():

@@ -57,7 +57,7 @@ messages = st.one_of(
     st.builds(request_trailers),
     st.builds(
         response_headers,
-        st.sampled_from([100, 200, 204, 500, "", "2xx"]),
+        st.sampled_from([100, 200, 204, 404, 500, "", "2xx"]),
         end=st.booleans(),
         served=st.none() | endpoints,
         content_type=st.sampled_from(["text/event-stream", "application/json", ""]),
@@ -94,7 +94,7 @@ def test_any_sequence_of_messages_on_any_number_of_streams(streams, members):
 
     names = talk.observer.names()
     assert (talk.in_flight, talk.pending_tokens) == (0, 0)
-    assert names.count("routed") == sum(names.count(end) for end in ("finished", "aborted", "expired"))
+    assert names.count("routed") == sum(names.count(end) for end in ("finished", "rejected", "aborted", "expired"))
 
 
 @given(st.lists(messages, max_size=12))

@@ -3,6 +3,7 @@
 import pytest
 
 from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.ending import Ending
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
     BUFFERED,
@@ -108,14 +109,21 @@ def test_a_response_that_ends_at_its_headers_is_finished_without_a_first_token(c
 
 
 @every_mode
-@pytest.mark.parametrize("status", [101, 400, 429, 500, 503])
-def test_an_error_status_never_trains_the_first_token(config, status):
+@pytest.mark.parametrize(
+    ("status", "end"),
+    [
+        *[(status, "rejected") for status in (400, 404, 413, 422)],
+        *[(status, "aborted") for status in (101, 408, 429, 500, 503)],
+    ],
+)
+def test_an_error_status_never_trains_the_first_token(config, status, end):
     talk = picked(config)
 
     talk.send(response_headers(status), response_body(), response_body(end=True))
     talk.close()
 
-    assert talk.observer.names() == ["routed", "aborted"]
+    assert AccessLogEntry(request_id="r", status=status).ending.value == end
+    assert talk.observer.names() == ["routed", end]
     assert (talk.pending_tokens, talk.in_flight) == (0, 0)
 
 
@@ -123,7 +131,7 @@ def test_an_error_status_never_trains_the_first_token(config, status):
 @pytest.mark.parametrize("status", [204, 301, 304])
 def test_what_the_access_log_counts_as_complete_is_complete_here_and_no_first_token(config, status):
     talk, with_body = picked(config), picked(config)
-    assert AccessLogEntry(request_id="r", status=status).complete
+    assert AccessLogEntry(request_id="r", status=status).ending is Ending.FINISHED
 
     talk.send(response_headers(status, end=True))
     with_body.send(response_headers(301), response_body(b"Moved", end=True))
