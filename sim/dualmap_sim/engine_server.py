@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from dualmap_sim.option_checks import FiniteFloatRange, not_blank
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings
 
@@ -30,7 +31,9 @@ DRAIN_TIMEOUT_S: Final = 120.0
     show_default=True,
     help="Port to listen on; 0 takes any free one.",
 )
-@click.option("--model", default="simulated", show_default=True, help="Model name that requests must use.")
+@click.option(
+    "--model", callback=not_blank, default="simulated", show_default=True, help="Model name that requests must use."
+)
 @click.option(
     "--preset",
     type=click.Choice(list(PRESETS)),
@@ -45,7 +48,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
 )
 @click.option(
     "--speed",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteFloatRange(0.0001, 10_000),
     default=1.0,
     show_default=True,
     help="Model seconds per second: 10 makes everything ten times as fast.",

@@ -121,7 +121,11 @@ async def test_a_taken_port_is_an_error_in_words(run: Run) -> None:
     ("arguments", "words"),
     [
         (["--preset", "70b"], "'70b' is not one of '7b', '14b', 'pd', 'agent'"),
-        (["--speed", "0"], "0.0 is not in the range x>0"),
+        (["--speed", "0"], "'--speed': 0.0 is not in the range 0.0001<=x<=10000"),
+        (["--speed", "nan"], "'--speed': nan is not in the range 0.0001<=x<=10000"),
+        (["--speed", "inf"], "'--speed': inf is not in the range 0.0001<=x<=10000"),
+        (["--model", ""], "'--model': '' is not accepted; give at least one character"),
+        (["--model", " "], "'--model': ' ' is not accepted; give at least one character"),
         (["--cache-tokens", "-1"], "-1 is not in the range x>=0"),
         (["--port", "70000"], "70000 is not in the range 0<=x<=65535"),
     ],

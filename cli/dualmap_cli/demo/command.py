@@ -17,6 +17,7 @@ from dualmap.policies import POLICIES
 from dualmap_cli.demo.errors import DemoError, MissingExtra, OutputRefused
 from dualmap_cli.demo.folder import held
 from dualmap_cli.demo.plan import Plan, make_plan
+from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.workloads.mooncake import TraceError
 
 if TYPE_CHECKING:
@@ -68,14 +69,14 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteFloatRange(0.01, 10_000),
     help="Requests per model second.  [default: where routing decides whether the engines cope]",
 )
 @click.option(
     "--speed",
     default=_SPEED,
     show_default=True,
-    type=click.FloatRange(0.1, 50),
+    type=FiniteFloatRange(0.1, 50),
     help="Model seconds per wall second; lower it on a machine that cannot keep up.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
