@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from dualmap_extproc import names
 from dualmap_extproc.envoy.settings import Mode
@@ -18,7 +19,7 @@ from harness.clients import Reply, http1, http2, sha256
 from harness.envoy import Envoy
 from harness.picker import Pick, Picker, Seen, always
 from harness.settings import pool_of, settings_for
-from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Upstream, sse
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, sse
 from harness.waiting import until
 
 SIZES = [2, 70_000, 12_000_000]
@@ -37,6 +38,14 @@ def assert_served(reply: Reply, engine: Upstream, body: bytes) -> None:
     assert reply.status == 200, reply.body[:200]
     assert reply.headers[ENGINE_HEADER] == engine.name
     assert reply.headers[DIGEST_HEADER] == sha256(body)
+
+
+def assert_refused(reply: Reply, status: int, code: str) -> None:
+    assert reply.status == status, reply
+    assert reply.headers["content-type"] == "application/json"
+    error = json.loads(reply.body)["error"]
+    assert error["code"] == code
+    assert error["message"]
 
 
 @pytest_asyncio.fixture(name="engines")
@@ -168,6 +177,38 @@ async def test_an_endless_body_gets_413_as_an_openai_error(
             assert reply.status == 413
             assert "message" in json.loads(reply.body)["error"]
     assert not any(engine.received for engine in engines)
+
+
+@modes
+async def test_a_pool_that_envoy_does_not_know_is_refused_and_never_served_by_another(
+    mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
+) -> None:
+    picker.choose = always(engines[0].endpoint, names.cluster_name("llm", "added-later"))
+    async with Envoy(settings_for([pool_of(engines, name="first")], [picker], mode=mode), directory=tmp_path) as envoy:
+        for reply in (await http1(envoy.url), *[await http1(envoy.url, body=body_of(size)) for size in SIZES]):
+            assert_refused(reply, 503, "pool_not_configured")
+    assert not any(engine.received for engine in engines)
+
+
+@modes
+async def test_an_unreachable_pool_is_an_openai_error(
+    mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path
+) -> None:
+    pools = [pool_of([dead], name="first"), pool_of([], name="second")]
+    async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path) as envoy:
+        for cluster in (FIRST, SECOND):
+            picker.choose = always(dead.endpoint, cluster)
+            assert_refused(await http1(envoy.url, body=b"{}"), 503, "service_unavailable")
+
+
+async def test_an_engine_s_own_503_stays_its_own(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+    async def overloaded(request: web.Request, received: Received) -> web.Response:
+        return web.Response(status=503, text="the engine's words")
+
+    engines[2].answer = overloaded
+    async with Envoy(settings_for([pool_of(engines, name="second")], [picker]), directory=tmp_path) as envoy:
+        reply = await http1(envoy.url, body=b"{}")
+    assert (reply.status, reply.body) == (503, b"the engine's words")
 
 
 async def test_endpoints_follow_whichever_router_lives(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:

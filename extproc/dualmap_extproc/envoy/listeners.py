@@ -2,10 +2,9 @@
 
 from datetime import timedelta
 
-from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
-from envoy_data_plane.envoy.config.core.v3 import DataSource, Http1ProtocolOptions, SubstitutionFormatString
+from envoy_data_plane.envoy.config.core.v3 import Http1ProtocolOptions
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
@@ -17,13 +16,10 @@ from envoy_data_plane.envoy.config.route.v3 import (
     RouteMatch,
     VirtualHost,
 )
-from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
     HttpConnectionManagerCodecType,
     HttpConnectionManagerServerHeaderTransformation,
-    LocalReplyConfig,
-    ResponseMapper,
 )
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import HeaderMutation
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
@@ -33,8 +29,8 @@ from dualmap.pool import Pool
 from dualmap_extproc.envoy.access_log import access_logs
 from dualmap_extproc.envoy.extensions import BUFFER_BYTES, extension, packed, socket_address
 from dualmap_extproc.envoy.filters import http_filters
+from dualmap_extproc.envoy.replies import POOL_NOT_CONFIGURED, direct, local_replies
 from dualmap_extproc.envoy.settings import EnvoySettings
-from dualmap_extproc.errors import body_too_large
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, cluster_name
 
 # How long a request may pass no byte in either direction: long answers that are not streamed are silent throughout.
@@ -69,28 +65,10 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
         http_filters=http_filters(settings),
         access_log=access_logs(settings),
-        local_reply_config=_local_replies(),
+        local_reply_config=local_replies(),
         route_config=RouteConfiguration(
             name="pools", virtual_hosts=[VirtualHost(name="pools", domains=["*"], routes=_routes(settings))]
         ),
-    )
-
-
-def _local_replies() -> LocalReplyConfig:
-    """Give Envoy's own refusal of an endless BUFFERED body the form of the router's (an OpenAI error)."""
-    expression = ExpressionFilter(expression='response.code_details == "request_payload_too_large"')
-    own = ExtensionFilter(name="envoy.access_loggers.extension_filters.cel", typed_config=packed(expression))
-    as_json = SubstitutionFormatString(
-        text_format_source=DataSource(inline_string="%LOCAL_REPLY_BODY%"), content_type="application/json"
-    )
-    return LocalReplyConfig(
-        mappers=[
-            ResponseMapper(
-                filter=AccessLogFilter(extension_filter=own),
-                body=DataSource(inline_string=body_too_large(BUFFER_BYTES).body().decode()),
-                body_format_override=as_json,
-            )
-        ]
     )
 
 
@@ -110,6 +88,9 @@ def _removals() -> HeaderMutation:
 def _routes(settings: EnvoySettings) -> list[Route]:
     """Write two routes per pool, taken when the router names its cluster, and last the first pool's for no name.
 
+    A name without a route is a pool that the router was given after this was written: its requests are refused,
+    since no other pool's engines serve its model.
+
     Envoy 1.40 sends a body twice where a retry policy makes it keep a copy while ext_proc still passes the body on:
     with request trailers, for which the router asks for the route without retries, and while failing open.
     """
@@ -119,6 +100,8 @@ def _routes(settings: EnvoySettings) -> list[Route]:
         unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
         routes.append(_route(pool, [by_name, unrepeatable], retry_policy=None))
         routes.append(_route(pool, [by_name], retry_policy=_retry_policy()))
+    named = RouteMatch(prefix="/", headers=[HeaderMatcher(name=CLUSTER_HEADER, present_match=True)])
+    routes.append(Route(match=named, direct_response=direct(POOL_NOT_CONFIGURED)))
     return [*routes, _route(settings.pools[0], [], retry_policy=None)]
 
 
