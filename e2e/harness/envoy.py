@@ -40,7 +40,7 @@ class Envoy:
         self._config.write_text(config if isinstance(config, str) else to_yaml(bootstrap(config)))
         self._admin_file = directory / f"{name}.admin"
         argv: list[str | Path] = [
-            binary(), "-c", self._config, "--concurrency", str(concurrency), "--use-dynamic-base-id",
+            binary(), "-c", self._config, "--concurrency", str(concurrency), "--disable-hot-restart",
             "--admin-address-path", self._admin_file, "--drain-time-s", "1", "--log-level", "info",
         ]  # fmt: skip
         self.child = Child(name, argv, directory=directory)
