@@ -192,14 +192,14 @@ class EngineHttpServer:
         body = await self._body(request)
         prompt = openai_api.chat_prompt(body) if "messages" in body else openai_api.text_prompt(body, "prompt")
         tokens = openai_api.token_ids(prompt)
-        return _json(openai_answers.tokens(tokens, max_model_len=self._settings.config.kv_memory_tokens))
+        return _json(openai_answers.tokens(tokens, max_model_len=self._settings.config.input_tokens_max))
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
         return _json(
             openai_answers.models(
                 self._settings.model,
                 created_s=self._created_s,
-                max_model_len=self._settings.config.kv_memory_tokens,
+                max_model_len=self._settings.config.input_tokens_max,
             )
         )
 

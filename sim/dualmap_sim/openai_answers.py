@@ -50,7 +50,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
-    """Return the body of ``/v1/models``: the one model there is."""
+    """Return the body of ``/v1/models``: the one model there is; ``max_model_len`` is the longest prompt computed."""
     card = {
         "id": model,
         "object": "model",
@@ -64,7 +64,7 @@ def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
 
 
 def tokens(ids: Sequence[int], *, max_model_len: int) -> bytes:
-    """Return the body of ``/tokenize``."""
+    """Return the body of ``/tokenize``; ``max_model_len`` as in ``/v1/models``, however many tokens there are."""
     return orjson.dumps({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": None})
 
 

@@ -75,7 +75,7 @@ class EngineConfig:
     cache_tokens: int
     """``c``: tokens of KV kept for reuse once computed; 0 switches the prefix cache off."""
     input_tokens_max: int
-    """Longest prompt: the paper caps its traces here; whoever makes requests applies it."""
+    """Longest prompt: the paper caps its traces here; whoever makes requests applies it, and so does the server."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     """Length of a prefix block; only whole blocks are cached and reused."""
 

@@ -1,5 +1,6 @@
 """What the demo sets out to do: its load, the pool its router gets, and what it refuses."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 from dualmap.pool_reader import read_pools
 from dualmap_cli.demo import command
 from dualmap_cli.demo.plan import HALF_REUSE_LOAD, Plan, make_plan, pool_document
+from dualmap_cli.demo.printing import preamble
 
 
 def plan(**changes) -> Plan:
@@ -80,6 +82,23 @@ def test_bad_usage_says_what_is_accepted(arguments, words):
     assert result.exit_code == 2
     for word in words:
         assert word in result.output
+
+
+def test_prompts_longer_than_an_engine_computes_are_cut_and_told(tmp_path):
+    file = tmp_path / "long.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 512 * blocks, "output_length": 1, "hash_ids": list(range(blocks))}
+        for blocks in (40, 41, 60)
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    long, whole = plan(trace_file=file), plan(trace_file=file, requests=1)
+
+    assert long.prompts_cut == 2
+    assert {request.input_tokens for request in long.trace.requests} == {20_480}
+    assert "2 of the prompts were longer and are cut to the 20,480 tokens that an engine computes" in preamble(long)
+    assert whole.prompts_cut == 0
+    assert "cut to" not in preamble(whole)
 
 
 def test_a_bad_trace_is_bad_input_with_its_place(tmp_path):

@@ -12,6 +12,7 @@ from aiohttp import ClientConnectorError, ClientError, ClientSession
 from click.testing import CliRunner
 
 from dualmap_sim.engine_server import engine_sim
+from dualmap_sim.presets import PRESETS
 
 Run = Callable[..., Awaitable[Process]]
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -135,3 +136,10 @@ def test_wrong_usage_names_the_value_and_what_is_accepted(arguments: list[str], 
 
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_help_says_how_much_of_a_prompt_each_preset_computes() -> None:
+    words = " ".join(CliRunner().invoke(engine_sim, ["--help"]).stdout.split())
+
+    for name, config in PRESETS.items():
+        assert re.search(rf"\b{config.input_tokens_max}( tokens)? with (the presets )?[^,]*\b{name}\b", words), name

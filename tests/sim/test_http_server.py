@@ -282,7 +282,7 @@ async def test_tokenize_counts_what_usage_counts(start: Start) -> None:
         usage = (await response.json())["usage"]
 
     assert tokens["count"] == len(tokens["tokens"]) == usage["prompt_tokens"]
-    assert tokens["max_model_len"] == CONFIG.kv_memory_tokens
+    assert tokens["max_model_len"] == CONFIG.input_tokens_max
 
 
 async def test_models_and_embeddings(start: Start) -> None:
@@ -295,6 +295,7 @@ async def test_models_and_embeddings(start: Start) -> None:
             vectors.append([item["embedding"] for item in (await response.json())["data"]])
 
     assert model["id"] == "m"
+    assert model["max_model_len"] == CONFIG.input_tokens_max
     assert vectors[0][0] == vectors[1][0] != vectors[0][1]
 
 

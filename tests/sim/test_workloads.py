@@ -50,6 +50,10 @@ class TestTrace:
 
         assert (capped.blocks, capped.input_tokens) == (blocks, tokens)
 
+    @pytest.mark.parametrize(("cap", "longer"), [(request().input_tokens, 0), (request().input_tokens - 1, 1)])
+    def test_what_a_cap_would_cut_is_counted(self, cap, longer):
+        assert trace(request()).longer_than(cap) == longer
+
 
 class TestText:
     def test_equal_ids_give_equal_text_of_the_estimated_length(self):

@@ -43,11 +43,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One demo. ``trace`` arrives at ``rate`` requests a model second; ``speed`` is model seconds a wall second."""
+    """One demo. ``trace`` arrives at ``rate`` requests a model second; ``speed`` is model seconds a wall second.
+
+    ``prompts_cut`` of its prompts were longer than what an engine computes, and hold only that much now.
+    """
 
     engines: int
     policies: tuple[str, ...]
     trace: Trace
+    prompts_cut: int
     rate: float
     load: Load
     speed: float
@@ -81,6 +85,7 @@ def make_plan(
         trace = default_workload(requests, seed=seed)
     else:
         trace = read_mooncake(trace_file, limit=requests)
+    prompts_cut = trace.longer_than(engine.input_tokens_max)
     trace = trace.capped(engine.input_tokens_max)
     decode_s = decode_work_s(trace, engine)
     share_per_rate = [
@@ -93,6 +98,7 @@ def make_plan(
         engines=engines,
         policies=policies,
         trace=trace.at_rate(rate),
+        prompts_cut=prompts_cut,
         rate=rate,
         load=Load(without_reuse=rate * share_per_rate[0], ideal_reuse=rate * share_per_rate[1]),
         speed=speed,

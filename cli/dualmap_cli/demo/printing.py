@@ -19,7 +19,12 @@ _LAG_SHARE: Final = 0.1
 def as_document(plan: Plan, reports: Sequence[PolicyReport]) -> dict[str, object]:
     """Return what ``--json`` prints and ``demo.json`` holds."""
     return {
-        "workload": {"name": plan.trace.name, "seed": plan.seed, **asdict(measure(plan.trace))},
+        "workload": {
+            "name": plan.trace.name,
+            "seed": plan.seed,
+            "prompts_cut": plan.prompts_cut,
+            **asdict(measure(plan.trace)),
+        },
         "engines": plan.engines,
         "speed": plan.speed,
         "slo_ttft_s": SLO_TTFT_S,
@@ -67,10 +72,16 @@ def preamble(plan: Plan) -> str:
     """Return what was replayed, in words, to stand above the table."""
     facts = measure(plan.trace)
     sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
+    cut = (
+        f"{plan.prompts_cut:,} of the prompts were longer and are cut to the {plan.engine.input_tokens_max:,} tokens "
+        "that an engine computes\n"
+        if plan.prompts_cut
+        else ""
+    )
     return (
         f"workload {plan.trace.name}: {facts.requests:,} requests{sessions}, prompts of "
         f"{facts.input_tokens_mean:,.0f} tokens and answers of {facts.output_tokens_mean:,.0f} on average,\n"
-        f"at best {facts.ideal_hit_rate:.0%} of the prompt tokens reusable (one shared cache without a limit)\n"
+        f"at best {facts.ideal_hit_rate:.0%} of the prompt tokens reusable (one shared cache without a limit)\n{cut}"
         f"load: {plan.rate:.2f} requests/s on {plan.engines} engines: {plan.load.without_reuse:.0%} of their capacity "
         f"without any reuse, {plan.load.ideal_reuse:.0%} with all of it\n"
         f"times are model seconds; the engines run at {plan.speed:g} times that speed. "

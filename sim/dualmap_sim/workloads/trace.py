@@ -58,5 +58,9 @@ class Trace:
             for r in self.requests
         )
 
+    def longer_than(self, input_tokens: int) -> int:
+        """Return how many prompts have more than ``input_tokens``."""
+        return sum(request.input_tokens > input_tokens for request in self.requests)
+
     def _with(self, requests: Iterable[TraceRequest]) -> "Trace":
         return replace(self, requests=tuple(requests))
