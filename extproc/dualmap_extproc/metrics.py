@@ -129,6 +129,9 @@ class Metrics:
         self._entries_picked, self._entries_other = entries.labels("yes"), entries.labels("no")
         self._unreadable = counter("dualmap_access_log_unreadable_batches", "Access log batches lost as unreadable.")
         self._pool_refusals = counter("dualmap_pool_refusals", "Changes of pools refused.")
+        self._pool_file_refused = Gauge(
+            "dualmap_pool_file_refused", "1 while a pool file is refused or missing.", registry=registry
+        )
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Have series for exactly these pools and their members; counts of those that stay go on."""
@@ -267,6 +270,10 @@ class Metrics:
     def pools_refused(self) -> None:
         """Count a change of pools that was refused while the last good ones serve on."""
         self._pool_refusals.inc()
+
+    def pool_file_refused(self, refused: bool) -> None:
+        """Note whether any pool file is refused or missing now."""
+        self._pool_file_refused.set(refused)
 
     def _count_outcome(self, pool: str, completion: Completion, outcome: str) -> None:
         counters = self._pools.get(pool)

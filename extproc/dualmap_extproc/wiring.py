@@ -74,7 +74,7 @@ async def serve(settings: Settings) -> None:
         ready_line = await _listen(settings, servers, status)
         tasks += [
             asyncio.create_task(stop.wait()),
-            asyncio.create_task(files.run(serve_pools, lambda _: metrics.pools_refused())),
+            asyncio.create_task(files.run(serve_pools, lambda _: metrics.pools_refused(), metrics.pool_file_refused)),
             asyncio.create_task(keep_deadlines(picker)),
         ]
         await servers.ready()

@@ -191,7 +191,9 @@ async def test_a_refused_change_is_counted_and_the_last_good_pools_serve_on(tmp_
         (tmp_path / "new.yaml").rename(file)
         assert served.process.stderr is not None
         assert b"refused" in await served.process.stderr.readline()
-        assert b"dualmap_pool_refusals_total 1.0" in await served.get("/metrics")
+        page = await served.get("/metrics")
+        assert b"dualmap_pool_refusals_total 1.0" in page
+        assert b"dualmap_pool_file_refused 1.0" in page
         assert await picked(channel, chat())
 
 

@@ -106,6 +106,7 @@ def everything(made: Metrics) -> None:
     made.access_log_entries(known=5, others=2)
     made.access_log_unreadable()
     made.pools_refused()
+    made.pool_file_refused(True)
 
 
 class TestCounting:
@@ -147,6 +148,7 @@ class TestCounting:
             "dualmap_access_log_entries_total{picked=no}": 2,
             "dualmap_access_log_unreadable_batches_total{}": 1,
             "dualmap_pool_refusals_total{}": 1,
+            "dualmap_pool_file_refused{}": 1,
         }
         assert changed[f"dualmap_ttft_seconds_sum{{pool={POOL}}}"] == pytest.approx(0.3)
         assert changed[f"dualmap_ttft_seconds_count{{pool={POOL}}}"] == 1

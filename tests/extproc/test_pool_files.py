@@ -379,6 +379,50 @@ class TestWatching:
             assert await watched.pools() == {"llm/a": 2, "llm/c": 2, "llm/b": 7}
 
 
+class TestStanding:
+    """What is refused stays so until it is mended, and each new reason is told once; looks are called by hand."""
+
+    def settle(self, watcher: PoolFileWatcher) -> list[str]:
+        """Look until nothing is new; return the reasons told."""
+        return [str(refusal) for _ in range(4) for refusal in watcher._look().refusals]
+
+    def test_a_file_that_stays_bad_for_another_reason_is_told_once_for_each(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "dualmap_extproc")
+        path = write(tmp_path / "p.yaml", document())
+        watcher = PoolFileWatcher([path])
+        watcher.load()
+        assert not watcher.refused
+        path.unlink()
+        (gone,) = self.settle(watcher)
+        assert "No such file" in gone
+        assert watcher.refused
+        path.mkdir()
+        (folder,) = self.settle(watcher)
+        assert "directory" in folder
+        assert watcher.refused
+        path.rmdir()
+        write(path, document())
+        assert self.settle(watcher) == []
+        assert not watcher.refused
+        assert [each.getMessage() for each in caplog.records] == ["pool file accepted again"]
+
+    def test_a_clash_is_told_once_however_often_the_files_change(self, tmp_path: Path) -> None:
+        one = write(tmp_path / "1.yaml", document("a"))
+        two = write(tmp_path / "2.yaml", document("b"))
+        watcher = PoolFileWatcher([one, two])
+        watcher.load()
+        write(two, document("a"))
+        assert len(self.settle(watcher)) == 1
+        write(one, document("a", members=5))
+        assert self.settle(watcher) == []
+        assert watcher.refused
+        write(two, document("b"))
+        assert self.settle(watcher) == []
+        assert not watcher.refused
+
+
 class TestSettling:
     """The looks are called by hand here, so that what lies between two of them is exact."""
 

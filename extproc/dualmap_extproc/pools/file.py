@@ -20,6 +20,7 @@ from dualmap.errors import PoolError
 from dualmap.pool import Pool
 from dualmap.pool_reader import check_distinct, read_pools
 from dualmap_extproc.logs import get_logger
+from dualmap_extproc.pools.changes import log_changes
 
 # 100 bytes a member: room for tens of thousands of members, or hundreds of pools with their pod templates.
 MAX_BYTES: Final = 4 * 1024 * 1024
@@ -56,12 +57,13 @@ def load_pool_files(paths: Iterable[Path]) -> tuple[Pool, ...]:
 
 @dataclass(slots=True)
 class _WatchedFile:
-    """One file: the digest last seen, the digest last acted upon, and the pools of the last content accepted."""
+    """One file: the digests last seen and last acted upon, whether the latter was refused, and the last good pools."""
 
     path: Path
     seen: bytes = b""
     acted_on: bytes = b""
     pools: tuple[Pool, ...] = ()
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,14 @@ class PoolFileWatcher:
         self._poll_s = poll_s
         self._settle_s = settle_s
         self._served: tuple[Pool, ...] = ()
+        # The pools as last reported, and what kept those of all files from being served together.
+        self._told: tuple[Pool, ...] = ()
+        self._clash: str | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether any file is refused or missing now, so that last good pools serve in place of what it says."""
+        return self._clash is not None or any(file.refused for file in self._files)
 
     def load(self) -> tuple[Pool, ...]:
         """Read every file and return their pools; raises PoolFileError for the first one refused."""
@@ -92,28 +102,33 @@ class PoolFileWatcher:
             data = _read(file.path)
             file.pools = _parse(file.path, data)
             file.seen = file.acted_on = _digest(data)
-        self._served = _joined([(file.path, file.pools) for file in self._files])
+        self._served = self._told = _joined([(file.path, file.pools) for file in self._files])
         return self._served
 
     async def run(
         self,
         on_pools: Callable[[tuple[Pool, ...]], None],
         on_refused: Callable[[PoolFileError], None] = lambda _: None,
+        on_looked: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per refusal."""
+        """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per refusal.
+
+        ``on_looked`` is told after each look at the files whether any is refused now.
+        """
         unsettled = False
         while True:
             await asyncio.sleep(self._settle_s if unsettled else self._poll_s)
             # In a thread: a disk may be slow, and a long file takes a second to parse.
             try:
                 look = await asyncio.to_thread(self._look)
+                on_looked(self.refused)
                 self._tell(look, on_pools, on_refused)
                 unsettled = look.unsettled
             except Exception as error:  # noqa: BLE001  # whatever a file brings about, the others must be watched on
                 _log.error("pool files could not be taken over, the last good ones serve on", reason=repr(error))
 
-    @staticmethod
     def _tell(
+        self,
         look: _Look,
         on_pools: Callable[[tuple[Pool, ...]], None],
         on_refused: Callable[[PoolFileError], None],
@@ -129,8 +144,8 @@ class PoolFileWatcher:
             )
             on_refused(error)
         if look.pools is not None:
-            versions = {pool.id: pool.ring_version for pool in look.pools}
-            _log.info("pool files reloaded", ring_versions=versions)
+            log_changes(self._told, look.pools)
+            self._told = look.pools
             on_pools(look.pools)
 
     def _look(self) -> _Look:
@@ -164,6 +179,9 @@ class PoolFileWatcher:
                 error = refusal
             if error is not None:
                 refusals.append(error)
+            elif file.refused:
+                _log.info("pool file accepted again", file=str(file.path))
+            file.refused = error is not None
         pools = self._rejoin(refusals) if changed else None
         return _Look(pools=pools, refusals=tuple(refusals), unsettled=unsettled)
 
@@ -172,8 +190,12 @@ class PoolFileWatcher:
         try:
             pools = _joined([(file.path, file.pools) for file in self._files])
         except PoolFileError as clash:
-            refusals.append(clash)
+            # It stands until the files agree, and another file's change is no news of it.
+            if str(clash) != self._clash:
+                refusals.append(clash)
+            self._clash = str(clash)
             return None
+        self._clash = None
         if pools == self._served:
             return None
         self._served = pools

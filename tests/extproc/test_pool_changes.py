@@ -1,0 +1,70 @@
+"""What the log says of a reload."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from dualmap.pool import Member, Slo
+from dualmap_extproc.pools.changes import log_changes
+from extproc.envoy_messages import pool
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dualmap_extproc")
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, object]]]:
+    return [(each.levelname, each.getMessage(), each.__dict__["details"]) for each in caplog.records]
+
+
+def test_the_members_that_came_went_and_changed_are_named(caplog):
+    before = pool(members=3)
+    moved = replace(before.members[1], address="10.9.9.9")
+    new = Member(id="qwen-9", address="10.0.0.9", port=8000)
+    after = replace(before, members=(before.members[0], moved, new), ring_version=2)
+
+    log_changes((before,), (after,))
+
+    details = {"pool": "llm/qwen", "ring_version": 2, "added": ["qwen-9"], "removed": ["qwen-2"]}
+    assert said(caplog) == [("INFO", "pool reloaded", details | {"changed": ["qwen-1"], "settings": []})]
+
+
+def test_changed_settings_are_named_and_pools_that_stayed_are_not(caplog):
+    before = pool("a"), pool("b")
+
+    log_changes(before, (before[0], replace(before[1], slo=Slo(ttft_s=1.0))))
+
+    ((_, _, details),) = said(caplog)
+    assert details["pool"] == "llm/b"
+    assert details["settings"] == ["slo"]
+
+
+def test_pools_that_appear_and_vanish_need_envoy_config_again(caplog):
+    log_changes((pool("old"),), (pool("new", members=1),))
+
+    lines = said(caplog)
+    assert [(level, details["pool"]) for level, _, details in lines] == [("WARNING", "llm/new"), ("WARNING", "llm/old")]
+    assert all("envoy-config: run it again" in sentence for _, sentence, _ in lines)
+
+
+@pytest.mark.parametrize(("version", "warnings"), [(4, 1), (6, 0), (0, 0)])
+def test_a_ring_version_that_goes_backwards_is_warned_of(caplog, version, warnings):
+    before = replace(pool(), ring_version=5)
+
+    log_changes((before,), (replace(before, ring_version=version),))
+
+    warned = [(sentence, details) for level, sentence, details in said(caplog) if level == "WARNING"]
+    assert len(warned) == warnings
+    assert all("backwards" in sentence and details["before"] == 5 for sentence, details in warned)
+
+
+def test_a_long_list_is_cut(caplog):
+    log_changes((pool(members=0),), (pool(members=50),))
+
+    ((_, _, details),) = said(caplog)
+    added = details["added"]
+    assert isinstance(added, list)
+    assert len(added) == 21
+    assert added[-1] == "and 30 more"
