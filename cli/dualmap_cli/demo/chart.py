@@ -52,9 +52,7 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
         values = [value or 0.0 for value in (each.ttft_p50_s, each.ttft_p90_s, each.ttft_p99_s)]
         at = [position + (index - (len(reports) - 1) / 2) * width for position in range(len(names))]
         bars = axes.bar(at, values, width * 0.92, color=colours[each.policy], label=each.policy)
-        axes.bar_label(
-            bars, [f"{value:.1f}" for value in values], fontsize=9, color=_INK, padding=2, path_effects=[_halo()]
-        )
+        _label(axes, bars, [f"{value:.1f}" for value in values])
     axes.set_xticks(range(len(names)), names)
     axes.set_xlim(-0.55, len(names) - 0.25)
     axes.margins(y=0.15)
@@ -66,9 +64,7 @@ def _draw_percentiles(axes: Axes, reports: Sequence[PolicyReport], colours: dict
 def _draw_shares(axes: Axes, title: str, shares: Sequence[float], colours: dict[str, str]) -> None:
     """One bar per policy, from 0 to 100 %."""
     bars = axes.bar(range(len(shares)), [share * 100 for share in shares], 0.62, color=list(colours.values()))
-    axes.bar_label(
-        bars, [f"{share:.1%}" for share in shares], fontsize=9, color=_INK, padding=2, path_effects=[_halo()]
-    )
+    _label(axes, bars, [f"{share:.1%}" for share in shares])
     axes.set_xticks(range(len(shares)), list(colours), fontsize=9, rotation=0 if len(shares) <= _LEVEL_LABELS else 25)
     axes.set_ylim(0, 112)
     axes.set_yticks(range(0, 101, 25), [f"{tick}%" for tick in range(0, 101, 25)])
@@ -82,7 +78,7 @@ def _draw_over_time(axes: Axes, plan: Plan, runs: Sequence[PolicyRun], colours: 
         points = ttfts_s(run, speed=plan.speed)
         colour = colours[run.policy]
         arrivals_s, dots_s = [due_s for due_s, _ in points], [ttft_s for _, ttft_s in points]
-        axes.scatter(arrivals_s, dots_s, s=5, color=colour, alpha=0.22, linewidths=0)
+        axes.scatter(arrivals_s, dots_s, s=8, color=colour, alpha=0.4, linewidths=0)
         bins: dict[int, list[float]] = {}
         for due_s, ttft_s in points:
             bins.setdefault(min(int(due_s / bin_s), _BINS - 1), []).append(ttft_s)
@@ -117,8 +113,9 @@ def _mark_slo(axes: Axes) -> None:
 
 
 def _label(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
-    """Write each bar's value above it."""
-    axes.bar_label(bars, texts, fontsize=9, color=_INK, padding=2, path_effects=[_halo()])
+    """Write each bar's value above it, on white, so that a line across the chart ends before the number."""
+    for label in axes.bar_label(bars, texts, fontsize=9, color=_INK, padding=3):
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
 
 
 def _halo() -> withStroke:
