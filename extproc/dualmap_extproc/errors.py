@@ -38,6 +38,17 @@ def invalid_body(message: str, *, param: str | None = None) -> Refused:
     return Refused(status=400, code="invalid_request", message=message, param=param)
 
 
+def encoding_unsupported(encoding: str) -> Refused:
+    """Answer 400: the body is compressed, and routing must read it."""
+    shown = encoding if len(encoding) <= 40 else f"{encoding[:40]}..."
+    return invalid_body(f"content-encoding {shown} is not supported: send the body plain")
+
+
+def multipart_unsupported() -> Refused:
+    """Answer 400: the body is a form, which names its model in no way that is read here."""
+    return invalid_body("content-type multipart/form-data is not supported: send the body as JSON")
+
+
 def model_not_found(model: str) -> Refused:
     """Answer 404: no pool serves ``model``."""
     shown = model if len(model) <= 200 else f"{model[:200]}..."

@@ -25,7 +25,13 @@ Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the respo
 from enum import Enum, auto
 
 from dualmap_extproc.ending import Ending, ending_of
-from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
+from dualmap_extproc.errors import (
+    Refused,
+    body_too_large,
+    encoding_unsupported,
+    multipart_unsupported,
+    trailers_unsupported,
+)
 from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES
 from dualmap_extproc.picker import Picked, Picker
 from dualmap_extproc.settings import Limits
@@ -133,6 +139,8 @@ class Stream:
         self._news_due_s = now + self._limits.news_s
         self._method = b""
         self._content_length = 0
+        # What to answer, should a body come that the headers say cannot be read.
+        self._unreadable: Refused | None = None
         self._strip: list[str] = []
         self._subset: frozenset[str] | None = None
         self._chunks: list[bytes] = []
@@ -157,6 +165,8 @@ class Stream:
         self._read_subset(message)
         if self._content_length > self._limits.body_bytes:
             return self._refuse_body()
+        if self._unreadable is not None and self._expects_prompt() and not headers.end_of_stream and not self._no_body:
+            return self._refuse(self._picker.refuse(self._unreadable))
         self._headers_unanswered = True
         if headers.end_of_stream or self._no_body:
             return self._decide(now)
@@ -227,6 +237,13 @@ class Stream:
             elif key == "content-length":
                 value = answers.header_value(header)
                 self._content_length = int(value) if value.isdigit() and len(value) < 20 else 0
+            elif key == "content-encoding":
+                encoding = answers.header_value(header).decode("latin-1").strip().lower()
+                if encoding not in ("", "identity"):
+                    self._unreadable = encoding_unsupported(encoding)
+            elif key == "content-type":
+                if answers.header_value(header).strip().lower().startswith(b"multipart/form-data"):
+                    self._unreadable = multipart_unsupported()
             elif key.startswith(RESERVED_HEADER_PREFIXES):
                 self._strip.append(key)
 

@@ -1,5 +1,6 @@
 """The request's half of the stream machine: when it answers, with what, and which answer carries the pick."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -649,3 +650,46 @@ def test_trailers_are_no_matter_where_the_headers_wait_for_the_pick(config):
     answers = talk.send(request_headers(config), request_body(chat(), end=False), request_trailers())
 
     assert headers_set(answers[0])["x-dualmap-cluster"] == "llm/b"
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({"content_encoding": "gzip"}, "content-encoding gzip is not supported: send the body plain"),
+        ({"Content_Encoding": "identity, BR"}, "content-encoding identity, br is not supported"),
+        ({"content_encoding": "x" * 5000}, "..."),
+        ({"content_type": "Multipart/Form-Data; boundary=x"}, "content-type multipart/form-data is not supported"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused_at_its_headers_in_plain_words(config, headers, said):
+    talk = Conversation()
+
+    answers = talk.send(request_headers(config, **headers))
+
+    assert refused_with(answers) == 400
+    message = json.loads(answers[0].immediate_response.body)["error"]["message"]
+    assert said in message
+    assert len(message) < 200
+    assert talk.stream.ended
+    assert talk.observer.names() == ["refused"]
+
+
+@every_mode
+@pytest.mark.parametrize(
+    "headers", [{"content_encoding": "Identity"}, {"content_encoding": ""}, {"content_type": "application/json"}]
+)
+def test_a_plain_body_is_read(config, headers):
+    talk = Conversation()
+
+    talk.send(request_headers(config, **headers), request_body(chat()))
+
+    assert talk.observer.names() == ["routed"]
+
+
+def test_headers_about_a_body_that_does_not_come_matter_to_nobody():
+    talk = Conversation()
+
+    talk.send(request_headers(NO_WAIT, method="GET", end=True, content_encoding="gzip"))
+
+    assert talk.observer.names() == ["routed_bodiless"]
