@@ -15,7 +15,7 @@ from aiohttp import web
 
 from dualmap_extproc import names
 from dualmap_extproc.envoy.settings import Mode
-from harness.clients import Reply, http1, http2, sha256
+from harness.clients import Reply, http1, http2, raw, sha256
 from harness.envoy import Envoy
 from harness.picker import Pick, Picker, Seen, always
 from harness.settings import pool_of, settings_for
@@ -209,6 +209,40 @@ async def test_an_engine_s_own_503_stays_its_own(engines: list[Upstream], picker
     async with Envoy(settings_for([pool_of(engines, name="second")], [picker]), directory=tmp_path) as envoy:
         reply = await http1(envoy.url, body=b"{}")
     assert (reply.status, reply.body) == (503, b"the engine's words")
+
+
+@modes
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        pytest.param(b"GARBAGE", b"400", id="request line"),
+        pytest.param(b"GET models HTTP/1.1\r\nhost: x", b"400", id="path"),
+        pytest.param(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: two", b"400", id="content-length"),
+        pytest.param(
+            b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked", b"400", id="two lengths"
+        ),
+        pytest.param(b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * 70_000, b"431", id="long header"),
+        pytest.param(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443", b"404", id="CONNECT"),
+    ],
+)
+async def test_what_is_no_request_is_answered_and_not_passed_on(
+    mode: Mode, head: bytes, status: bytes, engines: list[Upstream], picker: Picker, tmp_path: Path
+) -> None:
+    async with Envoy(settings_for([pool_of(engines, name="first")], [picker], mode=mode), directory=tmp_path) as envoy:
+        answer = await raw(envoy.port, head + b"\r\n\r\n0\r\n\r\n", timeout_s=10.0)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert not picker.streams
+    assert not any(engine.received for engine in engines)
+
+
+@modes
+async def test_http_1_0_clients_are_served(mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+    async with Envoy(settings_for([pool_of(engines, name="second")], [picker], mode=mode), directory=tmp_path) as envoy:
+        for request in (b"GET /v1/models HTTP/1.0\r\n\r\n", b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}"):
+            head, _, body = (await raw(envoy.port, request, timeout_s=10.0)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.0 200 ")
+            assert json.loads(body)["object"] == "chat.completion"
+    assert [received.body for received in engines[2].received] == [b"", b"{}"]
 
 
 async def test_endpoints_follow_whichever_router_lives(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:

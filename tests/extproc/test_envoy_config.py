@@ -157,6 +157,14 @@ def test_every_pool_has_a_route_by_name_and_the_first_takes_what_has_none(tmp_pa
     assert "retry_policy" not in default["route"]
 
 
+def test_the_router_is_asked_only_about_requests_with_a_route(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path))
+    first = manager(document)["http_filters"][0]
+    (host,) = manager(document)["route_config"]["virtual_hosts"]
+    assert (first["name"], first["disabled"]) == ("envoy.filters.http.ext_proc", True)
+    assert list(host["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
+
+
 def test_long_answers_meet_no_timeout(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     assert {route["route"]["timeout"] for route in routes(document) if "route" in route} == {"0s"}

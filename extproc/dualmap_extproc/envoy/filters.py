@@ -5,6 +5,8 @@ from datetime import timedelta
 from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
+    ExtProcOverrides,
+    ExtProcPerRoute,
     MetadataOptions,
     MetadataOptionsMetadataNamespaces,
     ProcessingMode,
@@ -14,6 +16,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.google.protobuf import Any
 
 from dualmap_extproc.envoy.clusters import ROUTERS_CLUSTER
 from dualmap_extproc.envoy.extensions import grpc_to, packed
@@ -24,14 +27,26 @@ from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESP
 # Envoy waits this much longer for an answer than the router may hold a request, then it fails open.
 ANSWER_MARGIN = timedelta(seconds=15)
 
+EXT_PROC = "envoy.filters.http.ext_proc"
+
 
 def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
-    """Write the filter chain; responses walk it from the end to the start."""
+    """Write the filter chain; responses walk it from the end to the start.
+
+    ext_proc is off until a route is found (``ext_proc_enabled``). Envoy's refusal of what has none would else
+    wait for a router that never saw the request, and be lost when the connection closes meanwhile: no request with a
+    broken head got its 400, and CONNECT hung.
+    """
     return [
-        HttpFilter(name="envoy.filters.http.ext_proc", typed_config=packed(_ext_proc(settings))),
+        HttpFilter(name=EXT_PROC, typed_config=packed(_ext_proc(settings)), disabled=True),
         usage_filter(),
         HttpFilter(name="envoy.filters.http.router", typed_config=packed(Router(suppress_envoy_headers=True))),
     ]
+
+
+def ext_proc_enabled() -> dict[str, Any]:
+    """Switch ext_proc on, as a virtual host's ``typed_per_filter_config``."""
+    return {EXT_PROC: packed(ExtProcPerRoute(overrides=ExtProcOverrides()))}
 
 
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:

@@ -1,4 +1,8 @@
-"""Envoy's listener: the connection manager, what it takes off clients' requests, and the routes to the pools."""
+"""Envoy's listener: the connection manager, what it takes off clients' requests, and the routes to the pools.
+
+Requests that are none (a broken request line, headers too large, CONNECT...) are answered 4xx by Envoy; only chunks
+that break off the chunked coding within a body end in a closed connection without an answer, which no option changes.
+"""
 
 from datetime import timedelta
 
@@ -28,7 +32,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from dualmap.pool import Pool
 from dualmap_extproc.envoy.access_log import access_logs
 from dualmap_extproc.envoy.extensions import BUFFER_BYTES, extension, packed, socket_address
-from dualmap_extproc.envoy.filters import http_filters
+from dualmap_extproc.envoy.filters import ext_proc_enabled, http_filters
 from dualmap_extproc.envoy.replies import POOL_NOT_CONFIGURED, direct, local_replies
 from dualmap_extproc.envoy.settings import EnvoySettings
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, cluster_name
@@ -54,12 +58,14 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
     """Write the connection manager.
 
     HTTP/1 trailers stay off: with them retries send a body twice and no-wait requests hang (HTTP/2 has no such
-    switch, see ``_routes``).
+    switch, see ``_routes``). HTTP/1.0 clients need not name a host.
     """
     return HttpConnectionManager(
         stat_prefix="requests",
         codec_type=HttpConnectionManagerCodecType.AUTO,
-        http_protocol_options=Http1ProtocolOptions(enable_trailers=False),
+        http_protocol_options=Http1ProtocolOptions(
+            enable_trailers=False, accept_http_10=True, default_host_for_http_10="dualmap"
+        ),
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
         stream_idle_timeout=IDLE_TIMEOUT,
         early_header_mutation_extensions=[extension("envoy.http.early_header_mutation.header_mutation", _removals())],
@@ -67,7 +73,15 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         access_log=access_logs(settings),
         local_reply_config=local_replies(),
         route_config=RouteConfiguration(
-            name="pools", virtual_hosts=[VirtualHost(name="pools", domains=["*"], routes=_routes(settings))]
+            name="pools",
+            virtual_hosts=[
+                VirtualHost(
+                    name="pools",
+                    domains=["*"],
+                    routes=_routes(settings),
+                    typed_per_filter_config=ext_proc_enabled(),
+                )
+            ],
         ),
     )
 
