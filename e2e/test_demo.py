@@ -1,6 +1,8 @@
 """`dualmap demo` for real: engines, router and Envoy, from the command line to the chart, and its end by Ctrl-C."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +34,16 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+def writing_end(pipe: Path) -> int | None:
+    """Open a named pipe for writing; None while nobody reads it."""
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return None
+
+
 @pytest.mark.slow
 def test_every_request_is_answered_under_every_policy(tmp_path):
     done = subprocess.run(
@@ -59,7 +71,7 @@ def test_every_request_is_answered_under_every_policy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_an_interrupted_demo_leaves_nothing_running(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:
         # Envoy is the last to start: from its log on, every process of the run is there.
@@ -76,6 +88,25 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path, number):
     if number is signal.SIGKILL:
         assert demo.returncode == -number
     else:
-        assert demo.returncode == 1
+        assert demo.returncode == 128 + number
         assert "interrupted; nothing is left running" in printed
         assert "Traceback" not in printed
+
+
+def test_a_demo_interrupted_while_it_starts_says_so_too(tmp_path):
+    out = tmp_path / "out"
+    workload = tmp_path / "workload.jsonl"
+    os.mkfifo(workload)
+    arguments = command(out, "--trace", str(workload))
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as demo:
+        # The pipe has a reader from when the demo reads its workload: long before it starts anything.
+        while (pipe := writing_end(workload)) is None and demo.poll() is None:
+            time.sleep(0.01)
+        demo.send_signal(signal.SIGINT)
+        _, printed = demo.communicate(timeout=GONE_WITHIN_S)
+    assert pipe is not None, printed
+    os.close(pipe)
+
+    assert demo.returncode == 128 + signal.SIGINT
+    assert printed.strip() == "interrupted; nothing is left running."
+    assert not out.exists()

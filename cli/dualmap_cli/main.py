@@ -5,9 +5,13 @@ that subcommand is looked up, and never for another's ``--help``.
 """
 
 import importlib
+import signal
 from importlib.metadata import version
+from typing import Any
 
 import click
+
+from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 
 # Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -35,6 +39,14 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand. Ctrl-C before it listens for signals itself, while it is imported say, is told here."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(f"\n{INTERRUPTED}", err=True)
+            ctx.exit(SIGNAL_EXIT_BASE + signal.SIGINT)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands from COMMANDS alone, importing none of them."""

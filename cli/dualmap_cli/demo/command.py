@@ -17,6 +17,7 @@ from dualmap.policies import POLICIES
 from dualmap_cli.demo.errors import DemoError, MissingExtra, OutputRefused
 from dualmap_cli.demo.folder import held
 from dualmap_cli.demo.plan import Plan, make_plan
+from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.workloads.mooncake import TraceError
 
@@ -33,7 +34,11 @@ _OVERHEAD_S: Final = 8.0
 
 
 class _Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
+    """Ctrl-C or SIGTERM; ``exit_code`` is what shells give a command that the signal ended."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.exit_code = SIGNAL_EXIT_BASE + number
 
 
 def _read_policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -110,9 +115,9 @@ def demo(out: Path, as_json: bool, **options: Any) -> None:
             _publish(plan, runs, as_json=as_json)
     except OutputRefused as error:
         raise click.BadParameter(str(error), param_hint="--out") from error
-    except _Interrupted:
-        click.echo(f"interrupted; nothing is left running. Logs: {out / 'logs'}", err=True)
-        sys.exit(1)
+    except _Interrupted as interrupted:
+        click.echo(f"{INTERRUPTED} Logs: {out / 'logs'}", err=True)
+        sys.exit(interrupted.exit_code)
     except DemoError as error:
         click.echo(f"dualmap demo: {error}", err=True)
         sys.exit(1)
@@ -128,18 +133,20 @@ def _require_extra() -> None:
 async def _interruptible(work: Coroutine[object, object, T]) -> T:
     """Run ``work``; the first Ctrl-C or SIGTERM cancels it, later ones do not disturb its cleaning up."""
     task = asyncio.ensure_future(work)
+    received: list[signal.Signals] = []
 
-    def interrupt() -> None:
+    def interrupt(number: signal.Signals) -> None:
+        received.append(number)
         if not task.cancelling():
             task.cancel()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+        loop.add_signal_handler(number, interrupt, number)
     try:
         return await task
     except asyncio.CancelledError:
-        raise _Interrupted from None
+        raise _Interrupted(received[0]) from None
 
 
 class _Bars:
