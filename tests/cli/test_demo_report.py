@@ -9,7 +9,7 @@ import pytest
 
 from dualmap_cli.demo.chart import draw
 from dualmap_cli.demo.plan import make_plan
-from dualmap_cli.demo.printing import as_document, lag_note, preamble, table
+from dualmap_cli.demo.printing import announcement, as_document, lag_note, notes, preamble, table
 from dualmap_cli.demo.replay import Outcome
 from dualmap_cli.demo.report import PolicyRun, coefficient_of_variation, percentile, report
 from dualmap_cli.demo.sampling import LoadSample
@@ -107,6 +107,25 @@ def test_a_late_generator_is_owned_up_to(plan):
     assert "warning" not in lag_note([on_time], plan)
     assert "within 200 ms (wall)" in lag_note([on_time, late], plan)
     assert "warning" in lag_note([on_time, late], plan)
+
+
+@pytest.mark.parametrize(
+    ("late", "told"),
+    [((0, 1), True), ((0, 2), False), ((0,), False)],
+    ids=["99 % and more", "98 % once", "nothing to compare"],
+)
+def test_runs_that_tell_nothing_apart_say_so(plan, late, told):
+    slow, fast = outcome(ttft_s=5.1 / SPEED), outcome()
+    reports = [report(run(*[slow] * count, *[fast] * (100 - count)), plan) for count in late]
+
+    assert ("too light or too short to tell the policies apart" in notes(reports, plan)) is told
+    assert lag_note(reports, plan) in notes(reports, plan)
+
+
+def test_the_announced_time_is_that_of_the_replays_and_says_so(plan):
+    each_s = plan.trace.duration_s / SPEED
+
+    assert f"about {each_s:.0f} s each, {2 * each_s:.0f} s in all, plus start-up" in announcement(plan)
 
 
 def test_the_document_has_the_runs_and_what_was_replayed(plan):

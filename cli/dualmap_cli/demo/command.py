@@ -29,8 +29,6 @@ T = TypeVar("T")
 _REQUESTS: Final = 1200
 _SPEED: Final = 4.0
 _REFRESHES_PER_S: Final = 4
-_OVERHEAD_S: Final = 8.0
-"""Of each policy, roughly: the start of its processes, the last answers, the stop."""
 
 
 class _Interrupted(Exception):
@@ -173,13 +171,9 @@ async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
     """Run the plan under progress bars."""
     # Imported here for the time that its HTTP client takes to load: --help and bad usage need none of it.
     from dualmap_cli.demo.experiment import run_all
+    from dualmap_cli.demo.printing import announcement
 
-    replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
-    click.echo(
-        f"replaying {len(plan.trace.requests)} requests under {', '.join(plan.policies)}; "
-        f"about {replays_s + len(plan.policies) * _OVERHEAD_S:.0f} s",
-        err=True,
-    )
+    click.echo(announcement(plan), err=True)
     columns = (TextColumn("{task.description:<45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=_REFRESHES_PER_S) as bars:
         return await run_all(plan, _Bars(bars, len(plan.trace.requests)))
@@ -189,7 +183,7 @@ def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> Non
     """Write demo.json and demo.png and print the results."""
     # Imported here, as above; the chart's library alone takes half a second.
     from dualmap_cli.demo.chart import draw
-    from dualmap_cli.demo.printing import LEGEND, as_document, lag_note, preamble, table
+    from dualmap_cli.demo.printing import LEGEND, as_document, notes, preamble, table
     from dualmap_cli.demo.report import report
 
     reports = [report(run, plan) for run in runs]
@@ -199,6 +193,6 @@ def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> Non
     if as_json:
         click.echo(document)
     else:
-        click.echo(f"{preamble(plan)}\n\n{table(reports)}\n{LEGEND}\n\n{lag_note(reports, plan)}")
+        click.echo(f"{preamble(plan)}\n\n{table(reports)}\n{LEGEND}\n\n{notes(reports, plan)}")
     written = f"chart: {plan.out / 'demo.png'}   data: {plan.out / 'demo.json'}   logs: {plan.out / 'logs'}"
     click.echo(written, err=as_json)

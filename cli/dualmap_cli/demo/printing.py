@@ -12,8 +12,19 @@ _COLUMNS: Final = (
     *("policy", "TTFT p50", "p90", "p99", "within SLO", "hit rate"),
     *("pending CV", "pending/engine", "errors"),
 )
+_TELLING_ATTAINMENT: Final = 0.99
+"""Where no policy is below it, what is left between them is chance."""
 _LAG_SHARE: Final = 0.1
 """Of the SLO: a load generator later than that would blur what it measures."""
+
+
+def announcement(plan: Plan) -> str:
+    """Return what is about to happen and how long it takes, as far as that is known: not how fast processes start."""
+    each_s = plan.wall_s(plan.trace.duration_s)
+    return (
+        f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: about {each_s:.0f} s each, "
+        f"{len(plan.policies) * each_s:.0f} s in all, plus start-up and the last answers"
+    )
 
 
 def as_document(plan: Plan, reports: Sequence[PolicyReport]) -> dict[str, object]:
@@ -87,6 +98,17 @@ def preamble(plan: Plan) -> str:
         f"times are model seconds; the engines run at {plan.speed:g} times that speed. "
         f"SLO: first token within {SLO_TTFT_S:g} s"
     )
+
+
+def notes(reports: Sequence[PolicyReport], plan: Plan) -> str:
+    """Return what to know before reading anything into the figures."""
+    lines = [lag_note(reports, plan)]
+    if all(one.slo_attainment >= _TELLING_ATTAINMENT for one in reports) and len(reports) > 1:
+        lines.append(
+            f"note: at least {_TELLING_ATTAINMENT:.0%} of the requests met the SLO under every policy: this run is too "
+            "light or too short to tell the policies apart"
+        )
+    return "\n".join(lines)
 
 
 def lag_note(reports: Sequence[PolicyReport], plan: Plan) -> str:
