@@ -268,6 +268,13 @@ def test_usage_is_read_by_a_script_that_writes_what_the_access_log_reads(tmp_pat
         assert tags[tag] == f"%DYNAMIC_METADATA({names.USAGE_NAMESPACE}:{tag})%"
 
 
+def test_the_script_is_written_line_by_line(tmp_path: Path) -> None:
+    result = run("--pool", pool_file(tmp_path))
+    (script,) = [line for line in result.stdout.splitlines() if "inline_string" in line and line.endswith(" |")]
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert lines.index("function envoy_on_response(handle)") > lines.index(script.strip())
+
+
 def test_no_filter_collects_or_parses_responses(tmp_path: Path) -> None:
     """What stands between ext_proc and the router must neither crash on an answer nor wait for its end (ADR 6)."""
     filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]

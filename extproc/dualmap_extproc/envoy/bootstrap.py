@@ -31,4 +31,14 @@ def to_yaml(message: Bootstrap) -> str:
     # Any callable serves as a casing. The fields' names are the proto's already, and both of the library's own
     # casings break "5xx" (5_xx, 5Xx), which Envoy then refuses as unknown.
     document = message.to_dict(casing=cast(betterproto2.Casing, str))
-    return yaml.safe_dump(document, sort_keys=False, width=110)
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a literal block: the Lua script stays readable."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
