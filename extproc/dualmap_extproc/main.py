@@ -26,7 +26,18 @@ class _Duration(click.ParamType[float]):
         try:
             return parse_duration(value, "--drain-timeout", high_s=3600.0)
         except PoolError as error:
-            self.fail(str(error), param, ctx)
+            # Click names the option itself.
+            self.fail(f"{value!r} is not accepted; give {error.accepted}", param, ctx)
+
+
+def _check_distinct(ports: dict[str, int]) -> None:
+    """Raise UsageError when two of the ports are one; 0 is any free port, as often as it is given."""
+    seen: dict[int, str] = {}
+    for name, port in ports.items():
+        option = f"--{name.replace('_', '-')}"
+        other = seen.setdefault(port, option)
+        if port and other != option:
+            raise click.UsageError(f"{other} and {option} are both {port}; give each a port of its own")
 
 
 @click.command(context_settings={"show_default": True})
@@ -60,6 +71,7 @@ def router(drain_timeout: float, **options: Any) -> None:
     """
     from dualmap_extproc.wiring import run  # Here, because gRPC and aiohttp take a second that --help need not.
 
+    _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})
     settings = Settings(drain_timeout_s=drain_timeout, **options)
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

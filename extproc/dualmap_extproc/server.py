@@ -15,9 +15,11 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.picker import Picker
+from dualmap_extproc.ports import AddressError, address
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.stream import Stream
 from dualmap_extproc.wire import ext_proc_pb2 as wire
@@ -35,13 +37,7 @@ READINESS_SERVICES = ("", "readiness", EXT_PROC_SERVICE)
 NOTICE_S = 0.5
 _DEADLINE_POLL_S = 1.0
 _NO_END_S = 1e6
-
-
-class AddressError(Exception):
-    """A port cannot be bound; the message names the address and the reason."""
-
-    def __init__(self, where: str, reason: object) -> None:
-        super().__init__(f"cannot listen on {where}: {reason}")
+_log = get_logger(__name__)
 
 
 class ExternalProcessor:
@@ -63,6 +59,11 @@ class ExternalProcessor:
             response_serializer=wire.ProcessingResponse.SerializeToString,
         )
         return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method})
+
+    @property
+    def open_requests(self) -> int:
+        """How many streams are open: requests of which Envoy may still ask something."""
+        return self._streams
 
     async def idle(self) -> None:
         """Return when no stream is open."""
@@ -209,9 +210,9 @@ class GrpcServers:
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, HealthCheckResponse.SERVING)
         ports = Ports(
-            grpc=_bind(self._main, host, grpc_port, credentials),
-            health=_bind(self._plain_health, host, health_port, None),
-            als=_bind(self._als, host, als_port, credentials),
+            grpc=_bind(self._main, host, grpc_port, "--grpc-port", credentials),
+            health=_bind(self._plain_health, host, health_port, "--health-port", None),
+            als=_bind(self._als, host, als_port, "--als-port", credentials),
         )
         for server in (self._plain_health, self._als, self._main):
             await server.start()
@@ -228,6 +229,7 @@ class GrpcServers:
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
+        _log.info("draining", open_requests=self._processor.open_requests, at_most_s=timeout_s)
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(NOTICE_S, timeout_s))
         # The grace never runs out: in grpc.aio 1.85 a `stop` whose grace does while another `stop` ends crashes.
@@ -236,8 +238,10 @@ class GrpcServers:
         left_s = max(0.0, deadline_s - loop.time())
         await asyncio.wait((stopping, idle), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
+        cut = self._processor.open_requests
         await self.close()
         await stopping
+        _log.info("stopped", cut_requests=cut)
 
     async def close(self) -> None:
         """Stop at once, cutting what is open."""
@@ -258,16 +262,13 @@ async def keep_deadlines(picker: Picker) -> None:
         await asyncio.sleep(_DEADLINE_POLL_S)
 
 
-def address(host: str, port: int) -> str:
-    """Write ``host:port``, an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, option: str, credentials: grpc.ServerCredentials | None
+) -> int:
     where = address(host, port)
     try:
         if credentials is None:
             return server.add_insecure_port(where)
         return server.add_secure_port(where, credentials)
     except RuntimeError as error:
-        raise AddressError(where, error) from None
+        raise AddressError(host, port, option, error) from None

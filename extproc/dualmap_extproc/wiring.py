@@ -19,7 +19,8 @@ from dualmap_extproc.http_status import StatusServer
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
-from dualmap_extproc.server import AddressError, ExternalProcessor, GrpcServers, address, keep_deadlines
+from dualmap_extproc.ports import AddressError, address, check_free
+from dualmap_extproc.server import ExternalProcessor, GrpcServers, keep_deadlines
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.tls import TlsError, server_credentials
 
@@ -93,6 +94,14 @@ async def serve(settings: Settings) -> None:
 
 async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:
     """Bind every port; return the line that tells which. Raises AddressError and TlsError."""
+    wanted = {
+        "--grpc-port": settings.grpc_port,
+        "--health-port": settings.health_port,
+        "--metrics-port": settings.metrics_port,
+        "--als-port": settings.als_port,
+    }
+    for option, port in wanted.items():
+        check_free(settings.host, port, option)
     ports = await servers.start(
         settings.host,
         grpc_port=settings.grpc_port,
@@ -103,6 +112,6 @@ async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer
     try:
         metrics_port = await status.start(settings.host, settings.metrics_port)
     except OSError as error:
-        raise AddressError(address(settings.host, settings.metrics_port), error) from error
+        raise AddressError(settings.host, settings.metrics_port, "--metrics-port", error) from error
     bound = {"grpc": ports.grpc, "health": ports.health, "metrics": metrics_port, "als": ports.als}
     return "dualmap router ready " + " ".join(f"{name}={address(settings.host, port)}" for name, port in bound.items())

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -252,9 +253,12 @@ async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_pl
         (None, ("--tls", "/nonexistent"), 2, "--tls: '/nonexistent' is not accepted; give off, self-signed"),
         (None, ("--tls", "on"), 2, "--tls: 'on' is not accepted; give off, self-signed"),
         ("replicas: !!bool maybe", (), 2, "pool.yaml"),
-        (None, ("--drain-timeout", "soon"), 2, "soon"),
+        (None, ("--drain-timeout", "soon"), 2, "Invalid value for '--drain-timeout': 'soon' is not accepted; give "),
+        (None, ("--als-port", "4711", "--grpc-port", "4711"), 2, "--grpc-port and --als-port are both 4711"),
         (None, ("--grpc-port", "70000"), 2, "70000"),
-        (None, ("--host", "not.an.address.invalid"), 1, "not.an.address.invalid"),
+        (None, ("--host", "not.an.address.invalid"), 1, "give another --host"),
+        (None, ("--host", "a..b"), 1, "give another --host"),
+        (None, ("--host", "192.0.2.1"), 1, "cannot listen on 192.0.2.1:0"),
     ],
 )
 def test_what_keeps_it_from_starting_is_said_and_has_an_exit_status(tmp_path, content, options, status, said):
@@ -269,6 +273,57 @@ def test_what_keeps_it_from_starting_is_said_and_has_an_exit_status(tmp_path, co
     assert result.exit_code == status
     assert said in result.stderr
     assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--health-port", "--metrics-port", "--als-port"])
+async def test_a_port_in_use_is_said_in_one_line_that_names_its_option(tmp_path, monkeypatch, option):
+    # As at a user's: gRPC may say what it wants.
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    ports = {f"--{name}-port": "0" for name in ("grpc", "health", "metrics", "als")}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports[option] = str(taken.getsockname()[1])
+        arguments = [text for pair in ports.items() for text in pair]
+        file = write_pool(tmp_path / "pool.yaml")
+        command = [
+            sys.executable,
+            "-m",
+            "dualmap_cli",
+            "router",
+            "--host",
+            "127.0.0.1",
+            "--pool",
+            str(file),
+            *arguments,
+        ]
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
+
+    where = f"127.0.0.1:{ports[option]}"
+    assert said.decode() == (
+        f"dualmap router: cannot listen on {where}: Address already in use; give another {option}\n"
+    )
+    assert process.returncode == 1
+
+
+async def test_a_stop_says_what_it_waits_for_how_long_and_that_it_is_over(tmp_path):
+    options = ("--drain-timeout", "600ms", "--log-format", "json")
+    async with (
+        running(write_pool(tmp_path / "pool.yaml"), options=options) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call = stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()))
+        await call.read()
+        served.stop()
+        assert served.process.stderr is not None
+        said = [
+            json.loads(line) for line in (await asyncio.wait_for(served.process.stderr.read(), WAIT_S)).splitlines()
+        ]
+
+    draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.server")
+    assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("draining", 1, 0.6)
+    assert (stopped["event"], stopped["cut_requests"]) == ("stopped", 1)
 
 
 def test_a_missing_pool_option_is_bad_usage():

@@ -1,0 +1,34 @@
+"""The addresses the router listens on: how they are written, and whether they can be had.
+
+``wiring`` asks before ``server`` and ``http_status`` bind: gRPC says why it cannot bind only in its own log, in C++.
+"""
+
+import errno
+import socket
+
+
+class AddressError(Exception):
+    """A port cannot be bound; the message names the address, the option to change, and the reason."""
+
+    def __init__(self, host: str, port: int, option: str, reason: object) -> None:
+        super().__init__(f"cannot listen on {address(host, port)}: {reason}; give another {option}")
+
+
+def address(host: str, port: int) -> str:
+    """Write ``host:port``, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(host: str, port: int, option: str) -> None:
+    """Raise AddressError when ``port`` (0: any) cannot be bound on ``host``; ``option`` is what sets the port."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: connections of a router that has just stopped are no hindrance, one that listens is.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except (socket.gaierror, UnicodeError) as error:
+        raise AddressError(host, port, "--host", getattr(error, "strerror", None) or "not a host name") from error
+    except OSError as error:
+        wrong = "--host" if error.errno == errno.EADDRNOTAVAIL else option
+        raise AddressError(host, port, wrong, error.strerror) from error
