@@ -130,8 +130,33 @@ class TestRefusing:
             load_pool_files([path])
         if field is not None:
             assert refused.value.field == field
-        assert str(refused.value).startswith(f"{path}: {refused.value.field}: ")
-        assert "is not accepted; give " in str(refused.value)
+        said = str(refused.value)
+        assert said.startswith(f"{path}: ")
+        assert "; give " in said
+        assert "\n" not in said
+        if refused.value.field != "document":
+            assert said.startswith(f"{path}: {refused.value.field}: ")
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "No such file or directory; give a readable pool file"),
+            ("", "no pool in it; give at least one InferencePool of serving.dualmap.dev/v1alpha1"),
+            ("kind: [", "line 2, column 1: "),
+            ("a: &a [*a]", "*a inside &a; give aliases that are not circular"),
+            ("x: " + "[" * 100, "more than 64 levels; give a flatter file"),
+        ],
+    )
+    def test_what_is_wrong_with_a_whole_file_is_said_plainly(
+        self, tmp_path: Path, content: str | None, said: str
+    ) -> None:
+        path = tmp_path / "p.yaml"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert str(refused.value).startswith(f"{path}: {said}")
+        assert "is not accepted" not in str(refused.value)
 
     def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
         path = tmp_path / "p.yaml"

@@ -50,6 +50,16 @@ class PoolFileError(PoolError):
         return f"{self.file}: {super().__str__()}"
 
 
+class UnreadablePoolFileError(PoolFileError):
+    """A pool file is missing, too much, or no YAML: ``value`` says what is wrong, in words, with no field at fault."""
+
+    def __str__(self) -> str:
+        where = "" if self.field in ("file", "document") else f"{self.field}: "
+        # PyYAML's sentences run over several lines and may quote what they refuse.
+        wrong = " ".join(str(self.value).split())
+        return f"{self.file}: {where}{wrong if len(wrong) <= 200 else wrong[:197] + '...'}; give {self.accepted}"
+
+
 def load_pool_files(paths: Iterable[Path]) -> tuple[Pool, ...]:
     """Read every file and return all their pools, in the order given; raises PoolFileError."""
     return _joined([(path, _parse(path, _read(path))) for path in paths])
@@ -217,9 +227,11 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise PoolFileError(path, "file", error.strerror, "a readable pool file") from error
+        raise UnreadablePoolFileError(path, "file", error.strerror, "a readable pool file") from error
     if len(data) > MAX_BYTES:
-        raise PoolFileError(path, "file", f"more than {MAX_BYTES} bytes", f"a pool file of at most {MAX_BYTES} bytes")
+        raise UnreadablePoolFileError(
+            path, "file", f"more than {MAX_BYTES} bytes", f"a pool file of at most {MAX_BYTES} bytes"
+        )
     return data
 
 
@@ -238,7 +250,9 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
             field = error.field if len(documents) == 1 else f"document {number}: {error.field}"
             raise PoolFileError(path, field, error.value, error.accepted) from error
     if not pools:
-        raise PoolFileError(path, "document", None, "at least one InferencePool of serving.dualmap.dev/v1alpha1")
+        raise UnreadablePoolFileError(
+            path, "document", "no pool in it", "at least one InferencePool of serving.dualmap.dev/v1alpha1"
+        )
     return tuple(pools)
 
 
@@ -262,11 +276,13 @@ def _load_yaml(path: Path, data: bytes) -> list[object]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         field = "document" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
-        raise PoolFileError(path, field, error.problem or error.context, "YAML") from error
+        raise UnreadablePoolFileError(path, field, error.problem or error.context, "YAML") from error
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # ReaderError (bytes that are no text) has no mark. The others come from PyYAML's conversions of scalars, which
         # check nothing: 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError), `!!int ""` (IndexError), ...
-        raise PoolFileError(path, "document", f"{type(error).__name__}: {error}", "YAML") from error
+        raise UnreadablePoolFileError(
+            path, "document", f"{type(error).__name__}: {error}", "values that YAML can read"
+        ) from error
 
 
 def _refuse_bombs(path: Path, data: bytes) -> None:
@@ -283,7 +299,9 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
             sizes.clear()
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in open_nodes):
-                raise PoolFileError(path, "document", f"*{event.anchor} inside &{event.anchor}", "no circular aliases")
+                raise UnreadablePoolFileError(
+                    path, "document", f"*{event.anchor} inside &{event.anchor}", "aliases that are not circular"
+                )
             nodes += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             nodes += 1
@@ -291,13 +309,15 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
             open_nodes.append((event.anchor, nodes))
             nodes += 1
             if len(open_nodes) > MAX_DEPTH:
-                raise PoolFileError(path, "document", "deeper nesting", f"at most {MAX_DEPTH} levels")
+                raise UnreadablePoolFileError(path, "document", f"more than {MAX_DEPTH} levels", "a flatter file")
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
             if anchor is not None:
                 sizes[anchor] = nodes - before
         if nodes > MAX_NODES:
-            raise PoolFileError(path, "document", "more values, aliases expanded", f"at most {MAX_NODES}")
+            raise UnreadablePoolFileError(
+                path, "document", f"more than {MAX_NODES} values, aliases expanded", "a shorter file"
+            )
 
 
 def _clipped(value: object) -> str:
