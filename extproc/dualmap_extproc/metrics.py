@@ -348,7 +348,8 @@ def _endpoint_loads(statuses: Sequence[PoolStatus]) -> Iterator[Metric]:
             pending.add_metric(labels, endpoint.pending_prefill_tokens)
             in_flight.add_metric(labels, endpoint.in_flight)
             active_kv.add_metric(labels, endpoint.active_kv_tokens)
-            speed.add_metric(labels, endpoint.prefill_tokens_per_second)
+            # Learnt as a quotient of averages: digits beyond these mean nothing.
+            speed.add_metric(labels, round(endpoint.prefill_tokens_per_second, 1))
             indexed.add_metric(labels, endpoint.indexed_blocks)
             weight.add_metric(labels, endpoint.weight)
     yield from (pending, in_flight, active_kv, speed, indexed, weight)

@@ -57,7 +57,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
             pending_prefill_tokens=1000 * (n + 1),
             active_kv_tokens=5000,
             indexed_blocks=40,
-            prefill_tokens_per_second=6500.5,
+            prefill_tokens_per_second=6500.499999999999,
         )
         for n, state in enumerate(states)
     )
