@@ -58,18 +58,33 @@ def decide(pools: tuple[Pool, ...], body: bytes) -> Receipt | Refused:
 
 def in_words(receipt: Receipt) -> str:
     """Return a receipt as a short text for people."""
-    key = receipt.key
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
         f"Because {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
-        f"Key: {key.blocks} blocks, {key.tokens} of the prompt's {receipt.prompt_tokens} tokens ({key.hash:016x}).",
+        f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
         "Candidates:",
     ]
     for each in receipt.candidates:
+        held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
         lines += [
-            f"  {each.id} ({each.state}): holds {each.matched_tokens} tokens of the prompt,",
-            f"    {each.pending_tokens} prefill tokens pending, {each.in_flight} requests in flight;"
-            f" predicted TTFT {each.ttft_s:.3f} s",
+            f"  {each.id} ({each.state}):{held}",
+            f"    {_count(each.pending_tokens, 'prefill token')} pending,"
+            f" {_count(each.in_flight, 'request')} in flight; predicted TTFT {_duration(each.ttft_s)}",
         ]
     return "\n".join(lines)
+
+
+def _key(receipt: Receipt) -> str:
+    if not receipt.key.blocks:
+        return "no prompt, so the request's own id"
+    key = receipt.key
+    return f"{_count(key.blocks, 'block')}, {key.tokens} of the prompt's {_count(receipt.prompt_tokens, 'token')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,24 @@ def test_policies_are_listed_with_their_sources() -> None:
     rows = json.loads(CliRunner().invoke(policies, ["--json"]).stdout)
     assert {row["name"] for row in rows} == set(POLICIES)
     assert all(row["source"] and row["summary"] for row in rows)
+
+
+def words(pool_file: str, **body: object) -> str:
+    request = json.dumps({"model": "qwen", **body})
+    return CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=request).stdout
+
+
+def test_words_count_as_people_do(pool_file: str) -> None:
+    assert "Key: 1 block, 1 of the prompt's 1 token (" in words(pool_file, prompt="hi")
+    assert "Key: 2 blocks, 256 of the prompt's 300 tokens (" in words(pool_file, prompt="x" * 1200)
+
+
+def test_words_give_milliseconds_below_a_second(pool_file: str) -> None:
+    assert re.search(r"predicted TTFT \d+ ms$", words(pool_file, prompt="x" * 2000), re.MULTILINE)
+    assert re.search(r"predicted TTFT \d+\.\d{3} s$", words(pool_file, prompt="x" * 200_000), re.MULTILINE)
+
+
+def test_words_say_where_there_is_no_prompt(pool_file: str) -> None:
+    said = words(pool_file)
+    assert "Key: no prompt, so the request's own id (" in said
+    assert "tokens of the prompt" not in said
