@@ -96,9 +96,9 @@ def test_prompts_longer_than_an_engine_computes_are_cut_and_told(tmp_path):
 
     assert long.prompts_cut == 2
     assert {request.input_tokens for request in long.trace.requests} == {20_480}
-    assert "2 of the prompts were longer and are cut to the 20,480 tokens that an engine computes" in preamble(long)
+    assert "prompts cut to the 20,480 tokens that an engine computes: 2\n" in preamble(long)
     assert whole.prompts_cut == 0
-    assert "cut to" not in preamble(whole)
+    assert "prompts cut" not in preamble(whole)
 
 
 def test_a_bad_trace_is_bad_input_with_its_place(tmp_path):

@@ -123,9 +123,7 @@ def test_runs_that_tell_nothing_apart_say_so(plan, late, told):
 
 
 def test_the_announced_time_is_that_of_the_replays_and_says_so(plan):
-    each_s = plan.trace.duration_s / SPEED
-
-    assert f"about {each_s:.0f} s each, {2 * each_s:.0f} s in all, plus start-up" in announcement(plan)
+    assert f"about {2 * plan.trace.duration_s / SPEED:.0f} s in all, plus start-up" in announcement(plan)
 
 
 def test_the_document_has_the_runs_and_what_was_replayed(plan):

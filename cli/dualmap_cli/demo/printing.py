@@ -20,10 +20,10 @@ _LAG_SHARE: Final = 0.1
 
 def announcement(plan: Plan) -> str:
     """Return what is about to happen and how long it takes, as far as that is known: not how fast processes start."""
-    each_s = plan.wall_s(plan.trace.duration_s)
+    replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
     return (
-        f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: about {each_s:.0f} s each, "
-        f"{len(plan.policies) * each_s:.0f} s in all, plus start-up and the last answers"
+        f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: "
+        f"about {replays_s:.0f} s in all, plus start-up and the last answers"
     )
 
 
@@ -84,8 +84,7 @@ def preamble(plan: Plan) -> str:
     facts = measure(plan.trace)
     sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
     cut = (
-        f"{plan.prompts_cut:,} of the prompts were longer and are cut to the {plan.engine.input_tokens_max:,} tokens "
-        "that an engine computes\n"
+        f"prompts cut to the {plan.engine.input_tokens_max:,} tokens that an engine computes: {plan.prompts_cut:,}\n"
         if plan.prompts_cut
         else ""
     )
@@ -105,8 +104,8 @@ def notes(reports: Sequence[PolicyReport], plan: Plan) -> str:
     lines = [lag_note(reports, plan)]
     if all(one.slo_attainment >= _TELLING_ATTAINMENT for one in reports) and len(reports) > 1:
         lines.append(
-            f"note: at least {_TELLING_ATTAINMENT:.0%} of the requests met the SLO under every policy: this run is too "
-            "light or too short to tell the policies apart"
+            f"note: at least {_TELLING_ATTAINMENT:.0%} of the requests met the SLO under every policy:\n"
+            "this run is too light or too short to tell the policies apart"
         )
     return "\n".join(lines)
 
