@@ -1,7 +1,7 @@
 """Envoy's listener: the connection manager, what it takes off clients' requests, and the routes to the pools.
 
 Requests that are none (a broken request line, headers too large, CONNECT...) are answered 4xx by Envoy; only chunks
-that break off the chunked coding within a body end in a closed connection without an answer, which no option changes.
+that break off the chunked coding within a body end in a closed connection without an answer.
 """
 
 from datetime import timedelta
