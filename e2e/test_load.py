@@ -30,7 +30,7 @@ def bodies(mode: str) -> list[bytes]:
 async def test_two_workers_under_load(world: World, deployment: Deployment) -> None:
     before = {
         outcome: await deployment.metric("dualmap_completions_total", pool=POOL, outcome=outcome)
-        for outcome in ("finished", "aborted", "expired")
+        for outcome in ("finished", "rejected", "aborted", "expired")
     }
     measured = await deployment.metric("dualmap_measured_cached_tokens_total", pool=POOL)
     room = asyncio.Semaphore(CLIENTS)
@@ -51,7 +51,7 @@ async def test_two_workers_under_load(world: World, deployment: Deployment) -> N
     assert {reply.headers[ENGINE_HEADER] for reply in replies} == set(names.values())
 
     await deployment.wait_for_rest()
-    for outcome, more in (("finished", REQUESTS), ("aborted", 0), ("expired", 0)):
+    for outcome, more in (("finished", REQUESTS), ("rejected", 0), ("aborted", 0), ("expired", 0)):
         await deployment.wait_for_metric(
             "dualmap_completions_total", before[outcome] + more, pool=POOL, outcome=outcome
         )
