@@ -23,11 +23,11 @@ def cost_us(ring: DualRing, keys: list[int]) -> float:
 
 def main() -> None:
     chance = random.Random(1)
-    print("rings: busiest member's share over the mean (200 keys a member), and time for the pair of a key")
+    print("rings: busiest member's share over the mean (40 000 keys, at least 100 a member), and time for the pair of a key")
     print("| members | algorithm | perfect | ring 1 | pair | build ms | new key us | known key us |")
     print("|---|---|---|---|---|---|---|---|")
     for size in SIZES:
-        keys = [chance.getrandbits(64) for _ in range(200 * size)]
+        keys = [chance.getrandbits(64) for _ in range(max(40_000, 100 * size))]
         # What keys dealt out perfectly at random would show: the rest is the algorithm's.
         perfect = max(Counter(chance.randrange(size) for _ in keys).values()) * size / len(keys)
         for spec in (Ring(), Ring(algorithm=RingAlgorithm.VIRTUAL_NODES)):
