@@ -23,7 +23,7 @@ def cost_us(ring: DualRing, keys: list[int]) -> float:
 
 def main() -> None:
     chance = random.Random(1)
-    print("rings: busiest member's share over the mean (40 000 keys, at least 100 a member), and time for the pair of a key")
+    print("rings: busiest member's share over the mean (40 000 keys, at least 100 a member); time for a key's pair")
     print("| members | algorithm | perfect | ring 1 | pair | build ms | new key us | known key us |")
     print("|---|---|---|---|---|---|---|---|")
     for size in SIZES:
