@@ -72,7 +72,7 @@ class PoolRouter:
         self._book(now, request, choice.candidate)
         return Decision(
             request_id=request.id,
-            endpoints=self._endpoints(choice.candidate, pair, ring),
+            endpoints=_endpoints(choice.candidate, pair),
             receipt=self._receipt(key, situation, choice),
         )
 
@@ -124,12 +124,7 @@ class PoolRouter:
     def on_aborted(self, now: float, request_id: str) -> Completion | None:
         """Close the books on a request that was cancelled or failed; None when it is unknown or has ended."""
         entry = self._ledger.leave(now, request_id)
-        if entry is None:
-            return None
-        if not entry.prefilled:
-            # An engine that fails at once must not attract the next request by a cache it never filled.
-            self._forget_uncomputed(entry)
-        return _completion(entry, None)
+        return None if entry is None else self._broken_off(entry)
 
     def on_heard(self, now: float, request_id: str) -> None:
         """Take note that a request is alive, so that it does not expire; nothing happens when it is unknown."""
@@ -159,11 +154,7 @@ class PoolRouter:
 
     def on_deadline(self, now: float) -> tuple[Completion, ...]:
         """Do what is due: close the books on requests that nothing was heard of for too long, and return them."""
-        expired = self._ledger.expire(now)
-        for entry in expired:
-            if not entry.prefilled:
-                self._forget_uncomputed(entry)
-        return tuple(_completion(entry, None) for entry in expired)
+        return tuple(self._broken_off(entry) for entry in self._ledger.expire(now))
 
     def status(self) -> PoolStatus:
         """Return what this router knows of the pool at this moment."""
@@ -218,7 +209,7 @@ class PoolRouter:
     def _candidate(self, now: float, member: Member, chain: BlockChain) -> Candidate:
         load = self._ledger.load(member.id)
         load.settle(now)
-        matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.cacheable))
+        matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.hashes))
         speed = load.speed
         return Candidate(
             id=member.id,
@@ -249,16 +240,18 @@ class PoolRouter:
         self._ledger.enter(now, entry)
         self._indexes[candidate.id].add(request.chain.cacheable)
 
+    def _broken_off(self, entry: Entry) -> Completion:
+        """Report a request that nothing good came of."""
+        if not entry.prefilled:
+            # An engine that fails at once must not attract the next request by a cache it never filled.
+            self._forget_uncomputed(entry)
+        return _completion(entry, None)
+
     def _forget_uncomputed(self, entry: Entry) -> None:
         """Take back that a member would hold a prompt it never computed; what it held before stays."""
         if entry.member in self._indexes:
             held_blocks = entry.matched_tokens // entry.chain.block_tokens
             self._indexes[entry.member].remove(entry.chain.cacheable[held_blocks:])
-
-    def _endpoints(self, chosen: Candidate, pair: tuple[Candidate, ...], ring: DualRing) -> tuple[str, ...]:
-        """Return the chosen endpoint, then the one Envoy shall try when that refuses the connection."""
-        fallback = next((each.endpoint for each in pair if each.id != chosen.id), None)
-        return (chosen.endpoint,) if fallback is None else (chosen.endpoint, fallback)
 
     def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
         chosen = choice.candidate
@@ -328,6 +321,12 @@ class _Candidates(Sequence[Candidate]):
 
     def __iter__(self) -> Iterator[Candidate]:
         return map(self._look, self._members)
+
+
+def _endpoints(chosen: Candidate, pair: tuple[Candidate, ...]) -> tuple[str, ...]:
+    """Return the chosen endpoint, then the one Envoy shall try when that refuses the connection."""
+    fallback = next((each.endpoint for each in pair if each.id != chosen.id), None)
+    return (chosen.endpoint,) if fallback is None else (chosen.endpoint, fallback)
 
 
 def _capacity_blocks(pool: Pool) -> int:
