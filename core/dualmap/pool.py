@@ -118,8 +118,13 @@ class Rebalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Requests held by the router: how many, how long, in which order."""
+    """Requests held by the router: beyond which backlog, how many, how long, in which order.
 
+    ``dispatch_window_s`` is how many seconds of prefill may wait at an instance before further requests for it wait in
+    the router; infinity never holds any back.
+    """
+
+    dispatch_window_s: float = 1.0
     max_held: int = 1000
     max_wait_s: float = 30.0
     order: str = "Fcfs"

@@ -9,6 +9,7 @@ ignored; ``metadata``, the rest of ``status`` and ``spec.workload`` may hold any
 import re
 from collections.abc import Iterable, Mapping
 from ipaddress import ip_address
+from math import inf
 from typing import Final
 
 from dualmap.errors import PoolError
@@ -36,6 +37,7 @@ GROUP: Final = "serving.dualmap.dev"
 API_VERSION: Final = f"{GROUP}/v1alpha1"
 ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
 QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
+UNLIMITED: Final = "Unlimited"
 _LISTS: Final = ("List", "InferencePoolList")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -176,9 +178,19 @@ class _Fields:
             raise PoolError(self.at(name), value, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def duration(self, name: str, default_s: float, *, low_s: float, high_s: float) -> float:
+    def duration(
+        self, name: str, default_s: float, *, low_s: float, high_s: float, unlimited: bool = False
+    ) -> float:
         value = self.get(name)
-        return default_s if value is None else parse_duration(value, self.at(name), low_s=low_s, high_s=high_s)
+        if value is None:
+            return default_s
+        if unlimited and value == UNLIMITED:
+            return inf
+        try:
+            return parse_duration(value, self.at(name), low_s=low_s, high_s=high_s)
+        except PoolError as error:
+            accepted = f"{error.accepted}, or {UNLIMITED}" if unlimited else error.accepted
+            raise PoolError(error.field, value, accepted) from None
 
 
 def _read_pool(root: _Fields) -> Pool:
@@ -295,6 +307,7 @@ def _read_prefix(fields: _Fields) -> Prefix:
 
 def _read_queue(fields: _Fields) -> Queue:
     queue = Queue(
+        dispatch_window_s=fields.duration("dispatchWindow", 1.0, low_s=0.001, high_s=600.0, unlimited=True),
         max_held=fields.integer("maxHeld", 1000, 0, 100_000),
         max_wait_s=fields.duration("maxWait", 30.0, low_s=0.1, high_s=600.0),
         order=fields.choice("order", "Fcfs", QUEUE_ORDERS),

@@ -25,6 +25,8 @@ _UNIT = "\x1f"
 _TOKEN_CODE = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # LoRA adapters that are named beside the model: SGLang's and TensorRT-LLM's fields. vLLM names them as the model.
 _LORA_FIELDS = ("lora_path", "lora_request")
+# What names a session, the most telling first: vLLM's own field, then OpenAI's.
+_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
 # What a message, or an item of a responses input, holds beside its role and content.
 _TURN_FIELDS = (
     *("name", "reasoning_content", "reasoning", "summary", "tool_calls", "function_call", "tool_call_id"),
@@ -45,7 +47,7 @@ class Prompt:
     """What of a request body matters to routing.
 
     ``text`` is canonical; ``lora`` and ``cache_salt`` may be empty; ``streamed`` says whether the answer is to come
-    token by token.
+    token by token; ``session`` is the session the body names, empty where it names none.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Prompt:
     lora: str = ""
     cache_salt: str = ""
     streamed: bool = False
+    session: str = ""
 
 
 def read_prompt(body: object) -> Prompt:
@@ -75,9 +78,18 @@ def read_prompt(body: object) -> Prompt:
             lora="".join(_compact(body[name]) for name in _LORA_FIELDS if body.get(name)),
             cache_salt=salt if isinstance(salt, str) else "" if salt is None else _compact(salt),
             streamed=body.get("stream") is True,
+            session=_session(body),
         )
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
+
+
+def _session(body: Mapping[str, object]) -> str:
+    for name in _SESSION_FIELDS:
+        value = body.get(name)
+        if isinstance(value, str) and value:
+            return value
+    return ""
 
 
 def _canonical_text(body: Mapping[str, object]) -> bytes:

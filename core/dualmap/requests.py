@@ -1,7 +1,8 @@
 """What goes into a pool's router and what comes out of it, as values.
 
-``PoolRouter`` (dualmap.router) consumes a Request and answers with a Decision or a Refusal; the drivers (the ext_proc
-server, the simulator) tell it later how the request went and get Observations back to count and log.
+``PoolRouter`` (dualmap.router) consumes a Request and answers with a Decision, a Refusal, or Held: then the decision or
+refusal comes later, by ``take_outcomes``. The drivers (the ext_proc server, the simulator) tell it afterwards how the
+request went and get values back to count and log.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ class Request:
 
     ``id`` is unique among live requests; ``arrived_s`` is on the clock of every ``now``; ``subset`` holds the
     ``ip:port`` or bare ``ip`` strings a gateway allows (None: no restriction; empty: nothing is allowed). ``streamed``
-    says whether the answer comes token by token, so that the first token will be seen.
+    says whether the answer comes token by token, so that the first token will be seen. ``session`` names the session
+    it belongs to (dualmap.sessions), None where the client named none.
     """
 
     id: str
@@ -25,6 +27,7 @@ class Request:
     arrived_s: float
     subset: frozenset[str] | None = None
     streamed: bool = True
+    session: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,28 @@ class Decision:
         return ",".join(self.endpoints)
 
 
-class Refusal(StrEnum):
+class Reason(StrEnum):
     """Why a request got no instance."""
 
     NO_ENDPOINT = "no_endpoint"
+    QUEUE_FULL = "queue_full"
+    WAITED_TOO_LONG = "waited_too_long"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A request that got no instance; ``retry_after_s`` is when it may fare better, None where nobody knows."""
+
+    request_id: str
+    reason: Reason
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A request that waits in the router: its Decision or Refusal comes by ``take_outcomes``, unless it is aborted."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +98,39 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
-    """One member as this router knows it: loads in tokens and requests, speed as learnt (tokens per second)."""
+    """One member as this router knows it: its own share of the load in tokens and requests, speed as learnt.
+
+    ``held`` requests with ``held_prefill_tokens`` to compute wait in the router for this member; ``pending_prefill_tokens``
+    are of those handed over. A ``suspended`` member failed several times in a row and is left alone for a moment.
+    """
 
     id: str
     endpoint: str
     state: str
     weight: int
     in_flight: int
+    held: int
     pending_prefill_tokens: int
+    held_prefill_tokens: int
     active_kv_tokens: int
     indexed_blocks: int
     prefill_tokens_per_second: float
+    suspended: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """A pool as this router knows it, taken at one moment."""
+    """A pool as this router knows it, taken at one moment.
+
+    ``held`` counts every request that waits in the router, those that wait for any first member included;
+    ``sessions`` the session bindings it remembers, ``peers`` the other routers it has heard of lately.
+    """
 
     pool: str
     ring_version: int
+    held: int
+    sessions: int
+    peers: int
     endpoints: tuple[EndpointStatus, ...]
     hotness_nodes: int
     split_prefixes: int

@@ -24,6 +24,7 @@ from dualmap.requests import (
     EndpointStatus,
     FirstToken,
     PoolStatus,
+    Reason,
     Refusal,
     Request,
     Usage,
@@ -54,7 +55,7 @@ class PoolRouter:
         """Choose the instance of a request and book it there; or refuse it when no member is eligible."""
         ring = self._ring_for(request.subset)
         if not ring.members:
-            return Refusal.NO_ENDPOINT
+            return Refusal(request_id=request.id, reason=Reason.NO_ENDPOINT)
         key = self._key(now, request)
         pair = tuple(self._candidate(now, self._members[member], request.chain) for member in ring.pair(key.hash))
         situation = Situation(
@@ -161,6 +162,9 @@ class PoolRouter:
         return PoolStatus(
             pool=self._pool.id,
             ring_version=self._pool.ring_version,
+            held=0,
+            sessions=0,
+            peers=0,
             endpoints=tuple(self._endpoint_status(member) for member in self._members.values()),
             hotness_nodes=self._tree.nodes,
             split_prefixes=self._tree.split_prefixes,
@@ -291,10 +295,13 @@ class PoolRouter:
             state=member.state.value,
             weight=member.weight,
             in_flight=load.in_flight,
+            held=0,
             pending_prefill_tokens=load.pending_prefill_tokens,
+            held_prefill_tokens=0,
             active_kv_tokens=load.active_kv_tokens,
             indexed_blocks=len(self._indexes[member.id]),
             prefill_tokens_per_second=load.speed.tokens_per_second,
+            suspended=False,
         )
 
 

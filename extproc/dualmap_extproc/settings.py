@@ -30,8 +30,26 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RedisSettings:
+    """Where the state shared between routers is kept.
+
+    ``url`` is ``redis://``, ``rediss://`` (TLS) or ``unix://``; a password given apart from it is preferred, so that
+    none need stand in a command line. ``ca_file`` is what a TLS server's certificate is checked against (None: the
+    system's).
+    """
+
+    url: str = field(repr=False)
+    password: str | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder."""
+    """What ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder.
+
+    ``tls_client_ca`` is what clients' certificates are checked against (None: clients need none). ``redis`` is None for
+    a router that is alone. ``log_prompts`` lets debug logs quote headers and prompts.
+    """
 
     pools: tuple[Path, ...]
     host: str = "0.0.0.0"
@@ -40,8 +58,11 @@ class Settings:
     metrics_port: int = 9090
     als_port: int = 9004
     tls: str = "off"
+    tls_client_ca: Path | None = None
+    redis: RedisSettings | None = None
     replica_id: str
     log_level: str = "info"
     log_format: LogFormat = "text"
+    log_prompts: bool = False
     drain_timeout_s: float = 25.0
     limits: Limits = field(default_factory=Limits)

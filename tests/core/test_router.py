@@ -13,7 +13,7 @@ from dualmap.hotness import MIN_SPLIT_REQUESTS
 from dualmap.ledger import ENTRY_TTL_S
 from dualmap.policies import POLICIES
 from dualmap.pool import Engine, Member, MemberState, Prefix, Routing
-from dualmap.requests import Decision, Refusal, Usage
+from dualmap.requests import Decision, Reason, Refusal, Usage
 from dualmap.router import PoolRouter
 
 
@@ -212,10 +212,10 @@ def test_completion_carries_predicted_and_measured_hits() -> None:
 
 
 def test_no_eligible_member_is_refused() -> None:
-    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")) is Refusal.NO_ENDPOINT
+    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")) == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
     assert PoolRouter(pool(0)).any_endpoints(None) == ()
     draining = replace(pool(0), members=members(2, state=MemberState.DRAINING))
-    assert PoolRouter(draining).on_request(0.0, request("1", "x")) is Refusal.NO_ENDPOINT
+    assert PoolRouter(draining).on_request(0.0, request("1", "x")) == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
     assert PoolRouter(draining).any_endpoints(None) == ()
 
 
@@ -239,7 +239,7 @@ def test_the_subset_hint_restricts_the_pair_and_bodiless_requests(subset: set[st
     for n in range(20):
         decision = router.on_request(0.0, request(str(n), text_of(400, str(n)), subset=frozenset(subset)))
         if not allowed:
-            assert decision is Refusal.NO_ENDPOINT
+            assert isinstance(decision, Refusal)
             continue
         assert isinstance(decision, Decision)
         assert set(decision.receipt.pair) <= allowed
