@@ -15,13 +15,15 @@ from dualmap.hotness import HotnessCounts
 class SharedLoad:
     """One replica's own share of a member's load.
 
-    Prefill tokens and the seconds they should take count requests handed over and requests held for the member.
+    ``pending_prefill_tokens`` counts requests handed over and requests held for the member; ``backlog_s`` is how long
+    the former should keep it busy, ``held_s`` the latter.
     """
 
-    pending_prefill_tokens: int
-    queue_s: float
-    in_flight: int
-    active_kv_tokens: int
+    pending_prefill_tokens: int = 0
+    backlog_s: float = 0.0
+    held_s: float = 0.0
+    in_flight: int = 0
+    active_kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
