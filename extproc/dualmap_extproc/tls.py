@@ -1,44 +1,60 @@
-"""Transport security of the gRPC port: ``--tls off|self-signed|DIR``.
+"""Transport security of the gRPC and access log ports: ``--tls off|self-signed|DIR`` and ``--tls-client-ca FILE``.
 
 Gateways speak TLS to an endpoint picker by default and do not verify it (PROTOCOLS section 1), hence ``self-signed``.
-A folder holds ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does, and is read again when they change.
+A folder holds ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does. With a client CA the ports are only for
+who shows a certificate that it signed. All three files are read again when they change; ``server`` binds the ports.
 cryptography is imported where it is used: a router in plain text starts a tenth of a second earlier without it.
 """
 
 import datetime
+import threading
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
 from dualmap_extproc.logs import get_logger
 
+if TYPE_CHECKING:
+    from cryptography import x509
+
 _LIFETIME = datetime.timedelta(days=3650)
+_CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
 _log = get_logger(__name__)
+
+# A private key and the chain of certificates for it, both PEM.
+Pair: TypeAlias = tuple[bytes, bytes]
 
 
 class TlsError(Exception):
-    """What was given to ``--tls`` is no folder or holds no usable certificate; the message says what and why."""
+    """``--tls`` or ``--tls-client-ca`` is no good: the message says which option or file, and what is wrong with it."""
 
 
-def server_credentials(tls: str) -> grpc.ServerCredentials | None:
-    """Return what the gRPC port shall be opened with; None for plain text. Raises TlsError."""
+def server_credentials(tls: str, client_ca: Path | None = None) -> grpc.ServerCredentials | None:
+    """Return what the gRPC ports shall be opened with, all of them with the same; None for plain text.
+
+    With ``client_ca`` (a file of PEM certificates) a client must show a certificate that one of them signed.
+    Raises TlsError.
+    """
     if tls == "off":
+        if client_ca is not None:
+            raise TlsError("--tls-client-ca: means nothing in plain text; give --tls self-signed or --tls DIR too")
         return None
+    pair: Pair | Path
     if tls == "self-signed":
-        return grpc.ssl_server_credentials([self_signed()])
-    if not Path(tls).is_dir():
+        pair = self_signed()
+    elif Path(tls).is_dir():
+        pair = Path(tls)
+    else:
         raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
-    files = CertificateFiles(Path(tls))
-    initial = files.read()
+    certificates = Certificates(pair, client_ca)
     return grpc.dynamic_ssl_server_credentials(
-        initial,
-        files.changed,  # type: ignore[arg-type]  # grpc-stubs does not know that None means unchanged
-        require_client_authentication=False,
+        certificates.current(), certificates.current, require_client_authentication=client_ca is not None
     )
 
 
-def self_signed() -> tuple[bytes, bytes]:
+def self_signed() -> Pair:
     """Make a key and a certificate for it that nobody vouches for; return both as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -66,47 +82,81 @@ def self_signed() -> tuple[bytes, bytes]:
     return private, certificate.public_bytes(serialization.Encoding.PEM)
 
 
-class CertificateFiles:
-    """``tls.crt`` and ``tls.key`` of a folder, and whether they have changed since they were last read."""
+class Certificates:
+    """What the ports show and whom they trust: as the files say now, or as they said when they were last good.
 
-    def __init__(self, folder: Path) -> None:
-        self._certificate = folder / "tls.crt"
-        self._key = folder / "tls.key"
-        self._seen: tuple[int, ...] = ()
+    ``pair`` is the pair itself or a folder that holds it as tls.key and tls.crt. Raises TlsError for files that are no
+    good to begin with.
 
-    def read(self) -> grpc.ServerCertificateConfiguration:
-        """Return the pair as it is now. Raises TlsError."""
-        from cryptography import x509
-        from cryptography.hazmat.primitives import serialization
+    gRPC asks at every handshake, on threads of its own, once for each port that shares the credentials. "Unchanged" is
+    therefore never the answer: a second port could not be opened, and the first to ask would keep a change from it.
+    Contents are compared, not time stamps: three small files cost less than a handshake, and neither clocks nor the
+    links of a mounted Secret need be understood.
+    """
 
-        self._seen = self._stamps()
-        key, certificate = (_bytes_of(path) for path in (self._key, self._certificate))
-        try:
-            private = serialization.load_pem_private_key(key, password=None)
-            public = x509.load_pem_x509_certificate(certificate).public_key()
-        except (ValueError, TypeError) as error:
-            raise TlsError(f"{self._certificate.parent}: tls.crt and tls.key are no PEM pair: {error}") from None
-        form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        if private.public_key().public_bytes(*form) != public.public_bytes(*form):
-            raise TlsError(f"{self._key}: is not the key of {self._certificate}")
-        return grpc.ssl_server_certificate_configuration([(key, certificate)])
+    def __init__(self, pair: Pair | Path, client_ca: Path | None) -> None:
+        self._pair = pair
+        self._client_ca = client_ca
+        self._lock = threading.Lock()
+        self._refused = ""
+        self._contents = self._read()
+        self._configuration = _configuration(*self._contents)
 
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the pair if it has changed, else None. gRPC asks at each handshake, on a thread of its own."""
-        if self._stamps() == self._seen:
-            return None
-        try:
-            return self.read()
-        except TlsError as error:
-            # Also met half-way through a replacement; the next handshake looks again at whatever comes next.
-            _log.warning("certificate refused, the last good one serves on", reason=str(error))
-            return None
+    def current(self) -> grpc.ServerCertificateConfiguration:
+        """Look at the files and return the last good configuration; a reason to refuse them is logged once in a row."""
+        with self._lock:
+            try:
+                contents = self._read()
+                if contents != self._contents:
+                    self._configuration = _configuration(*contents)
+                    self._contents = contents
+                    _log.info("changed certificate files taken up")
+                self._refused = ""
+            except TlsError as error:
+                # Also met half-way through a replacement; the next handshake looks again at whatever comes next.
+                if str(error) != self._refused:
+                    _log.warning("certificate files refused, the last good ones serve on", reason=str(error))
+                self._refused = str(error)
+            return self._configuration
 
-    def _stamps(self) -> tuple[int, ...]:
-        try:
-            return tuple(path.stat().st_mtime_ns for path in (self._certificate, self._key))
-        except OSError:
-            return ()
+    def _read(self) -> tuple[Pair, bytes | None]:
+        pair = self._pair
+        if isinstance(pair, Path):
+            pair = _bytes_of(pair / "tls.key"), _bytes_of(pair / "tls.crt")
+        return pair, None if self._client_ca is None else _bytes_of(self._client_ca)
+
+
+def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificateConfiguration:
+    """Check everything that gRPC would only complain of at a handshake. Raises TlsError."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    key, chain = pair
+    certificates = _certificates(chain, "--tls: tls.crt")
+    form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    try:
+        own = serialization.load_pem_private_key(key, password=None).public_key().public_bytes(*form)
+        certified = certificates[0].public_key().public_bytes(*form)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--tls: tls.key or tls.crt holds no usable key: {error}") from None
+    if own != certified:
+        raise TlsError("--tls: tls.key is not the key of tls.crt")
+    if client_ca is not None:
+        _certificates(client_ca, "--tls-client-ca")
+    return grpc.ssl_server_certificate_configuration([pair], client_ca)
+
+
+def _certificates(content: bytes, name: str) -> "list[x509.Certificate]":
+    """Read PEM certificates; refuse a file that ends within one, of which gRPC would take the rest. Raises TlsError."""
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise TlsError(f"{name}: no certificate in PEM: {error}") from None
+    if len(found) < content.count(_CERTIFICATE_BEGINS):
+        raise TlsError(f"{name}: ends in the middle of a certificate")
+    return found
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -107,7 +107,7 @@ async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer
         grpc_port=settings.grpc_port,
         health_port=settings.health_port,
         als_port=settings.als_port,
-        credentials=server_credentials(settings.tls),
+        credentials=server_credentials(settings.tls, settings.tls_client_ca),
     )
     try:
         metrics_port = await status.start(settings.host, settings.metrics_port)

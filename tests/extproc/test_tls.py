@@ -1,11 +1,14 @@
-"""Transport security: plain text, self-signed, a folder that changes, and folders that are no good."""
+"""Transport security: plain text, self-signed, a folder that changes, folders that are no good, and client CAs."""
 
 import asyncio
 import hashlib
-import os
+import itertools
+import logging
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -13,125 +16,282 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from dualmap_extproc.tls import CertificateFiles, TlsError, self_signed, server_credentials
+from certificates import Authority, mount_pair, write_pair
+from dualmap_extproc.tls import Certificates, TlsError, self_signed, server_credentials
+
+TAKEN_UP = "changed certificate files taken up"
+REFUSED = "certificate files refused, the last good ones serve on"
 
 
 class Serving:
-    """A gRPC server with health behind the given ``--tls``."""
+    """A gRPC server with health on each of two ports that share the credentials, as the router's two do."""
 
-    def __init__(self, tls: str) -> None:
-        self._tls = tls
+    def __init__(self, tls: str | Path, client_ca: Path | None = None) -> None:
+        self._credentials = server_credentials(str(tls), client_ca)
+        self.health = health_aio.HealthServicer()
 
-    async def __aenter__(self) -> int:
-        self._server = grpc.aio.server()
-        health_pb2_grpc.add_HealthServicer_to_server(health_aio.HealthServicer(), self._server)
-        credentials = server_credentials(self._tls)
-        assert credentials is not None
-        port = self._server.add_secure_port("127.0.0.1:0", credentials)
-        await self._server.start()
-        return port
+    async def __aenter__(self) -> tuple[int, int]:
+        assert self._credentials is not None
+        self._servers = [grpc.aio.server() for _ in range(2)]
+        ports = []
+        for server in self._servers:
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+            ports.append(server.add_secure_port("127.0.0.1:0", self._credentials))
+            await server.start()
+        return ports[0], ports[1]
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(None)
+        for server in self._servers:
+            await server.stop(None)
 
 
-def handshake(port: int) -> tuple[bytes, str | None]:
+async def handshake(port: int) -> tuple[bytes, str | None]:
     """Shake hands without verifying, as gateways do; return the certificate (DER) and the protocol agreed on."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
-        context.wrap_socket(plain) as secure,
-    ):
-        return secure.getpeercert(binary_form=True) or b"", secure.selected_alpn_protocol()
+
+    def shake() -> tuple[bytes, str | None]:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            context.wrap_socket(plain) as secure,
+        ):
+            return secure.getpeercert(binary_form=True) or b"", secure.selected_alpn_protocol()
+
+    return await asyncio.to_thread(shake)
 
 
-def write(folder: Path, pair: tuple[bytes, bytes], stamp_ns: int) -> bytes:
-    """Put a pair into a folder, dated so that it counts as changed; return the certificate as DER."""
-    for name, content in zip(("tls.key", "tls.crt"), pair, strict=True):
-        (folder / name).write_bytes(content)
-        os.utime(folder / name, ns=(stamp_ns, stamp_ns))
+async def shown(port: int) -> bytes:
+    """Return the certificate (DER) that a new connection is shown."""
+    return (await handshake(port))[0]
+
+
+def der(pair: tuple[bytes, bytes]) -> bytes:
     return ssl.PEM_cert_to_DER_cert(pair[1].decode())
 
 
-async def check(port: int, certificate: bytes) -> int:
-    """Ask for health over TLS, trusting ``certificate`` (PEM)."""
-    credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
-    async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
-        return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())).status
+# gRPC shares connections between channels to one address that look alike; a number makes each one look different.
+_numbers = itertools.count()
 
 
-def test_off_is_plain_text():
+def channel_to(
+    port: int, certificate: bytes, own: tuple[bytes, bytes] | tuple[None, None] = (None, None)
+) -> grpc.aio.Channel:
+    """Open a connection that trusts ``certificate`` and shows ``own``."""
+    credentials = grpc.ssl_channel_credentials(certificate, *own)
+    options = [("dualmap.number", next(_numbers))]
+    return grpc.aio.secure_channel(f"localhost:{port}", credentials, options=options)
+
+
+async def check(channel: grpc.aio.Channel) -> str:
+    """Ask for health; return the status, or the code of what went wrong."""
+    async with channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return name
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "dualmap_extproc.tls"]
+
+
+def test_off_is_plain_text() -> None:
     assert server_credentials("off") is None
 
 
-async def test_self_signed_speaks_http2_and_refuses_plain_text():
-    async with Serving("self-signed") as port:
-        _, protocol = await asyncio.to_thread(handshake, port)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-
-    assert protocol == "h2"
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+def test_a_client_ca_in_plain_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match="--tls-client-ca: means nothing in plain text; give --tls"):
+        server_credentials("off", tmp_path)
 
 
-def test_every_self_signed_pair_is_its_own():
+async def test_self_signed_speaks_http2_and_refuses_plain_text() -> None:
+    async with Serving("self-signed") as ports:
+        for port in ports:
+            assert (await handshake(port))[1] == "h2"
+            assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
+
+
+def test_every_self_signed_pair_is_its_own() -> None:
     first, second = self_signed(), self_signed()
 
     assert first[0] != second[0]
     assert hashlib.sha256(first[1]).digest() != hashlib.sha256(second[1]).digest()
 
 
-async def test_a_folders_certificate_is_served_and_a_client_can_verify_it(tmp_path):
+async def test_a_folders_certificate_is_served_and_a_client_can_verify_it(tmp_path: Path) -> None:
+    authority = Authority()
+    async with Serving(write_pair(tmp_path, authority.pair())) as ports:
+        for port in ports:
+            assert await check(channel_to(port, authority.pem)) == "SERVING"
+            assert await check(channel_to(port, Authority().pem)) == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("kubernetes", [False, True], ids=["renamed", "..data swapped"])
+async def test_a_changed_certificate_is_served_to_new_connections_on_every_port(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kubernetes: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    pairs = [self_signed() for _ in range(3)]
+
+    def put(version: int) -> Path:
+        pair = pairs[version]
+        return mount_pair(tmp_path, pair, version=version) if kubernetes else write_pair(tmp_path, pair)
+
+    async with Serving(put(0)) as ports:
+        for version, pair in enumerate(pairs):
+            put(version)
+            for port in (*ports, *ports):
+                assert await shown(port) == der(pair)
+    assert lines(caplog) == [TAKEN_UP] * 2
+
+
+async def test_a_stream_that_is_open_across_the_change_goes_on(tmp_path: Path) -> None:
+    before, after = Authority(), Authority()
+    serving = Serving(write_pair(tmp_path, before.pair()))
+    async with serving as ports, channel_to(ports[0], before.pem) as channel:
+        statuses = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).__aiter__()
+        assert (await anext(statuses)).status == health_pb2.HealthCheckResponse.SERVING
+        write_pair(tmp_path, after.pair())
+        assert await check(channel_to(ports[0], after.pem)) == "SERVING"
+        assert await check(channel_to(ports[0], before.pem)) == "UNAVAILABLE"
+        await serving.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await anext(statuses)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no key": (lambda folder: (folder / "tls.key").unlink(), "tls.key: No such file"),
+    "no certificate": (lambda folder: (folder / "tls.crt").unlink(), "tls.crt: No such file"),
+    "nonsense": (lambda folder: (folder / "tls.crt").write_bytes(b"nonsense"), "tls.crt: no certificate in PEM"),
+    "empty": (lambda folder: (folder / "tls.crt").write_bytes(b""), "tls.crt: no certificate in PEM"),
+    "empty key": (lambda folder: (folder / "tls.key").write_bytes(b""), "holds no usable key"),
+    "half a key": (lambda folder: halve(folder / "tls.key"), "holds no usable key"),
+    "half a certificate": (lambda folder: halve(folder / "tls.crt"), "tls.crt: no certificate in PEM"),
+    "half a chain": (
+        lambda folder: (folder / "tls.crt").write_bytes((folder / "tls.crt").read_bytes() + self_signed()[1][:200]),
+        "tls.crt: ends in the middle of a certificate",
+    ),
+    "another's key": (lambda folder: (folder / "tls.key").write_bytes(self_signed()[0]), "is not the key of tls.crt"),
+}
+spoiled = pytest.mark.parametrize(("spoil", "reason"), SPOILED.values(), ids=SPOILED)
+
+
+def halve(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@spoiled
+def test_a_folder_that_is_no_good_says_why(tmp_path: Path, spoil: Callable[[Path], Any], reason: str) -> None:
+    spoil(write_pair(tmp_path, self_signed()))
+
+    with pytest.raises(TlsError, match=reason):
+        server_credentials(str(tmp_path))
+
+
+@spoiled
+async def test_a_folder_that_is_spoiled_later_is_refused_once_and_recovers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any], reason: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    good, better = self_signed(), self_signed()
+    async with Serving(write_pair(tmp_path, good)) as ports:
+        spoil(tmp_path)
+        for port in ports * 3:
+            assert await shown(port) == der(good)
+        assert lines(caplog) == [REFUSED]
+        assert reason in caplog.records[-1].__dict__["details"]["reason"]
+        write_pair(tmp_path, better)
+        for port in ports:
+            assert await shown(port) == der(better)
+    assert lines(caplog) == [REFUSED, TAKEN_UP]
+
+
+def test_what_is_refused_again_after_it_was_good_is_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = self_signed()
-    write(tmp_path, pair, 1)
+    certificates = Certificates(write_pair(tmp_path, pair), None)
+    for _ in range(2):
+        halve(tmp_path / "tls.crt")
+        certificates.current()
+        certificates.current()
+        write_pair(tmp_path, pair)
+        certificates.current()
 
-    async with Serving(str(tmp_path)) as port:
-        assert await check(port, pair[1]) == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_a_changed_certificate_is_served_to_the_next_connection(tmp_path):
-    before = write(tmp_path, self_signed(), 1)
-    async with Serving(str(tmp_path)) as port:
-        first, _ = await asyncio.to_thread(handshake, port)
-        after = write(tmp_path, self_signed(), 2)
-        second, _ = await asyncio.to_thread(handshake, port)
-        (tmp_path / "tls.crt").write_bytes(b"broken")
-        third, _ = await asyncio.to_thread(handshake, port)
-
-    assert [first, second, third] == [before, after, after]
+    assert lines(caplog) == [REFUSED] * 2
 
 
-def test_an_unchanged_folder_is_not_read_again(tmp_path):
-    write(tmp_path, self_signed(), 1)
-    files = CertificateFiles(tmp_path)
-    files.read()
+def test_unchanged_files_are_not_taken_up_again(tmp_path: Path) -> None:
+    certificates = Certificates(write_pair(tmp_path, self_signed()), None)
+    before = certificates.current()
+    (tmp_path / "tls.crt").touch()
 
-    assert files.changed() is None
+    assert certificates.current() is before
 
 
 @pytest.mark.parametrize("given", ["on", "/nonexistent", __file__])
-def test_what_is_no_folder_is_refused_with_what_is_accepted(given):
+def test_what_is_no_folder_is_refused_with_what_is_accepted(given: str) -> None:
     with pytest.raises(TlsError, match=f"--tls: '{given}' is not accepted; give off, self-signed, or a folder"):
         server_credentials(given)
 
 
+@pytest.mark.parametrize("tls", ["self-signed", "folder"])
+async def test_with_a_client_ca_only_its_clients_get_in(tmp_path: Path, tls: str) -> None:
+    theirs, strangers = Authority(), Authority()
+    client_ca = tmp_path / "clients.crt"
+    client_ca.write_bytes(theirs.pem)
+    folder = write_pair(tmp_path, self_signed())
+    async with Serving(folder if tls == "folder" else tls, client_ca) as ports:
+        for port in ports:
+            trusted = ssl.DER_cert_to_PEM_cert(await shown(port)).encode()
+            assert await check(channel_to(port, trusted, theirs.pair())) == "SERVING"
+            assert await check(channel_to(port, trusted, strangers.pair())) == "UNAVAILABLE"
+            assert await check(channel_to(port, trusted, self_signed())) == "UNAVAILABLE"
+            assert await check(channel_to(port, trusted)) == "UNAVAILABLE"
+            assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
+
+
+async def test_a_changed_client_ca_is_taken_up_and_a_broken_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, second = Authority(), Authority()
+    client_ca = tmp_path / "clients.crt"
+    client_ca.write_bytes(first.pem)
+    pair = self_signed()
+    async with Serving(write_pair(tmp_path, pair), client_ca) as ports:
+
+        async def answers(authority: Authority) -> list[str]:
+            return [await check(channel_to(port, pair[1], authority.pair())) for port in ports]
+
+        assert await answers(first) == ["SERVING"] * 2
+        assert await answers(second) == ["UNAVAILABLE"] * 2
+        client_ca.write_bytes(second.pem[:-100])
+        assert await answers(first) == ["SERVING"] * 2
+        client_ca.write_bytes(first.pem + second.pem)
+        assert await answers(first) + await answers(second) == ["SERVING"] * 4
+        client_ca.write_bytes(second.pem)
+        assert await answers(first) == ["UNAVAILABLE"] * 2
+        assert await answers(second) == ["SERVING"] * 2
+    assert lines(caplog) == [REFUSED, TAKEN_UP, TAKEN_UP]
+
+
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("content", "reason"),
     [
-        (lambda folder: (folder / "tls.key").unlink(), "tls.key: No such file"),
-        (lambda folder: (folder / "tls.crt").unlink(), "tls.crt: No such file"),
-        (lambda folder: (folder / "tls.crt").write_bytes(b"nonsense"), "no PEM pair"),
-        (lambda folder: (folder / "tls.key").write_bytes(b""), "no PEM pair"),
-        (lambda folder: (folder / "tls.key").write_bytes(self_signed()[0]), "tls.key: is not the key of"),
+        (None, "clients.crt: No such file"),
+        (b"nonsense", "--tls-client-ca: no certificate in PEM"),
+        (Authority().pem + Authority().pem[:200], "--tls-client-ca: ends in the middle of a certificate"),
     ],
 )
-def test_a_folder_that_is_no_good_says_why(tmp_path, spoil, reason):
-    write(tmp_path, self_signed(), 1)
-    spoil(tmp_path)
+def test_a_client_ca_that_is_no_good_says_why(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    if content is not None:
+        (tmp_path / "clients.crt").write_bytes(content)
 
     with pytest.raises(TlsError, match=reason):
-        server_credentials(str(tmp_path))
+        server_credentials("self-signed", tmp_path / "clients.crt")
