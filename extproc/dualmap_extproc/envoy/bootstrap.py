@@ -26,8 +26,11 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
     )
 
 
-def to_yaml(message: Bootstrap) -> str:
-    """Return the bootstrap as the YAML that ``envoy -c`` takes, in proto field names as Envoy's own examples."""
+def to_yaml(message: betterproto2.Message) -> str:
+    """Return a bootstrap as the YAML that ``envoy -c`` takes, or a discovery file as the YAML that Envoy reads.
+
+    The names are the proto's fields', as in Envoy's own examples.
+    """
     # Any callable serves as a casing. The fields' names are the proto's already, and both of the library's own
     # casings break "5xx" (5_xx, 5Xx), which Envoy then refuses as unknown.
     document = message.to_dict(casing=cast(betterproto2.Casing, str))

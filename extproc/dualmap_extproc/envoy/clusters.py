@@ -29,7 +29,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     TcpKeepalive,
-    TransportSocket,
 )
 from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpOptions
 from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
@@ -39,12 +38,6 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
     OverrideHostOverrideHostSource,
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.round_robin.v3 import RoundRobin
-from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
-    CertificateValidationContext,
-    CertificateValidationContextTrustChainVerification,
-    CommonTlsContext,
-    UpstreamTlsContext,
-)
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
@@ -55,6 +48,7 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from dualmap.pool import MemberState, Pool
 from dualmap_extproc.envoy.extensions import BUFFER_BYTES, endpoint_at, extension, grpc_to, packed
 from dualmap_extproc.envoy.settings import Address, EnvoySettings
+from dualmap_extproc.envoy.transport import tls_socket
 from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESPACE, SERVED_KEY, cluster_name
 
 ROUTERS_CLUSTER = "dualmap-routers"
@@ -130,25 +124,12 @@ def _grpc_cluster(name: str, addresses: Sequence[Address], settings: EnvoySettin
             tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
         ),
         typed_extension_protocol_options={_HTTP_OPTIONS: packed(options)},
-        transport_socket=_tls() if settings.tls else None,
+        transport_socket=None if settings.tls is None else tls_socket(settings.tls),
         load_assignment=ClusterLoadAssignment(
             cluster_name=name,
             endpoints=[LocalityLbEndpoints(lb_endpoints=[endpoint_at(address) for address in addresses])],
         ),
     )
-
-
-def _tls() -> TransportSocket:
-    """Speak TLS without checking who answers, as gateways do: the router's own certificate is self-signed."""
-    context = UpstreamTlsContext(
-        common_tls_context=CommonTlsContext(
-            alpn_protocols=["h2"],
-            validation_context=CertificateValidationContext(
-                trust_chain_verification=CertificateValidationContextTrustChainVerification.ACCEPT_UNTRUSTED
-            ),
-        )
-    )
-    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=packed(context))
 
 
 def _pool_cluster(pool: Pool, settings: EnvoySettings) -> Cluster:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettingsError, Mode
+from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettingsError, Mode, Tls
 
 
 @click.command(context_settings={"show_default": True})
@@ -35,6 +35,21 @@ from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettings
     help="How a request's body reaches the router.",
 )
 @click.option("--tls", default="off", type=click.Choice(["off", "on"]), help="From Envoy to routers and access log.")
+@click.option("--tls-cert", metavar="FILE", help="Client certificate to show (router's --tls-client-ca). PEM.")
+@click.option("--tls-key", metavar="FILE", help="Its key. PEM.")
+@click.option(
+    "--tls-ca",
+    metavar="FILE",
+    show_default="trust any, as gateways do",
+    help="Trust only certificates that this signed, for whatever name. PEM.",
+)
+@click.option(
+    "--tls-sds",
+    metavar="DIR",
+    show_default="Envoy reads its TLS files once, at its start",
+    type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+    help="Write discovery files here, by which Envoy reads its TLS files again when they are replaced.",
+)
 @click.option("--static-endpoints", is_flag=True, help="Write the members into the file instead of asking by EDS.")
 def envoy_config(
     *,
@@ -45,6 +60,10 @@ def envoy_config(
     admin: str,
     mode: str,
     tls: str,
+    tls_cert: str | None,
+    tls_key: str | None,
+    tls_ca: str | None,
+    tls_sds: Path | None,
     static_endpoints: bool,
 ) -> None:
     """Print an Envoy bootstrap for the given pools (YAML, for Envoy 1.38 or later).
@@ -53,9 +72,19 @@ def envoy_config(
     Example:
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 > envoy.yaml
       envoy -c envoy.yaml
+
+    \b
+    Mutual TLS, with certificates that may be renewed while Envoy runs:
+      dualmap router --pool pool.yaml --tls /certs/router --tls-client-ca /certs/ca.crt
+      dualmap envoy-config --pool pool.yaml --tls on --tls-cert /certs/envoy/tls.crt \\
+        --tls-key /certs/envoy/tls.key --tls-ca /certs/ca.crt --tls-sds . > envoy.yaml
+
+    All files of --tls-... are named as Envoy will see them. It notices what is moved into their folders (a rename, a
+    mounted Kubernetes Secret), not what is written in place.
     """
     # Here, because Envoy's types and YAML take a second that --help need not.
     from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+    from dualmap_extproc.envoy.transport import discovery_files
     from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 
     try:
@@ -66,12 +95,15 @@ def envoy_config(
             access_logs=_addresses(router if als is None else als, field="--als"),
             admin=Address.to_bind(admin, field="--admin"),
             mode=Mode(mode),
-            tls=tls == "on",
+            tls=_tls(tls, Tls(certificate=tls_cert, key=tls_key, ca=tls_ca, sds=tls_sds and tls_sds.absolute())),
             static_endpoints=static_endpoints,
         )
     except (EnvoySettingsError, PoolFileError) as error:
         click.echo(f"dualmap envoy-config: {error}", err=True)
         sys.exit(2)
+    if settings.tls is not None:
+        for path, content in discovery_files(settings.tls).items():
+            path.write_text(to_yaml(content), encoding="utf-8")
     click.echo(to_yaml(bootstrap(settings)), nl=False)
 
 
@@ -79,3 +111,12 @@ def _addresses(text: str, *, field: str) -> tuple[Address, ...]:
     """Read a comma-separated list, each address once; raises EnvoySettingsError."""
     addresses = [Address.to_connect(part, field=field) for part in text.split(",")]
     return tuple(dict.fromkeys(addresses))
+
+
+def _tls(switch: str, tls: Tls) -> Tls | None:
+    """Return ``tls`` where ``--tls`` is on; raises EnvoySettingsError for files that would then go unused."""
+    if switch == "on":
+        return tls
+    if tls != Tls():
+        raise EnvoySettingsError("--tls", switch, "--tls on with --tls-cert, --tls-key, --tls-ca or --tls-sds")
+    return None

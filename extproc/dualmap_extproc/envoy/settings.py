@@ -3,6 +3,7 @@
 import ipaddress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Self
 
 from dualmap.errors import DualMapError
@@ -80,12 +81,35 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """How Envoy speaks TLS to routers and access log sinks; every path is as Envoy sees it, every file PEM.
+
+    ``certificate`` and ``key`` are what Envoy shows (None: nothing), ``ca`` what must have signed the other side's
+    certificate (None: nothing is checked). ``sds`` is the folder of the discovery files that make Envoy read those
+    files again when they change (None: it reads them once). Raises EnvoySettingsError for halves of this.
+    """
+
+    certificate: str | None = None
+    key: str | None = None
+    ca: str | None = None
+    sds: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.certificate is not None and self.key is None:
+            raise EnvoySettingsError("--tls-cert", self.certificate, "--tls-key too, the key of this certificate")
+        if self.key is not None and self.certificate is None:
+            raise EnvoySettingsError("--tls-key", self.key, "--tls-cert too, the certificate of this key")
+        if self.sds is not None and self.certificate is None and self.ca is None:
+            raise EnvoySettingsError("--tls-sds", str(self.sds), "--tls-cert and --tls-key, or --tls-ca, or both too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvoySettings:
     """Everything ``bootstrap`` needs to know.
 
     The routers answer ext_proc and EDS; each of ``access_logs`` is sent every access log entry. ``tls`` is about the
-    way from Envoy to both. With ``static_endpoints`` the members are written into the file and never change.
-    Raises EnvoySettingsError for a combination that Envoy would refuse.
+    way from Envoy to both (None: plain text). With ``static_endpoints`` the members are written into the file and never
+    change. Raises EnvoySettingsError for a combination that Envoy would refuse.
     """
 
     pools: tuple[Pool, ...]
@@ -94,7 +118,7 @@ class EnvoySettings:
     listen: Address
     admin: Address
     mode: Mode = Mode.STREAMED
-    tls: bool = False
+    tls: Tls | None = None
     static_endpoints: bool = False
 
     def __post_init__(self) -> None:
