@@ -1,0 +1,160 @@
+"""News as bytes: what one entry of a pool's stream holds. Compact, since routers write ten of them a second.
+
+Little-endian throughout: a version byte, then the parts in the order of ``encode_news``; counts before what they count,
+texts as UTF-8 behind their length. Hashes and counts are packed arrays: a prompt of 8000 tokens takes 500 bytes.
+
+Whatever can write to the store can write anything there, so that ``decode_news`` checks everything a router relies on.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, Placement, SharedBinding, SharedLoad
+
+_VERSION: Final = 1
+_VERSION_AND_REQUESTS: Final = struct.Struct("<BI")
+_COUNT: Final = struct.Struct("<I")
+_TEXT: Final = struct.Struct("<H")
+_LOAD: Final = struct.Struct("<QddIQ")
+_BINDING: Final = struct.Struct("<QQId")
+LONGEST_S: Final = 1e9
+"""The longest time that is told, some thirty years; whatever is longer is told as this."""
+_U32_MAX: Final = 2**32 - 1
+_TEXT_BYTES_MAX: Final = 1024
+
+
+class UnreadableNews(Exception):
+    """Bytes that are no news of this version."""
+
+
+def encode_news(news: News) -> bytes:
+    """Return everything of ``news`` but what it wants, which is no business of the other replicas."""
+    nodes = news.hotness.nodes
+    parts = [
+        _VERSION_AND_REQUESTS.pack(_VERSION, min(news.hotness.requests, _U32_MAX)),
+        _hashes(tuple(nodes)),
+        struct.pack(f"<{len(nodes)}I", *(min(requests, _U32_MAX) for requests in nodes.values())),
+        _COUNT.pack(len(news.loads)),
+    ]
+    for member, load in news.loads.items():
+        packed = _LOAD.pack(
+            load.pending_prefill_tokens,
+            _bounded(load.backlog_s),
+            _bounded(load.held_s),
+            load.in_flight,
+            load.active_kv_tokens,
+        )
+        parts += [_text(member), packed]
+    parts.append(_COUNT.pack(len(news.placements)))
+    for placement in news.placements:
+        parts += [_text(placement.endpoint), _hashes(placement.hashes)]
+    parts.append(_COUNT.pack(len(news.bindings)))
+    for binding in news.bindings:
+        packed = _BINDING.pack(binding.session, binding.tokens, binding.version, _bounded(binding.moved_ago_s))
+        parts += [_text(binding.host), packed]
+    return b"".join(parts)
+
+
+def decode_news(data: bytes) -> News:
+    """Return the news that ``encode_news`` made bytes of. Raises UnreadableNews."""
+    reader = _Reader(data)
+    try:
+        version, requests = reader.unpack(_VERSION_AND_REQUESTS)
+        if version != _VERSION:
+            raise UnreadableNews(f"version {version}")
+        nodes = reader.hashes()
+        counts = reader.array(len(nodes), "I", 4)
+        news = News(
+            hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True))),
+            loads=dict(reader.load() for _ in range(reader.count())),
+            placements=tuple(reader.placement() for _ in range(reader.count())),
+            bindings=tuple(reader.binding() for _ in range(reader.count())),
+        )
+    except (struct.error, UnicodeDecodeError) as error:
+        raise UnreadableNews(str(error)) from None
+    reader.must_be_at_its_end()
+    return news
+
+
+def _bounded(seconds: float) -> float:
+    """Return seconds as they are sent: infinity is what no reader takes, and means the same as this."""
+    return min(max(seconds, 0.0), LONGEST_S)
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return _TEXT.pack(len(encoded)) + encoded
+
+
+def _hashes(hashes: Sequence[int]) -> bytes:
+    return _COUNT.pack(len(hashes)) + struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+class _Reader:
+    """Takes one value after the other from bytes; raises struct.error where they end too early."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        values = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return values
+
+    def count(self) -> int:
+        count: int = self.unpack(_COUNT)[0]
+        return count
+
+    def array(self, count: int, code: str, item_bytes: int) -> tuple[int, ...]:
+        # Asked first, since a count that is junk could ask for gigabytes.
+        if count * item_bytes > len(self._data) - self._at:
+            raise UnreadableNews(f"{count} values in {len(self._data) - self._at} bytes")
+        values = struct.unpack_from(f"<{count}{code}", self._data, self._at)
+        self._at += count * item_bytes
+        return values
+
+    def hashes(self) -> tuple[int, ...]:
+        return self.array(self.count(), "Q", 8)
+
+    def text(self) -> str:
+        (length,) = self.unpack(_TEXT)
+        if length > min(_TEXT_BYTES_MAX, len(self._data) - self._at):
+            raise UnreadableNews(f"a text of {length} bytes")
+        self._at += length
+        return self._data[self._at - length : self._at].decode()
+
+    def load(self) -> tuple[str, SharedLoad]:
+        member = self.text()
+        pending, backlog_s, held_s, in_flight, active_kv = self.unpack(_LOAD)
+        load = SharedLoad(
+            pending_prefill_tokens=pending,
+            backlog_s=_seconds(backlog_s),
+            held_s=_seconds(held_s),
+            in_flight=in_flight,
+            active_kv_tokens=active_kv,
+        )
+        return member, load
+
+    def placement(self) -> Placement:
+        return Placement(endpoint=self.text(), hashes=self.hashes())
+
+    def binding(self) -> SharedBinding:
+        host = self.text()
+        session, tokens, version, moved_ago_s = self.unpack(_BINDING)
+        return SharedBinding(
+            session=session, host=host, tokens=tokens, version=version, moved_ago_s=_seconds(moved_ago_s)
+        )
+
+    def must_be_at_its_end(self) -> None:
+        if self._at != len(self._data):
+            raise UnreadableNews(f"{len(self._data) - self._at} bytes too many")
+
+
+def _seconds(value: float) -> float:
+    # Not a number is refused as well, since it compares with nothing.
+    if not 0.0 <= value <= LONGEST_S:
+        raise UnreadableNews(f"{value} seconds")
+    return value

@@ -1,0 +1,103 @@
+"""A store for several routers in one process: the contract of ``contract.Store`` without a server.
+
+Tests and benchmarks of several replicas use it. A router without ``--redis`` needs no store, since it has nobody to
+tell anything.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from dualmap.news import News, SharedBinding
+from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Answer, Claim, Entry, Post, Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    number: int
+    peer: str
+    news: News
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    binding: SharedBinding
+    moved_at_s: float
+    until_s: float
+
+    def at(self, now: float) -> SharedBinding:
+        return replace(self.binding, moved_ago_s=max(0.0, now - self.moved_at_s))
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One pool's share."""
+
+    told: deque[_Told] = field(default_factory=lambda: deque(maxlen=HISTORY_ENTRIES_MAX))
+    numbers: int = 0
+    bindings: dict[int, _Kept] = field(default_factory=dict)
+
+
+class MemoryStore:
+    """Keeps news and bindings of any number of replicas, which share this object; ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._shelves: dict[str, _Shelf] = {}
+
+    async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+        """Answer each question (Store)."""
+        return tuple(self._answer(peer, question) for question in questions)
+
+    async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
+        """Return the bindings that hold (Store)."""
+        return tuple(tuple(self._settle(claim, binding) for binding in claim.bindings) for claim in claims)
+
+    async def publish(self, peer: str, posts: Sequence[Post]) -> None:
+        """Append news to the streams of their pools (Store)."""
+        now = self._clock()
+        for post in posts:
+            shelf = self._shelf(post.pool)
+            while shelf.told and shelf.told[0].at_s < now - post.keep_s:
+                shelf.told.popleft()
+            shelf.numbers += 1
+            shelf.told.append(_Told(number=shelf.numbers, peer=peer, news=replace(post.news, wanted=()), at_s=now))
+
+    async def close(self) -> None:
+        """Do nothing: there are no connections (Store)."""
+
+    def _answer(self, peer: str, question: Question) -> Answer:
+        now = self._clock()
+        shelf = self._shelf(question.pool)
+        after = 0 if question.cursor is None else int(question.cursor)
+        since_s = now - question.window_s if question.cursor is None else -math.inf
+        heard = (told for told in shelf.told if told.number > after and told.at_s >= since_s and told.peer != peer)
+        kept = (shelf.bindings.get(session) for session in question.wanted)
+        return Answer(
+            cursor=str(shelf.numbers),
+            entries=tuple(Entry(peer=told.peer, news=told.news, age_s=now - told.at_s) for told in heard),
+            bindings=tuple(each.at(now) for each in kept if each is not None and each.until_s > now),
+        )
+
+    def _settle(self, claim: Claim, binding: SharedBinding) -> SharedBinding:
+        now = self._clock()
+        bindings = self._shelf(claim.pool).bindings
+        moved_at_s = now - binding.moved_ago_s
+        held = bindings.get(binding.session)
+        if held is not None and held.until_s > now and held.binding.version >= binding.version:
+            if (held.binding.version, held.binding.host) != (binding.version, binding.host):
+                return held.at(now)
+            moved_at_s = held.moved_at_s
+        kept = _Kept(binding=binding, moved_at_s=moved_at_s, until_s=now + claim.ttl_s)
+        # At the end of the dictionary, which is thereby in order of renewal; what has expired goes as it is met there.
+        bindings.pop(binding.session, None)
+        bindings[binding.session] = kept
+        oldest = next(iter(bindings))
+        if bindings[oldest].until_s <= now:
+            del bindings[oldest]
+        return kept.at(now)
+
+    def _shelf(self, pool: str) -> _Shelf:
+        return self._shelves.setdefault(pool, _Shelf())

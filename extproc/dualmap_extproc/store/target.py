@@ -1,0 +1,118 @@
+"""Where the Redis server is: ``--redis`` URLs and what goes with them, read without the Redis library.
+
+Messages never quote the URL, which may hold a password.
+"""
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from dualmap_extproc.settings import RedisSettings
+
+ACCEPTED: Final = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DB], rediss:// likewise (TLS), or unix:///PATH[?db=DB]"
+
+
+class RedisSettingsError(Exception):
+    """What was given for Redis cannot be used; the message names the option and what is accepted, and no secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A Redis server and how to log in to it. ``path`` is a Unix socket's, empty for TCP."""
+
+    host: str = ""
+    port: int = 6379
+    path: str = ""
+    db: int = 0
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    ca_file: Path | None = None
+
+    @property
+    def shown(self) -> str:
+        """The server's address as logs and messages name it."""
+        if self.path:
+            return f"unix://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'rediss' if self.tls else 'redis'}://{host}:{self.port}"
+
+
+def read_settings(url: str, *, password: str | None, password_file: Path | None, ca_file: Path | None) -> RedisSettings:
+    """Return the settings that the options describe. Raises RedisSettingsError.
+
+    A password file is preferred to ``password``, and that to the URL's own.
+    """
+    if password_file is not None:
+        try:
+            password = password_file.read_text().strip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+            raise RedisSettingsError(f"--redis-password-file: {password_file}: {reason}") from None
+        if not password:
+            raise RedisSettingsError(f"--redis-password-file: {password_file}: is empty; give a file with the password")
+    settings = RedisSettings(url=url, password=password or None, ca_file=ca_file)
+    target = target_of(settings)
+    if ca_file is not None:
+        if not target.tls:
+            raise RedisSettingsError("--redis-ca: is for rediss:// only; give --redis rediss://... or leave it out")
+        try:
+            ssl.create_default_context(cafile=ca_file)
+        except OSError as error:  # ssl.SSLError is one
+            reason = "no certificates in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+            raise RedisSettingsError(f"--redis-ca: {ca_file}: {reason}; give a PEM file") from None
+    return settings
+
+
+def target_of(settings: RedisSettings) -> Target:
+    """Return the server that ``settings`` name. Raises RedisSettingsError."""
+    try:
+        parts = urlsplit(settings.url)
+        port = parts.port
+    except ValueError:
+        # Its message quotes what stands for a port, which is part of the password if that holds a slash.
+        raise _refused("it is no URL, or its port is no number (spell / in a password %2F)") from None
+    password = settings.password or (unquote(parts.password) if parts.password else None)
+    user = unquote(parts.username) if parts.username else None
+    if parts.fragment:
+        raise _refused("it has a part behind # (spell # in a password %23)")
+    if parts.scheme == "unix":
+        if not parts.path or parts.hostname:
+            raise _refused("it names no socket")
+        return Target(path=unquote(parts.path), db=_unix_db(parts), user=user, password=password)
+    if parts.scheme not in ("redis", "rediss"):
+        raise _refused("its scheme is another")
+    if not parts.hostname:
+        raise _refused("it names no host")
+    if parts.query:
+        raise _refused("it has a part behind ?")
+    return Target(
+        host=parts.hostname,
+        port=6379 if port is None else port,
+        db=_db(parts.path.removeprefix("/")),
+        user=user,
+        password=password,
+        tls=parts.scheme == "rediss",
+        ca_file=settings.ca_file,
+    )
+
+
+def _unix_db(parts: SplitResult) -> int:
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    if any(name != "db" for name, _ in options):
+        raise _refused("it has options other than db behind ?")
+    return _db(options[0][1]) if options else 0
+
+
+def _db(text: str) -> int:
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit() and len(text) < 6):
+        raise _refused("its database is no number")
+    return int(text)
+
+
+def _refused(reason: str) -> RedisSettingsError:
+    return RedisSettingsError(f"--redis: the URL is not accepted: {reason}; give {ACCEPTED}")

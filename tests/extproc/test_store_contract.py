@@ -1,0 +1,238 @@
+"""What every store does, asked of each: the one in memory and the one in a real Redis server, by TCP and by socket."""
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap_extproc.settings import RedisSettings
+from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Answer, Claim, Post, Question, Store
+from dualmap_extproc.store.memory import MemoryStore
+from dualmap_extproc.store.redis import RedisStore
+from dualmap_extproc.store.target import target_of
+from redis_server import RedisServer, redis_server
+from waiting import until
+
+POOL = "llm/qwen"
+NEWS = News(
+    hotness=HotnessCounts(requests=7, nodes={2**64 - 1: 3, 5: 4}),
+    loads={
+        "m-0": SharedLoad(pending_prefill_tokens=9000, backlog_s=1.25, held_s=0.5, in_flight=3, active_kv_tokens=12)
+    },
+    placements=(Placement(endpoint="10.0.0.1:8000", hashes=(1, 2, 2**63)),),
+    bindings=(SharedBinding(session=2**64 - 2, host="m-0", tokens=1000, version=2, moved_ago_s=1.5),),
+)
+QUIET = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "tcp", "socket"])
+async def join(request: pytest.FixtureRequest, server: RedisServer) -> AsyncIterator[Callable[[], Store]]:
+    """A function that gives one more replica its way to the same store."""
+    memory = MemoryStore(time.monotonic)
+    stores: list[Store] = []
+    with server.admin as admin:
+        admin.flushall()
+
+    def one_more() -> Store:
+        url = server.url if request.param == "tcp" else server.unix_url
+        stores.append(memory if request.param == "memory" else RedisStore(target_of(RedisSettings(url=url))))
+        return stores[-1]
+
+    yield one_more
+    for store in stores:
+        await store.close()
+
+
+def told(number: int) -> News:
+    return replace(QUIET, hotness=HotnessCounts(requests=number, nodes={}))
+
+
+def numbers(answer: Answer) -> list[int]:
+    return [entry.news.hotness.requests for entry in answer.entries]
+
+
+def bound(
+    host: str = "m-0", *, session: int = 1, version: int = 1, tokens: int = 10, ago: float = 0.0
+) -> SharedBinding:
+    return SharedBinding(session=session, host=host, tokens=tokens, version=version, moved_ago_s=ago)
+
+
+async def hear(store: Store, peer: str, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
+    question = Question(pool=POOL, window_s=60.0, cursor=cursor, wanted=wanted)
+    (answer,) = await store.hear(peer, [question])
+    return answer
+
+
+async def publish(store: Store, peer: str, *news: News, keep_s: float = 60.0) -> None:
+    for each in news:
+        await store.publish(peer, [Post(pool=POOL, keep_s=keep_s, news=each)])
+
+
+async def settle(store: Store, *bindings: SharedBinding, ttl_s: float = 60.0) -> tuple[SharedBinding, ...]:
+    (held,) = await store.settle([Claim(pool=POOL, ttl_s=ttl_s, bindings=bindings)])
+    return held
+
+
+class TestNews:
+    async def test_arrives_whole_with_its_teller_and_age(self, join):
+        began = time.monotonic()
+        one, other = join(), join()
+        await publish(one, "one", NEWS)
+        (entry,) = (await hear(other, "other")).entries
+        assert (entry.peer, entry.news) == ("one", NEWS)
+        # Redis counts whole milliseconds.
+        assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
+
+    async def test_is_heard_once_and_in_order(self, join):
+        one, other = join(), join()
+        await publish(one, "one", told(1), told(2))
+        first = await hear(other, "other")
+        await publish(one, "one", told(3))
+        second = await hear(other, "other", first.cursor)
+        third = await hear(other, "other", second.cursor)
+        assert [numbers(each) for each in (first, second, third)] == [[1, 2], [3], []]
+
+    async def test_of_oneself_is_left_out_and_an_earlier_incarnations_is_not(self, join):
+        one, other = join(), join()
+        await publish(one, "one-1", told(1))
+        await publish(other, "other-1", told(2))
+        assert numbers(await hear(one, "one-1")) == [2]
+        assert numbers(await hear(one, "one-2")) == [1, 2]
+
+    async def test_of_a_quiet_moment_arrives_after_an_answer_without_any(self, join):
+        one, other = join(), join()
+        nothing = await hear(other, "other")
+        assert nothing.entries == ()
+        await publish(one, "one", QUIET)
+        answer = await hear(other, "other", nothing.cursor)
+        assert [entry.news for entry in answer.entries] == [QUIET]
+
+    async def test_of_one_pool_is_not_told_to_another(self, join):
+        one, other = join(), join()
+        news = {"llm/a": told(1), "llm/b": told(2)}
+        await one.publish("one", [Post(pool=pool, keep_s=60, news=each) for pool, each in news.items()])
+        answers = await other.hear("other", [Question(pool=pool, window_s=60) for pool in ("llm/b", "llm/a", "llm/c")])
+        assert [numbers(each) for each in answers] == [[2], [1], []]
+
+    async def test_older_than_the_window_is_not_told_to_a_replica_that_joins(self, join):
+        one, other = join(), join()
+        await publish(one, "one", told(1))
+
+        async def aged() -> bool:
+            return (await hear(other, "other")).entries[0].age_s > 0.05
+
+        await until(aged)
+        await publish(one, "one", told(2))
+        (answer,) = await other.hear("other", [Question(pool=POOL, window_s=0.05)])
+        assert 1 not in numbers(answer)
+        (later,) = await other.hear("other", [Question(pool=POOL, window_s=0.05, cursor=answer.cursor)])
+        assert numbers(later) == []
+
+    async def test_wanted_sessions_are_nobody_elses_business(self, join):
+        one, other = join(), join()
+        await publish(one, "one", replace(told(1), wanted=(1, 2)))
+        (entry,) = (await hear(other, "other")).entries
+        assert entry.news.wanted == ()
+
+    async def test_a_long_history_is_told_whole_and_a_longer_one_from_its_newer_end(self, join):
+        one = join()
+        count = HISTORY_ENTRIES_MAX + 104
+        for start in range(0, count, 100):
+            posts = [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(start, start + 100)]
+            await one.publish("one", posts)
+        answer = await hear(join(), "other")
+        heard = numbers(answer)
+        assert heard == list(range(count - len(heard), count))
+        assert HISTORY_ENTRIES_MAX <= len(heard) < HISTORY_ENTRIES_MAX + 100
+        await publish(one, "one", told(count))
+        assert numbers(await hear(one, "other", answer.cursor)) == [count]
+
+    async def test_a_replica_that_lagged_hears_everything(self, join):
+        one, other = join(), join()
+        cursor = (await hear(other, "other")).cursor
+        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(300)])
+        assert numbers(await hear(other, "other", cursor)) == list(range(300))
+
+    async def test_times_without_end_are_told_as_very_long(self, join):
+        one, other = join(), join()
+        load = SharedLoad(backlog_s=math.inf)
+        await publish(one, "one", replace(QUIET, loads={"m-0": load}, bindings=(bound(ago=math.inf),)))
+        (entry,) = (await hear(other, "other")).entries
+        assert entry.news.loads["m-0"].backlog_s >= 1e9
+        assert entry.news.bindings[0].moved_ago_s >= 1e9
+
+
+class TestBindings:
+    async def test_the_first_of_a_version_holds_and_the_loser_gets_it(self, join):
+        one, other = join(), join()
+        assert [each.host for each in await settle(one, bound("m-0"))] == ["m-0"]
+        (held,) = await settle(other, bound("m-1", tokens=99))
+        assert (held.host, held.version, held.tokens) == ("m-0", 1, 10)
+
+    async def test_a_higher_version_holds(self, join):
+        one, other = join(), join()
+        await settle(one, bound("m-0", version=9))
+        (held,) = await settle(other, bound("m-1", version=10))
+        assert (held.host, held.version) == ("m-1", 10)
+
+    async def test_a_lower_version_loses_though_it_is_the_same_host(self, join):
+        one, other = join(), join()
+        await settle(one, bound("m-0", version=3, tokens=500))
+        (held,) = await settle(other, bound("m-0", version=2))
+        assert (held.version, held.tokens) == (3, 500)
+
+    async def test_the_same_again_renews_tokens_but_not_the_time_of_the_move(self, join):
+        one, other = join(), join()
+        await settle(one, bound(ago=100.0))
+        (held,) = await settle(other, bound(tokens=77, ago=0.0))
+        assert held.tokens == 77
+        assert held.moved_ago_s >= 100.0
+
+    async def test_each_of_many_is_settled_by_itself(self, join):
+        one, other = join(), join()
+        await settle(one, *(bound("m-0", session=session) for session in (1, 3)))
+        held = await settle(other, *(bound("m-1", session=session) for session in (1, 2, 3)))
+        assert [(each.session, each.host) for each in held] == [(1, "m-0"), (2, "m-1"), (3, "m-0")]
+
+    async def test_wanted_ones_are_found_and_unknown_ones_are_not(self, join):
+        one, other = join(), join()
+        first = bound("host with spaces", session=2**64 - 1, tokens=5, version=4, ago=2.0)
+        await settle(one, first)
+        (found,) = (await hear(other, "other", wanted=(2**64 - 1, 17))).bindings
+        assert replace(found, moved_ago_s=2.0) == first
+        assert found.moved_ago_s >= 2.0
+
+    async def test_they_are_found_beside_a_long_history_and_once(self, join):
+        one, other = join(), join()
+        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(200)])
+        await settle(one, bound())
+        answer = await hear(other, "other", wanted=(1,))
+        assert (len(answer.entries), len(answer.bindings)) == (200, 1)
+
+    async def test_they_belong_to_a_pool(self, join):
+        one = join()
+        await settle(one, bound())
+        (answer,) = await one.hear("one", [Question(pool="llm/other", window_s=60, wanted=(1,))])
+        assert answer.bindings == ()
+
+    async def test_they_expire_unless_they_are_renewed(self, join):
+        one, other = join(), join()
+        await settle(one, bound("m-0", session=1), bound("m-0", session=2), ttl_s=0.2)
+        await settle(one, bound("m-0", session=1), ttl_s=60)
+
+        async def expired() -> bool:
+            return len((await hear(other, "other", wanted=(1, 2))).bindings) == 1
+
+        await until(expired)
+        held = await settle(other, bound("m-1", session=1), bound("m-1", session=2))
+        assert [each.host for each in held] == ["m-0", "m-1"]
