@@ -102,7 +102,8 @@ class _Fields:
         self._seen: set[str] = set()
 
     def at(self, name: str) -> str:
-        return f"{self.path}.{name}" if self.path else name
+        shown = _shown_name(name)
+        return f"{self.path}.{shown}" if self.path else shown
 
     def get(self, name: str) -> object:
         self._seen.add(name)
@@ -178,9 +179,7 @@ class _Fields:
             raise PoolError(self.at(name), value, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def duration(
-        self, name: str, default_s: float, *, low_s: float, high_s: float, unlimited: bool = False
-    ) -> float:
+    def duration(self, name: str, default_s: float, *, low_s: float, high_s: float, unlimited: bool = False) -> float:
         value = self.get(name)
         if value is None:
             return default_s
@@ -371,6 +370,12 @@ def _read_address(fields: _Fields) -> str:
         return str(ip_address(value))
     except ValueError:
         raise PoolError(fields.at("address"), value, "an IPv4 or IPv6 address") from None
+
+
+def _shown_name(name: str) -> str:
+    """Return a field's name as one short line: a file may call an unknown field anything."""
+    shown = name if name.isprintable() else repr(name)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _spell_s(seconds: float) -> str:

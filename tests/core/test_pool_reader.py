@@ -173,6 +173,16 @@ def test_what_is_no_duration(text: object) -> None:
         parse_duration(text, "x")
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"), [("t\tft\n", "spec.slo.'t\\tft\\n'"), ("x" * 5000, f"spec.slo.{'x' * 77}...")]
+)
+def test_an_unknown_fields_name_is_shown_in_one_short_line(name: str, shown: str) -> None:
+    with pytest.raises(PoolError) as refused:
+        read_pools(changed("spec/slo", {name: 1}))
+    assert refused.value.field == shown
+    assert str(refused.value).isprintable()
+
+
 def test_the_members_order_in_the_file_does_not_matter() -> None:
     members = [{"id": f"m-{n}", "address": f"10.0.0.{n + 1}"} for n in range(9)]
     shuffled = list(members)
