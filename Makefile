@@ -27,7 +27,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
-.PHONY: help demo test lint unit e2e wheel-test bench proto clean
+.PHONY: help demo test lint unit e2e wheel-test fuzz bench proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
 
 wheel-test: $(VENV)/.dev ## build the wheel, install it alone, run the unit tests against it
 	@$(BIN)/python tests/packaging/wheel_run.py
+
+fuzz: $(VENV)/.dev ## feed the router's readers with what nobody should send (ARGS="--seconds 60 body"; ARGS=--help)
+	@$(BIN)/python -m fuzz $(ARGS)
 
 bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run
 	@$(BIN)/python -m bench $(ARGS)

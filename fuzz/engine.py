@@ -1,0 +1,134 @@
+"""Drives one target, in a process of its own: ``python -m fuzz.engine`` (``__main__`` starts it and reads its stderr).
+
+atheris takes the process over and never returns: it learns from coverage which inputs to vary. Where it is not
+installed (it has wheels for few platforms), or is not wanted, inputs are varied at random, by the same checks and with
+the same lines on stderr.
+"""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import click
+
+from fuzz import targets
+
+INPUT_BYTES: Final = 4096
+# An input that takes longer is a finding too: as a request it would hold up all others.
+_INPUT_S: Final = 10
+_MEMORY_MB: Final = 2048
+# How often a random run says where it is.
+_REPORT_S: Final = 2.0
+
+
+def name_of(data: bytes) -> str:
+    """Return the name an input has in a corpus."""
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+def guided() -> bool:
+    """Whether atheris is there."""
+    return find_spec("atheris") is not None
+
+
+def inputs(*folders: Path) -> list[bytes]:
+    """Return the inputs of some corpora, the smallest first."""
+    distinct = {path.read_bytes() for folder in folders for path in folder.iterdir()}
+    return sorted(distinct, key=lambda data: (len(data), data))
+
+
+def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple[Path, ...], crashes: Path) -> None:
+    """Fuzz by atheris; does not return."""
+    import atheris
+
+    with atheris.instrument_imports(include=["dualmap", "dualmap_extproc"]):
+        target = targets.load(name)
+    varied = target.mutate
+
+    def mutate(data: bytes, max_size: int, each_seed: int) -> bytes:
+        """Half of the time in the target's own terms, as far as it has any."""
+        random = Random(each_seed)
+        mutant = varied(data, random) if varied is not None and random.random() < 0.5 else None
+        return atheris.Mutate(data, max_size) if mutant is None or len(mutant) > max_size else mutant
+
+    options = [
+        f"-max_total_time={seconds}",
+        f"-runs={runs or -1}",
+        f"-seed={seed}",
+        f"-max_len={INPUT_BYTES}",
+        f"-timeout={_INPUT_S}",
+        f"-rss_limit_mb={_MEMORY_MB}",
+        f"-artifact_prefix={crashes}/",
+    ]
+    mutator = {} if varied is None else {"custom_mutator": mutate}
+    atheris.Setup([sys.argv[0], *options, *map(str, folders)], target.check, **mutator)
+    atheris.Fuzz()
+
+
+def _run_random(name: str, *, seconds: int, runs: int, seed: int, folders: tuple[Path, ...], crashes: Path) -> None:
+    """Fuzz by varying the corpus at random, each input in a few steps; ends like atheris where a check fails."""
+    target = targets.load(name)
+    random = Random(seed)
+    seeds = inputs(*folders) or [b""]
+    end_s = time.monotonic() + seconds if seconds else float("inf")
+    report_s = time.monotonic()
+    done = 0
+    while (not runs or done < runs) and (now_s := time.monotonic()) < end_s:
+        if now_s >= report_s:
+            report_s = now_s + _REPORT_S
+            print(f"#{done}\tpulse", file=sys.stderr, flush=True)
+        # The corpus as it is goes first.
+        data = seeds[done] if done < len(seeds) else _vary(random.choice(seeds), random, target.mutate)
+        try:
+            target.check(data)
+        except BaseException:
+            crashes.mkdir(parents=True, exist_ok=True)
+            (crashes / f"crash-{name_of(data)}").write_bytes(data)
+            raise
+        done += 1
+    print(f"#{done}\tDONE", file=sys.stderr, flush=True)
+
+
+def _vary(data: bytes, random: Random, mutate: Callable[[bytes, Random], bytes | None] | None) -> bytes:
+    for _ in range(random.randint(1, 4)):
+        mutant = mutate(data, random) if mutate is not None and random.random() < 0.5 else None
+        data = _vary_bytes(data, random) if mutant is None else mutant
+    return data[:INPUT_BYTES]
+
+
+def _vary_bytes(data: bytes, random: Random) -> bytes:
+    """Overwrite, insert, remove or repeat a few bytes somewhere."""
+    at = random.randint(0, len(data))
+    size = random.choice((1, 1, 2, 4, 8, 32))
+    match random.randrange(4):
+        case 0:
+            return data[:at] + random.randbytes(size) + data[at + size :]
+        case 1:
+            return data[:at] + random.randbytes(size) + data[at:]
+        case 2:
+            return data[:at] + data[at + size :]
+        case _:
+            return data[:at] + data[at : at + size] * 2 + data[at + size :]
+
+
+@click.command()
+@click.argument("name")
+@click.argument("folders", type=click.Path(path_type=Path), nargs=-1)
+@click.option("--seconds", type=int, required=True)
+@click.option("--runs", type=int, required=True)
+@click.option("--seed", type=int, required=True)
+@click.option("--crashes", type=click.Path(path_type=Path), required=True)
+@click.option("--random", is_flag=True)
+def main(name: str, folders: tuple[Path, ...], seconds: int, runs: int, seed: int, crashes: Path, random: bool) -> None:
+    """Fuzz the target NAME from the corpora FOLDERS; atheris adds to the first of them. For fuzz.__main__ to call."""
+    run = _run_random if random else _run_guided
+    run(name, seconds=seconds, runs=runs, seed=seed, folders=folders, crashes=crashes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Bytes read as choices, so that whatever a fuzzer writes is some sequence of steps, and small changes stay small."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Source:
+    """Takes choices from the front of ``data``; once that has run dry, every choice is the first one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def more(self) -> bool:
+        """Whether there is anything left to choose by."""
+        return self._at < len(self._data)
+
+    def number(self, size: int = 1) -> int:
+        """Return a whole number of ``size`` bytes."""
+        return int.from_bytes(self.take(size), "little")
+
+    def flag(self) -> bool:
+        """Return whether the next byte is odd."""
+        return self.number() % 2 == 1
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Return one of at most 256 options."""
+        return options[self.number() % len(options)]
+
+    def take(self, size: int) -> bytes:
+        """Return the next ``size`` bytes, or as many as there are."""
+        taken = self._data[self._at : self._at + size]
+        self._at += size
+        return taken
+
+    def chunk(self) -> bytes:
+        """Return as many bytes as the next one says."""
+        return self.take(self.number())
+
+    def text(self) -> str:
+        """Return a chunk as text, whatever it holds."""
+        return self.chunk().decode("utf-8", "replace")

@@ -1,0 +1,87 @@
+"""Envoy's access log, from a batch's bytes to entries: anybody who reaches the port can send these."""
+
+from contextlib import suppress
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from dualmap_extproc import names
+from dualmap_extproc.access_log import AccessLogEntry, read_entries, read_entry
+from dualmap_extproc.ending import Ending
+from dualmap_extproc.wire import access_log_pb2 as wire
+from fuzz.source import Source
+
+_FLAGS: Final = frozenset(wire.ResponseFlags.DESCRIPTOR.fields_by_name)
+_TAGS: Final = (
+    *(names.TAG_REQUEST_ID, names.TAG_PROMPT_TOKENS, names.TAG_COMPLETION_TOKENS, names.TAG_CACHED_TOKENS, "other"),
+)
+_NUMBERS: Final = (
+    "-",
+    "0",
+    "12",
+    "1e+06",
+    "1e309",
+    "nan",
+    "-1",
+    "1000000001",
+    "0x10",
+    "1_0",
+    " 7 ",
+    "\N{SUPERSCRIPT TWO}",
+)
+_HOSTS: Final = ("10.0.0.1", "::1", "", "unix", "10.0.0.1:8000")
+_TOKENS_MAX: Final = 10**9
+
+
+def check(data: bytes) -> None:
+    """Entries are read whatever they hold, and what is read of them is within bounds.
+
+    The bytes are read twice: as what Envoy sends, and as choices by which entries are put together.
+    """
+    entries = [_entry(Source(data))]
+    with suppress(DecodeError):
+        entries.extend(wire.StreamAccessLogsMessage.FromString(data).http_logs.log_entry)
+    read = read_entries(entries)
+    assert read == read_entries(entries)
+    assert len(read) == sum(read_entry(entry) is not None for entry in entries)
+    for each in read:
+        _check_entry(each)
+
+
+def _check_entry(entry: AccessLogEntry) -> None:
+    assert entry.request_id
+    assert entry.status is None or 0 <= entry.status < 2**32
+    assert _FLAGS.issuperset(entry.flags)
+    assert entry.ending in Ending
+    if entry.served_endpoint is not None:
+        host, _, port = entry.served_endpoint.rpartition(":")
+        assert host
+        assert 0 < int(port) < 2**16
+    if entry.usage is not None:
+        counts = (entry.usage.prompt_tokens, entry.usage.completion_tokens, entry.usage.cached_tokens)
+        assert any(count is not None for count in counts)
+        assert all(count is None or 0 <= count <= _TOKENS_MAX for count in counts)
+
+
+def _entry(source: Source) -> wire.HTTPAccessLogEntry:
+    """Put an entry together of such fields as matter, each there or not."""
+    entry = wire.HTTPAccessLogEntry()
+    common = entry.common_properties
+    while source.more:
+        match source.number() % 6:
+            case 0:
+                common.custom_tags[source.pick(_TAGS)] = source.pick(_NUMBERS)
+            case 1:
+                common.custom_tags[source.pick(_TAGS)] = source.text()
+            case 2:
+                entry.response.response_code.value = source.number(size=4)
+            case 3:
+                setattr(common.response_flags, source.pick(sorted(_FLAGS)), source.flag())
+            case 4:
+                address = common.upstream_remote_address.socket_address
+                address.address = source.pick(_HOSTS)
+                address.port_value = source.number(size=3)
+            case 5:
+                fields = common.metadata.filter_metadata[source.pick((names.DUALMAP_NAMESPACE, "other"))].fields
+                fields[source.pick((names.REQUEST_ID_KEY, "other"))].string_value = source.text()
+    return entry
