@@ -1,21 +1,30 @@
-"""``python -m bench [rings|decisions]``: benchmarks of the core. Results are recorded in bench/results/."""
+"""``python -m bench [NAME] [OPTIONS]``: the benchmarks. Results are recorded in bench/results/.
+
+Without a name, the short ones of the core run one after the other; ``gateway`` has options of its own (``--help``).
+"""
 
 import os
 import sys
 
 from bench import decisions, rings
 
-BENCHES = {"rings": rings.main, "decisions": decisions.main}
+CORE = {"rings": rings.main, "decisions": decisions.main}
 
 
 def main(names: list[str]) -> None:
-    unknown = [name for name in names if name not in BENCHES]
+    """Run the benchmarks of these names, all of the core's without any."""
+    if names[:1] == ["gateway"]:
+        # Imported here: Envoy's types take seconds that the core's benchmarks need not wait for.
+        from bench.gateway.command import gateway
+
+        gateway(names[1:], prog_name="python -m bench gateway")
+    unknown = [name for name in names if name not in CORE]
     if unknown:
-        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {', '.join(BENCHES)}")
+        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {', '.join(CORE)} and gateway")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
-    for name in names or BENCHES:
-        BENCHES[name]()
+    for name in names or CORE:
+        CORE[name]()
 
 
 main(sys.argv[1:])

@@ -1,0 +1,81 @@
+"""``python -m bench gateway``: options, progress on stderr, tables on stdout."""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from bench.gateway.experiment import SECTIONS, Experiment, Plan
+from bench.gateway.report import Tables
+from bench.gateway.stacks import BenchError
+
+from dualmap_cli.demo.errors import ChildError
+
+_QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.7, 5.0
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--rounds", default=3, type=click.IntRange(1, 100), help="How often every stack has its turn.")
+@click.option("--seconds", default=2.0, type=click.FloatRange(0.1, 60), help="Length of one measurement.")
+@click.option("--idle-seconds", default=20.0, type=click.FloatRange(0.5, 600), help="Length of the idle measurement.")
+@click.option("--connections", default=32, type=click.IntRange(1, 200), help="Clients of the closed loops.")
+@click.option("--rate", default=200.0, type=click.FloatRange(1, 10_000), help="Requests a second of the open loops.")
+@click.option("--section", "sections", multiple=True, type=click.Choice(SECTIONS), help="Only these; repeat.")
+@click.option("--quick", is_flag=True, help="Rough figures in about a minute, whatever the lengths above.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample there.")
+@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep configurations and logs there.")
+def gateway(
+    *,
+    rounds: int,
+    seconds: float,
+    idle_seconds: float,
+    connections: int,
+    rate: float,
+    sections: tuple[str, ...],
+    quick: bool,
+    json_file: Path | None,
+    keep: Path | None,
+) -> None:
+    """Measure the router behind a real Envoy, beside that Envoy alone and beside a picker that does nothing.
+
+    Every stack has its turn in every round; figures are medians of the rounds (least to most), ratios are taken
+    within a round. The whole takes about six minutes.
+
+    \b
+    Example:
+      python -m bench gateway
+      python -m bench gateway --section prompts --rounds 5 --json prompts.json
+    """
+    plan = Plan(
+        sections=sections or SECTIONS,
+        rounds=_QUICK_ROUNDS if quick else rounds,
+        seconds=_QUICK_SECONDS if quick else seconds,
+        idle_s=_QUICK_IDLE_SECONDS if quick else idle_seconds,
+        connections=connections,
+        rate=rate,
+    )
+    began, before = time.monotonic(), _load()
+    try:
+        with tempfile.TemporaryDirectory(prefix="dualmap-bench-") as temporary:
+            folder = keep or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            measured = asyncio.run(Experiment(plan, folder, lambda line: click.echo(line, err=True)).run())
+    except (BenchError, ChildError, FileExistsError) as error:
+        click.echo(f"bench gateway: {error}", err=True)
+        sys.exit(1)
+    machine = (
+        f"machine: {os.cpu_count()} cores; load average {before} before, {_load()} after; "
+        f"{time.monotonic() - began:.0f} s (figures are comparable within this run only)"
+    )
+    click.echo(f'`make bench ARGS="{" ".join(sys.argv[1:])}"`\n\n{machine}\n\n{Tables(measured).markdown()}')
+    if json_file is not None:
+        json_file.write_text(json.dumps({"machine": machine, **asdict(measured)}, indent=1))
+
+
+def _load() -> str:
+    return ", ".join(f"{each:.1f}" for each in os.getloadavg())

@@ -1,0 +1,212 @@
+"""What is measured and in which turns: every stack once a round, so that a noisy minute falls on all of them.
+
+Only figures of one run may be compared, and ratios best within one round; ``report`` does so.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from bench.gateway.load import Job, Result, cpu_s
+from bench.gateway.stacks import BenchError, Lab, Stack
+
+from dualmap_cli.demo.children import Children
+from dualmap_extproc.main import router
+
+ALONE, TRIVIAL, ROUTER = "Envoy alone", "trivial picker", "1 router"
+# TEMP until the router has --redis
+WITH_REDIS = any(option.name == "redis" for option in router.params)
+REDIS = "1 router with Redis" if WITH_REDIS else ROUTER
+SIZES_KB = (1, 64, 220)
+FEW_CHUNKS, MANY_CHUNKS = 5, 50
+ROUTERS = (1, 2, 4)
+IDLE_ENDPOINTS = 100
+SECTIONS = ("prompts", "chunks", "routers", "idle")
+_RAMP_S = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How long and how often. ``rate`` is requests a second of the open loops."""
+
+    sections: tuple[str, ...]
+    rounds: int
+    seconds: float
+    idle_s: float
+    connections: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One kind of load. ``chunks`` is 0 for a JSON answer, ``rate`` 0 for a closed loop."""
+
+    section: str
+    prompt_kb: int
+    chunks: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One stack under one load in one round. ``messages`` is what Envoy told the picker per request."""
+
+    cell: Cell
+    stack: str
+    round: int
+    messages: float
+    result: Result
+
+    def cpu_us(self, process: str) -> float:
+        """Return the CPU microseconds a request took in the processes whose names begin so."""
+        spent = sum(spent for name, spent in self.result.cpu_s.items() if name.startswith(process))
+        return spent / max(1, self.result.requests) * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """Cores that an idle stack's processes took."""
+
+    stack: str
+    endpoints: int
+    seconds: float
+    router: float
+    envoy: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Everything one run measured."""
+
+    plan: Plan
+    samples: tuple[Sample, ...]
+    idle: tuple[Idle, ...]
+
+
+class Experiment:
+    """One run; ``say`` takes a line of progress."""
+
+    def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._say = say
+        self._samples: list[Sample] = []
+        self._idle: list[Idle] = []
+        self._firsts = count(0, 1_000_000)
+
+    async def run(self) -> Measured:
+        """Measure every section. Raises BenchError and ChildError."""
+        wanted = self._plan.sections
+        if "prompts" in wanted or "chunks" in wanted:
+            await self._one_router()
+        if "routers" in wanted:
+            await self._several_routers()
+        if "idle" in wanted:
+            await self._at_rest()
+        return Measured(plan=self._plan, samples=tuple(self._samples), idle=tuple(self._idle))
+
+    async def _one_router(self) -> None:
+        rate, cells = self._plan.rate, []
+        if "prompts" in self._plan.sections:
+            cells += [
+                Cell(section="prompts", prompt_kb=size, chunks=0, rate=pace) for size in SIZES_KB for pace in (0, rate)
+            ]
+        if "chunks" in self._plan.sections:
+            cells += [
+                Cell(section="chunks", prompt_kb=1, chunks=chunks, rate=rate) for chunks in (FEW_CHUNKS, MANY_CHUNKS)
+            ]
+        async with self._lab("one") as lab:
+            stacks = [
+                await lab.envoy_alone(ALONE),
+                await lab.trivial(TRIVIAL),
+                await lab.routers(ROUTER, 1),
+                *([await lab.routers(REDIS, 1, redis=WITH_REDIS)] if WITH_REDIS else ()),
+            ]
+            await self._rounds(lab, stacks, cells)
+
+    async def _several_routers(self) -> None:
+        async with self._lab("several") as lab:
+            stacks = [await lab.trivial(TRIVIAL)]
+            stacks += [await lab.routers(several(number), number, redis=WITH_REDIS) for number in ROUTERS]
+            await self._rounds(lab, stacks, [Cell(section="routers", prompt_kb=1, chunks=0, rate=0)])
+
+    async def _at_rest(self) -> None:
+        async with self._lab("idle") as lab:
+            stack = await lab.routers(REDIS, 1, redis=WITH_REDIS, members=IDLE_ENDPOINTS)
+            # As it is after work, not as it was born.
+            await self._measure(lab, stack, Cell(section="idle", prompt_kb=1, chunks=0, rate=self._plan.rate), 0)
+            await asyncio.sleep(1.0)
+            self._say(f"idle: {IDLE_ENDPOINTS} endpoints for {self._plan.idle_s:g} s")
+            pids = (*stack.pickers, stack.envoy)
+            before = [cpu_s(pid) for pid in pids]
+            await asyncio.sleep(self._plan.idle_s)
+            router, envoy = ((cpu_s(pid) - then) / self._plan.idle_s for pid, then in zip(pids, before, strict=True))
+            self._idle.append(
+                Idle(stack=REDIS, endpoints=IDLE_ENDPOINTS, seconds=self._plan.idle_s, router=router, envoy=envoy)
+            )
+
+    @asynccontextmanager
+    async def _lab(self, name: str) -> AsyncIterator[Lab]:
+        folder = self._folder / name
+        folder.mkdir()
+        async with Children(folder / "logs") as children:
+            lab = Lab(children, folder)
+            await lab.start()
+            yield lab
+
+    async def _rounds(self, lab: Lab, stacks: Sequence[Stack], cells: Sequence[Cell]) -> None:
+        for stack in stacks:
+            # Interpreter, connections and caches warm up in a round that is not kept.
+            self._say(f"warming up: {stack.name}")
+            for cell in cells:
+                if not cell.rate:
+                    await self._measure(lab, stack, cell, 0)
+        for number in range(1, self._plan.rounds + 1):
+            for cell in cells:
+                for stack in stacks:
+                    sample = await self._measure(lab, stack, cell, number)
+                    self._samples.append(sample)
+                    self._say(self._line(sample))
+
+    async def _measure(self, lab: Lab, stack: Stack, cell: Cell, number: int) -> Sample:
+        before = await stack.counts()
+        result = await lab.load.run(
+            Job(
+                port=stack.port,
+                connections=self._plan.connections,
+                rate=cell.rate,
+                seconds=self._plan.seconds,
+                ramp_s=_RAMP_S,
+                prompt_bytes=cell.prompt_kb * 1024,
+                chunks=cell.chunks,
+                # A conversation is known to no stack from another measurement.
+                first=next(self._firsts),
+                pids=stack.pids,
+            )
+        )
+        after = await stack.counts()
+        if result.errors:
+            raise BenchError(f"{stack.name}: {result.errors} of {result.sent} requests were not answered with 200")
+        if after.unasked > before.unasked:
+            raise BenchError(f"{stack.name}: Envoy let {after.unasked - before.unasked} requests through unasked")
+        if stack.pickers and after.streams - before.streams < result.sent:
+            raise BenchError(f"{stack.name}: the picker saw fewer than the {result.sent} requests sent")
+        messages = (after.messages - before.messages) / result.sent
+        return Sample(cell=cell, stack=stack.name, round=number, messages=messages, result=result)
+
+    def _line(self, sample: Sample) -> str:
+        cell, result = sample.cell, sample.result
+        answer = f"{cell.chunks} chunks" if cell.chunks else "JSON"
+        pace = f"{cell.rate:g}/s" if cell.rate else "closed loop"
+        return (
+            f"{cell.section} {sample.round}/{self._plan.rounds}: {cell.prompt_kb} KB, {answer}, {pace}, {sample.stack}"
+            f": {result.requests / result.seconds:.0f} requests/s, picker {sample.cpu_us('picker'):.0f} us a request"
+        )
+
+
+def several(number: int) -> str:
+    """Name the stack of so many routers that share a Redis."""
+    return f"{number} router{'s' if number > 1 else ''}{' with Redis' if WITH_REDIS else ''}"

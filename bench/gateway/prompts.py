@@ -1,0 +1,28 @@
+"""Request bodies as conversations send them: a long prefix seen before, and a few bytes that are new.
+
+``load`` sends them. Made without copying more than must be, so that a body of 220 KB costs the client little.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+
+MODEL = "bench"
+TURNS = 8
+_FILLER = b"All work and no play makes Jack a dull boy. "
+_DIGITS = 12
+
+
+def bodies(size_bytes: int, *, streamed: bool, first: int) -> Iterator[tuple[bytes, bytes, bytes, bytes, bytes]]:
+    """Yield chat bodies of exactly ``size_bytes`` in five pieces, forever.
+
+    Every conversation has ``TURNS`` requests; its number stands at the start of the prompt, so that its blocks are
+    nobody else's, and the turn's at the end. Conversations are numbered from ``first``.
+    """
+    head = b'{"model": "%s", "messages": [{"role": "user", "content": "conversation ' % MODEL.encode()
+    tail = b'"}], "stream": %s}' % (b"true" if streamed else b"false")
+    room = size_bytes - len(head) - len(tail) - 2 * _DIGITS
+    assert room >= 0, f"no chat body has only {size_bytes} bytes"
+    filler = (_FILLER * (room // len(_FILLER) + 1))[:room]
+    for conversation in count(first):
+        for turn in range(TURNS):
+            yield head, b"%012d" % conversation, filler, b"%012d" % turn, tail

