@@ -30,7 +30,7 @@ from dualmap_extproc.names import (
 from dualmap_extproc.wire import access_log_pb2 as wire
 
 # Flags of a response that did not reach its end as it should, by their names in envoy.data.accesslog.v3.ResponseFlags;
-# the others (rate limited, no route, ...) come with an error status of their own.
+# the others (rate limited, no route, ...) come with an error status of their own. These are nothing the instance did:
 BROKEN_FLAGS: Final = frozenset(
     {
         "downstream_connection_termination",
@@ -38,16 +38,26 @@ BROKEN_FLAGS: Final = frozenset(
         "downstream_remote_reset",
         "duration_timeout",
         "local_reset",
+        "no_healthy_upstream",
         "overload_manager",
         "stream_idle_timeout",
-        "upstream_connection_termination",
         "upstream_max_stream_duration_reached",
+        "upstream_overflow",
+    }
+)
+# And these are: it refused the connection, broke it off, or did not answer in time.
+FAILED_FLAGS: Final = frozenset(
+    {
+        "upstream_connection_failure",
+        "upstream_connection_termination",
         "upstream_protocol_error",
         "upstream_remote_reset",
         "upstream_request_timeout",
     }
 )
 
+# Longer than any id that a router gives.
+_ID_CHARACTERS: Final = 512
 # Above any context length, below where floats lose whole numbers.
 _TOKENS_MAX: Final = 10**9
 # Entries handed over in one go. At 10 to 40 us each a batch of Envoy's takes milliseconds; a hostile one is cut up.
@@ -73,8 +83,13 @@ class AccessLogEntry:
 
     @property
     def ending(self) -> Ending:
-        """What became of the request: what its status says, unless something broke off."""
-        return Ending.ABORTED if BROKEN_FLAGS.intersection(self.flags) else ending_of(self.status)
+        """What became of the request: what its status says, unless something broke off.
+
+        Where the client and the instance both broke off, it is the client who left.
+        """
+        if BROKEN_FLAGS.intersection(self.flags):
+            return Ending.ABORTED
+        return Ending.FAILED if FAILED_FLAGS.intersection(self.flags) else ending_of(self.status)
 
 
 def read_entries(entries: Sequence[wire.HTTPAccessLogEntry]) -> tuple[AccessLogEntry, ...]:
@@ -88,7 +103,7 @@ def read_entry(entry: wire.HTTPAccessLogEntry) -> AccessLogEntry | None:
     common = entry.common_properties
     tags = common.custom_tags
     request_id = _tag(tags, TAG_REQUEST_ID) or _metadata_id(common)
-    if not request_id:
+    if not request_id or len(request_id) > _ID_CHARACTERS:
         return None
     flags: tuple[str, ...] = ()
     if common.HasField("response_flags"):
@@ -167,7 +182,7 @@ def _served_endpoint(common: wire.AccessLogCommon) -> str | None:
     if not common.HasField("upstream_remote_address"):
         return None
     address = common.upstream_remote_address.socket_address
-    if not address.address or not address.port_value:
+    if not address.address or not 0 < address.port_value < 2**16:
         return None
     host = f"[{address.address}]" if ":" in address.address else address.address
     return f"{host}:{address.port_value}"

@@ -18,13 +18,16 @@ class Ending(Enum):
     REJECTED = "rejected"
     """The engine did not take the request, which it says is wrong; nothing was prefilled."""
     ABORTED = "aborted"
-    """Cancelled, reset, or answered with any other error: nothing good came of it."""
+    """Cancelled by the client, broken off for no fault of the instance's, or put off by one that is full."""
+    FAILED = "failed"
+    """The instance failed: it answered 5xx, refused the connection, or broke off."""
 
 
 def ending_of(status: int | None) -> Ending:
     """Return what a response's HTTP status says; None stands for a response that had none.
 
-    Success (2xx) and redirection (3xx) is what was asked for; 4xx other than 408 and 429 is the client's doing.
+    Success (2xx) and redirection (3xx) is what was asked for; 4xx other than 408 and 429 is the client's doing; 5xx is
+    the instance's. Envoy answers 503 for an instance that it cannot reach or that breaks off before its response.
     """
     if status is None:
         return Ending.ABORTED
@@ -32,4 +35,4 @@ def ending_of(status: int | None) -> Ending:
         return Ending.FINISHED
     if 400 <= status < 500 and status not in _OVERLOAD_STATUSES:
         return Ending.REJECTED
-    return Ending.ABORTED
+    return Ending.FAILED if 500 <= status < 600 else Ending.ABORTED

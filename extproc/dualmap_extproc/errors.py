@@ -4,10 +4,16 @@ The status codes are CONTRACT's ("Router behaviour"): 400, 404, 413, 429, 503; t
 objects, so that OpenAI clients show the message. Envoy sends them (``stream`` wraps them for it).
 """
 
+import math
 from dataclasses import dataclass
+from typing import assert_never
 
 import orjson
 
+from dualmap.requests import Reason, Refusal
+
+# A client that is told to come back waits no longer than any pool lets a request wait (the schema's bound of maxWait).
+_RETRY_AFTER_MAX_S = 600
 _TYPE_OF_STATUS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
@@ -60,6 +66,23 @@ def body_too_large(limit_bytes: int) -> Refused:
     return Refused(status=413, code="request_too_large", message=f"The request body is larger than {limit_bytes} bytes")
 
 
+def too_many_headers(limit: int) -> Refused:
+    """Answer 400: the request has more than ``limit`` headers."""
+    return Refused(status=400, code="headers_too_large", message=f"The request has more than {limit} headers")
+
+
+def headers_too_large(limit_bytes: int) -> Refused:
+    """Answer 400: the request's headers are longer than ``limit_bytes`` together."""
+    message = f"The request's headers are larger than {limit_bytes} bytes"
+    return Refused(status=400, code="headers_too_large", message=message)
+
+
+def subset_too_large(limit_bytes: int) -> Refused:
+    """Answer 400: the gateway allows so many endpoints that naming them takes more than ``limit_bytes``."""
+    message = f"The gateway's list of endpoints for this request is larger than {limit_bytes} bytes"
+    return Refused(status=400, code="subset_too_large", message=message)
+
+
 def trailers_unsupported() -> Refused:
     """Answer 400: the message mode cannot tell Envoy which of several pools a request with trailers goes to."""
     message = "Requests with trailers cannot be routed here; send the request without trailers"
@@ -70,3 +93,18 @@ def no_endpoint(pool: str) -> Refused:
     """Answer 503: no member of ``pool`` (empty: of any pool) may take the request."""
     message = "No ready instance may take this request"
     return Refused(status=503, code="no_endpoint", message=message, pool=pool)
+
+
+def refused_by_router(pool: str, refusal: Refusal) -> Refused:
+    """Answer for ``pool``'s router: 503 where no member may take the request, 429 where it may not wait (longer)."""
+    match refusal.reason:
+        case Reason.NO_ENDPOINT:
+            return no_endpoint(pool)
+        case Reason.QUEUE_FULL:
+            message = "All instances are busy and too many requests are waiting already; try again later"
+        case Reason.WAITED_TOO_LONG:
+            message = "All instances are busy and the request has waited too long for one; try again later"
+        case _:
+            assert_never(refusal.reason)
+    wait_s = min(max(1.0, refusal.retry_after_s or 1.0), _RETRY_AFTER_MAX_S)
+    return Refused(status=429, code=refusal.reason.value, message=message, retry_after_s=math.ceil(wait_s), pool=pool)

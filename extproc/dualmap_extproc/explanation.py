@@ -6,8 +6,8 @@ The request walks the very path it would walk in a router: the same Picker, over
 from dualmap.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import Completion, Decision, FirstToken
-from dualmap_extproc.errors import Refused, body_too_large
-from dualmap_extproc.picker import Picker
+from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
+from dualmap_extproc.picker import Picker, Waiting
 from dualmap_extproc.settings import Limits
 
 
@@ -24,6 +24,8 @@ class _Recorder:
 
     def refused(self, refused: Refused) -> None: ...
 
+    def waited(self, pool: str, seconds: float) -> None: ...
+
     def decided(self, seconds: float) -> None: ...
 
     def first_token(self, pool: str, first_token: FirstToken) -> None: ...
@@ -33,6 +35,8 @@ class _Recorder:
     def rejected(self, pool: str, completion: Completion) -> None: ...
 
     def aborted(self, pool: str, completion: Completion) -> None: ...
+
+    def failed(self, pool: str, completion: Completion) -> None: ...
 
     def expired(self, pool: str, completion: Completion) -> None: ...
 
@@ -49,7 +53,10 @@ def decide(pools: tuple[Pool, ...], body: bytes) -> Receipt | Refused:
     recorder = _Recorder()
     picker = Picker(limits, recorder, id_prefix="explain")
     picker.set_pools(0.0, pools)
-    outcome = picker.pick(0.0, body, None, 0.0)
+    outcome = picker.pick(0.0, body, None, 0.0, headers={}, resume=lambda _: None)
+    if isinstance(outcome, Waiting):
+        # Nothing is busy here, so it can only be the first member that it would wait for.
+        return no_endpoint("")
     if isinstance(outcome, Refused):
         return outcome
     assert recorder.decision is not None, "a pick is always reported"

@@ -73,18 +73,19 @@ def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str
     """Return what CONTRACT has at ``GET /pools/NAMESPACE/NAME``, as JSON values.
 
     ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.
-    ``held`` is 0: this router holds no requests back.
+    ``held`` counts requests that wait in this router: of the whole pool, those that wait for any first member too.
     """
     return {
         "router": router,
         "ring_version": status.ring_version,
+        "held": status.held,
         "traffic": asdict(traffic),
         "endpoints": [
             {
                 "id": endpoint.id,
                 "state": endpoint.state,
                 "in_flight": endpoint.in_flight,
-                "held": 0,
+                "held": endpoint.held,
                 "pending_prefill_tokens": endpoint.pending_prefill_tokens,
             }
             for endpoint in status.endpoints

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one router, all named ``dualmap_*``; the only module that knows prometheus_client.
+"""Prometheus metrics of one router, all named ``dualmap_*``; with ``load_gauges`` all that knows prometheus_client.
 
 ``Metrics`` implements the ports through which the data path tells what happens (``observer.Observer``,
 ``endpoints.DiscoveryObserver``, ``access_log.AccessLogObserver``); loads are not told but read from the routers'
@@ -14,23 +14,26 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from dualmap.pool import MemberState, Pool
+from dualmap.pool import Pool
 from dualmap.requests import Completion, Decision, FirstToken, PoolStatus
 from dualmap_extproc.errors import Refused
+from dualmap_extproc.load_gauges import load_gauges
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 # Around the objectives that pools set: 100 ms to 10 min by the schema, seconds in practice (5 s in the paper).
 _TTFT_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120)
+# Up to the longest wait that pools may set, 10 min.
+_HELD_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 # A decision takes a few hundred microseconds; a long prompt, milliseconds.
 _DECISION_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
-_OUTCOMES: Final = ("finished", "rejected", "aborted", "expired")
+_OUTCOMES: Final = ("finished", "rejected", "aborted", "failed", "expired")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class _PoolCounters:
 
     ttft_s: Histogram
     predicted_ttft_s: Histogram
+    held_s: Histogram
     bodiless: Counter
     served_elsewhere: Counter
     traffic: Traffic = field(default_factory=Traffic)
@@ -119,6 +123,13 @@ class Metrics:
             buckets=_TTFT_BUCKETS_S,
             registry=registry,
         )
+        self._held = Histogram(
+            "dualmap_held_seconds",
+            "How long held requests waited.",
+            _POOL,
+            buckets=_HELD_BUCKETS_S,
+            registry=registry,
+        )
         self._decision = Histogram(
             "dualmap_decision_seconds", "From whole body to answer.", buckets=_DECISION_BUCKETS_S, registry=registry
         )
@@ -143,6 +154,7 @@ class Metrics:
                 self._pools[pool] = _PoolCounters(
                     ttft_s=self._ttft.labels(pool),
                     predicted_ttft_s=self._predicted_ttft.labels(pool),
+                    held_s=self._held.labels(pool),
                     bodiless=self._bodiless.labels(pool),
                     served_elsewhere=self._elsewhere.labels(pool),
                 )
@@ -197,6 +209,12 @@ class Metrics:
             counters.refusals[refused.code] = self._refusals.labels(refused.pool, refused.code)
         counters.refusals[refused.code].inc()
 
+    def waited(self, pool: str, seconds: float) -> None:
+        """Count how long a request was held (Observer)."""
+        counters = self._pools.get(pool)
+        if counters is not None:
+            counters.held_s.observe(seconds)
+
     def decided(self, seconds: float) -> None:
         """Count the time a decision took (Observer)."""
         self._decision.observe(seconds)
@@ -223,8 +241,12 @@ class Metrics:
         self._count_outcome(pool, completion, "rejected")
 
     def aborted(self, pool: str, completion: Completion) -> None:
-        """Count a request that ended without a good response (Observer)."""
+        """Count a request that was cancelled or broke off (Observer)."""
         self._count_outcome(pool, completion, "aborted")
+
+    def failed(self, pool: str, completion: Completion) -> None:
+        """Count a request that its instance failed to serve (Observer)."""
+        self._count_outcome(pool, completion, "failed")
 
     def expired(self, pool: str, completion: Completion) -> None:
         """Count a request of which nothing was heard any more (Observer)."""
@@ -310,7 +332,7 @@ class Metrics:
             self._decisions.remove(pool, rule)
         for code in counters.refusals:
             self._refusals.remove(pool, code)
-        for metric in (self._ttft, self._predicted_ttft, self._bodiless, self._elsewhere):
+        for metric in (self._ttft, self._predicted_ttft, self._held, self._bodiless, self._elsewhere):
             metric.remove(pool)
         del self._pools[pool]
 
@@ -328,44 +350,4 @@ class _Scrape(Collector):
             # prometheus_client adds the time of creation to each series; nobody reads it, and it doubles the page.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-        yield from _endpoint_loads(self._statuses)
-        yield from _pool_state(self._statuses)
-
-
-def _endpoint_loads(statuses: Sequence[PoolStatus]) -> Iterator[Metric]:
-    def gauge(name: str, text: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
-
-    pending = gauge("pending_prefill_tokens", "Uncached prompt tokens sent and not yet prefilled.")
-    in_flight = gauge("in_flight_requests", "Requests sent and not yet ended.")
-    active_kv = gauge("active_kv_tokens", "Prompt tokens of the requests in flight.")
-    speed = gauge("prefill_tokens_per_second", "Prefill speed as learnt from first tokens.")
-    indexed = gauge("indexed_blocks", "Prompt blocks this router believes the endpoint caches.")
-    weight = gauge("weight", "Weight on the rings.")
-    for status in statuses:
-        for endpoint in status.endpoints:
-            labels = (status.pool, endpoint.id)
-            pending.add_metric(labels, endpoint.pending_prefill_tokens)
-            in_flight.add_metric(labels, endpoint.in_flight)
-            active_kv.add_metric(labels, endpoint.active_kv_tokens)
-            # Learnt as a quotient of averages: digits beyond these mean nothing.
-            speed.add_metric(labels, round(endpoint.prefill_tokens_per_second, 1))
-            indexed.add_metric(labels, endpoint.indexed_blocks)
-            weight.add_metric(labels, endpoint.weight)
-    yield from (pending, in_flight, active_kv, speed, indexed, weight)
-
-
-def _pool_state(statuses: Sequence[PoolStatus]) -> Iterator[Metric]:
-    version = GaugeMetricFamily("dualmap_ring_version", "Ring version this router has applied.", labels=_POOL)
-    members = GaugeMetricFamily("dualmap_ring_members", "Members, by state.", labels=(*_POOL, "state"))
-    nodes = GaugeMetricFamily("dualmap_hotness_nodes", "Prefixes whose traffic share is tracked.", labels=_POOL)
-    split = GaugeMetricFamily("dualmap_split_prefixes", "Hot prefixes whose key is longer.", labels=_POOL)
-    for status in statuses:
-        labels = (status.pool,)
-        version.add_metric(labels, status.ring_version)
-        nodes.add_metric(labels, status.hotness_nodes)
-        split.add_metric(labels, status.split_prefixes)
-        states = [endpoint.state for endpoint in status.endpoints]
-        for state in MemberState:
-            members.add_metric((status.pool, state.value), states.count(state.value))
-    yield from (version, members, nodes, split)
+        yield from load_gauges(self._statuses)

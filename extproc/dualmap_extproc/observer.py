@@ -21,6 +21,9 @@ class Observer(Protocol):
     def refused(self, refused: Refused) -> None:
         """A request got an error instead of an instance; ``refused.pool`` may be empty."""
 
+    def waited(self, pool: str, seconds: float) -> None:
+        """A request that was held is held no longer: sent to an instance, refused, or given up by its client."""
+
     def decided(self, seconds: float) -> None:
         """Reading a body, choosing and building the answer took ``seconds`` of this process."""
 
@@ -34,7 +37,10 @@ class Observer(Protocol):
         """The engine did not take a request, by a 4xx status that is about the request (``ending``)."""
 
     def aborted(self, pool: str, completion: Completion) -> None:
-        """A request ended without a good response: cancelled, reset, or answered with any other error status."""
+        """A request was cancelled, broke off, or was put off by an instance that is full (``ending``)."""
+
+    def failed(self, pool: str, completion: Completion) -> None:
+        """The instance failed: it answered 5xx, refused the connection, or broke off (``ending``)."""
 
     def expired(self, pool: str, completion: Completion) -> None:
         """A request was forgotten because no news of it came within the ledger's time to live."""

@@ -1,34 +1,35 @@
 """From a request body to a destination, and back from what became of it: all pools of this router behind one object.
 
-Synchronous and without gRPC, asyncio or a clock: ``stream`` asks and reports, ``access_log`` reports, ``server`` drives
-the deadlines, and each pool's ``dualmap.router.PoolRouter`` decides and keeps the books. Everything worth counting
-goes to the observer.
+Synchronous and without gRPC, asyncio or a clock: ``stream`` asks and reports, ``access_log`` reports, ``store`` brings
+other replicas' news, ``server`` drives the deadlines, and each pool's ``dualmap.router.PoolRouter`` decides and keeps
+the books. Everything worth counting goes to the observer.
+
+A pool's router may hold a request. Whatever a router is told may release requests it holds (a first token, a new
+member, the time), so after each such call the picker takes the outcomes and resumes who waits for them.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-
-import orjson
+from math import inf
 
 from dualmap.blocks import chain_blocks, chain_root
-from dualmap.errors import BadRequest
+from dualmap.news import News, SharedBinding
 from dualmap.pool import Pool
-from dualmap.prompt import Prompt, read_prompt
-from dualmap.requests import Completion, PoolStatus, Refusal, Request, Usage
+from dualmap.prompt import Prompt
+from dualmap.requests import Completion, Decision, Held, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
+from dualmap.sessions import session_key
 from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.body import read_body
 from dualmap_extproc.ending import Ending
-from dualmap_extproc.errors import Refused, invalid_body, model_not_found, no_endpoint
+from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.settings import Limits
 
-_JSON_SPACE = b" \t\r\n"
-# How orjson begins to say that a JSON text ends too early.
-_TRUNCATED = "unexpected end of data"
 _log = get_logger(__name__)
 
 
@@ -46,20 +47,51 @@ class Picked:
     receipt: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A request that is held. What becomes of it is told later, unless it is aborted before."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A held request: the router that holds it, since when, and whom to tell what becomes of it.
+
+    ``quoted`` is what the log may quote of it.
+    """
+
+    router: PoolRouter
+    since_s: float
+    resume: Callable[[Picked | Refused], None]
+    quoted: Mapping[str, object]
+
+
 class Picker:
     """The pools of this router, found by the models they serve.
 
     ``id_prefix`` makes request ids unique among router replicas and restarts, since access logs outlive both.
+    ``shares`` says that somebody takes the news for other replicas, ``log_prompts`` that debug lines may quote prompts.
     """
 
-    def __init__(self, limits: Limits, observer: Observer, *, id_prefix: str) -> None:
+    def __init__(
+        self, limits: Limits, observer: Observer, *, id_prefix: str, shares: bool = False, log_prompts: bool = False
+    ) -> None:
         self._limits = limits
         self._observer = observer
         self._id_prefix = id_prefix
+        self._shares = shares
+        self._log_prompts = log_prompts
         self._sequence = count()
         self._routers: dict[str, PoolRouter] = {}
         self._models: dict[str, PoolRouter] = {}
+        self._session_headers: frozenset[str] = frozenset()
         self._max_wait_s = 0.0
+        self._holds = True
+        self._held: dict[str, _Held] = {}
+        # What ``next_deadline`` said last, and whom to tell that there is an earlier one.
+        self._announced_s = inf
+        self._on_earlier_deadline: Callable[[], None] = lambda: None
         # Ended requests whose usage the access log may still report, oldest first.
         self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
@@ -73,17 +105,24 @@ class Picker:
         """The longest that any pool lets a request wait for an instance."""
         return self._max_wait_s
 
+    @property
+    def session_headers(self) -> frozenset[str]:
+        """The lower-case names of the headers by which the pools name sessions."""
+        return self._session_headers
+
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Take the pools as they are now. Books of pools that stay are kept; those of pools that are gone are dropped.
 
         A model that two pools name stays with the first; the pool files' reader refuses such files beforehand.
+        Requests that wait in a pool that is gone are refused.
         """
         routers: dict[str, PoolRouter] = {}
         models: dict[str, PoolRouter] = {}
-        for pool in pools:
+        for given in pools:
+            pool = given if self._holds else _never_holding(given)
             router = self._routers.get(pool.id)
             if router is None:
-                router = PoolRouter(pool)
+                router = PoolRouter(pool, shares=self._shares)
             elif router.pool != pool:
                 router.on_pool(now, pool)
             routers[pool.id] = router
@@ -91,30 +130,60 @@ class Picker:
                 models.setdefault(name, router)
         self._routers, self._models = routers, models
         self._max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
+        self._session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
+        for request_id, held in tuple(self._held.items()):
+            pool_id = held.router.pool.id
+            if pool_id not in routers:
+                self._resume(now, request_id, self.refuse(no_endpoint(pool_id)))
+        for router in routers.values():
+            self._settle(now, router)
 
-    def pick(self, now: float, body: bytes, subset: frozenset[str] | None, arrived_s: float) -> Picked | Refused:
-        """Choose the instance for a request that arrived at ``arrived_s``; enter it in the books under a new id."""
-        outcome = self._read(body)
-        if isinstance(outcome, Refused):
-            return self.refuse(outcome)
-        prompt, router = outcome
+    def hold_no_more(self, now: float) -> None:
+        """Send on what is held and hold nothing back any longer, since this router is about to end.
+
+        Only requests of a pool without members go on waiting: there is nowhere to send them.
+        """
+        self._holds = False
+        self.set_pools(now, self.pools)
+
+    def pick(
+        self,
+        now: float,
+        body: bytes,
+        subset: frozenset[str] | None,
+        arrived_s: float,
+        *,
+        headers: Mapping[str, str],
+        resume: Callable[[Picked | Refused], None],
+    ) -> Picked | Refused | Waiting:
+        """Choose the instance for a request that arrived at ``arrived_s``; enter it in the books under a new id.
+
+        ``headers`` holds those of ``session_headers`` that the request has. A request that is held is answered by
+        ``resume``, once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
+        """
+        prompt = read_body(body)
+        if isinstance(prompt, Refused):
+            return self.refuse(prompt)
+        router = self._models.get(prompt.model)
+        if router is None:
+            return self.refuse(model_not_found(prompt.model))
         pool = router.pool
         root = chain_root(model=pool.model.name, lora=prompt.lora, cache_salt=prompt.cache_salt)
-        chain = chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens)
-        request_id = f"{self._id_prefix}-{next(self._sequence)}"
-        request = Request(id=request_id, chain=chain, arrived_s=arrived_s, subset=subset, streamed=prompt.streamed)
-        decision = router.on_request(now, request)
-        if isinstance(decision, Refusal):
-            return self.refuse(no_endpoint(pool.id))
-        self._observer.routed(pool.id, decision)
-        if _log.debugging:
-            _log.debug("routed", request_id=request_id, **decision.receipt.as_json())
-        return Picked(
-            destination=decision.destination,
-            cluster=cluster_name(pool.namespace, pool.name),
-            request_id=request_id,
-            receipt=decision.receipt.header() if pool.routing.receipt_header else None,
+        request = Request(
+            id=f"{self._id_prefix}-{next(self._sequence)}",
+            chain=chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens),
+            arrived_s=arrived_s,
+            subset=subset,
+            streamed=prompt.streamed,
+            session=self._session(headers.get(pool.routing.session.header.lower()) or prompt.session, root),
         )
+        quoted = self._quoted(prompt, headers)
+        decision = router.on_request(now, request)
+        if isinstance(decision, Held):
+            return self._hold(now, request.id, _Held(router=router, since_s=now, resume=resume, quoted=quoted))
+        answer = self._answer(pool, decision, quoted)
+        self._settle(now, router)
+        return answer
 
     def pick_bodiless(self, subset: frozenset[str] | None) -> Picked | Refused:
         """Choose any member for a request without a prompt: of the first pool that has one."""
@@ -125,18 +194,6 @@ class Picker:
                 self._observer.routed_bodiless(pool.id)
                 return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
         return self.refuse(no_endpoint(""))
-
-    def may_go_on(self, body: bytes) -> bool:
-        """Say whether a body is the beginning of a JSON object that more bytes could complete, and not complete yet."""
-        text = body.lstrip(_JSON_SPACE)
-        if not text.startswith(b"{"):
-            return not text
-        try:
-            orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            # Position 0 holds the brace: what is reported there is bytes that are no UTF-8, as when a character is cut.
-            return error.pos == 0 or error.msg.startswith(_TRUNCATED)
-        return False
 
     def refuse(self, refused: Refused) -> Refused:
         """Report a refusal, whoever decided it; return it."""
@@ -149,6 +206,7 @@ class Picker:
             first_token = router.on_first_token(now, request_id)
             if first_token is not None:
                 self._observer.first_token(router.pool.id, first_token)
+                self._settle(now, router)
                 return
 
     def heard(self, now: float, request_id: str) -> None:
@@ -161,6 +219,7 @@ class Picker:
         for router in self._routers.values():
             if router.on_served(now, request_id, endpoint):
                 self._observer.served_elsewhere(router.pool.id)
+                self._settle(now, router)
                 return
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
@@ -174,19 +233,31 @@ class Picker:
                     self._remember(request_id, pool, completion)
                 else:
                     self._observer.measured(pool, completion)
+                self._settle(now, router)
                 return
         self._measure(request_id, usage)
 
     def rejected(self, now: float, request_id: str) -> None:
         """Close a request that the engine did not take: no more was prefilled of it than of an aborted one."""
-        self._leave(now, request_id, self._observer.rejected)
+        self._leave(now, request_id, PoolRouter.on_aborted, self._observer.rejected)
 
     def aborted(self, now: float, request_id: str) -> None:
-        """Close a request that was cancelled, reset, or answered with an error status but for the rejections."""
-        self._leave(now, request_id, self._observer.aborted)
+        """Close a request that was cancelled or broke off; one that is held gives up its place."""
+        held = self._held.pop(request_id, None)
+        self._leave(now, request_id, PoolRouter.on_aborted, self._observer.aborted)
+        if held is not None:
+            self._observer.waited(held.router.pool.id, now - held.since_s)
+            self._settle(now, held.router)
+
+    def failed(self, now: float, request_id: str) -> None:
+        """Close a request that its instance failed to serve."""
+        self._leave(now, request_id, PoolRouter.on_failed, self._observer.failed)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         """Take how a request ended, by Envoy's access log; it may be another router's, or have ended for us before."""
+        if entry.request_id in self._held:
+            # Envoy does not know this id yet, so it is not Envoy who speaks.
+            return
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
         if entry.ending is Ending.FINISHED:
@@ -194,43 +265,121 @@ class Picker:
         elif entry.ending is Ending.REJECTED:
             self.rejected(now, entry.request_id)
         else:
-            self.aborted(now, entry.request_id)
+            end = self.failed if entry.ending is Ending.FAILED else self.aborted
+            end(now, entry.request_id)
             # A client that closes as soon as it has the whole answer looks gone to Envoy: the answer's usage is good.
             self._measure(entry.request_id, entry.usage)
+
+    def take_news(self, now: float) -> tuple[tuple[str, News], ...]:
+        """Return each pool's id and what this replica has to tell the others about it."""
+        return tuple((name, router.take_news(now)) for name, router in self._routers.items())
+
+    def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
+        """Take what replica ``peer`` told about a pool ``age_s`` ago; a pool not served here is nobody's business."""
+        router = self._routers.get(pool)
+        if router is not None:
+            router.on_news(now, peer, news, age_s)
+            self._settle(now, router)
+
+    def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
+        """Take what the store says of a pool's sessions."""
+        router = self._routers.get(pool)
+        if router is not None:
+            router.on_bindings(now, bindings)
+            self._settle(now, router)
 
     def next_deadline(self) -> float | None:
         """Return when ``on_deadline`` wants to be called next, or None."""
         deadlines = [router.next_deadline() for router in self._routers.values()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        earliest_s = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        self._announced_s = inf if earliest_s is None else earliest_s
+        return earliest_s
+
+    def on_earlier_deadline(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called when held requests bring a deadline before the one ``next_deadline`` told last."""
+        self._on_earlier_deadline = wake
 
     def on_deadline(self, now: float) -> None:
-        """Forget requests of which nothing was heard for the ledger's time to live."""
-        for router in self._routers.values():
+        """Do what is due: let held requests go or refuse them, forget requests of which nothing was heard for long."""
+        for router in tuple(self._routers.values()):
             for completion in router.on_deadline(now):
                 self._observer.expired(router.pool.id, completion)
+            self._settle(now, router)
 
     def statuses(self) -> tuple[PoolStatus, ...]:
         """Return what this router knows of each pool at this moment."""
         return tuple(router.status() for router in self._routers.values())
 
-    def _read(self, body: bytes) -> tuple[Prompt, PoolRouter] | Refused:
-        if not body:
-            return invalid_body("the request has no body")
-        try:
-            prompt = read_prompt(orjson.loads(body))
-        except orjson.JSONDecodeError as error:
-            return invalid_body(f"the body is not JSON: {error}")
-        except BadRequest as error:
-            return invalid_body(str(error), param=error.param)
-        router = self._models.get(prompt.model)
-        return model_not_found(prompt.model) if router is None else (prompt, router)
+    def _session(self, name: str, root: int) -> int | None:
+        """Return the session of a request by its name; an endless one names none."""
+        return session_key(name, root) if 0 < len(name) <= self._limits.session_characters else None
 
-    def _leave(self, now: float, request_id: str, report: Callable[[str, Completion], None]) -> None:
+    def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
+        """Return what the log may quote of a request: nothing, unless it was asked for."""
+        if not (self._log_prompts and _log.debugging):
+            return {}
+        text = prompt.text.decode("utf-8", "replace")[: self._limits.quoted_characters]
+        return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}
+
+    def _answer(self, pool: Pool, outcome: Decision | Refusal, quoted: Mapping[str, object]) -> Picked | Refused:
+        """Report what a pool's router decided; return it as the stream wants it."""
+        if isinstance(outcome, Refusal):
+            return self.refuse(refused_by_router(pool.id, outcome))
+        self._observer.routed(pool.id, outcome)
+        if _log.debugging:
+            _log.debug("routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
+        return Picked(
+            destination=outcome.destination,
+            cluster=cluster_name(pool.namespace, pool.name),
+            request_id=outcome.request_id,
+            receipt=outcome.receipt.header() if pool.routing.receipt_header else None,
+        )
+
+    def _hold(self, now: float, request_id: str, held: _Held) -> Picked | Refused | Waiting:
+        """Keep a request that its router holds until the router decides, which it may have done meanwhile."""
+        at_once: list[Picked | Refused] = []
+        self._held[request_id] = replace(held, resume=at_once.append)
+        self._settle(now, held.router)
+        if at_once:
+            return at_once[0]
+        self._held[request_id] = held
+        return Waiting(request_id=request_id)
+
+    def _settle(self, now: float, router: PoolRouter) -> None:
+        """Resume the held requests that a router has decided on by now."""
+        if not self._held:
+            return
+        answers = [
+            (outcome.request_id, self._answer(router.pool, outcome, self._held[outcome.request_id].quoted))
+            for outcome in router.take_outcomes()
+        ]
+        # All of them are in the books before anybody hears of it: whoever is told may come back to the picker.
+        for request_id, answer in answers:
+            self._resume(now, request_id, answer)
+        deadline_s = router.next_deadline() if self._held else None
+        if deadline_s is not None and deadline_s < self._announced_s:
+            self._announced_s = deadline_s
+            self._on_earlier_deadline()
+
+    def _resume(self, now: float, request_id: str, answer: Picked | Refused) -> None:
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._observer.waited(held.router.pool.id, now - held.since_s)
+            held.resume(answer)
+
+    def _leave(
+        self,
+        now: float,
+        request_id: str,
+        end: Callable[[PoolRouter, float, str], Completion | None],
+        report: Callable[[str, Completion], None],
+    ) -> None:
         """Close a request that nothing good came of, and report it."""
         for router in self._routers.values():
-            completion = router.on_aborted(now, request_id)
+            completion = end(router, now, request_id)
             if completion is not None:
                 report(router.pool.id, completion)
+                self._settle(now, router)
                 return
 
     def _remember(self, request_id: str, pool: str, completion: Completion) -> None:
@@ -243,3 +392,9 @@ class Picker:
         pool, completion = self._ended.pop(request_id, ("", None))
         if completion is not None and usage is not None and usage.cached_tokens is not None:
             self._observer.measured(pool, replace(completion, measured_cached_tokens=usage.cached_tokens))
+
+
+def _never_holding(pool: Pool) -> Pool:
+    """Return a pool whose requests are handed over whatever their instances have to do."""
+    queue = replace(pool.routing.queue, dispatch_window_s=inf)
+    return replace(pool, routing=replace(pool.routing, queue=queue))

@@ -1,10 +1,12 @@
 """The gRPC side of the router: ports, the ext_proc service, health, deadlines, and the drain.
 
 Together with the access log's and EDS's own servicers the only place that knows grpc.aio, and the only one that reads
-the event loop's clock. It feeds each stream's state machine (``stream``) and writes what that returns.
+the event loop's clock. It feeds each stream's state machine (``stream``) and writes what that returns, at once or when
+a held request is released.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,6 +38,8 @@ READINESS_SERVICES = ("", "readiness", EXT_PROC_SERVICE)
 # Health must be seen to turn before the port closes: Envoy and Kubernetes poll it.
 NOTICE_S = 0.5
 _DEADLINE_POLL_S = 1.0
+# Deadlines closer together than this are kept in one go.
+_DEADLINE_PAUSE_S = 0.005
 _NO_END_S = 1e6
 _log = get_logger(__name__)
 
@@ -69,19 +73,24 @@ class ExternalProcessor:
         """Return when no stream is open."""
         await self._idle.wait()
 
+    def hold_no_more(self) -> None:
+        """Have what is held sent on, and nothing held any longer."""
+        self._picker.hold_no_more(asyncio.get_running_loop().time())
+
     async def _process(self, _: object, context: _Context) -> None:
         """Serve one stream. However it ends, its books are closed."""
         clock = asyncio.get_running_loop().time
-        stream = Stream(self._picker, self._limits)
-        silence = _Silence(stream, context)
+        voice = _Voice(context)
+        stream = Stream(self._picker, self._limits, voice.say)
+        silence = _Silence(stream, voice)
         cancelled = True
         self._streams += 1
         self._idle.clear()
         try:
             while not stream.ended:
                 message = await context.read()
-                if silence.answering is not None:
-                    await silence.answering
+                if voice.speaking is not None:
+                    await voice.speaking
                 if message is _EOF:
                     break
                 now = clock()
@@ -98,25 +107,53 @@ class ExternalProcessor:
         finally:
             silence.cancel()
             stream.close(clock(), cancelled=cancelled)
+            voice.cancel()
             self._streams -= 1
             if not self._streams:
                 self._idle.set()
 
 
+class _Voice:
+    """Writes what a stream has to say while its next message is awaited: after silence, or on being released.
+
+    What it says then is no answer to a message that has just come, so no handler stands ready to write it. gRPC takes
+    one write at a time: ``speaking`` are the answers being written, to be awaited before anything else is.
+    """
+
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+        self.speaking: asyncio.Task[None] | None = None
+
+    def say(self, answers: Sequence[wire.ProcessingResponse]) -> None:
+        """Write answers, after those that are being written."""
+        self.speaking = asyncio.create_task(self._write(answers, after=self.speaking))
+        # A call that ends meanwhile fails the write; its handler knows by itself.
+        self.speaking.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def cancel(self) -> None:
+        """Say no more; the stream is over."""
+        if self.speaking is not None:
+            self.speaking.cancel()
+
+    async def _write(self, answers: Sequence[wire.ProcessingResponse], after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await after
+        for answer in answers:
+            await self._context.write(answer)
+
+
 class _Silence:
-    """Answers for a stream if its deadline passes while its next message is awaited.
+    """Has a stream go on if its deadline passes while its next message is awaited.
 
     A timer, since nearly every request sets a deadline and nearly none meets it: waiting for message and deadline
     together costs 25 us more. For the same reason a deadline that moves back leaves the timer where it is; it looks
     again when it fires. Should the answer end the stream (a refusal), Envoy closes it; nothing is left to read.
     """
 
-    def __init__(self, stream: Stream, context: _Context) -> None:
+    def __init__(self, stream: Stream, voice: _Voice) -> None:
         self._stream = stream
-        self._context = context
+        self._voice = voice
         self._timer: asyncio.TimerHandle | None = None
-        # The answers being written, to be awaited before anything else is: gRPC takes one write at a time.
-        self.answering: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
         """See to it that the stream's present deadline is met."""
@@ -128,11 +165,9 @@ class _Silence:
         self._timer = asyncio.get_running_loop().call_at(deadline_s, self._act)
 
     def cancel(self) -> None:
-        """Go no further; the stream is over."""
+        """Watch no longer; the stream is over."""
         if self._timer is not None:
             self._timer.cancel()
-        if self.answering is not None:
-            self.answering.cancel()
 
     def _act(self) -> None:
         self._timer = None
@@ -146,13 +181,7 @@ class _Silence:
         answers = self._stream.on_deadline(now)
         self.watch()
         if answers:
-            self.answering = asyncio.create_task(self._write(answers))
-            # A call that ends meanwhile fails the write; its handler knows by itself.
-            self.answering.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def _write(self, answers: Sequence[wire.ProcessingResponse]) -> None:
-        for answer in answers:
-            await self._context.write(answer)
+            self._voice.say(answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,12 +255,14 @@ class GrpcServers:
         """Stop within ``timeout_s``: readiness goes first, then no new streams, and open ones are served to their end.
 
         Only ext_proc streams are waited for: discovery, access log and health watches last as long as their clients.
+        Held requests are sent on when the notice is over: what instances have to do may take longer than is left.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         _log.info("draining", open_requests=self._processor.open_requests, at_most_s=timeout_s)
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(NOTICE_S, timeout_s))
+        self._processor.hold_no_more()
         # The grace never runs out: in grpc.aio 1.85 a `stop` whose grace does while another `stop` ends crashes.
         stopping = asyncio.create_task(self._main.stop(_NO_END_S))
         idle = asyncio.create_task(self._processor.idle())
@@ -253,13 +284,26 @@ class GrpcServers:
 
 
 async def keep_deadlines(picker: Picker) -> None:
-    """Let the picker forget silent requests when they are due, until cancelled."""
+    """Let the picker do what is due when it is, until cancelled.
+
+    It sleeps until the next deadline, at most a second; a request that is held meanwhile may bring an earlier one.
+    """
     clock = asyncio.get_running_loop().time
+    earlier = asyncio.Event()
+    picker.on_earlier_deadline(earlier.set)
     while True:
         deadline_s = picker.next_deadline()
         if deadline_s is not None and deadline_s <= clock():
             picker.on_deadline(clock())
-        await asyncio.sleep(_DEADLINE_POLL_S)
+            deadline_s = picker.next_deadline()
+        earlier.clear()
+        sleep_s = _DEADLINE_POLL_S
+        if deadline_s is not None:
+            # Never no time at all: a deadline that does not go away must not keep the loop from everything else.
+            sleep_s = min(max(deadline_s - clock(), _DEADLINE_PAUSE_S), _DEADLINE_POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(sleep_s):
+                await earlier.wait()
 
 
 def _bind(

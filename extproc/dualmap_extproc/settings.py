@@ -10,17 +10,25 @@ from dualmap_extproc.logs import LogFormat
 class Limits:
     """What one stream may cost.
 
-    ``body_bytes`` is the largest request body that is routed (above it: 413). ``chunk_bytes`` is the largest
-    piece of a body streamed back in FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B).
-    ``ended_requests`` is how many ended requests are remembered, so that usage which the access log reports later
-    is still counted. ``silence_s`` is how long a body that looks whole may lack its end of stream before it is
-    taken for one with trailers, ``pause_s`` how long any other body may pause before it is looked at whether more can
-    come, ``stalled_s`` by how much a pause may exceed the pools' longest wait: the generated Envoy configuration waits
-    15 s more than that for us (``stream``). ``news_s`` is how often a response that passes through us is reported to
-    be going on; the ledger forgets a request after ten minutes without news.
+    ``body_bytes`` is the largest request body that is routed (above it: 413). More than ``headers`` headers, more than
+    ``header_bytes`` of them, or more than ``subset_bytes`` about the endpoints a request may use are refused (400);
+    Envoy's own limits are far below. A session named by more than ``session_characters`` is none. A log line that may
+    quote a prompt quotes ``quoted_characters`` of it. ``chunk_bytes`` is the largest piece of a body streamed back in
+    FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B). ``ended_requests`` is how many ended
+    requests are remembered, so that usage which the access log reports later is still counted. ``silence_s`` is how
+    long a body that looks whole may lack its end of stream before it is taken for one with trailers, ``pause_s`` how
+    long any other body may pause before it is looked at whether more can come, ``stalled_s`` by how much a pause may
+    exceed the pools' longest wait: the generated Envoy configuration waits 15 s more than that for us (``stream``).
+    ``news_s`` is how often a response that passes through us is reported to be going on; the ledger forgets a request
+    after ten minutes without news.
     """
 
     body_bytes: int = 16 * 1024 * 1024
+    headers: int = 1000
+    header_bytes: int = 256 * 1024
+    subset_bytes: int = 256 * 1024
+    session_characters: int = 1024
+    quoted_characters: int = 2000
     chunk_bytes: int = 62_000
     ended_requests: int = 4096
     silence_s: float = 0.1

@@ -18,28 +18,27 @@ answer must carry was measured against Envoy 1.40):
   the answer to the body's end carries the pick. In STREAMED, trailers take that end's place, and their answer cannot
   name a cluster: with more than one pool such a request is refused rather than sent to another pool's engines.
 
+A request that the picker holds is answered nothing until it is released: then what all these messages are owed goes
+out by ``deliver``, in the same order. Whatever of the request still arrives meanwhile is owed its answer then, too.
+
 With a retry policy Envoy sends the body of a request with trailers twice, so its pick asks for a route without one.
 Except in FULL_DUPLEX_STREAMED we end the stream at the first chunk of the response: Envoy sends the rest past us.
 """
 
+from collections.abc import Callable
 from enum import Enum, auto
 
+from dualmap_extproc.body import may_go_on
 from dualmap_extproc.ending import Ending, ending_of
-from dualmap_extproc.errors import (
-    Refused,
-    body_too_large,
-    encoding_unsupported,
-    multipart_unsupported,
-    trailers_unsupported,
-)
-from dualmap_extproc.names import DECISION_HEADER, RESERVED_HEADER_PREFIXES
-from dualmap_extproc.picker import Picked, Picker
+from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
+from dualmap_extproc.head import RequestHead
+from dualmap_extproc.names import DECISION_HEADER
+from dualmap_extproc.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import answers
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _WHOLE_BODY_MODES = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
-_METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
 
 
 class _Mode(Enum):
@@ -54,14 +53,18 @@ class Stream:
     """The state machine of one ext_proc stream.
 
     ``receive`` never raises, whatever arrives in whatever order. ``deadline_s`` is when ``on_deadline`` wants to be
-    called if nothing arrives before, or None. ``ended`` says that this side has no more to say and the transport
+    called if nothing arrives before, or None; ``deliver`` is called with answers that become ready at any other time,
+    from within a call of the picker's. ``ended`` says that this side has no more to say and the transport
     shall end the stream; ``decided`` that a body was read and the choice made. ``close`` must be called once the
     stream is over, however it went.
     """
 
-    def __init__(self, picker: Picker, limits: Limits) -> None:
+    def __init__(
+        self, picker: Picker, limits: Limits, deliver: Callable[[list[wire.ProcessingResponse]], None]
+    ) -> None:
         self._picker = picker
         self._limits = limits
+        self._deliver = deliver
         self._mode = _Mode.WAITING
         # Whether a single message brings the whole body (BUFFERED), or none will ever come.
         self._whole_body = False
@@ -83,7 +86,11 @@ class Stream:
             self._begun = True
             if message.HasField("protocol_config"):
                 self._configure(message.protocol_config)
-        match message.WhichOneof("request"):
+        kind = message.WhichOneof("request")
+        if self._held and kind not in ("request_body", "request_trailers"):
+            # Envoy answers the client itself, or sends what does not belong here: there is nothing left to wait for.
+            self._release(now, Ending.ABORTED)
+        match kind:
             case "request_headers":
                 return self._on_request_headers(now, message)
             case "request_body":
@@ -135,16 +142,15 @@ class Stream:
         """Forget the request, if there was one, and be ready for the one that arrives now."""
         # The id of the request that is in the picker's books and ours to close; empty when there is none.
         self._booked = ""
+        self._held = False
+        self._head = RequestHead()
         self._arrived_s = self._heard_s = now
         self._news_due_s = now + self._limits.news_s
-        self._method = b""
-        self._content_length = 0
-        # What to answer, should a body come that the headers say cannot be read.
-        self._unreadable: Refused | None = None
-        self._strip: list[str] = []
-        self._subset: frozenset[str] | None = None
         self._chunks: list[bytes] = []
         self._size_bytes = 0
+        # What is answered last, and whether Envoy may try again: both known once the choice is asked for.
+        self._trailers: wire.ProcessingResponse | None = None
+        self._retries = True
         self._headers_unanswered = False
         self._bodies_unanswered = 0
         self._request_done = False
@@ -161,12 +167,15 @@ class Stream:
         self._release(now, Ending.ABORTED)
         self._reset(now)
         headers = message.request_headers
-        self._read_request_headers(headers)
-        self._read_subset(message)
-        if self._content_length > self._limits.body_bytes:
+        head = self._head
+        head.read(headers.headers, self._limits, self._picker.session_headers)
+        head.read_subset(message, self._limits)
+        if head.unacceptable is not None:
+            return self._refuse(self._picker.refuse(head.unacceptable))
+        if head.content_length > self._limits.body_bytes:
             return self._refuse_body()
-        if self._unreadable is not None and self._expects_prompt() and not headers.end_of_stream and not self._no_body:
-            return self._refuse(self._picker.refuse(self._unreadable))
+        if head.unreadable is not None and self._expects_prompt() and not headers.end_of_stream and not self._no_body:
+            return self._refuse(self._picker.refuse(head.unreadable))
         self._headers_unanswered = True
         if headers.end_of_stream or self._no_body:
             return self._decide(now)
@@ -176,15 +185,20 @@ class Stream:
             return []
         self._headers_unanswered = False
         answer = wire.ProcessingResponse(request_headers=wire.HeadersResponse())
-        if self._strip:
-            answer.request_headers.response.header_mutation.remove_headers.extend(self._strip)
+        if head.strip:
+            answer.request_headers.response.header_mutation.remove_headers.extend(head.strip)
         return [answer]
 
     def _on_request_body(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         if self._request_done:
             # Envoy has sent duplicates after the end in FULL_DUPLEX_STREAMED, where an answer would be spurious.
-            return [] if self._mode is _Mode.DUPLEX else [answers.PLAIN_REQUEST_BODY]
-        self._read_subset(message)
+            if self._mode is _Mode.DUPLEX:
+                return []
+            self._bodies_unanswered += self._held
+            return [] if self._held else [answers.PLAIN_REQUEST_BODY]
+        self._head.read_subset(message, self._limits)
+        if self._head.unacceptable is not None:
+            return self._refuse(self._picker.refuse(self._head.unacceptable))
         body = message.request_body
         self._size_bytes += len(body.body)
         if self._size_bytes > self._limits.body_bytes:
@@ -206,6 +220,9 @@ class Stream:
 
     def _on_request_trailers(self, now: float) -> list[wire.ProcessingResponse]:
         trailers = wire.ProcessingResponse(request_trailers=wire.TrailersResponse())
+        if self._held:
+            self._trailers = trailers
+            return []
         if self._request_done:
             return [trailers]
         if self._mode is _Mode.WAITING and not self._whole_body and len(self._picker.pools) > 1:
@@ -216,52 +233,50 @@ class Stream:
         """Whether more of the body may come, so that it is too early to decide on what is there."""
         if not self._expects_prompt():
             return False
-        if self._content_length:
-            return self._size_bytes < self._content_length
-        return self._picker.may_go_on(b"".join(self._chunks))
+        if self._head.content_length:
+            return self._size_bytes < self._head.content_length
+        return may_go_on(b"".join(self._chunks))
 
     def _expects_prompt(self) -> bool:
-        return self._method in _METHODS_WITH_PROMPT or (not self._method and self._size_bytes > 0)
+        return self._head.expects_prompt(self._size_bytes)
 
     def _looks_whole(self, last: bytes) -> bool:
-        if self._content_length:
-            return self._size_bytes >= self._content_length
+        if self._head.content_length:
+            return self._size_bytes >= self._head.content_length
         return last.rstrip().endswith(b"}")
-
-    def _read_request_headers(self, headers: wire.HttpHeaders) -> None:
-        """Keep what matters of the request's headers. The content length stays 0 where it is not said."""
-        for header in headers.headers.headers:
-            key = header.key.lower()
-            if key == ":method":
-                self._method = answers.header_value(header)
-            elif key == "content-length":
-                value = answers.header_value(header)
-                self._content_length = int(value) if value.isdigit() and len(value) < 20 else 0
-            elif key == "content-encoding":
-                encoding = answers.header_value(header).decode("latin-1").strip().lower()
-                if encoding not in ("", "identity"):
-                    self._unreadable = encoding_unsupported(encoding)
-            elif key == "content-type":
-                if answers.header_value(header).strip().lower().startswith(b"multipart/form-data"):
-                    self._unreadable = multipart_unsupported()
-            elif key.startswith(RESERVED_HEADER_PREFIXES):
-                self._strip.append(key)
-
-    def _read_subset(self, message: wire.ProcessingRequest) -> None:
-        # Senders differ in which of headers and body carries the metadata (PROTOCOLS section 1).
-        if message.HasField("metadata_context"):
-            subset = answers.subset_hint(message.metadata_context)
-            if subset is not None:
-                self._subset = subset
 
     def _decide(
         self, now: float, trailers: wire.ProcessingResponse | None = None, *, retries: bool = True
     ) -> list[wire.ProcessingResponse]:
-        """Ask for the pick and answer all that is unanswered, ``trailers`` last; the first answer carries the pick."""
+        """Ask for the pick and answer with it; nothing yet where the request is held."""
         self._request_done = True
+        self._trailers, self._retries = trailers, retries
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks = []
+        # Only FULL_DUPLEX_STREAMED wants it back.
+        self._chunks = [body] if self._mode is _Mode.DUPLEX else []
         outcome = self._pick(now, body)
+        if isinstance(outcome, Waiting):
+            self._booked, self._held = outcome.request_id, True
+            return []
+        return self._answer(outcome)
+
+    def _pick(self, now: float, body: bytes) -> Picked | Refused | Waiting:
+        """Ask the picker; by the body, or for any member where the request has none by its nature."""
+        if self._no_body or not self._expects_prompt():
+            return self._picker.pick_bodiless(self._head.subset)
+        self.decided = True
+        return self._picker.pick(
+            now, body, self._head.subset, self._arrived_s, headers=self._head.kept, resume=self._resume
+        )
+
+    def _resume(self, outcome: Picked | Refused) -> None:
+        """Answer the request that was held until now."""
+        self._held = False
+        self._booked = ""
+        self._deliver(self._answer(outcome))
+
+    def _answer(self, outcome: Picked | Refused) -> list[wire.ProcessingResponse]:
+        """Answer all that is unanswered, trailers last; the first answer carries the pick."""
         if isinstance(outcome, Refused):
             return self._refuse(outcome)
         self._booked, self._receipt = outcome.request_id, outcome.receipt
@@ -273,9 +288,10 @@ class Stream:
                 wire.ProcessingResponse(request_body=wire.BodyResponse()) for _ in range(self._bodies_unanswered)
             )
         elif self._bodies_unanswered:
-            out.extend(answers.request_pieces(body, self._limits.chunk_bytes, last=trailers is None))
-        if trailers is not None:
-            out.append(trailers)
+            out.extend(answers.request_pieces(self._chunks[0], self._limits.chunk_bytes, last=self._trailers is None))
+        if self._trailers is not None:
+            out.append(self._trailers)
+        self._chunks = []
         self._headers_unanswered = False
         self._bodies_unanswered = 0
         answers.add_pick(
@@ -283,17 +299,10 @@ class Stream:
             destination=outcome.destination,
             cluster=outcome.cluster,
             request_id=outcome.request_id,
-            strip=self._strip,
-            retries=retries,
+            strip=self._head.strip,
+            retries=self._retries,
         )
         return out
-
-    def _pick(self, now: float, body: bytes) -> Picked | Refused:
-        """Ask the picker; by the body, or for any member where the request has none by its nature."""
-        if self._no_body or not self._expects_prompt():
-            return self._picker.pick_bodiless(self._subset)
-        self.decided = True
-        return self._picker.pick(now, body, self._subset, self._arrived_s)
 
     def _refuse_body(self) -> list[wire.ProcessingResponse]:
         return self._refuse(self._picker.refuse(body_too_large(self._limits.body_bytes)))
@@ -373,4 +382,7 @@ class Stream:
                     self._picker.rejected(now, self._booked)
                 case Ending.ABORTED:
                     self._picker.aborted(now, self._booked)
+                case Ending.FAILED:
+                    self._picker.failed(now, self._booked)
             self._booked = ""
+            self._held = False

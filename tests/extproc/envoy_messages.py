@@ -189,6 +189,9 @@ class Recorder:
     def refused(self, refused: Refused) -> None:
         self.events.append(("refused", refused))
 
+    def waited(self, pool: str, seconds: float) -> None:
+        self.events.append(("waited", pool, seconds))
+
     def decided(self, seconds: float) -> None:
         self.events.append(("decided", seconds))
 
@@ -204,6 +207,9 @@ class Recorder:
     def aborted(self, pool: str, completion: Completion) -> None:
         self.events.append(("aborted", pool, completion))
 
+    def failed(self, pool: str, completion: Completion) -> None:
+        self.events.append(("failed", pool, completion))
+
     def expired(self, pool: str, completion: Completion) -> None:
         self.events.append(("expired", pool, completion))
 
@@ -215,16 +221,24 @@ class Recorder:
 
 
 class Conversation:
-    """A stream and what was said on it. ``now`` goes on by a second with every message."""
+    """A stream and what was said on it. ``now`` goes on by a second with every message.
 
-    def __init__(self, *pools: Pool, config=None, limits: Limits | None = None) -> None:
+    ``delivered`` is what it said without being asked: the answers of a request that was held.
+    """
+
+    def __init__(
+        self, *pools: Pool, config=None, limits: Limits | None = None, picker: Picker | None = None, now=100.0
+    ) -> None:
         self.observer = Recorder()
         self.limits = limits or Limits()
-        self.picker = Picker(self.limits, self.observer, id_prefix="r")
-        self.picker.set_pools(0.0, pools or (pool(),))
-        self.now = 100.0
+        self.delivered: list[wire.ProcessingResponse] = []
+        self.now = now
         self.config = config
-        self.stream = Stream(self.picker, self.limits)
+        if picker is None:
+            picker = Picker(self.limits, self.observer, id_prefix="r")
+            picker.set_pools(0.0, pools or (pool(),))
+        self.picker = picker
+        self.again()
 
     def send(self, *messages: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         answers = []
@@ -239,7 +253,7 @@ class Conversation:
 
     def again(self) -> None:
         """Begin another stream at the same picker."""
-        self.stream = Stream(self.picker, self.limits)
+        self.stream = Stream(self.picker, self.limits, self.delivered.extend)
 
     @property
     def in_flight(self) -> int:
@@ -248,3 +262,7 @@ class Conversation:
     @property
     def pending_tokens(self) -> int:
         return sum(each.pending_prefill_tokens for status in self.picker.statuses() for each in status.endpoints)
+
+    @property
+    def held(self) -> int:
+        return sum(status.held for status in self.picker.statuses())

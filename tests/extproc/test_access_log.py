@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.requests import Usage
-from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink, read_entries, read_entry
+from dualmap_extproc.access_log import (
+    BROKEN_FLAGS,
+    FAILED_FLAGS,
+    AccessLogEntry,
+    AccessLogSink,
+    read_entries,
+    read_entry,
+)
 from dualmap_extproc.ending import Ending
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
 from dualmap_extproc.wire import access_log_pb2 as wire
@@ -91,6 +98,7 @@ class TestReading:
             ("upstream_remote_reset", False),
             ("upstream_connection_termination", False),
             ("stream_idle_timeout", False),
+            ("upstream_overflow", False),
             ("upstream_retry_limit_exceeded", True),
         ],
     )
@@ -102,20 +110,49 @@ class TestReading:
         assert (got.ending is Ending.FINISHED) is complete
 
     @pytest.mark.parametrize(
+        ("flags", "ending"),
+        [
+            (["upstream_remote_reset"], Ending.FAILED),
+            (["upstream_connection_termination"], Ending.FAILED),
+            (["upstream_request_timeout"], Ending.FAILED),
+            (["downstream_connection_termination"], Ending.ABORTED),
+            (["stream_idle_timeout"], Ending.ABORTED),
+            (["downstream_remote_reset", "upstream_remote_reset"], Ending.ABORTED),
+        ],
+    )
+    def test_flags_tell_who_broke_it_off(self, flags: list[str], ending: Ending) -> None:
+        """An instance that breaks off in mid-response has failed; where the client left as well, it has not."""
+        message = entry()
+        for flag in flags:
+            setattr(message.common_properties.response_flags, flag, True)
+        assert read(message).ending is ending
+
+    def test_every_flag_that_says_who_is_one_that_envoy_has(self) -> None:
+        names = {field.name for field in wire.ResponseFlags.DESCRIPTOR.fields}
+        assert names >= BROKEN_FLAGS
+        assert names >= FAILED_FLAGS
+        assert not BROKEN_FLAGS & FAILED_FLAGS
+
+    @pytest.mark.parametrize(("length", "known"), [(512, True), (513, False)])
+    def test_an_id_longer_than_any_routers_is_none(self, length: int, *, known: bool) -> None:
+        assert (read_entry(entry("r" * length)) is not None) is known
+
+    @pytest.mark.parametrize(
         ("ending", "statuses"),
         [
             (Ending.FINISHED, [200, 204, 304, 399]),
             (Ending.REJECTED, [400, 401, 404, 413, 422, 499]),
-            (Ending.ABORTED, [0, 101, 408, 429, 500, 503, 600]),
+            (Ending.ABORTED, [0, 101, 408, 429, 600]),
+            (Ending.FAILED, [500, 502, 503, 504]),
         ],
     )
     def test_the_status_tells_how_it_ended(self, ending: Ending, statuses: list[int]) -> None:
         assert [read(entry(status=status)).ending for status in statuses] == [ending] * len(statuses)
 
-    def test_a_rejection_that_broke_off_is_an_abort(self) -> None:
+    def test_a_rejection_that_broke_off_is_none(self) -> None:
         message = entry(status=400)
         message.common_properties.response_flags.upstream_remote_reset = True
-        assert read(message).ending is Ending.ABORTED
+        assert read(message).ending is Ending.FAILED
 
     def test_no_status_is_not_complete(self) -> None:
         assert read(entry(status=None)).status is None
@@ -129,6 +166,11 @@ class TestReading:
     def test_an_address_without_a_port_is_none(self) -> None:
         message = entry()
         message.common_properties.upstream_remote_address.socket_address.named_port = "http"
+        assert read(message).served_endpoint is None
+
+    def test_a_port_that_is_none_makes_no_endpoint(self) -> None:
+        message = entry()
+        message.common_properties.upstream_remote_address.socket_address.port_value = 65_536
         assert read(message).served_endpoint is None
 
     @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -9,8 +10,8 @@ import pytest
 import builders
 from dualmap.requests import PoolStatus
 from dualmap.router import PoolRouter
-from dualmap_extproc.http_status import StatusServer
-from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.http_status import StatusServer, pool_document
+from dualmap_extproc.metrics import Metrics, Traffic
 
 
 class Held(Metrics):
@@ -70,7 +71,7 @@ async def test_a_pool_as_the_contract_has_it() -> None:
             assert response.status == 200
             assert response.content_type == "application/json"
             document = await response.json()
-    assert document.keys() == {"router", "ring_version", "traffic", "endpoints"}
+    assert document.keys() == {"router", "ring_version", "held", "traffic", "endpoints"}
     assert (document["router"], document["ring_version"]) == ("router-0", 1)
     assert {"requests", "slo_met", "first_tokens", "measured_cached_tokens"} <= document["traffic"].keys()
     endpoints = document["endpoints"]
@@ -83,6 +84,15 @@ async def test_a_pool_as_the_contract_has_it() -> None:
         (0, 0),
         (1, 1000),
     ]
+
+
+def test_what_is_held_shows_per_endpoint_and_in_the_pool() -> None:
+    status = PoolRouter(builders.pool(1)).status()
+    (endpoint,) = status.endpoints
+    status = replace(status, held=5, endpoints=(replace(endpoint, held=3),))
+    document = pool_document("router-0", status, Traffic())
+    assert document["held"] == 5
+    assert [each["held"] for each in document["endpoints"]] == [3]  # type: ignore[attr-defined]  # a list of dicts
 
 
 async def test_the_list_of_pools() -> None:

@@ -9,10 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import builders
 from dualmap.pool import Member, MemberState, Pool
 from dualmap.receipt import Key, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus
+from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus, Reason, Refusal
+from dualmap.router import PoolRouter
 from dualmap_extproc.access_log import AccessLogObserver
 from dualmap_extproc.endpoints import DiscoveryObserver
-from dualmap_extproc.errors import model_not_found, no_endpoint
+from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.metrics import Metrics, Traffic
 from dualmap_extproc.observer import Observer
 
@@ -54,14 +55,26 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
             state=state.value,
             weight=100,
             in_flight=n + 1,
+            held=10 * n,
             pending_prefill_tokens=1000 * (n + 1),
+            held_prefill_tokens=700 * n,
             active_kv_tokens=5000,
             indexed_blocks=40,
             prefill_tokens_per_second=6500.499999999999,
+            suspended=state is MemberState.DRAINING,
         )
         for n, state in enumerate(states)
     )
-    return PoolStatus(pool=pool, ring_version=7, endpoints=endpoints, hotness_nodes=12, split_prefixes=2)
+    return PoolStatus(
+        pool=pool,
+        ring_version=7,
+        held=13,
+        sessions=21,
+        peers=3,
+        endpoints=endpoints,
+        hotness_nodes=12,
+        split_prefixes=2,
+    )
 
 
 def metrics(*pools: Pool) -> Metrics:
@@ -97,6 +110,8 @@ def everything(made: Metrics) -> None:
     made.finished(POOL, completion())
     made.rejected(POOL, completion())
     made.aborted(POOL, completion())
+    made.failed(POOL, completion())
+    made.waited(POOL, 1.5)
     made.expired(POOL, completion())
     made.measured(POOL, completion(measured=50))
     made.served_elsewhere(POOL)
@@ -135,6 +150,7 @@ class TestCounting:
             f"dualmap_completions_total{{endpoint=m-0,outcome=finished,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=rejected,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=aborted,pool={POOL}}}": 1,
+            f"dualmap_completions_total{{endpoint=m-0,outcome=failed,pool={POOL}}}": 1,
             f"dualmap_completions_total{{endpoint=m-0,outcome=expired,pool={POOL}}}": 1,
             f"dualmap_decisions_total{{pool={POOL},rule=pair-warm}}": 1,
             f"dualmap_bodiless_requests_total{{pool={POOL}}}": 1,
@@ -154,6 +170,8 @@ class TestCounting:
         assert changed[f"dualmap_ttft_seconds_count{{pool={POOL}}}"] == 1
         assert changed[f"dualmap_predicted_ttft_seconds_sum{{pool={POOL}}}"] == pytest.approx(0.2)
         assert changed[f"dualmap_predicted_ttft_seconds_count{{pool={POOL}}}"] == 1
+        assert changed[f"dualmap_held_seconds_sum{{pool={POOL}}}"] == 1.5
+        assert changed[f"dualmap_held_seconds_bucket{{le=2.0,pool={POOL}}}"] == 1
         assert changed["dualmap_decision_seconds_sum{}"] == pytest.approx(0.0003)
 
     def test_first_tokens_in_time_and_late(self) -> None:
@@ -188,6 +206,19 @@ class TestCounting:
         assert got["dualmap_build_info{replica=router-0,version=1.2.3}"] == 1
         assert not [name for name in got if "_created" in name]
 
+    @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
+    def test_requests_that_may_not_wait_are_counted_by_why(self, reason: Reason) -> None:
+        made = metrics()
+        made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+        assert samples(made)[f"dualmap_refused_requests_total{{code={reason.value},pool={POOL}}}"] == 1
+        assert made.traffic(POOL).refused == 1
+
+    def test_a_pool_that_holds_nothing_says_so(self) -> None:
+        """A gauge that is absent cannot be told from a router that is."""
+        assert (
+            samples(metrics(), PoolRouter(builders.pool(2)).status())[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 0
+        )
+
     def test_traffic_totals(self) -> None:
         made = metrics()
         everything(made)
@@ -215,6 +246,13 @@ class TestLoads:
         assert got[f"dualmap_endpoint_prefill_tokens_per_second{{{at}}}"] == 6500.5
         assert got[f"dualmap_endpoint_indexed_blocks{{{at}}}"] == 40
         assert got[f"dualmap_endpoint_weight{{{at}}}"] == 100
+        assert got[f"dualmap_endpoint_held_requests{{{at}}}"] == 10
+        assert got[f"dualmap_endpoint_held_prefill_tokens{{{at}}}"] == 700
+        assert got[f"dualmap_endpoint_suspended{{{at}}}"] == 1
+        assert got[f"dualmap_endpoint_suspended{{endpoint=m-0,pool={POOL}}}"] == 0
+        assert got[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 13
+        assert got[f"dualmap_pool_sessions{{pool={POOL}}}"] == 21
+        assert got[f"dualmap_pool_peers{{pool={POOL}}}"] == 3
         assert got[f"dualmap_ring_version{{pool={POOL}}}"] == 7
         assert got[f"dualmap_hotness_nodes{{pool={POOL}}}"] == 12
         assert got[f"dualmap_split_prefixes{{pool={POOL}}}"] == 2
@@ -304,6 +342,7 @@ class TestReference:
         assert self.exported().keys() >= {
             "dualmap_endpoint_pending_prefill_tokens",
             "dualmap_endpoint_in_flight_requests",
+            "dualmap_pool_held_requests",
             "dualmap_requests_total",
             "dualmap_predicted_cached_tokens_total",
             "dualmap_measured_cached_tokens_total",

@@ -8,8 +8,9 @@ from dualmap.requests import Usage
 from dualmap.router import PoolRouter
 from dualmap_extproc import logs
 from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.body import may_go_on
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.picker import Picked, Picker
+from dualmap_extproc.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import Recorder, chat, logging_as_it_was, pool
 
@@ -19,11 +20,12 @@ class Desk:
 
     def __init__(self, *pools, limits: Limits | None = None) -> None:
         self.observer = Recorder()
+        self.resumed: list[Picked | Refused] = []
         self.picker = Picker(limits or Limits(), self.observer, id_prefix="r1")
         self.picker.set_pools(0.0, pools or (pool(),))
 
-    def ask(self, body: bytes = chat(), *, now=10.0, subset=None) -> Picked | Refused:
-        return self.picker.pick(now, body, subset, now)
+    def ask(self, body: bytes = chat(), *, now=10.0, subset=None, headers=None) -> Picked | Refused | Waiting:
+        return self.picker.pick(now, body, subset, now, headers=headers or {}, resume=self.resumed.append)
 
     def pick(self, body: bytes = chat(), *, now=10.0) -> Picked:
         picked = self.ask(body, now=now)
@@ -119,8 +121,8 @@ BODIES = [
 def test_every_beginning_of_a_body_may_go_on_and_the_whole_may_not(body):
     whole = body.encode()
 
-    assert [cut for cut in range(len(whole)) if not Desk().picker.may_go_on(whole[:cut])] == []
-    assert not Desk().picker.may_go_on(whole)
+    assert [cut for cut in range(len(whole)) if not may_go_on(whole[:cut])] == []
+    assert not may_go_on(whole)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_every_beginning_of_a_body_may_go_on_and_the_whole_may_not(body):
     ],
 )
 def test_what_no_bytes_can_complete_may_not_go_on(body):
-    assert not Desk().picker.may_go_on(body)
+    assert not may_go_on(body)
 
 
 def test_the_first_of_two_pools_that_name_one_model_keeps_it():
@@ -207,7 +209,7 @@ def test_the_first_token_is_reported_once():
     assert desk.observer.names() == ["routed", "first_token"]
 
 
-@pytest.mark.parametrize("end", ["finished", "rejected", "aborted"])
+@pytest.mark.parametrize("end", ["finished", "rejected", "aborted", "failed"])
 def test_a_request_ends_once(end):
     desk = Desk()
     picked = desk.pick()
@@ -261,16 +263,25 @@ def test_only_so_many_ended_requests_are_remembered():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"status": 503}, {"status": None}, {"flags": ("downstream_connection_termination",)}],
+    ("fields", "end"),
+    [
+        ({"status": 429}, "aborted"),
+        ({"status": None}, "aborted"),
+        ({"flags": ("downstream_connection_termination",)}, "aborted"),
+        ({"flags": ("downstream_connection_termination", "upstream_remote_reset")}, "aborted"),
+        ({"status": 503, "flags": ("upstream_overflow",)}, "aborted"),
+        ({"status": 500}, "failed"),
+        ({"status": 503, "flags": ("upstream_connection_failure",)}, "failed"),
+        ({"status": 200, "flags": ("upstream_connection_termination",)}, "failed"),
+    ],
 )
-def test_the_access_log_tells_aborts_from_ends(fields):
+def test_the_access_log_tells_who_broke_it_off(fields, end):
     desk = Desk()
     picked = desk.pick()
 
     desk.picker.access_log(12.0, entry(picked, **fields))
 
-    assert desk.observer.names() == ["routed", "aborted"]
+    assert desk.observer.names() == ["routed", end]
     assert desk.in_flight == 0
 
 

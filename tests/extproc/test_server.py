@@ -366,17 +366,66 @@ async def test_a_port_in_use_is_an_error_that_names_it(router):
         await other.start("127.0.0.1", grpc_port=router.ports.grpc, health_port=0, als_port=0, credentials=None)
 
 
+class Clockwork:
+    """Stands for a picker of which only the deadlines matter; the first is far off."""
+
+    def __init__(self) -> None:
+        self.deadline_s: float | None = asyncio.get_running_loop().time() + 3600.0
+        self.asked = asyncio.Event()
+        self.kept = asyncio.Event()
+        self.times_kept = 0
+        self.goes_away = True
+        self.wake = lambda: None
+
+    def on_earlier_deadline(self, wake) -> None:
+        self.wake = wake
+
+    def next_deadline(self) -> float | None:
+        self.asked.set()
+        return self.deadline_s
+
+    def on_deadline(self, now: float) -> None:
+        assert self.deadline_s is not None
+        assert now >= self.deadline_s
+        if self.goes_away:
+            self.deadline_s = None
+        self.times_kept += 1
+        self.kept.set()
+
+
 async def test_deadlines_are_kept():
-    class Due:
-        called = asyncio.Event()
+    clockwork = Clockwork()
+    clockwork.deadline_s = 0.0
 
-        def next_deadline(self) -> float:
-            return 0.0
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    task.cancel()
 
-        def on_deadline(self, now: float) -> None:
-            assert now > 0.0
-            self.called.set()
 
-    task = asyncio.create_task(keep_deadlines(Due()))
-    await asyncio.wait_for(Due.called.wait(), 10.0)
+async def test_a_deadline_is_waited_for_and_an_earlier_one_noticed_at_once(monkeypatch):
+    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    clockwork = Clockwork()
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    await clockwork.asked.wait()
+
+    clockwork.deadline_s = asyncio.get_running_loop().time() + 0.1
+    clockwork.wake()
+    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    clockwork.kept.clear()
+    clockwork.deadline_s = 0.0
+    clockwork.wake()
+    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    task.cancel()
+
+
+async def test_a_deadline_that_does_not_go_away_does_not_keep_the_loop_busy(monkeypatch):
+    monkeypatch.setattr(server, "_DEADLINE_PAUSE_S", 3600.0)
+    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    clockwork = Clockwork()
+    clockwork.deadline_s, clockwork.goes_away = 0.0, False
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+    assert clockwork.times_kept == 1
     task.cancel()

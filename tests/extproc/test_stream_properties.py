@@ -94,7 +94,9 @@ def test_any_sequence_of_messages_on_any_number_of_streams(streams, members):
 
     names = talk.observer.names()
     assert (talk.in_flight, talk.pending_tokens) == (0, 0)
-    assert names.count("routed") == sum(names.count(end) for end in ("finished", "rejected", "aborted", "expired"))
+    assert names.count("routed") == sum(
+        names.count(end) for end in ("finished", "rejected", "aborted", "failed", "expired")
+    )
 
 
 @given(st.lists(messages, max_size=12))

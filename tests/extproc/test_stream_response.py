@@ -113,7 +113,8 @@ def test_a_response_that_ends_at_its_headers_is_finished_without_a_first_token(c
     ("status", "end"),
     [
         *[(status, "rejected") for status in (400, 404, 413, 422)],
-        *[(status, "aborted") for status in (101, 408, 429, 500, 503)],
+        *[(status, "aborted") for status in (101, 408, 429)],
+        *[(status, "failed") for status in (500, 502, 503)],
     ],
 )
 def test_an_error_status_never_trains_the_first_token(config, status, end):

@@ -103,6 +103,13 @@ def response_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.Proc
         yield answer
 
 
+def subset_bytes(metadata: base.Metadata) -> int:
+    """Return the size of what a gateway says about allowed endpoints, 0 where it says nothing."""
+    if names.SUBSET_NAMESPACE not in metadata.filter_metadata:
+        return 0
+    return metadata.filter_metadata[names.SUBSET_NAMESPACE].ByteSize()
+
+
 def subset_hint(metadata: base.Metadata) -> frozenset[str] | None:
     """Return the endpoints a gateway allows (``ip:port`` or ``ip``), or None where it says nothing.
 

@@ -1,0 +1,82 @@
+"""Each pool's load as Prometheus gauges, made from the routers' statuses at the moment of a scrape.
+
+``metrics`` counts what is reported to it and puts these beside it on the page. docs/metrics.md says what each means.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from dualmap.pool import MemberState
+from dualmap.requests import EndpointStatus, PoolStatus
+
+_POOL: Final = ("pool",)
+_ENDPOINT: Final = ("pool", "endpoint")
+
+_EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float]]
+_PoolGauge = tuple[str, str, Callable[[PoolStatus], float]]
+
+# Name without its beginning ``dualmap_endpoint_``, what it says, and where it stands in a status.
+_ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
+    (
+        "pending_prefill_tokens",
+        "Uncached prompt tokens sent and not yet prefilled.",
+        lambda endpoint: endpoint.pending_prefill_tokens,
+    ),
+    ("in_flight_requests", "Requests sent and not yet ended.", lambda endpoint: endpoint.in_flight),
+    ("held_requests", "Requests that wait in this router for the endpoint.", lambda endpoint: endpoint.held),
+    (
+        "held_prefill_tokens",
+        "Uncached prompt tokens of the requests that wait for the endpoint.",
+        lambda endpoint: endpoint.held_prefill_tokens,
+    ),
+    ("active_kv_tokens", "Prompt tokens of the requests in flight.", lambda endpoint: endpoint.active_kv_tokens),
+    (
+        "prefill_tokens_per_second",
+        "Prefill speed as learnt from first tokens.",
+        # Learnt as a quotient of averages: digits beyond these mean nothing.
+        lambda endpoint: round(endpoint.prefill_tokens_per_second, 1),
+    ),
+    (
+        "indexed_blocks",
+        "Prompt blocks this router believes the endpoint caches.",
+        lambda endpoint: endpoint.indexed_blocks,
+    ),
+    ("weight", "Weight on the rings.", lambda endpoint: endpoint.weight),
+    ("suspended", "1 while the endpoint is left alone after failures.", lambda endpoint: endpoint.suspended),
+)
+# The same of pools, their names beginning with ``dualmap_``.
+_POOL_GAUGES: Final[tuple[_PoolGauge, ...]] = (
+    ("pool_held_requests", "Requests that wait in this router.", lambda status: status.held),
+    ("pool_sessions", "Sessions whose endpoint this router remembers.", lambda status: status.sessions),
+    ("pool_peers", "Other routers heard of lately.", lambda status: status.peers),
+    ("ring_version", "Ring version this router has applied.", lambda status: status.ring_version),
+    ("hotness_nodes", "Prefixes whose traffic share is tracked.", lambda status: status.hotness_nodes),
+    ("split_prefixes", "Hot prefixes whose key is longer.", lambda status: status.split_prefixes),
+)
+
+
+def load_gauges(statuses: Sequence[PoolStatus]) -> Iterator[Metric]:
+    """Yield every gauge of these pools and their endpoints."""
+    for name, text, endpoint_value in _ENDPOINT_GAUGES:
+        family = GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
+        for status in statuses:
+            for endpoint in status.endpoints:
+                family.add_metric((status.pool, endpoint.id), endpoint_value(endpoint))
+        yield family
+    for name, text, pool_value in _POOL_GAUGES:
+        family = GaugeMetricFamily(f"dualmap_{name}", text, labels=_POOL)
+        for status in statuses:
+            family.add_metric((status.pool,), pool_value(status))
+        yield family
+    yield _members(statuses)
+
+
+def _members(statuses: Sequence[PoolStatus]) -> Metric:
+    family = GaugeMetricFamily("dualmap_ring_members", "Members, by state.", labels=(*_POOL, "state"))
+    for status in statuses:
+        states = [endpoint.state for endpoint in status.endpoints]
+        for state in MemberState:
+            family.add_metric((status.pool, state.value), states.count(state.value))
+    return family
