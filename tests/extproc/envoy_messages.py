@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
-from dualmap.pool import Member, Model, Pool
+from dualmap.pool import Engine, Member, Model, Pool, Queue
 from dualmap.requests import Completion, Decision, FirstToken
 from dualmap_extproc import names
 from dualmap_extproc.errors import Refused
@@ -55,6 +55,12 @@ def pool(name="qwen", *, model="m", aliases=(), members=4, namespace="llm", **ro
     if routing:
         made = replace(made, routing=replace(made.routing, **routing))
     return made
+
+
+def crowded_pool(name="qwen", *, members=1, **queue):
+    """Return a pool whose slow engines are handed one prefill at a time; more wait, as ``queue`` says."""
+    made = pool(name, members=members, queue=Queue(**({"dispatch_window_s": 0.0, "max_wait_s": 600.0} | queue)))
+    return replace(made, engine=Engine(prefill_tokens_per_second=100.0))
 
 
 def chat(text="hello", *, model="m", **fields) -> bytes:
