@@ -1,10 +1,13 @@
 """Small makers of core values that many tests share."""
 
+from math import inf
+
 from dualmap.blocks import BlockChain, chain_blocks, chain_root
-from dualmap.pool import Engine, Member, MemberState, Model, Pool, Routing
+from dualmap.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
 from dualmap.requests import Request
 
 MODEL = "m"
+NEVER_HOLD = Queue(dispatch_window_s=inf)
 
 
 def members(count: int, *, weight: int = 100, state: MemberState = MemberState.ACTIVE) -> tuple[Member, ...]:
@@ -17,12 +20,13 @@ def members(count: int, *, weight: int = 100, state: MemberState = MemberState.A
 def pool(
     count: int = 8, *, policy: str = "dualmap", engine: Engine | None = None, routing: Routing | None = None
 ) -> Pool:
+    """A pool that holds no requests unless ``routing`` says otherwise."""
     return Pool(
         namespace="llm",
         name="qwen",
         model=Model(name=MODEL),
         engine=engine or Engine(),
-        routing=routing or Routing(policy=policy),
+        routing=routing or Routing(policy=policy, queue=NEVER_HOLD),
         members=members(count),
         ring_version=1,
     )

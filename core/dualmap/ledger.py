@@ -1,17 +1,25 @@
-"""What each instance owes: pending prefill tokens, requests in flight, active KV tokens.
+"""What each instance owes: pending prefill tokens, requests in flight, active KV tokens, requests held for it.
 
 A request is entered at the pick and leaves at its completion, its abort, or when nothing was heard of it for the TTL;
 its pending prefill leaves earlier, at the first token. Every number is a sum over live entries kept in step with them,
-so none can go negative or leak.
+so none can go negative or leak. What other router replicas owe the same instance comes on top (dualmap.peers).
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dualmap.blocks import BlockChain
 from dualmap.estimate import PrefillModel, Speed
+from dualmap.held import HeldQueue
+from dualmap.peers import NO_LOAD
 
 ENTRY_TTL_S = 600.0
+# So many requests in a row that the instance itself failed have it left alone for FIRST_SUSPENSION_S, then twice as
+# long with every further failure, up to LONGEST_SUSPENSION_S. Any success ends the row.
+FAILURES_IN_A_ROW = 3
+FIRST_SUSPENSION_S = 1.0
+LONGEST_SUSPENSION_S = 30.0
 
 
 @dataclass(slots=True)
@@ -19,7 +27,8 @@ class Entry:
     """One live request.
 
     ``compute_s`` is what computing the uncached part of its prompt was expected to take. The end of a prefill is seen
-    only when the answer is ``streamed``; otherwise it is taken to end when it should.
+    only when the answer is ``streamed``; otherwise it is taken to end when it should. ``alone`` says that no other
+    replica had prefills at the instance when this one was handed over.
     """
 
     request_id: str
@@ -33,6 +42,7 @@ class Entry:
     heard_s: float
     streamed: bool = True
     prefilled: bool = False
+    alone: bool = True
 
     @property
     def new_tokens(self) -> int:
@@ -48,6 +58,10 @@ class MemberLoad:
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
         self.in_flight = 0
+        self.held = HeldQueue()
+        self.peers = NO_LOAD
+        self.suspended_until_s: float | None = None
+        self._failures = 0
         # Prefills not yet seen to end, in the order they were handed over: engines serve first come first served.
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         self._pending_compute_s = 0.0
@@ -68,7 +82,11 @@ class MemberLoad:
             self.first_token(ended_s, head)
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
-        """Return T_q: seconds until a prefill handed over now would begin.
+        """Return T_q: seconds until the prefill of a request that is placed here now would begin."""
+        return self.backlog_s(now, decode_stall_s) + self.held.compute_s + self.peers.held_s
+
+    def backlog_s(self, now: float, decode_stall_s: float) -> float:
+        """Return how many seconds of prefill are handed over and not yet seen to end, by all replicas.
 
         The head's progress so far is deducted. When the head has been at it for ``decode_stall_s`` longer than its
         own computation should take, the instance is in the paper's decode bottleneck and the time without a
@@ -77,12 +95,36 @@ class MemberLoad:
         """
         head = next(iter(self._pending.values()), None)
         if head is None:
-            return 0.0
+            return self.peers.backlog_s
         interval_s = max(0.0, now - self._head_since_s)
         queue_s = self._pending_compute_s - min(interval_s, head.compute_s)
         if interval_s > head.compute_s + decode_stall_s:
             queue_s += interval_s
-        return max(0.0, queue_s)
+        return max(0.0, queue_s) + self.peers.backlog_s
+
+    def opens_s(self, window_s: float) -> float | None:
+        """Return when passing time alone brings the backlog down to ``window_s``, or None when it takes an event."""
+        head = next(iter(self._pending.values()), None)
+        if head is None:
+            return None
+        over_s = self._pending_compute_s + self.peers.backlog_s - window_s
+        if over_s <= head.compute_s:
+            return self._head_since_s + over_s
+        return None if head.streamed else max(self._head_since_s, head.dispatched_s) + head.compute_s
+
+    def failed(self, now: float) -> bool:
+        """Count a request that the instance failed; return whether it is now to be left alone for a while."""
+        self._failures += 1
+        excess = self._failures - FAILURES_IN_A_ROW
+        if excess < 0:
+            return False
+        self.suspended_until_s = now + min(FIRST_SUSPENSION_S * 2.0 ** min(excess, 10), LONGEST_SUSPENSION_S)
+        return True
+
+    def succeeded(self) -> None:
+        """Take note that the instance did what it was asked."""
+        self._failures = 0
+        self.suspended_until_s = None
 
     def is_head(self, entry: Entry) -> bool:
         """Whether a request's prefill is the one handed over first of those that have not ended."""
@@ -92,7 +134,8 @@ class MemberLoad:
         """Count a request that was handed to this instance."""
         if not entry.prefilled:
             if not self._pending:
-                self._head_since_s = now
+                # Other replicas' prefills that are there already come first.
+                self._head_since_s = now + self.peers.backlog_s
                 self._pending_compute_s = 0.0  # Sheds the rounding error of earlier sums.
             self._pending[entry.request_id] = entry
             self._pending_compute_s += entry.compute_s
@@ -105,7 +148,8 @@ class MemberLoad:
         busy_since_s = max(self._head_since_s, entry.dispatched_s)
         self._release_prefill(entry)
         entry.prefilled = True
-        self._head_since_s = now
+        # Other replicas' prefills are taken to be spread evenly among what is left of ours.
+        self._head_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
         return now - busy_since_s
 
     def leave(self, now: float, entry: Entry) -> None:
@@ -166,7 +210,9 @@ class Ledger:
         # Prefills that overtake others (chunked prefill, short behind long) say nothing about the speed of one.
         in_order = load.is_head(entry)
         busy_s = load.first_token(now, entry)
-        if in_order and entry.streamed:
+        load.succeeded()
+        # Nor does one that may have waited behind what another replica sent.
+        if in_order and entry.streamed and entry.alone and not load.peers.backlog_s:
             load.model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
         return entry
 
@@ -209,3 +255,7 @@ class Ledger:
         """Drop the accounts of members that are gone and owe nothing."""
         for member in [name for name, load in self._loads.items() if name not in members and not load.in_flight]:
             del self._loads[member]
+
+    def items(self) -> Iterable[tuple[str, MemberLoad]]:
+        """Return every account with its member's id."""
+        return self._loads.items()

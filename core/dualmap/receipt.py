@@ -4,7 +4,9 @@ Receipts leave the router as the ``x-dualmap-decision`` response header (an RFC 
 JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from dualmap.situation import Candidate, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,18 @@ class Receipt:
         return (
             f"policy={self.policy}, rule={_sf_string(self.rule)}, pair=({pair}), chosen={_sf_string(self.chosen)}, "
             f"matched={self.matched_tokens}, prompt={self.prompt_tokens}, key={self.key.blocks}"
+        )
+
+    def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float) -> "Receipt":
+        """Return the receipt of the same request, held until now, that goes to another member after all."""
+        return replace(
+            self,
+            rule=rule.name,
+            reason=rule.meaning,
+            chosen=to.id,
+            address=to.endpoint,
+            matched_tokens=to.matched_tokens,
+            predicted_ttft_s=predicted_ttft_s,
         )
 
     def as_json(self) -> dict[str, object]:

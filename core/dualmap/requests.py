@@ -100,8 +100,9 @@ class Completion:
 class EndpointStatus:
     """One member as this router knows it: its own share of the load in tokens and requests, speed as learnt.
 
-    ``held`` requests with ``held_prefill_tokens`` to compute wait in the router for this member; ``pending_prefill_tokens``
-    are of those handed over. A ``suspended`` member failed several times in a row and is left alone for a moment.
+    ``held`` requests with ``held_prefill_tokens`` to compute wait in the router for this member;
+    ``pending_prefill_tokens`` are of those handed over. A ``suspended`` member failed several times in a row and is
+    left alone for a moment.
     """
 
     id: str

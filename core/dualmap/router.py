@@ -1,343 +1,394 @@
 """One pool's router: a synchronous, sans-IO object that turns requests into decisions.
 
 Inputs and ``now`` (monotonic seconds) go in, values come out; ``next_deadline`` tells the driver when to call
-``on_deadline``. The gRPC server drives it with the event loop's clock, the simulator with a heap. It composes the rooms
-of a request's walk (docs/architecture.md): hotness gives the key, the rings the pair, index, ledger and estimate what
-each candidate holds, owes and would take, the policy the choice.
+``on_deadline``, and ``take_outcomes`` what became of requests that were held. The gRPC server drives it with the event
+loop's clock, the simulator with a heap. It composes the rooms of a request's walk (docs/architecture.md): hotness gives
+the key, the rings the pair, the fleet what each candidate holds, owes and would take, the policy the choice; a request
+that its instance has no room for yet waits here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from xxhash import xxh3_64_intdigest
+from dualmap.chooser import Chooser
+from dualmap.fleet import Fleet
+from dualmap.held import HeldRequests, Waiting
+from dualmap.ledger import Entry, MemberLoad
+from dualmap.news import News, Placement, SharedBinding
+from dualmap.peers import PEER_TTL_S
+from dualmap.pool import Pool
+from dualmap.rebalance import REBALANCED, relieve
+from dualmap.receipt import Key
+from dualmap.requests import Completion, Decision, FirstToken, Held, PoolStatus, Reason, Refusal, Request, Usage
+from dualmap.situation import Candidate, Situation
 
-from dualmap.blocks import BlockChain
-from dualmap.hotness import HotnessTree
-from dualmap.ledger import Entry, Ledger
-from dualmap.policies import POLICIES
-from dualmap.pool import Member, Pool
-from dualmap.prefix_index import PrefixIndex
-from dualmap.receipt import CandidateReceipt, Key, Receipt
-from dualmap.requests import (
-    Completion,
-    Decision,
-    EndpointStatus,
-    FirstToken,
-    PoolStatus,
-    Reason,
-    Refusal,
-    Request,
-    Usage,
-)
-from dualmap.rings import DualRing
-from dualmap.situation import Candidate, Choice, Situation
-
-_SUBSET_RINGS = 256
+# A window that opens by passing time opens at a sum of floats.
+_WINDOW_SLACK_S = 1e-6
 
 
 class PoolRouter:
-    """Routes the requests of one pool and keeps the books about its members."""
+    """Routes the requests of one pool and keeps the books about its members.
 
-    def __init__(self, pool: Pool) -> None:
-        self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
-        self._sequence = 0
+    ``shares`` has it keep for ``take_news`` what other replicas want to know.
+    """
+
+    def __init__(self, pool: Pool, *, shares: bool = False) -> None:
+        self._pool = pool
+        self._fleet = Fleet(pool)
+        self._chooser = Chooser(pool, self._fleet, shares=shares)
+        self._held = HeldRequests()
+        # The loads of the members for which requests are held.
+        self._holding: dict[str, MemberLoad] = {}
+        self._pumped_s = -1.0
+        self._outcomes: list[Decision | Refusal] = []
+        self._shares = shares
+        self._placements: list[Placement] = []
         self._bodiless_sequence = 0
-        self._tree: HotnessTree
-        self._indexes: dict[str, PrefixIndex]
-        self._adopt(pool)
 
     @property
     def pool(self) -> Pool:
         """The pool as last given."""
         return self._pool
 
-    def on_request(self, now: float, request: Request) -> Decision | Refusal:
-        """Choose the instance of a request and book it there; or refuse it when no member is eligible."""
-        ring = self._ring_for(request.subset)
-        if not ring.members:
-            return Refusal(request_id=request.id, reason=Reason.NO_ENDPOINT)
-        key = self._key(now, request)
-        pair = tuple(self._candidate(now, self._members[member], request.chain) for member in ring.pair(key.hash))
-        situation = Situation(
-            request_id=request.id,
-            prompt_tokens=request.chain.tokens,
-            waited_s=max(0.0, now - request.arrived_s),
-            sequence=self._sequence,
-            slo_ttft_s=self._pool.slo.ttft_s,
-            spill=self._pool.routing.spill,
-            pair=pair,
-            everyone=_Candidates(lambda member: self._candidate(now, member, request.chain), ring.members),
-        )
-        self._sequence += 1
-        choice = self._policy.choose(situation)
-        self._book(now, request, choice.candidate)
-        return Decision(
-            request_id=request.id,
-            endpoints=_endpoints(choice.candidate, pair),
-            receipt=self._receipt(key, situation, choice),
-        )
+    def on_request(self, now: float, request: Request) -> Decision | Held | Refusal:
+        """Choose the instance of a request and book it there; hold it while that has enough to do; or refuse it.
+
+        A held request's decision or refusal comes by ``take_outcomes``, unless it is aborted before.
+        """
+        self._fleet.resume(now)
+        return self._place(now, request, None)
+
+    def take_outcomes(self) -> tuple[Decision | Refusal, ...]:
+        """Return what became of held requests since the last call; to be called after every event."""
+        if not self._outcomes:
+            return ()
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        return outcomes
 
     def any_endpoints(self, subset: frozenset[str] | None) -> tuple[str, ...]:
         """Return up to two endpoints for a request without a prompt, in turn; empty when no member is eligible."""
-        members = self._ring_for(subset).members
+        members = self._fleet.membership.ring(subset).members
         turn = self._bodiless_sequence
         self._bodiless_sequence += 1
         return tuple(members[(turn + step) % len(members)].endpoint for step in range(min(2, len(members))))
 
     def on_served(self, now: float, request_id: str, endpoint: str) -> bool:
         """Move a request's books to the member that really served it; return whether that was another than chosen."""
-        entry = self._ledger.entry(request_id)
+        entry = self._fleet.ledger.entry(request_id)
         if entry is None:
             return False
-        chosen = self._members.get(entry.member)
-        served = next((each for each in self._members.values() if each.endpoint == endpoint), None)
+        chosen, served = self._fleet.membership.members.get(entry.member), self._fleet.membership.at(endpoint)
         if served is None or served is chosen:
             return False
-        self._forget_uncomputed(entry)
-        candidate = self._candidate(now, served, entry.chain)
-        self._ledger.move(
+        left = entry.member
+        self._fleet.take_back(left, entry.chain, entry.matched_tokens)
+        candidate = self._fleet.candidate(now, served, entry.chain)
+        self._fleet.ledger.move(
             now, entry, to=served.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
         )
-        self._indexes[served.id].add(entry.chain.cacheable)
+        self._fleet.will_hold(served.id, entry.chain)
+        # Envoy goes to another only when it could not speak to the chosen one.
+        self._on_failure(now, left)
+        self._pump(now, left)
         return True
 
     def on_first_token(self, now: float, request_id: str) -> FirstToken | None:
         """Release a request's pending prefill; None when it is unknown or was released before."""
-        entry = self._ledger.first_token(now, request_id)
+        entry = self._fleet.ledger.first_token(now, request_id)
         if entry is None:
             return None
-        if entry.member in self._indexes:
-            # Now it is certain, and used now; it may even have been forgotten for a request that was broken off.
-            self._indexes[entry.member].add(entry.chain.cacheable)
-        ttft_s = now - entry.arrived_s
+        # Now it is certain, and used now; it may even have been forgotten for a request that was broken off.
+        self._fleet.will_hold(entry.member, entry.chain)
+        self._fleet.succeeded(now, entry.member)
+        self._pump(now, entry.member)
+        ttft_s, within_slo = now - entry.arrived_s, now - entry.arrived_s <= self._pool.slo.ttft_s
         return FirstToken(
-            member=entry.member,
-            ttft_s=ttft_s,
-            predicted_ttft_s=entry.predicted_ttft_s,
-            within_slo=ttft_s <= self._pool.slo.ttft_s,
+            member=entry.member, ttft_s=ttft_s, predicted_ttft_s=entry.predicted_ttft_s, within_slo=within_slo
         )
 
     def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Completion | None:
         """Close the books on a request that ended, with the engine's token counts where known; None when unknown."""
-        entry = self._ledger.leave(now, request_id)
-        return None if entry is None else _completion(entry, usage)
+        entry = self._fleet.ledger.leave(now, request_id)
+        if entry is None:
+            return None
+        self._fleet.succeeded(now, entry.member)
+        self._pump(now, entry.member)
+        return _completion(entry, usage)
 
     def on_aborted(self, now: float, request_id: str) -> Completion | None:
-        """Close the books on a request that was cancelled or failed; None when it is unknown or has ended."""
-        entry = self._ledger.leave(now, request_id)
-        return None if entry is None else self._broken_off(entry)
+        """Close the books on a request whose client went away; None when it is unknown, has ended or was held."""
+        if self._drop_held(request_id):
+            return None
+        entry = self._fleet.ledger.leave(now, request_id)
+        return None if entry is None else self._broken_off(now, entry)
+
+    def on_failed(self, now: float, request_id: str) -> Completion | None:
+        """Close the books on a request that its instance failed; several in a row suspend that instance."""
+        entry = self._fleet.ledger.leave(now, request_id)
+        if entry is None:
+            return None
+        self._on_failure(now, entry.member)
+        return self._broken_off(now, entry)
 
     def on_heard(self, now: float, request_id: str) -> None:
         """Take note that a request is alive, so that it does not expire; nothing happens when it is unknown."""
-        self._ledger.heard(now, request_id)
+        self._fleet.ledger.heard(now, request_id)
 
     def on_pool(self, now: float, pool: Pool) -> None:
         """Take a new version of the pool: members come, change and go; live requests stay in the books."""
         assert pool.id == self._pool.id, f"router of {self._pool.id} was given {pool.id}"
-        previous, indexes = self._pool, self._indexes
-        tree = self._tree
-        self._adopt(pool)
-        if pool.routing.prefix == previous.routing.prefix:
-            self._tree = tree
-        if pool.routing.prefix.block_tokens == previous.routing.prefix.block_tokens:
-            # Another address under the same id is a restarted instance: it keeps its keys, but its cache is empty.
-            known = {member.id: member.endpoint for member in previous.members}
-            for member in pool.members:
-                if known.get(member.id) == member.endpoint:
-                    self._indexes[member.id] = indexes[member.id]
-                    self._indexes[member.id].resize(_capacity_blocks(pool))
-        self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
-        self._ledger.retain(set(self._members))
+        self._pool = pool
+        self._chooser.adopt(pool)
+        stayed = self._fleet.adopt(now, pool)
+        self._replace_held(now, stayed)
+        self._fleet.ledger.retain(set(self._fleet.membership.members))
+        self._pump_all(now)
+
+    def take_news(self, now: float) -> News:
+        """Return what other replicas want to know and have not been told."""
+        placements, self._placements = tuple(self._placements), []
+        return News(
+            hotness=self._chooser.tree.take_counts(),
+            loads=self._fleet.shares(now),
+            placements=placements,
+            bindings=self._chooser.sessions.take_changes(now),
+            wanted=self._chooser.sessions.take_wanted(),
+        )
+
+    def on_news(self, now: float, peer: str, news: News, age_s: float) -> None:
+        """Take what another replica told ``age_s`` ago."""
+        said_s = now - age_s
+        if age_s < PEER_TTL_S:
+            self._fleet.hear(said_s, peer, news.loads)
+        self._chooser.tree.merge(said_s, news.hotness)
+        for placement in news.placements:
+            self._fleet.placed_elsewhere(placement)
+        for binding in news.bindings:
+            self._chooser.sessions.adopt(said_s, binding, hinted=False)
+        self._pump_all(now)
+
+    def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
+        """Take what the store says of sessions: the better claim to one, or what was wanted."""
+        for binding in bindings:
+            self._chooser.sessions.adopt(now, binding, hinted=True)
 
     def next_deadline(self) -> float | None:
         """Return when ``on_deadline`` wants to be called next, or None."""
-        return self._ledger.next_expiry()
+        deadlines = [self._fleet.ledger.next_expiry(), self._fleet.peers.next_expiry(), self._fleet.resume_s]
+        if self._held:
+            queue = self._pool.routing.queue
+            opens_s = [load.opens_s(queue.dispatch_window_s) for load in self._holding.values()]
+            # One that should have opened when all were looked at is kept closed by a stall; an event will open it.
+            deadlines += [each for each in opens_s if each is not None and each > self._pumped_s]
+            deadlines.append(self._held.next_expiry(queue.max_wait_s))
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def on_deadline(self, now: float) -> tuple[Completion, ...]:
-        """Do what is due: close the books on requests that nothing was heard of for too long, and return them."""
-        return tuple(self._broken_off(entry) for entry in self._ledger.expire(now))
+        """Do what is due: give up what waited or was silent for too long; return the requests that were silent."""
+        expired = tuple(self._broken_off(now, entry) for entry in self._fleet.ledger.expire(now))
+        self._fleet.expire_peers(now)
+        self._fleet.resume(now)
+        self._pump_all(now)
+        for request_id in self._held.expired(now, self._pool.routing.queue.max_wait_s):
+            waiting = self._held.placed(request_id)
+            retry_after_s = None if waiting is None else self._fleet.queue_s(now, waiting.member)
+            self._drop_held(request_id)
+            self._outcomes.append(
+                Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_after_s)
+            )
+        return expired
 
     def status(self) -> PoolStatus:
         """Return what this router knows of the pool at this moment."""
         return PoolStatus(
             pool=self._pool.id,
             ring_version=self._pool.ring_version,
-            held=0,
-            sessions=0,
-            peers=0,
-            endpoints=tuple(self._endpoint_status(member) for member in self._members.values()),
-            hotness_nodes=self._tree.nodes,
-            split_prefixes=self._tree.split_prefixes,
+            held=len(self._held),
+            sessions=len(self._chooser.sessions),
+            peers=len(self._fleet.peers),
+            endpoints=self._fleet.statuses(),
+            hotness_nodes=self._chooser.tree.nodes,
+            split_prefixes=self._chooser.tree.split_prefixes,
         )
 
-    def _adopt(self, pool: Pool) -> None:
-        """Build everything that follows from the pool alone."""
-        prefix = pool.routing.prefix
-        self._pool = pool
-        self._policy = POLICIES[pool.routing.policy]
-        self._members: dict[str, Member] = {member.id: member for member in pool.members}
-        self._ring = DualRing(pool.members, pool.routing.ring)
-        self._subset_rings: dict[frozenset[str], DualRing] = {}
-        self._tree = HotnessTree(
-            initial_blocks=prefix.initial_blocks, max_blocks=prefix.max_blocks, window_s=prefix.window_s
-        )
-        self._indexes = {member.id: PrefixIndex(_capacity_blocks(pool)) for member in pool.members}
+    def _place(self, now: float, request: Request, key: Key | None) -> Decision | Held | Refusal:
+        """Find a request its instance; ``key`` is given when it had one before, so that it counts for hotness once."""
+        ring = self._fleet.membership.ring(request.subset)
+        queue = self._pool.routing.queue
+        if not ring.members:
+            if queue.hold_when_empty and request.subset is None:
+                return self._hold_homeless(now, request)
+            return Refusal(request_id=request.id, reason=Reason.NO_ENDPOINT)
+        key = key or self._chooser.key(now, request)
+        situation = self._chooser.situation(now, request, key, ring)
+        if self._relieve_pair(now, situation):
+            situation = self._chooser.situation(now, request, key, ring)
+        return self._admit(now, self._chooser.choose(now, request, key, situation))
 
-    def _ring_for(self, subset: frozenset[str] | None) -> DualRing:
-        """Return the rings over the members a request may use. A bare ip in the subset allows any port of it."""
-        if subset is None:
-            return self._ring
-        ring = self._subset_rings.get(subset)
-        if ring is None:
-            allowed = [each for each in self._pool.members if each.endpoint in subset or each.address in subset]
-            ring = DualRing(allowed, self._pool.routing.ring)
-            if len(self._subset_rings) >= _SUBSET_RINGS:
-                self._subset_rings.clear()
-            self._subset_rings[subset] = ring
-        return ring
+    def _admit(self, now: float, placed: Waiting) -> Decision | Held | Refusal:
+        """Hand a request that was placed over to its instance, or hold it, or refuse it where too many are held."""
+        queue, member = self._pool.routing.queue, placed.member
+        self._pump(now, member)
+        if member not in self._holding and self._is_open(now, member):
+            self._fleet.will_hold(member, placed.request.chain)
+            return self._hand_over(now, placed)
+        if placed.request.id not in self._held and len(self._held) >= queue.max_held:
+            retry_after_s = self._fleet.queue_s(now, member)
+            return Refusal(request_id=placed.request.id, reason=Reason.QUEUE_FULL, retry_after_s=retry_after_s)
+        self._fleet.will_hold(member, placed.request.chain)
+        self._hold(now, placed)
+        return Held(request_id=placed.request.id)
 
-    def _key(self, now: float, request: Request) -> Key:
-        # Shares are judged by the whole ring, also for a request that may use only part of it: keys are the pool's.
-        hashes, rule, members = request.chain.hashes, self._policy.hotness, len(self._ring.members)
-        if not hashes:
-            # A prompt without text has no prefix to share; its own id spreads such requests over the pool.
-            return Key(hash=xxh3_64_intdigest(request.id.encode()), blocks=0, tokens=0)
-        if rule is None:
-            blocks = min(len(hashes), self._pool.routing.prefix.initial_blocks)
-        else:
-            blocks = self._tree.key_blocks(
-                now, hashes, split_share=rule.split / members, merge_share=rule.merge / members
+    def _relieve_pair(self, now: float, situation: Situation) -> int:
+        """Run a round of rebalancing if both candidates of a request are overloaded; return how many moved."""
+        slo_ttft_s = self._pool.slo.ttft_s
+        if not self._holding or not self._pool.routing.rebalance.enabled:
+            return 0
+        if any(situation.waited_s + each.ttft_s <= slo_ttft_s for each in situation.pair):
+            return 0
+        return sum(
+            relieve(
+                now,
+                self._holding[each.id].held,
+                ahead_s=self._fleet.backlog_s(now, each.id),
+                slo_ttft_s=slo_ttft_s,
+                alternative=lambda waiting: self._chooser.alternative(now, waiting),
+                move=lambda waiting, to: self._migrate(now, waiting, to),
             )
-        return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
-
-    def _candidate(self, now: float, member: Member, chain: BlockChain) -> Candidate:
-        load = self._ledger.load(member.id)
-        load.settle(now)
-        matched_tokens = chain.tokens_of(self._indexes[member.id].matched_blocks(chain.hashes))
-        speed = load.speed
-        return Candidate(
-            id=member.id,
-            state=member.state.value,
-            endpoint=member.endpoint,
-            matched_tokens=matched_tokens,
-            pending_tokens=load.pending_prefill_tokens,
-            in_flight=load.in_flight,
-            active_kv_tokens=load.active_kv_tokens,
-            tokens_per_second=speed.tokens_per_second,
-            queue_s=load.queue_s(now, self._pool.routing.rebalance.decode_stall_s),
-            compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
+            for each in situation.pair
+            if each.id in self._holding
         )
 
-    def _book(self, now: float, request: Request, candidate: Candidate) -> None:
-        entry = Entry(
-            request_id=request.id,
-            member=candidate.id,
-            chain=request.chain,
-            matched_tokens=candidate.matched_tokens,
-            arrived_s=request.arrived_s,
-            dispatched_s=now,
-            predicted_ttft_s=max(0.0, now - request.arrived_s) + candidate.ttft_s,
-            compute_s=candidate.compute_s,
-            heard_s=now,
-            streamed=request.streamed,
+    def _migrate(self, now: float, waiting: Waiting, to: Candidate) -> None:
+        """Move a held request to another member's queue, or hand it over there."""
+        chain = waiting.request.chain
+        self._unqueue(waiting)
+        self._fleet.take_back(waiting.member, chain, waiting.matched_tokens)
+        waited_s = now - waiting.request.arrived_s
+        moved = replace(
+            waiting,
+            member=to.id,
+            matched_tokens=to.matched_tokens,
+            compute_s=to.compute_s,
+            predicted_ttft_s=waited_s + to.ttft_s,
+            receipt=waiting.receipt.moved(to, REBALANCED, predicted_ttft_s=waited_s + to.ttft_s),
+            moved=True,
         )
-        self._ledger.enter(now, entry)
-        self._indexes[candidate.id].add(request.chain.cacheable)
+        self._settle(self._admit(now, moved))
 
-    def _broken_off(self, entry: Entry) -> Completion:
+    def _replace_held(self, now: float, stayed: Collection[str]) -> None:
+        """Find the held requests of members that have left or may not be used, and the homeless, a place again."""
+        ring = self._fleet.membership.ring(None)
+        usable = {each.id for each in ring.members if each.id in stayed}
+        for member in [each for each in self._holding if each not in usable]:
+            for waiting in list(self._holding[member].held):
+                self._unqueue(waiting)
+                self._fleet.take_back(member, waiting.request.chain, waiting.matched_tokens)
+                self._settle(self._place(now, waiting.request, waiting.key))
+        if ring.members:
+            for request in list(self._held.homeless.values()):
+                self._settle(self._place(now, request, None))
+
+    def _settle(self, outcome: Decision | Held | Refusal) -> None:
+        """Keep what became of a request that was held and has been placed again."""
+        if isinstance(outcome, Refusal):
+            self._held.release(outcome.request_id)
+        if not isinstance(outcome, Held):
+            self._outcomes.append(outcome)
+
+    def _on_failure(self, now: float, member: str) -> None:
+        """Count a failure; once a member is suspended, what is held for it goes elsewhere."""
+        self._fleet.failed(now, member)
+        if member in self._fleet.membership.suspended:
+            self._replace_held(now, self._fleet.membership.members)
+
+    def _broken_off(self, now: float, entry: Entry) -> Completion:
         """Report a request that nothing good came of."""
         if not entry.prefilled:
             # An engine that fails at once must not attract the next request by a cache it never filled.
-            self._forget_uncomputed(entry)
+            self._fleet.take_back(entry.member, entry.chain, entry.matched_tokens)
+        self._pump(now, entry.member)
         return _completion(entry, None)
 
-    def _forget_uncomputed(self, entry: Entry) -> None:
-        """Take back that a member would hold a prompt it never computed; what it held before stays."""
-        if entry.member in self._indexes:
-            held_blocks = entry.matched_tokens // entry.chain.block_tokens
-            self._indexes[entry.member].remove(entry.chain.cacheable[held_blocks:])
+    def _is_open(self, now: float, member: str) -> bool:
+        """Whether a member's dispatch window is open: what was handed over to it will not keep it busy for longer."""
+        window_s = self._pool.routing.queue.dispatch_window_s
+        return self._fleet.backlog_s(now, member) <= window_s + _WINDOW_SLACK_S
 
-    def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
-        chosen = choice.candidate
-        considered: Sequence[Candidate] = situation.pair
-        if all(chosen.id != each.id for each in considered):
-            considered = (*considered, chosen)
-        return Receipt(
-            pool=self._pool.id,
-            policy=self._policy.name,
-            rule=choice.rule.name,
-            reason=choice.rule.meaning,
-            key=key,
-            pair=tuple(each.id for each in situation.pair),
-            chosen=chosen.id,
-            address=chosen.endpoint,
-            prompt_tokens=situation.prompt_tokens,
-            matched_tokens=chosen.matched_tokens,
-            predicted_ttft_s=situation.waited_s + chosen.ttft_s,
-            candidates=tuple(
-                CandidateReceipt(
-                    id=each.id,
-                    state=each.state,
-                    matched_tokens=each.matched_tokens,
-                    pending_tokens=each.pending_tokens,
-                    in_flight=each.in_flight,
-                    ttft_s=situation.waited_s + each.ttft_s,
-                )
-                for each in considered
-            ),
+    def _hand_over(self, now: float, waiting: Waiting) -> Decision:
+        """Book a request at its instance."""
+        request, chain = waiting.request, waiting.request.chain
+        self._held.release(request.id)
+        entry = Entry(
+            request_id=request.id,
+            member=waiting.member,
+            chain=chain,
+            matched_tokens=waiting.matched_tokens,
+            arrived_s=request.arrived_s,
+            dispatched_s=now,
+            predicted_ttft_s=waiting.predicted_ttft_s,
+            compute_s=waiting.compute_s,
+            heard_s=now,
+            streamed=request.streamed,
+            alone=not self._fleet.ledger.load(waiting.member).peers.backlog_s,
+        )
+        self._fleet.ledger.enter(now, entry)
+        if request.session is not None:
+            self._chooser.sessions.bind(now, request.session, host=waiting.member, tokens=chain.tokens)
+        members = self._fleet.membership.members
+        endpoint = members[waiting.member].endpoint
+        if self._shares and waiting.new_tokens >= chain.block_tokens:
+            self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
+        # Envoy tries the other one of the pair when the chosen one refuses the connection.
+        fallback = next((each for each in waiting.pair if each != waiting.member and each in members), None)
+        return Decision(
+            request_id=request.id,
+            endpoints=(endpoint,) if fallback is None else (endpoint, members[fallback].endpoint),
+            receipt=waiting.receipt,
         )
 
-    def _endpoint_status(self, member: Member) -> EndpointStatus:
-        load = self._ledger.load(member.id)
-        return EndpointStatus(
-            id=member.id,
-            endpoint=member.endpoint,
-            state=member.state.value,
-            weight=member.weight,
-            in_flight=load.in_flight,
-            held=0,
-            pending_prefill_tokens=load.pending_prefill_tokens,
-            held_prefill_tokens=0,
-            active_kv_tokens=load.active_kv_tokens,
-            indexed_blocks=len(self._indexes[member.id]),
-            prefill_tokens_per_second=load.speed.tokens_per_second,
-            suspended=False,
-        )
+    def _hold(self, now: float, waiting: Waiting) -> None:
+        load = self._fleet.ledger.load(waiting.member)
+        load.held.add(waiting)
+        self._holding[waiting.member] = load
+        self._held.hold(now, waiting)
 
+    def _hold_homeless(self, now: float, request: Request) -> Held | Refusal:
+        if request.id not in self._held and len(self._held) >= self._pool.routing.queue.max_held:
+            return Refusal(request_id=request.id, reason=Reason.QUEUE_FULL)
+        self._held.hold_homeless(now, request)
+        return Held(request_id=request.id)
 
-class _Candidates(Sequence[Candidate]):
-    """Members as candidates, each computed when it is looked at."""
+    def _unqueue(self, waiting: Waiting) -> None:
+        """Take a request out of its instance's queue."""
+        load = self._holding[waiting.member]
+        load.held.remove(waiting)
+        if not load.held:
+            del self._holding[waiting.member]
 
-    def __init__(self, look: Callable[[Member], Candidate], members: Sequence[Member]) -> None:
-        self._look = look
-        self._members = members
+    def _drop_held(self, request_id: str) -> bool:
+        """Forget a held request; False when it is none."""
+        waiting = self._held.placed(request_id)
+        if waiting is not None:
+            self._unqueue(waiting)
+            self._fleet.take_back(waiting.member, waiting.request.chain, waiting.matched_tokens)
+        return self._held.release(request_id)
 
-    def __len__(self) -> int:
-        return len(self._members)
+    def _pump(self, now: float, member: str) -> None:
+        """Hand held requests over to a member for as long as its window is open."""
+        load = self._holding.get(member)
+        if load is None:
+            return
+        queue = self._pool.routing.queue
+        while load.held and self._is_open(now, member):
+            waiting = load.held.next(now, by_deadline=queue.order == "Deadline", slo_ttft_s=self._pool.slo.ttft_s)
+            self._unqueue(waiting)
+            self._outcomes.append(self._hand_over(now, waiting))
 
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
-
-    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(index, slice):
-            return [self._look(member) for member in self._members[index]]
-        return self._look(self._members[index])
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return map(self._look, self._members)
-
-
-def _endpoints(chosen: Candidate, pair: tuple[Candidate, ...]) -> tuple[str, ...]:
-    """Return the chosen endpoint, then the one Envoy shall try when that refuses the connection."""
-    fallback = next((each.endpoint for each in pair if each.id != chosen.id), None)
-    return (chosen.endpoint,) if fallback is None else (chosen.endpoint, fallback)
-
-
-def _capacity_blocks(pool: Pool) -> int:
-    return pool.engine.cache_tokens // pool.routing.prefix.block_tokens
+    def _pump_all(self, now: float) -> None:
+        for member in tuple(self._holding):
+            self._pump(now, member)
+        self._pumped_s = now
 
 
 def _completion(entry: Entry, usage: Usage | None) -> Completion:

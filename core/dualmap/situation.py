@@ -50,12 +50,14 @@ class Rule:
 LONE = Rule("lone", "no other member may take it")
 PAIR_WARM = Rule("pair-warm", "of its pair it holds more of the prompt, and its predicted TTFT is within the limit")
 PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more prefill pending")
+HOST_WARM = Rule("host-warm", "its session's last turn went there, it holds more of the prompt than either of its pair")
 
 
 class Situation:
     """A request and the members it could go to.
 
-    ``pair`` holds the one or two candidates in ring order; ``waited_s`` is how long the request has waited already,
+    ``pair`` holds the one or two candidates in ring order, ``host`` the member that holds the KV of the request's
+    session where that is known and not one of them; ``waited_s`` is how long the request has waited already,
     which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0. ``everyone`` holds every member that
     takes new keys, by id; it is never empty, and looking at a member of it computes that candidate.
     """
@@ -71,6 +73,7 @@ class Situation:
         spill: Spill,
         pair: tuple[Candidate, ...],
         everyone: Sequence[Candidate],
+        host: Candidate | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -80,6 +83,7 @@ class Situation:
         self.spill = spill
         self.pair = pair
         self.everyone = everyone
+        self.host = host
 
     def least(
         self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]
@@ -95,9 +99,12 @@ class Situation:
     def warmest(self) -> tuple[Candidate, Rule]:
         """Return the candidate of the pair with more reusable prefix, and the rule that says so.
 
-        With equal reuse it is the one with less pending prefill (paper section 3.2), then with fewer in flight.
+        With equal reuse it is the one with less pending prefill (paper section 3.2), then with fewer in flight. The
+        session's host comes before them only if it holds more than either.
         """
         most = max(candidate.matched_tokens for candidate in self.pair)
+        if self.host is not None and self.host.matched_tokens > most:
+            return self.host, HOST_WARM
         warm = [candidate for candidate in self.pair if candidate.matched_tokens == most]
         rule = LONE if len(self.pair) == 1 else PAIR_WARM if len(warm) < len(self.pair) else PAIR_EQUAL
         return self.least(warm, lambda each: (each.pending_tokens, each.in_flight)), rule

@@ -1,0 +1,159 @@
+"""From a request to its choice: the key, the pair, what each candidate looks like, and what the policy says.
+
+``router`` books what is chosen here, and holds it where its instance has enough to do.
+"""
+
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from dualmap.fleet import Fleet
+from dualmap.held import Waiting
+from dualmap.hotness import HotnessTree
+from dualmap.migration import session_choice
+from dualmap.policies import POLICIES
+from dualmap.pool import Pool
+from dualmap.receipt import CandidateReceipt, Key, Receipt
+from dualmap.requests import Request
+from dualmap.rings import DualRing
+from dualmap.sessions import SessionTable
+from dualmap.situation import Candidate, Choice, Situation
+
+
+class Chooser:
+    """Chooses for one pool; it remembers which prefixes are hot and where sessions have their KV."""
+
+    def __init__(self, pool: Pool, fleet: Fleet, *, shares: bool) -> None:
+        self._fleet = fleet
+        self.sessions = SessionTable(pool.routing.session.ttl_s, shares=shares)
+        self._sequence = 0
+        self._pool = pool
+        self._policy = POLICIES[pool.routing.policy]
+        self.tree = _tree(pool)
+
+    def adopt(self, pool: Pool) -> None:
+        """Take a new version of the pool."""
+        if pool.routing.prefix != self._pool.routing.prefix:
+            self.tree = _tree(pool)
+        self._pool = pool
+        self._policy = POLICIES[pool.routing.policy]
+        self.sessions.ttl_s = pool.routing.session.ttl_s
+
+    def key(self, now: float, request: Request) -> Key:
+        """Return the key of a request, counting it for hotness: to be asked once for each."""
+        # Shares are judged by the whole ring, also for a request that may use only part of it: keys are the pool's.
+        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.membership.size
+        prefix, session = self._pool.routing.prefix, request.session
+        if not hashes:
+            # A prompt without text has no prefix to share; its own id spreads such requests over the pool.
+            own = xxh3_64_intdigest(request.id.encode()) if session is None else session
+            return Key(hash=own, blocks=0, tokens=0)
+        if session is not None:
+            # The session stands for the initial blocks and roots those behind them, should it turn hot by itself.
+            rooted = (each ^ session for each in hashes[prefix.initial_blocks : prefix.max_blocks])
+            hashes = (*(session for _ in hashes[: prefix.initial_blocks]), *rooted)
+        if rule is None:
+            blocks = min(len(hashes), prefix.initial_blocks)
+        else:
+            blocks = self.tree.key_blocks(
+                now, hashes, split_share=rule.split / members, merge_share=rule.merge / members
+            )
+        return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
+
+    def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
+        """Return a request with the members it could go to, as they stand."""
+        fleet, chain = self._fleet, request.chain
+        members = [fleet.membership.members[each] for each in ring.pair(key.hash)]
+        binding = None if request.session is None else self.sessions.get(now, request.session)
+        host = None
+        if binding is None:
+            pair = tuple(fleet.candidate(now, each, chain) for each in members)
+        else:
+            home, hint_tokens = binding.host, binding.hint_tokens
+            pair = tuple(fleet.candidate(now, each, chain, hint_tokens if each.id == home else 0) for each in members)
+            if all(each.id != home for each in members):
+                host = next((each for each in ring.members if each.id == home), None)
+        return Situation(
+            request_id=request.id,
+            prompt_tokens=chain.tokens,
+            waited_s=max(0.0, now - request.arrived_s),
+            sequence=self._sequence,
+            slo_ttft_s=self._pool.slo.ttft_s,
+            spill=self._pool.routing.spill,
+            pair=pair,
+            everyone=fleet.candidates(now, ring.members, chain),
+            host=None if host is None else fleet.candidate(now, host, chain, hint_tokens),
+        )
+
+    def choose(self, now: float, request: Request, key: Key, situation: Situation) -> Waiting:
+        """Choose, and return the request as placed at the member of choice."""
+        choice = self._session_choice(now, request, situation) or self._policy.choose(situation)
+        self._sequence += 1
+        chosen = choice.candidate
+        return Waiting(
+            request=request,
+            key=key,
+            pair=tuple(each.id for each in situation.pair),
+            member=chosen.id,
+            matched_tokens=chosen.matched_tokens,
+            compute_s=chosen.compute_s,
+            predicted_ttft_s=situation.waited_s + chosen.ttft_s,
+            receipt=self._receipt(key, situation, choice),
+        )
+
+    def alternative(self, now: float, waiting: Waiting) -> Candidate | None:
+        """Return the other member of a held request's pair, if it may take requests."""
+        ring = self._fleet.membership.ring(waiting.request.subset)
+        others = [each for each in ring.members if each.id in waiting.pair and each.id != waiting.member]
+        candidates = [self._fleet.candidate(now, each, waiting.request.chain) for each in others]
+        return min(candidates, key=lambda each: each.ttft_s, default=None)
+
+    def _session_choice(self, now: float, request: Request, situation: Situation) -> Choice | None:
+        """Return where a session that stays with its host goes; None where the policy decides."""
+        rule = self._pool.routing.session.migration
+        if request.session is None or not rule.enabled:
+            return None
+        binding = self.sessions.get(now, request.session)
+        if binding is None:
+            return None
+        at_home: Sequence[Candidate] = situation.pair if situation.host is None else (situation.host,)
+        host = next((each for each in at_home if each.id == binding.host), None)
+        if host is None:
+            return None
+        room_tokens = self._pool.engine.cache_tokens
+        return session_choice(now, situation, host, binding, rule=rule, room_tokens=room_tokens)
+
+    def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
+        chosen = choice.candidate
+        considered: Sequence[Candidate] = situation.pair
+        if all(chosen.id != each.id for each in considered):
+            considered = (*considered, chosen)
+        return Receipt(
+            pool=self._pool.id,
+            policy=self._policy.name,
+            rule=choice.rule.name,
+            reason=choice.rule.meaning,
+            key=key,
+            pair=tuple(each.id for each in situation.pair),
+            chosen=chosen.id,
+            address=chosen.endpoint,
+            prompt_tokens=situation.prompt_tokens,
+            matched_tokens=chosen.matched_tokens,
+            predicted_ttft_s=situation.waited_s + chosen.ttft_s,
+            candidates=tuple(
+                CandidateReceipt(
+                    id=each.id,
+                    state=each.state,
+                    matched_tokens=each.matched_tokens,
+                    pending_tokens=each.pending_tokens,
+                    in_flight=each.in_flight,
+                    ttft_s=situation.waited_s + each.ttft_s,
+                )
+                for each in considered
+            ),
+        )
+
+
+def _tree(pool: Pool) -> HotnessTree:
+    prefix = pool.routing.prefix
+    return HotnessTree(initial_blocks=prefix.initial_blocks, max_blocks=prefix.max_blocks, window_s=prefix.window_s)

@@ -1,0 +1,211 @@
+"""What this router knows of a pool's members: who may be picked, what each holds, owes and would take.
+
+``router`` asks it for candidates and tells it what became of requests; the parts (membership, prefix indexes, ledger,
+peers) know nothing of each other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import overload
+
+from dualmap.blocks import BlockChain
+from dualmap.ledger import Ledger, MemberLoad
+from dualmap.membership import Membership
+from dualmap.news import Placement, SharedLoad
+from dualmap.peers import Peers
+from dualmap.pool import Member, Pool
+from dualmap.prefix_index import PrefixIndex
+from dualmap.requests import EndpointStatus
+from dualmap.situation import Candidate
+
+
+class Fleet:
+    """The members of one pool, as this router knows them."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.membership = Membership(pool)
+        self.ledger = Ledger(pool.engine.prefill_tokens_per_second)
+        self.peers = Peers()
+        self.resume_s: float | None = None
+        """When the first of the suspended members may be tried again."""
+        self._pool = pool
+        self._stall_s = pool.routing.rebalance.decode_stall_s
+        self._indexes = {member.id: PrefixIndex(_capacity_blocks(pool)) for member in pool.members}
+
+    def adopt(self, now: float, pool: Pool) -> set[str]:
+        """Take a new version of the pool; return the members that are where they were.
+
+        Another address under the same id is a restarted instance: it keeps its keys, but its cache is empty.
+        """
+        previous, indexes = self._pool, self._indexes
+        self._pool = pool
+        self._stall_s = pool.routing.rebalance.decode_stall_s
+        self.membership = Membership(pool)
+        self._indexes = {member.id: PrefixIndex(_capacity_blocks(pool)) for member in pool.members}
+        known = {member.id: member.endpoint for member in previous.members}
+        stayed = {member.id for member in pool.members if known.get(member.id) == member.endpoint}
+        if pool.routing.prefix.block_tokens == previous.routing.prefix.block_tokens:
+            for member in stayed:
+                self._indexes[member] = indexes[member]
+                self._indexes[member].resize(_capacity_blocks(pool))
+        self.ledger.set_prior(pool.engine.prefill_tokens_per_second)
+        for member in self.membership.members:
+            self.ledger.load(member).peers = self.peers.load(member)
+        self.update_suspended(now)
+        return stayed
+
+    def candidate(self, now: float, member: Member, chain: BlockChain, hint_tokens: int = 0) -> Candidate:
+        """Return a member as it stands towards a prompt; ``hint_tokens`` of it are known to be cached there."""
+        load = self.ledger.load(member.id)
+        load.settle(now)
+        matched_blocks = self._indexes[member.id].matched_blocks(chain.hashes)
+        if hint_tokens:
+            matched_blocks = max(matched_blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
+        matched_tokens = chain.tokens_of(matched_blocks)
+        speed = load.speed
+        return Candidate(
+            id=member.id,
+            state=member.state.value,
+            endpoint=member.endpoint,
+            matched_tokens=matched_tokens,
+            pending_tokens=load.pending_prefill_tokens + load.held.tokens + load.peers.pending_prefill_tokens,
+            in_flight=load.in_flight + load.peers.in_flight,
+            active_kv_tokens=load.active_kv_tokens + load.peers.active_kv_tokens,
+            tokens_per_second=speed.tokens_per_second,
+            queue_s=load.queue_s(now, self._stall_s),
+            compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
+        )
+
+    def candidates(self, now: float, members: Sequence[Member], chain: BlockChain) -> Sequence[Candidate]:
+        """Return members as candidates, each computed when it is looked at."""
+        return _Candidates(lambda member: self.candidate(now, member, chain), members)
+
+    def backlog_s(self, now: float, member: str) -> float:
+        """Return how many seconds of prefill are handed over to a member and not yet seen to end."""
+        load = self.ledger.load(member)
+        load.settle(now)
+        return load.backlog_s(now, self._stall_s)
+
+    def queue_s(self, now: float, member: str) -> float:
+        """Return how long a member would need to come to a request that is placed there now."""
+        return self.ledger.load(member).queue_s(now, self._stall_s)
+
+    def will_hold(self, member: str, chain: BlockChain) -> None:
+        """Record that a member caches a prompt, or is about to; nothing happens when it is gone."""
+        if member in self._indexes:
+            self._indexes[member].add(chain.cacheable)
+
+    def take_back(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
+        """Record that a member never computed a prompt it was to; the ``matched_tokens`` it held before stay."""
+        if member in self._indexes:
+            self._indexes[member].remove(chain.cacheable[matched_tokens // chain.block_tokens :])
+
+    def placed_elsewhere(self, placement: Placement) -> None:
+        """Record where another replica sent a prompt."""
+        member = self.membership.at(placement.endpoint)
+        if member is not None:
+            self._indexes[member.id].add(placement.hashes)
+
+    def failed(self, now: float, member: str) -> None:
+        """Count a request that its instance failed."""
+        if self.ledger.load(member).failed(now):
+            self.update_suspended(now)
+
+    def succeeded(self, now: float, member: str) -> None:
+        """Take note that an instance did what it was asked."""
+        load = self.ledger.load(member)
+        load.succeeded()
+        if member in self.membership.suspended:
+            self.update_suspended(now)
+
+    def resume(self, now: float) -> None:
+        """Let those members into the rings again that have been suspended for long enough."""
+        if self.resume_s is not None and now >= self.resume_s:
+            self.update_suspended(now)
+
+    def update_suspended(self, now: float) -> None:
+        """Leave the members out of the rings that are suspended now."""
+        until_s = {
+            member: load.suspended_until_s
+            for member, load in self.ledger.items()
+            if load.suspended_until_s is not None and load.suspended_until_s > now and member in self.membership.members
+        }
+        self.resume_s = min(until_s.values(), default=None)
+        if until_s.keys() != self.membership.suspended:
+            self.membership.suspend(until_s)
+
+    def hear(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> None:
+        """Take another replica's share of the members' load."""
+        self._take_peers(self.peers.hear(said_s, peer, loads))
+
+    def expire_peers(self, now: float) -> None:
+        """Forget the load of replicas that have fallen silent."""
+        self._take_peers(self.peers.expire(now))
+
+    def shares(self, now: float) -> dict[str, SharedLoad]:
+        """Return this replica's own share of each member's load, where it has any."""
+        shares = {}
+        for member, load in self.ledger.items():
+            load.settle(now)
+            if load.in_flight or load.held:
+                shares[member] = SharedLoad(
+                    pending_prefill_tokens=load.pending_prefill_tokens + load.held.tokens,
+                    backlog_s=max(0.0, load.backlog_s(now, self._stall_s) - load.peers.backlog_s),
+                    held_s=load.held.compute_s,
+                    in_flight=load.in_flight,
+                    active_kv_tokens=load.active_kv_tokens,
+                )
+        return shares
+
+    def statuses(self) -> tuple[EndpointStatus, ...]:
+        """Return every member as this router knows it."""
+        return tuple(self._status(member) for member in self.membership.members.values())
+
+    def _take_peers(self, members: set[str]) -> None:
+        for member in members & self.membership.members.keys():
+            self.ledger.load(member).peers = self.peers.load(member)
+
+    def _status(self, member: Member) -> EndpointStatus:
+        load: MemberLoad = self.ledger.load(member.id)
+        return EndpointStatus(
+            id=member.id,
+            endpoint=member.endpoint,
+            state=member.state.value,
+            weight=member.weight,
+            in_flight=load.in_flight,
+            held=len(load.held),
+            pending_prefill_tokens=load.pending_prefill_tokens,
+            held_prefill_tokens=load.held.tokens,
+            active_kv_tokens=load.active_kv_tokens,
+            indexed_blocks=len(self._indexes[member.id]),
+            prefill_tokens_per_second=load.speed.tokens_per_second,
+            suspended=member.id in self.membership.suspended,
+        )
+
+
+class _Candidates(Sequence[Candidate]):
+    """Members as candidates, each computed when it is looked at."""
+
+    def __init__(self, look: Callable[[Member], Candidate], members: Sequence[Member]) -> None:
+        self._look = look
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(index, slice):
+            return [self._look(member) for member in self._members[index]]
+        return self._look(self._members[index])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return map(self._look, self._members)
+
+
+def _capacity_blocks(pool: Pool) -> int:
+    return pool.engine.cache_tokens // pool.routing.prefix.block_tokens

@@ -1,0 +1,130 @@
+"""Requests that wait in the router for one instance, since it has enough to do already (late binding).
+
+Moving a request is free as long as it waits here, which is what rebalancing lives on (paper section 3.3), and an engine
+that is handed work late is handed the right work. The order is the pool's: ``Fcfs`` is by arrival in this queue;
+``Deadline`` prefers requests that can still meet the objective to those that cannot, but passes the oldest over at most
+MAX_OVERTAKEN times, so that nobody starves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+from dualmap.receipt import Key, Receipt
+from dualmap.requests import Request
+
+MAX_OVERTAKEN = 3
+
+
+@dataclass(slots=True)
+class Waiting:
+    """One held request, placed at ``member`` like one that was handed over.
+
+    ``matched_tokens`` of its prompt will be cached there when its turn comes, and computing the rest should take
+    ``compute_s``. ``pair`` are the members its key maps to; ``moved`` says that it was migrated, which happens once.
+    """
+
+    request: Request
+    key: Key
+    pair: tuple[str, ...]
+    member: str
+    matched_tokens: int
+    compute_s: float
+    predicted_ttft_s: float
+    receipt: Receipt
+    moved: bool = False
+    overtaken: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens the instance will have to compute."""
+        return self.request.chain.tokens - self.matched_tokens
+
+
+class HeldQueue:
+    """The requests held for one instance, and the prefill work they stand for."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.compute_s = 0.0
+        self._waiting: dict[str, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._waiting.values())
+
+    def add(self, waiting: Waiting) -> None:
+        """Append a request."""
+        self._waiting[waiting.request.id] = waiting
+        self.tokens += waiting.new_tokens
+        self.compute_s += waiting.compute_s
+
+    def remove(self, waiting: Waiting) -> None:
+        """Take a request out, wherever it stands."""
+        del self._waiting[waiting.request.id]
+        self.tokens -= waiting.new_tokens
+        # Summed floats do not come back to nothing by themselves.
+        self.compute_s = self.compute_s - waiting.compute_s if self._waiting else 0.0
+
+    def next(self, now: float, *, by_deadline: bool, slo_ttft_s: float) -> Waiting:
+        """Return the request whose turn it is; the queue must not be empty. It stays in the queue."""
+        oldest = next(iter(self._waiting.values()))
+        if not by_deadline or oldest.overtaken >= MAX_OVERTAKEN:
+            return oldest
+        for waiting in self._waiting.values():
+            if now - waiting.request.arrived_s + waiting.compute_s <= slo_ttft_s:
+                if waiting is not oldest:
+                    oldest.overtaken += 1
+                return waiting
+        return oldest
+
+
+class HeldRequests:
+    """Every request of a pool that is held: who waits since when, and where.
+
+    A ``homeless`` request waits for any first member, since there is none.
+    """
+
+    def __init__(self) -> None:
+        self.homeless: dict[str, Request] = {}
+        self._placed: dict[str, Waiting] = {}
+        # In the order of being first held: a request that moves to another queue keeps its place here.
+        self._since_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._since_s)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._since_s
+
+    def placed(self, request_id: str) -> Waiting | None:
+        """Return a request that is held for an instance, None for any other."""
+        return self._placed.get(request_id)
+
+    def hold(self, now: float, waiting: Waiting) -> None:
+        """Hold a request for an instance, as a new one or as one that was held before."""
+        self.homeless.pop(waiting.request.id, None)
+        self._placed[waiting.request.id] = waiting
+        self._since_s.setdefault(waiting.request.id, now)
+
+    def hold_homeless(self, now: float, request: Request) -> None:
+        """Hold a request that no instance may take, as a new one or as one that was held before."""
+        self._placed.pop(request.id, None)
+        self.homeless[request.id] = request
+        self._since_s.setdefault(request.id, now)
+
+    def release(self, request_id: str) -> bool:
+        """Forget a request that was handed over or refused, or whose client has gone; return whether it was held."""
+        self.homeless.pop(request_id, None)
+        self._placed.pop(request_id, None)
+        return self._since_s.pop(request_id, None) is not None
+
+    def next_expiry(self, max_wait_s: float) -> float | None:
+        """Return when the request that was held for longest has waited ``max_wait_s``, or None when there is none."""
+        return next(iter(self._since_s.values())) + max_wait_s if self._since_s else None
+
+    def expired(self, now: float, max_wait_s: float) -> list[str]:
+        """Return the requests that have waited for ``max_wait_s``; they stay."""
+        return list(takewhile(lambda held: self._since_s[held] + max_wait_s <= now, self._since_s))

@@ -1,0 +1,36 @@
+"""Where a session's next turn goes when sessions stay with their host: EAR's move rule (seed 003, section 4.3).
+
+A session stays where its KV lies. It moves when its host is hot, it has not moved within the cooldown, and there is an
+instance with room for its context and much less to do; the least loaded of those becomes its host. The KV does not
+follow and is not waited for: the new host computes it again.
+
+Deviations: hot is relative, since a fixed threshold thrashes when all are hot (ARCHITECTURE): the host is hot when the
+predicted TTFT there exceeds the share of the SLO at which the ``dualmap`` policy leaves a pair, and a target must have
+less than ``hot_ratio`` of the host's pending prefill tokens.
+"""
+
+from dualmap.pool import SessionMigration
+from dualmap.sessions import Binding
+from dualmap.situation import Candidate, Choice, Rule, Situation
+
+SESSION_HOST = Rule("session-host", "the KV of its session lies there")
+SESSION_MOVE = Rule("session-move", "the instance that holds its session is hot, and this one has much less to do")
+
+
+def session_choice(
+    now: float, situation: Situation, host: Candidate, binding: Binding, *, rule: SessionMigration, room_tokens: int
+) -> Choice:
+    """Return the host, or where the session moves; ``room_tokens`` is how much KV an instance may have in use."""
+    hot_s = situation.spill.slo_fraction * situation.slo_ttft_s
+    cooling = binding.version > 0 and now - binding.moved_s < rule.cooldown_s
+    if cooling or situation.waited_s + host.ttft_s <= hot_s:
+        return Choice(host, SESSION_HOST)
+    targets = [
+        each
+        for each in situation.everyone
+        if each.pending_tokens < rule.hot_ratio * host.pending_tokens
+        and each.active_kv_tokens + situation.prompt_tokens <= room_tokens
+    ]
+    if not targets:
+        return Choice(host, SESSION_HOST)
+    return Choice(situation.least(targets, lambda each: (each.pending_tokens, each.in_flight)), SESSION_MOVE)
