@@ -1,10 +1,19 @@
 """Refusals as their clients see them."""
 
 import json
+from math import inf
 
 import pytest
 
-from dualmap_extproc.errors import Refused, body_too_large, invalid_body, model_not_found, no_endpoint
+from dualmap.requests import Reason, Refusal
+from dualmap_extproc.errors import (
+    Refused,
+    body_too_large,
+    invalid_body,
+    model_not_found,
+    no_endpoint,
+    refused_by_router,
+)
 from dualmap_extproc.wire import answers
 from extproc.envoy_messages import headers_set
 
@@ -37,3 +46,22 @@ def test_retry_after_is_sent_where_waiting_helps(retry_after_s, header):
     assert headers_set(answer).get("retry-after") == header
     assert answer.immediate_response.status.code == 429
     assert json.loads(answer.immediate_response.body)["error"]["type"] == "rate_limit_error"
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "said"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2), (29.5, 30), (1e9, 600), (inf, 600)]
+)
+@pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
+def test_who_may_not_wait_is_told_to_come_back_after_whole_seconds(reason, retry_after_s, said):
+    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=reason, retry_after_s=retry_after_s))
+
+    assert (refused.status, refused.code, refused.pool) == (429, reason.value, "llm/p")
+    assert refused.retry_after_s == said
+    assert isinstance(refused.retry_after_s, int)
+
+
+def test_where_there_is_no_member_nobody_knows_when_to_come_back():
+    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT))
+
+    assert refused == no_endpoint("llm/p")
+    assert refused.retry_after_s is None

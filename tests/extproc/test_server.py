@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from extproc.envoy_messages import (
     NO_WAIT,
     Recorder,
     chat,
+    crowded_pool,
     destination,
     kinds,
     pool,
@@ -61,6 +62,10 @@ class Running:
     @property
     def in_flight(self) -> int:
         return sum(each.in_flight for status in self.picker.statuses() for each in status.endpoints)
+
+    @property
+    def held(self) -> int:
+        return sum(status.held for status in self.picker.statuses())
 
     async def health(self, service: str) -> int:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports.health}") as channel:
@@ -364,6 +369,110 @@ async def test_a_port_in_use_is_an_error_that_names_it(router):
 
     with pytest.raises(AddressError, match=f"127.0.0.1:{router.ports.grpc}"):
         await other.start("127.0.0.1", grpc_port=router.ports.grpc, health_port=0, als_port=0, credentials=None)
+
+
+@asynccontextmanager
+async def crowded(**queue) -> AsyncIterator[tuple[Running, grpc.aio.StreamStreamCall]]:
+    """A router whose only engine is busy, and the call that keeps it so."""
+    async with running() as router:
+        router.picker.set_pools(0.0, (crowded_pool(**queue),))
+        call = router.stream()
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat("long " * 10_000)))
+        await answers(call, 2)
+        yield router, call
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30.0):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.001)
+
+
+async def held(router: Running, config=NO_WAIT, *, already=0) -> grpc.aio.StreamStreamCall:
+    """Send a request; return its call once it is held."""
+    call = router.stream()
+    await call.write(request_headers(config))
+    await call.write(request_body(chat()))
+    await until(lambda: router.held > already)
+    return call
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
+async def test_held_requests_are_answered_one_after_the_other(config):
+    async with crowded() as (router, busy):
+        calls = [await held(router, config, already=number) for number in range(3)]
+        for call in calls:
+            assert router.held == 3 - calls.index(call)
+            await busy.write(response_headers())
+            await busy.write(response_body())
+            read = await answers(call, 2)
+            assert [destination(each) for each in read].count("10.0.0.0:8000") == 1
+            busy = call
+        assert router.held == 0
+        assert router.in_flight == 4
+
+
+async def test_a_refusal_reaches_who_has_waited_too_long():
+    async with crowded(max_wait_s=0.2) as (router, _):
+        task = asyncio.create_task(keep_deadlines(router.picker))
+        call = await held(router)
+
+        assert refused_with(await answers(call, 1)) == 429
+        assert router.held == 0
+        # As Envoy does once it has answered the client.
+        call.cancel()
+        task.cancel()
+
+
+async def test_held_requests_whose_clients_go_give_up_their_places():
+    async with crowded() as (router, busy):
+        calls = [await held(router, already=number) for number in range(4)]
+        calls[0].cancel()
+        await calls[1].done_writing()
+        assert await calls[1].read() is grpc.aio.EOF
+        await until(lambda: router.held == 2)
+        await busy.write(response_headers())
+        await busy.write(response_body())
+        assert destination((await answers(calls[2], 2))[0])
+        calls[2].cancel()
+        calls[3].cancel()
+        busy.cancel()
+        await router.processor.idle()
+        assert router.held == 0
+
+
+async def test_a_body_that_came_while_held_is_answered_after_the_pick():
+    async with crowded() as (router, busy):
+        call = await held(router)
+        await call.write(request_body(b""))
+        await busy.write(response_headers())
+        await busy.write(response_body())
+
+        assert destination(await call.read())
+        await call.write(request_body(b""))
+        assert kinds(await answers(call, 3)) == ["request_body"] * 3
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
+async def test_held_requests_get_their_pick_when_the_router_is_stopped(config):
+    async with crowded() as (router, busy):
+        calls = [await held(router, config, already=number) for number in range(3)]
+
+        drain = asyncio.create_task(router.servers.drain(60.0))
+        read = [await answers(call, 2) for call in calls]
+
+        assert all(any(destination(each) for each in two) for two in read)
+        assert router.held == 0
+        assert not drain.done()
+        for call in (*calls, busy):
+            await call.write(response_headers())
+            await call.write(response_body(end=True))
+            await call.done_writing()
+        await asyncio.wait_for(drain, 30.0)
+        assert router.in_flight == 0
 
 
 class Clockwork:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pool import Member, Queue
+from dualmap.pool import Member, Queue, Session
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
@@ -693,3 +693,99 @@ def test_headers_about_a_body_that_does_not_come_matter_to_nobody():
     talk.send(request_headers(NO_WAIT, method="GET", end=True, content_encoding="gzip"))
 
     assert talk.observer.names() == ["routed_bodiless"]
+
+
+@every_mode
+@pytest.mark.parametrize("method", ["POST", "GET"])
+@pytest.mark.parametrize(
+    ("limits", "headers", "said"),
+    [
+        (Limits(headers=5), {f"x_{n}": "" for n in range(4)}, "The request has more than 5 headers"),
+        (Limits(header_bytes=1000), {"x_long": "x" * 1000}, "The request's headers are larger than 1000 bytes"),
+        (Limits(header_bytes=1000), {"x_" + "long" * 250: ""}, "The request's headers are larger than 1000 bytes"),
+    ],
+    ids=["many", "long value", "long name"],
+)
+def test_more_headers_than_are_read_are_refused_in_plain_words(config, method, limits, headers, said):
+    talk = Conversation(limits=limits)
+
+    answers = talk.send(request_headers(config, method=method, end=method == "GET", **headers))
+
+    assert refused_with(answers) == 400
+    error = json.loads(answers[0].immediate_response.body)["error"]
+    assert (error["code"], error["message"]) == ("headers_too_large", said)
+    assert talk.stream.ended
+    assert talk.observer.names() == ["refused"]
+
+
+@every_mode
+def test_as_many_headers_as_envoy_ever_sends_are_read(config):
+    """Envoy takes 100 headers of 60 KiB together by default."""
+    talk = Conversation()
+    headers = {f"x_{n}": "v" * 600 for n in range(96)}
+
+    talk.send(request_headers(config, **headers), request_body(chat()))
+
+    assert talk.observer.names() == ["routed"]
+
+
+@every_mode
+@pytest.mark.parametrize("where", ["headers", "body"])
+def test_more_allowed_endpoints_than_are_read_are_refused_in_plain_words(config, where):
+    talk = Conversation(limits=Limits(subset_bytes=1000))
+    subset = [f"10.0.{n}.1:8000" for n in range(100)]
+    headers, body = request_headers(config), request_body(chat())
+    with_subset(headers if where == "headers" else body, subset)
+
+    answers = talk.send(headers, body)
+
+    assert refused_with(answers[-1:]) == 400
+    assert json.loads(answers[-1].immediate_response.body)["error"]["code"] == "subset_too_large"
+    assert talk.observer.names() == ["refused"]
+
+
+def test_thousands_of_allowed_endpoints_are_read():
+    talk = Conversation()
+    subset = [f"10.{1 + n // 200}.{n % 200}.1:8000" for n in range(8000)]
+
+    answers = talk.send(with_subset(request_headers(NO_WAIT), ",".join([*subset, "10.0.0.3"])), request_body(chat()))
+
+    assert destination(answers[0]) == "10.0.0.3:8000"
+
+
+@every_mode
+def test_of_a_requests_headers_the_picker_gets_those_that_name_sessions(config, monkeypatch):
+    talk = Conversation(
+        pool("a", model="m", session=Session(header="X-Session")), pool("b", model="b", session=Session(header="x-b"))
+    )
+    asked = []
+    real = talk.picker.pick
+    monkeypatch.setattr(
+        talk.picker,
+        "pick",
+        lambda *args, headers, **rest: asked.append(headers) or real(*args, headers=headers, **rest),
+    )
+
+    headers = {"x_session": "s1", "X_B": "s2", "authorization": "secret", "x_session_id": "none of theirs"}
+    talk.send(request_headers(config, **headers), request_body(chat()))
+
+    assert asked == [{"x-session": "s1", "x-b": "s2"}]
+
+
+def test_of_a_header_that_comes_twice_the_first_counts_and_any_bytes_are_a_name(monkeypatch):
+    talk = Conversation()
+    asked = []
+    real = talk.picker.pick
+    monkeypatch.setattr(
+        talk.picker,
+        "pick",
+        lambda *args, headers, **rest: asked.append(headers) or real(*args, headers=headers, **rest),
+    )
+    message = request_headers(NO_WAIT)
+    for value in (b"\xff\xfe", b"second"):
+        message.request_headers.headers.headers.add(key="x-session-id", raw_value=value)
+
+    talk.send(message, request_body(chat()))
+
+    assert asked == [{"x-session-id": "\udcff\udcfe"}]
+    assert talk.observer.names() == ["routed"]
