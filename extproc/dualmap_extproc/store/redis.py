@@ -13,7 +13,7 @@ from typing import Any, Final
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, MovedError
+from redis.exceptions import AuthenticationError, MovedError, NoPermissionError, OutOfMemoryError, ReadOnlyError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -40,13 +40,23 @@ _CLUSTER_RETRIES: Final = 3
 _PAGE_ENTRIES: Final = 64
 # Entries are trimmed by age; this bounds a stream whose server's clock was set back.
 _STREAM_ENTRIES_MAX: Final = 4 * HISTORY_ENTRIES_MAX
-# What a refusal's text holds, in a reply or in what a script passed on.
-_FAILURES: Final = {
+# What a refusal's text holds where a script passed it on; else the library knows it by its class.
+_FAILURES_BY_TEXT: Final = {
     "OOM ": Failure.FULL,
     "READONLY ": Failure.READ_ONLY,
     "NOAUTH ": Failure.DENIED,
-    "NOPERM ": Failure.DENIED,
+    # Redis 6.2, and those since.
+    "can't run this command": Failure.DENIED,
+    "ACL failure": Failure.DENIED,
 }
+# The first that fits holds: errors of authentication and timeouts are connection errors as well.
+_FAILURES_BY_CLASS: Final = (
+    ((AuthenticationError, NoPermissionError), Failure.DENIED),
+    ((OutOfMemoryError,), Failure.FULL),
+    ((ReadOnlyError,), Failure.READ_ONLY),
+    ((RedisTimeoutError, TimeoutError), Failure.TIMEOUT),
+    ((RedisConnectionError, OSError), Failure.CONNECTION),
+)
 
 _Command = tuple[str | bytes | int, ...]
 
@@ -106,6 +116,7 @@ class RedisStore:
         # Whatever the library meets: where there is no Redis at all, its parser raises more than its own errors.
         except Exception as error:  # noqa: BLE001
             await self._drop()
+            _raise_if_cancelled()
             raise self._failed(error) from None
         except asyncio.CancelledError:
             await self._drop()
@@ -136,6 +147,13 @@ class RedisStore:
         if self._target.password:
             text = text.replace(self._target.password, "***")
         return StoreError(_failure(error, text), text)
+
+
+def _raise_if_cancelled() -> None:
+    """Raise CancelledError if the task was cancelled: the library can take that for a timeout of its own."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 @contextmanager
@@ -292,13 +310,10 @@ def _milliseconds(id_: bytes) -> int:
 
 
 def _failure(error: Exception, text: str) -> Failure:
-    for word, failure in _FAILURES.items():
+    for word, failure in _FAILURES_BY_TEXT.items():
         if word in text:
             return failure
-    if isinstance(error, AuthenticationError):
-        return Failure.DENIED
-    if isinstance(error, RedisTimeoutError | TimeoutError):
-        return Failure.TIMEOUT
-    if isinstance(error, RedisConnectionError | OSError):
-        return Failure.CONNECTION
+    for classes, failure in _FAILURES_BY_CLASS:
+        if isinstance(error, classes):
+            return failure
     return Failure.REPLY

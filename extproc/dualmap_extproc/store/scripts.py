@@ -7,22 +7,26 @@ since keys under our name are ours.
 
 from typing import Final
 
-_CLOCK: Final = """
+_BEGIN: Final = """
 local clock = redis.call('TIME')
 local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local function is_of_another_type(reply)
+  return type(reply) == 'table' and reply.err and string.find(reply.err, 'WRONGTYPE', 1, true)
+end
 """
 
 HEAR: Final = (
-    _CLOCK
+    _BEGIN
     + """
 -- KEYS: the stream, then session keys. ARGV: command, from, to, count, the cursor's milliseconds.
 local mended, newest = 0, ''
 local entries = redis.pcall(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 'COUNT', ARGV[4])
-if entries.err then
-  if not string.find(entries.err, 'WRONGTYPE', 1, true) then return entries end
+if is_of_another_type(entries) then
+  -- A replica cannot; the next publication will.
   redis.pcall('DEL', KEYS[1])
   mended, entries = 1, {}
 end
+if entries.err then return entries end
 if #entries == 0 and tonumber(ARGV[5]) > now_ms then
   -- The cursor is of a clock that was ahead. Unless the stream is as well, its entries would never be heard.
   local last = redis.pcall('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -31,19 +35,21 @@ end
 local bindings = {}
 for i = 2, #KEYS do
   local value = redis.pcall('GET', KEYS[i])
-  bindings[i - 1] = type(value) == 'table' and 'not a string' or value
+  if is_of_another_type(value) then value = '' end
+  if type(value) == 'table' then return value end
+  bindings[i - 1] = value
 end
 return {string.format('%.0f', now_ms), mended, newest, entries, bindings}
 """
 )
-"""Read entries of a stream and session bindings, by the server's clock. Writes nothing, so that it works on a replica.
+"""Read entries of a stream and session bindings, by the server's clock. A replica that takes no writes answers it too.
 
 Returns the server's milliseconds, whether the stream's key had to be mended, where the newest entry is when the cursor
 lies in the future, the entries, and a value or nil per session key.
 """
 
 SETTLE: Final = (
-    _CLOCK
+    _BEGIN
     + """
 -- KEYS: session keys. ARGV: time to live in ms, then per key: version, moved how many ms ago, tokens, host.
 local held = {}
@@ -52,6 +58,7 @@ for i, key in ipairs(KEYS) do
   local moved_ms = string.format('%.0f', now_ms - ago_ms)
   local value = redis.pcall('GET', key)
   local known, known_moved_ms, known_host
+  if type(value) == 'table' and not is_of_another_type(value) then return value end
   if type(value) == 'string' then
     known, known_moved_ms, known_host = string.match(value, '^1 (%d+) (%d+) %d+ (.+)$')
   end
@@ -73,7 +80,7 @@ return {string.format('%.0f', now_ms), held}
 """Compare and set session bindings; returns the server's milliseconds and the value that holds now, per key."""
 
 PUBLISH: Final = (
-    _CLOCK
+    _BEGIN
     + """
 -- KEYS: the stream. ARGV: keep for ms, entries at most, the replica, its news.
 local function add()
@@ -81,7 +88,7 @@ local function add()
   return redis.pcall('XADD', KEYS[1], 'MINID', '~', oldest, '*', 'p', ARGV[3], 'n', ARGV[4])
 end
 local done = add()
-if done.err and string.find(done.err, 'WRONGTYPE', 1, true) then
+if is_of_another_type(done) then
   redis.call('DEL', KEYS[1])
   done = add()
 end

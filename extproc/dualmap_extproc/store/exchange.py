@@ -1,0 +1,210 @@
+"""The task that tells the other routers what happened here and this one what happened there, ten times a second.
+
+The picker is asked what is new, the store is told and asked, and what it answers goes into the picker: a request never
+waits for any of it. While the store is away routing goes on, what is worth telling is kept (``unsent``), and the store
+is tried again at least once a second. One log line says that it was lost, and one that it is back.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, SharedBinding
+from dualmap.pool import Pool
+from dualmap_extproc.logs import get_logger
+from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
+from dualmap_extproc.store.unsent import Unsent
+
+INTERVAL_S: Final = 0.1
+HEARTBEAT_S: Final = 1.0
+"""How often a router with nothing to tell says so; the others forget one that is silent for 3 s (dualmap.peers)."""
+LONGEST_PAUSE_S: Final = 1.0
+"""Between two tries at a store that does not answer."""
+LEAVE_S: Final = 1.0
+# Entries are this much older than the window before they are dropped, for replicas that read them late.
+_KEEP_LONGER_S: Final = 5.0
+# Taking an entry costs tens of microseconds and more: requests have their turn after this many.
+_ENTRIES_AT_ONCE: Final = 32
+_NO_NEWS: Final = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+_log = get_logger(__name__)
+
+
+class Sharer(Protocol):
+    """What the exchange asks of the picker; see ``picker.Picker`` for what each does."""
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools served now."""
+
+    def take_news(self, now: float) -> Sequence[tuple[str, News]]:
+        """Return what is new per pool id."""
+
+    def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
+        """Take what another replica told."""
+
+    def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
+        """Take what the store says of sessions."""
+
+
+class StoreObserver(Protocol):
+    """Told how the store fares; ``metrics`` implements it."""
+
+    def exchanged(self, seconds: float) -> None:
+        """Everything was told and heard, in so many seconds."""
+
+    def failed(self, failure: Failure) -> None:
+        """The store did not do what it was asked."""
+
+    def unreadable(self, count: int) -> None:
+        """So many entries and bindings in the store were not what a router writes."""
+
+    def dropped(self, count: int) -> None:
+        """So many pieces of news were given up, since there is more than the store could be told."""
+
+
+class Exchange:
+    """Carries news between ``sharer`` and ``store``; ``peer`` names this router and its incarnation.
+
+    ``clock`` is that of the sharer's ``now``, ``shown`` names the store in log lines.
+    """
+
+    def __init__(
+        self,
+        sharer: Sharer,
+        store: Store,
+        observer: StoreObserver,
+        *,
+        peer: str,
+        clock: Callable[[], float],
+        shown: str,
+    ) -> None:
+        self._sharer = sharer
+        self._store = store
+        self._observer = observer
+        self._peer = peer
+        self._clock = clock
+        self._shown = shown
+        self._unsent: dict[str, Unsent] = {}
+        self._cursors: dict[str, str] = {}
+        # Since when the store is away; None while it is there, and until the first try has shown it.
+        self._lost_s: float | None = None
+
+    async def run(self) -> None:
+        """Exchange until cancelled."""
+        pause_s = INTERVAL_S
+        while True:
+            began_s = self._clock()
+            pause_s = INTERVAL_S if await self.exchange() else min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(max(0.0, began_s + pause_s - self._clock()))
+
+    async def exchange(self) -> bool:
+        """Exchange news once; return whether all of it worked. Never raises StoreError."""
+        began_s = self._clock()
+        pools = {pool.id: pool for pool in self._sharer.pools}
+        self._collect(pools)
+        try:
+            await self._hear(pools)
+            await self._settle(pools)
+            await self._publish(pools)
+        except StoreError as error:
+            self._observer.failed(error.failure)
+            if self._lost_s is None:
+                self._lost_s = began_s
+                _log.warning(
+                    "shared state is out of reach, routing goes on without the other routers' news",
+                    store=self._shown,
+                    failure=error.failure.value,
+                    reason=str(error),
+                )
+            return False
+        self._observer.exchanged(self._clock() - began_s)
+        if self._lost_s is not None:
+            _log.info("shared state is back", store=self._shown, after_s=round(self._clock() - self._lost_s, 1))
+            self._lost_s = None
+        return True
+
+    async def leave(self) -> None:
+        """Tell the others that no load of this router's is left, if the store is there, and let go of the store."""
+        pools = self._sharer.pools if self._lost_s is None else ()
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                if pools:
+                    nothing = [Post(pool=pool.id, keep_s=_keep_s(pool), news=_NO_NEWS) for pool in pools]
+                    await self._store.publish(self._peer, nothing)
+                await self._store.close()
+        except (StoreError, TimeoutError):
+            # The others notice by themselves that this router is gone, only later.
+            _log.info("shared state could not be told that this router leaves", store=self._shown)
+
+    def _collect(self, pools: dict[str, Pool]) -> None:
+        now = self._clock()
+        for gone in self._unsent.keys() - pools.keys():
+            del self._unsent[gone]
+            self._cursors.pop(gone, None)
+        for pool in pools:
+            self._unsent.setdefault(pool, Unsent())
+        for pool, news in self._sharer.take_news(now):
+            self._unsent[pool].add(now, news)
+        self._observer.dropped(sum(unsent.take_dropped() for unsent in self._unsent.values()))
+
+    async def _hear(self, pools: dict[str, Pool]) -> None:
+        """Ask what is new, and for the bindings that the router met requests of without knowing them."""
+        questions = [
+            Question(
+                pool=id_,
+                window_s=pool.routing.prefix.window_s,
+                cursor=self._cursors.get(id_),
+                wanted=self._unsent[id_].wanted,
+            )
+            for id_, pool in pools.items()
+        ]
+        answers = await self._store.hear(self._peer, questions)
+        for question, answer in zip(questions, answers, strict=True):
+            self._cursors[question.pool] = answer.cursor
+            self._unsent[question.pool].answered()
+            self._observer.unreadable(answer.unreadable)
+            await tell(self._sharer, self._clock, question.pool, answer)
+
+    async def _settle(self, pools: dict[str, Pool]) -> None:
+        """Claim the bindings made here; those that lost are replaced by what they lost to."""
+        claims = [
+            Claim(pool=id_, ttl_s=pools[id_].routing.session.ttl_s, bindings=bindings)
+            for id_, unsent in self._unsent.items()
+            if (bindings := unsent.claims(self._clock()))
+        ]
+        if not claims:
+            return
+        for claim, holding in zip(claims, await self._store.settle(claims), strict=True):
+            now = self._clock()
+            lost = self._unsent[claim.pool].settled(now, holding)
+            if lost:
+                self._sharer.on_bindings(now, claim.pool, lost)
+
+    async def _publish(self, pools: dict[str, Pool]) -> None:
+        now = self._clock()
+        telling = {id_: unsent for id_, unsent in self._unsent.items() if unsent.worth_telling(now, HEARTBEAT_S)}
+        if not telling:
+            return
+        posts = [Post(pool=id_, keep_s=_keep_s(pools[id_]), news=unsent.news(now)) for id_, unsent in telling.items()]
+        await self._store.publish(self._peer, posts)
+        for unsent in telling.values():
+            unsent.published(now)
+
+
+async def tell(sharer: Sharer, clock: Callable[[], float], pool: str, answer: Answer) -> None:
+    """Give what a store answered to the sharer, letting requests have their turn in between."""
+    # What was heard ages while the sharer takes it.
+    heard_s = clock()
+    for number, entry in enumerate(answer.entries, start=1):
+        now = clock()
+        sharer.on_news(now, pool, entry.peer, entry.news, entry.age_s + now - heard_s)
+        if number % _ENTRIES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    if answer.bindings:
+        sharer.on_bindings(clock(), pool, answer.bindings)
+
+
+def _keep_s(pool: Pool) -> float:
+    """Return for how long a pool's news is worth keeping: for a router that starts, and reads back a window."""
+    return pool.routing.prefix.window_s + _KEEP_LONGER_S

@@ -1,0 +1,45 @@
+"""How the shared state fares, as Prometheus metrics beside the router's own (``dualmap_extproc.metrics``)."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dualmap_extproc.store.contract import Failure
+
+# A round trip takes a millisecond, a server that hangs is given half a second (store.redis).
+_EXCHANGE_BUCKETS_S: Final = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2)
+
+
+class StoreMetrics:
+    """Implements ``exchange.StoreObserver``. Its metrics are there only where there is a store."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._up = Gauge("dualmap_store_up", "1 while news is exchanged with other routers.", registry=registry)
+        errors = Counter("dualmap_store_errors", "Exchanges that failed.", ("kind",), registry=registry)
+        self._errors = {failure: errors.labels(failure.value) for failure in Failure}
+        self._exchange = Histogram(
+            "dualmap_store_exchange_seconds",
+            "Time of an exchange that succeeded.",
+            buckets=_EXCHANGE_BUCKETS_S,
+            registry=registry,
+        )
+        self._unreadable = Counter("dualmap_store_unreadable_entries", "Entries that are no news.", registry=registry)
+        self._dropped = Counter("dualmap_store_dropped_news", "Pieces of news given up.", registry=registry)
+
+    def exchanged(self, seconds: float) -> None:
+        """Note an exchange that succeeded (StoreObserver)."""
+        self._up.set(1)
+        self._exchange.observe(seconds)
+
+    def failed(self, failure: Failure) -> None:
+        """Note one that failed (StoreObserver)."""
+        self._up.set(0)
+        self._errors[failure].inc()
+
+    def unreadable(self, count: int) -> None:
+        """Count entries and bindings that no router wrote (StoreObserver)."""
+        self._unreadable.inc(count)
+
+    def dropped(self, count: int) -> None:
+        """Count news given up (StoreObserver)."""
+        self._dropped.inc(count)

@@ -1,0 +1,135 @@
+"""What one pool's router has told and the store has not taken yet: everything is bounded, what is oldest goes first.
+
+Usually that is a tenth of a second's worth. While the store is away it is what is worth telling when it is back: the
+last loads, recent traffic, the newest placements and bindings.
+"""
+
+from collections import deque
+from dataclasses import replace
+from itertools import islice
+from typing import Final, TypeVar
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, Placement, SharedBinding, SharedLoad
+
+HOTNESS_S: Final = 10.0
+"""Counts that are older are dropped: told late, they would count as traffic of just now."""
+NODES_MAX: Final = 4096
+PLACEMENT_HASHES_MAX: Final = 8192
+"""Block hashes per entry (64 KiB): ten million prompt tokens a second, at 128 to a block."""
+BINDINGS_MAX: Final = 1024
+
+_Value = TypeVar("_Value")
+
+
+class Unsent:
+    """Collects news of one pool until a store has taken it. ``now`` is on one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._dropped = 0
+        self._hotness: deque[tuple[float, HotnessCounts]] = deque()
+        self._placements: deque[Placement] = deque()
+        self._placed_hashes = 0
+        self._loads: dict[str, SharedLoad] = {}
+        # By session, with the time they were told at: claims have not been settled, those in `held` have been won.
+        self._claims: dict[int, tuple[float, SharedBinding]] = {}
+        self._held: dict[int, tuple[float, SharedBinding]] = {}
+        self._wanted: dict[int, None] = {}
+        self._published_s: float | None = None
+        self._published_loads: dict[str, SharedLoad] = {}
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The sessions whose bindings the router wants."""
+        return tuple(self._wanted)
+
+    def take_dropped(self) -> int:
+        """Return how much was given up since the last call."""
+        dropped, self._dropped = self._dropped, 0
+        return dropped
+
+    def add(self, now: float, news: News) -> None:
+        """Take what the router told."""
+        self._loads = dict(news.loads)
+        if news.hotness.requests or news.hotness.nodes:
+            self._hotness.append((now, news.hotness))
+        while self._hotness and self._hotness[0][0] < now - HOTNESS_S:
+            self._hotness.popleft()
+            self._dropped += 1
+        self._placements.extend(news.placements)
+        self._placed_hashes += sum(len(placement.hashes) for placement in news.placements)
+        while self._placed_hashes > PLACEMENT_HASHES_MAX and len(self._placements) > 1:
+            self._placed_hashes -= len(self._placements.popleft().hashes)
+            self._dropped += 1
+        for binding in news.bindings:
+            self._claims.pop(binding.session, None)
+            self._claims[binding.session] = now, binding
+        self._wanted |= dict.fromkeys(news.wanted)
+        self._dropped += _bound(self._claims) + _bound(self._wanted)
+
+    def claims(self, now: float) -> tuple[SharedBinding, ...]:
+        """Return the bindings that the store has not settled yet."""
+        return _as_of(now, self._claims)
+
+    def answered(self) -> None:
+        """Take note that the store has said what it knows of the wanted sessions."""
+        self._wanted.clear()
+
+    def settled(self, now: float, holding: tuple[SharedBinding, ...]) -> tuple[SharedBinding, ...]:
+        """Take what the store settled the claims to; return those that were lost."""
+        claims, self._claims = self._claims, {}
+        lost: list[SharedBinding] = []
+        for held in holding:
+            _, claim = claims[held.session]
+            if (held.host, held.version) == (claim.host, claim.version):
+                self._held.pop(held.session, None)
+                self._held[held.session] = now, held
+            else:
+                lost.append(held)
+        self._dropped += _bound(self._held)
+        return tuple(lost)
+
+    def worth_telling(self, now: float, heartbeat_s: float) -> bool:
+        """Say whether there is news, or the last was told so long ago that it is time to say that nothing changed."""
+        if self._published_s is None or now - self._published_s >= heartbeat_s:
+            return True
+        return bool(self._hotness or self._placements or self._held) or self._loads != self._published_loads
+
+    def news(self, now: float) -> News:
+        """Return all that is there to tell; of bindings only those that hold."""
+        nodes: dict[int, int] = {}
+        for _, counts in self._hotness:
+            for node, requests in counts.nodes.items():
+                nodes[node] = nodes.get(node, 0) + requests
+        if len(nodes) > NODES_MAX:
+            # The rarely met are those that no decision hangs on.
+            nodes = dict(sorted(nodes.items(), key=lambda item: -item[1])[:NODES_MAX])
+        requests = sum(counts.requests for _, counts in self._hotness)
+        return News(
+            hotness=HotnessCounts(requests=requests, nodes=nodes),
+            loads=self._loads,
+            placements=tuple(self._placements),
+            bindings=_as_of(now, self._held),
+        )
+
+    def published(self, now: float) -> None:
+        """Take note that the store has taken ``news``."""
+        self._published_s, self._published_loads = now, self._loads
+        self._hotness.clear()
+        self._placements.clear()
+        self._placed_hashes = 0
+        self._held.clear()
+
+
+def _bound(table: dict[int, _Value]) -> int:
+    """Drop the oldest of what exceeds the bound; return how many they were."""
+    excess = max(0, len(table) - BINDINGS_MAX)
+    for session in list(islice(table, excess)):
+        del table[session]
+    return excess
+
+
+def _as_of(now: float, bindings: dict[int, tuple[float, SharedBinding]]) -> tuple[SharedBinding, ...]:
+    return tuple(
+        replace(binding, moved_ago_s=binding.moved_ago_s + now - told_s) for told_s, binding in bindings.values()
+    )

@@ -1,0 +1,92 @@
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap_extproc.store.codec import UnreadableNews, decode_news, encode_news
+
+HASHES = st.integers(0, 2**64 - 1)
+COUNTS = st.integers(0, 2**32 - 1)
+TOKENS = st.integers(0, 2**63)
+SECONDS = st.floats(0, 1e9)
+NAMES = st.text(st.characters(codec="utf-8"), max_size=40)
+LOADS = st.builds(
+    SharedLoad,
+    pending_prefill_tokens=TOKENS,
+    backlog_s=SECONDS,
+    held_s=SECONDS,
+    in_flight=COUNTS,
+    active_kv_tokens=TOKENS,
+)
+BINDINGS = st.builds(SharedBinding, session=HASHES, host=NAMES, tokens=TOKENS, version=COUNTS, moved_ago_s=SECONDS)
+NEWS = st.builds(
+    News,
+    hotness=st.builds(HotnessCounts, requests=COUNTS, nodes=st.dictionaries(HASHES, COUNTS, max_size=20)),
+    loads=st.dictionaries(NAMES, LOADS, max_size=5),
+    placements=st.lists(
+        st.builds(Placement, endpoint=NAMES, hashes=st.lists(HASHES, max_size=20).map(tuple)), max_size=5
+    ).map(tuple),
+    bindings=st.lists(BINDINGS, max_size=5).map(tuple),
+)
+EMPTY = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+
+
+@given(NEWS)
+def test_what_is_encoded_is_decoded(news: News) -> None:
+    assert decode_news(encode_news(news)) == news
+
+
+@given(NEWS, st.data())
+def test_cut_anywhere_it_is_unreadable(news: News, data: st.DataObject) -> None:
+    encoded = encode_news(news)
+    with pytest.raises(UnreadableNews):
+        decode_news(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+
+
+@given(NEWS, st.data())
+def test_a_changed_byte_makes_other_news_or_none_at_all(news: News, data: st.DataObject) -> None:
+    encoded = bytearray(encode_news(news))
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        decoded = decode_news(bytes(encoded))
+    except UnreadableNews:
+        return
+    assert all(0 <= load.backlog_s < float("inf") for load in decoded.loads.values())
+    decode_news(encode_news(decoded))
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_unreadable(junk: bytes) -> None:
+    with pytest.raises(UnreadableNews):
+        decode_news(b"\x02" + junk)
+    try:
+        decode_news(b"\x01" + junk)
+    except UnreadableNews:
+        return
+
+
+def test_counts_beyond_the_data_are_refused_before_anything_is_made_of_them() -> None:
+    with pytest.raises(UnreadableNews, match="4294967295 values in 8 bytes"):
+        decode_news(struct.pack("<BII", 1, 0, 2**32 - 1) + bytes(8))
+
+
+def test_bytes_behind_the_news_are_refused() -> None:
+    with pytest.raises(UnreadableNews, match="1 bytes too many"):
+        decode_news(encode_news(EMPTY) + b"\0")
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    loads = {"m": SharedLoad(backlog_s=12345.0)}
+    encoded = encode_news(News(hotness=EMPTY.hotness, loads=loads))
+    with pytest.raises(UnreadableNews, match="seconds"):
+        decode_news(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", seconds)))
+
+
+def test_a_prompt_of_eight_thousand_tokens_takes_about_five_hundred_bytes() -> None:
+    placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(64)))
+    empty, one = (len(encode_news(News(hotness=EMPTY.hotness, loads={}, placements=p))) for p in ((), (placement,)))
+    assert one - empty < 64 * 8 + 32

@@ -1,0 +1,397 @@
+"""What the Redis store does beyond the contract: keys, credentials, TLS, Redis Cluster, and every way to fail."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, SharedBinding
+from dualmap_extproc.settings import RedisSettings
+from dualmap_extproc.store.codec import encode_news
+from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError
+from dualmap_extproc.store.redis import RedisStore, session_key, stream_key
+from dualmap_extproc.store.target import target_of
+from dualmap_extproc.tls import self_signed
+from redis_server import RedisServer, redis_cluster, redis_server
+from waiting import until
+
+POOL = "llm/qwen"
+NEWS = News(hotness=HotnessCounts(requests=7, nodes={5: 4}), loads={})
+BINDING = SharedBinding(session=255, host="m-0", tokens=10, version=1, moved_ago_s=0.0)
+QUESTION = Question(pool=POOL, window_s=60.0)
+POST = Post(pool=POOL, keep_s=60.0, news=NEWS)
+CLAIM = Claim(pool=POOL, ttl_s=60.0, bindings=(BINDING,))
+STREAM = "dualmap:1:{llm/qwen}:news"
+SESSION = "dualmap:1:{llm/qwen}:session:00000000000000ff"
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared_server: RedisServer) -> RedisServer:
+    with shared_server.admin as admin:
+        admin.flushall()
+    return shared_server
+
+
+@contextlib.asynccontextmanager
+async def opened(url: str, password: str | None = None, ca_file: Path | None = None) -> AsyncIterator[RedisStore]:
+    store = RedisStore(target_of(RedisSettings(url=url, password=password, ca_file=ca_file)))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def hear(store: RedisStore, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
+    (answer,) = await store.hear("listener", [replace(QUESTION, cursor=cursor, wanted=wanted)])
+    return answer
+
+
+async def failure(store: RedisStore) -> Failure:
+    with pytest.raises(StoreError) as caught:
+        await store.hear("listener", [QUESTION])
+    return caught.value.failure
+
+
+async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
+    """Everything a store does, for several pools in one go."""
+    held = await store.settle([replace(CLAIM, pool=pool) for pool in pools])
+    assert [each.host for holding in held for each in holding] == ["m-0"] * len(pools)
+    await store.publish("teller", [replace(POST, pool=pool) for pool in pools])
+    questions = [replace(QUESTION, pool=pool, wanted=(BINDING.session,)) for pool in pools]
+    for answer in await store.hear("listener", questions):
+        assert [entry.news for entry in answer.entries] == [NEWS]
+        assert [binding.host for binding in answer.bindings] == ["m-0"]
+
+
+class TestKeys:
+    async def test_they_are_named_as_documented_and_all_expire(self, server):
+        async with opened(server.url) as store:
+            await works(store)
+        with server.admin as admin:
+            assert set(admin.scan_iter()) == {STREAM.encode(), SESSION.encode()}
+            assert 0 < admin.pttl(STREAM) <= 60_000
+            assert 0 < admin.pttl(SESSION) <= 60_000
+        assert (stream_key(POOL), session_key(POOL, 255)) == (STREAM, SESSION)
+        assert STREAM in (document := (Path(__file__).parents[2] / "docs/state.md").read_text())
+        assert SESSION in document
+
+    async def test_a_stream_is_trimmed_by_age(self, server):
+        with server.admin as admin:
+            for number in range(1, 1001):
+                admin.xadd(STREAM, {"n": "old"}, id=f"{number}-0")
+            async with opened(server.url) as store:
+                await store.publish("teller", [POST])
+            # Redis trims whole blocks of a hundred entries.
+            assert admin.xlen(STREAM) <= 101
+
+    async def test_a_stream_is_trimmed_by_length_when_the_servers_clock_was_set_back(self, server):
+        with server.admin as admin:
+            pipeline = admin.pipeline()
+            for number in range(17_000):
+                pipeline.xadd(STREAM, {"n": "ahead"}, id=f"{2**45}-{number}")
+            pipeline.execute()
+            async with opened(server.url) as store:
+                await store.publish("teller", [POST])
+            assert admin.xlen(STREAM) <= 16_500
+
+    async def test_a_database_is_chosen_by_the_url(self, server):
+        async with opened(f"{server.url}/3") as store:
+            await works(store)
+        with server.admin as admin:
+            assert not admin.keys()
+            admin.select(3)
+            assert len(admin.keys()) == 2
+
+
+class TestJunk:
+    async def test_keys_of_another_type_are_ours_and_are_mended(self, server):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                admin.set(STREAM, "a string")
+                admin.lpush(SESSION, "a list")
+                answer = await hear(store, wanted=(255,))
+                assert (answer.entries, answer.bindings, answer.unreadable) == ((), (), 2)
+                assert (await hear(store, answer.cursor, wanted=(255,))).unreadable == 1
+                admin.set(STREAM, "a string")
+            await works(store)
+            assert (await hear(store, wanted=(255,))).unreadable == 0
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"p": "teller"},
+            {"n": encode_news(NEWS)},
+            {"p": b"\xff", "n": encode_news(NEWS)},
+            {"p": "teller", "n": encode_news(NEWS)[:-1]},
+            {"p": "teller", "n": b"\x00" * 100},
+            {"": ""},
+        ],
+    )
+    async def test_an_entry_that_is_no_news_is_counted_and_left_out(self, server, fields):
+        async with opened(server.url) as store:
+            await store.publish("teller", [POST])
+            with server.admin as admin:
+                admin.xadd(STREAM, fields)
+            await store.publish("teller", [POST])
+            answer = await hear(store)
+            assert (len(answer.entries), answer.unreadable) == (2, 1)
+            assert (await hear(store, answer.cursor)).unreadable == 0
+
+    @pytest.mark.parametrize("value", [b"", b"nonsense", b"1 2 3 4", b"1 a b c host", b"9 1 2 3 host", b"\xff" * 50])
+    async def test_a_binding_that_is_none_is_unknown_and_overwritten(self, server, value):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                admin.set(SESSION, value)
+            answer = await hear(store, wanted=(255,))
+            assert (answer.bindings, answer.unreadable) == ((), 1)
+            ((held,),) = await store.settle([CLAIM])
+            assert held.host == "m-0"
+            assert len((await hear(store, wanted=(255,))).bindings) == 1
+
+    async def test_a_host_that_only_the_script_took_for_one_does_no_harm(self, server):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                admin.set(SESSION, b"1 9 1 1 \xff")
+            assert await store.settle([CLAIM]) == ((BINDING,),)
+
+    @pytest.mark.parametrize("emptied", [True, False])
+    async def test_a_cursor_of_a_clock_that_was_ahead_does_not_make_deaf(self, server, emptied):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                admin.xadd(STREAM, {"p": "teller", "n": encode_news(NEWS)}, id=f"{2**45}-5")
+                ahead = await hear(store)
+                assert len(ahead.entries) == 1
+                if emptied:
+                    admin.delete(STREAM)
+            again = await hear(store, ahead.cursor)
+            await store.publish("teller", [POST])
+            assert again.entries == ()
+            assert len((await hear(store, again.cursor)).entries) == 1
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis"), password="hidden@word") as running:
+        yield running
+
+
+class TestCredentials:
+    async def test_the_password_opens_and_another_does_not(self, guarded):
+        with guarded.admin as admin:
+            admin.flushall()
+        async with opened(guarded.url, "hidden@word") as store:
+            await works(store)
+        for password in ("wrong", None):
+            async with opened(guarded.url, password) as store:
+                assert await failure(store) is Failure.DENIED
+
+    async def test_the_documented_rights_are_enough_and_needed(self, guarded):
+        document = (Path(__file__).parents[2] / "docs/state.md").read_text()
+        (rule,) = [line for line in document.splitlines() if line.startswith("ACL SETUSER router ")]
+        words = rule.replace("PASSWORD", "other").split()
+        url = guarded.url.replace("redis://", "redis://router:other@")
+        with guarded.admin as admin:
+            admin.execute_command(*words)
+            rights = [word for word in words if word.startswith("+")]
+            async with opened(url) as store:
+                await needs_every_right(store, admin)
+            for right in rights:
+                admin.execute_command("ACL", "SETUSER", "router", f"-{right[1:]}")
+                async with opened(url) as store:
+                    with pytest.raises(StoreError) as caught:
+                        await needs_every_right(store, admin)
+                    assert caught.value.failure is Failure.DENIED, right
+                admin.execute_command("ACL", "SETUSER", "router", right)
+
+    async def test_no_error_shows_the_password(self, guarded):
+        url = guarded.url.replace("redis://", "redis://hidden@")
+        async with opened(url, "hidden@wrong") as store:
+            with pytest.raises(StoreError) as caught:
+                await hear(store)
+        assert "hidden" not in repr(caught.value)
+        assert caught.value.__cause__ is None
+        assert caught.value.__suppress_context__
+
+
+async def needs_every_right(store: RedisStore, admin: redis.Redis) -> None:
+    admin.flushall()
+    await works(store)
+    await works_again(store, POOL)
+    admin.delete(STREAM)
+    admin.set(STREAM, "a string")
+    await store.publish("teller", [POST])
+
+
+class TestTls:
+    @pytest.fixture
+    async def front(self, server: RedisServer, tmp_path: Path) -> AsyncIterator[tuple[int, Path]]:
+        """A port that speaks TLS in front of the server, and the file its certificate is checked against."""
+        key, certificate = self_signed()
+        (tmp_path / "tls.key").write_bytes(key)
+        (tmp_path / "tls.crt").write_bytes(certificate)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(65536):
+                    writer.write(data)
+            writer.close()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server.port)
+            await asyncio.gather(carry(reader, server_writer), carry(server_reader, writer))
+
+        listener = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
+        async with listener:
+            yield listener.sockets[0].getsockname()[1], tmp_path / "tls.crt"
+
+    async def test_it_works_with_the_servers_ca(self, front):
+        port, ca_file = front
+        async with opened(f"rediss://127.0.0.1:{port}", ca_file=ca_file) as store:
+            await works(store)
+
+    async def test_a_server_that_nobody_vouches_for_is_refused(self, front):
+        async with opened(f"rediss://127.0.0.1:{front[0]}") as store:
+            assert await failure(store) is Failure.CONNECTION
+
+    async def test_a_server_by_another_name_is_refused(self, front):
+        port, ca_file = front
+        async with opened(f"rediss://127.0.0.2:{port}", ca_file=ca_file) as store:
+            assert await failure(store) is Failure.CONNECTION
+
+    async def test_a_server_in_plain_text_is_refused(self, server, front):
+        async with opened(f"rediss://127.0.0.1:{server.port}", ca_file=front[1]) as store:
+            assert await failure(store) in (Failure.CONNECTION, Failure.TIMEOUT)
+
+
+class TestCluster:
+    async def test_pools_on_several_nodes_whichever_is_named(self, tmp_path):
+        # llm/a and llm/d are on different nodes of the two.
+        pools = ("llm/a", "llm/b", "llm/c", "llm/d")
+        with redis_cluster(tmp_path / "cluster") as nodes:
+            counts = []
+            for node in nodes:
+                for each in nodes:
+                    with each.admin as admin:
+                        admin.flushall()
+                async with opened(node.url) as store:
+                    await works(store, pools)
+                    for pool in pools:
+                        await works_again(store, pool)
+                with node.admin as admin:
+                    counts.append(len(admin.keys()))
+            assert sum(counts) == 2 * len(pools)
+            assert 0 not in counts
+
+
+async def works_again(store: RedisStore, pool: str) -> None:
+    (answer,) = await store.hear("listener", [replace(QUESTION, pool=pool)])
+    await store.publish("teller", [replace(POST, pool=pool)])
+    (later,) = await store.hear("listener", [replace(QUESTION, pool=pool, cursor=answer.cursor)])
+    assert len(later.entries) == 1
+
+
+class TestFailures:
+    async def test_nobody_there(self, server, tmp_path):
+        gone = RedisServer(tmp_path / "redis")
+        async with opened(gone.url) as store:
+            assert await failure(store) is Failure.CONNECTION
+        async with opened(gone.unix_url) as store:
+            assert await failure(store) is Failure.CONNECTION
+        async with opened("redis://nowhere.invalid") as store:
+            assert await failure(store) is Failure.CONNECTION
+
+    @pytest.mark.parametrize(
+        "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n", b":1\r\n", b"*0\r\n", b"\xff\r\n"]
+    )
+    async def test_something_else_is_there(self, answer):
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while await reader.read(65536):
+                    writer.write(answer * 10)
+            writer.close()
+
+        async with await asyncio.start_server(connected, "127.0.0.1", 0) as listener:
+            port = listener.sockets[0].getsockname()[1]
+            async with opened(f"redis://127.0.0.1:{port}") as store:
+                assert await failure(store) in (Failure.REPLY, Failure.CONNECTION)
+
+    async def test_it_is_used_again_after_a_restart_and_a_script_flush(self, tmp_path):
+        with redis_server(tmp_path / "redis") as running:
+            async with opened(running.url) as store:
+                await works(store)
+                running.kill()
+                assert await failure(store) is Failure.CONNECTION
+                running.start()
+                await works(store)
+                with running.admin as admin:
+                    admin.script_flush()
+                    admin.flushall()
+                await works(store)
+
+    async def test_a_server_that_hangs_is_given_up(self, tmp_path):
+        with redis_server(tmp_path / "redis") as running:
+            async with opened(running.url) as store:
+                await works(store)
+                running.pause()
+                assert await failure(store) is Failure.TIMEOUT
+                assert await failure(store) is Failure.TIMEOUT
+                running.resume()
+                assert len((await hear(store)).entries) == 1
+
+    async def test_a_call_that_is_cancelled_leaves_nothing_half_read(self, tmp_path):
+        with redis_server(tmp_path / "redis") as running:
+            async with opened(running.url) as store:
+                await works(store)
+                running.pause()
+                call = asyncio.create_task(store.hear("listener", [QUESTION]))
+                await asyncio.sleep(0)
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+                running.resume()
+                ((held,),) = await store.settle([CLAIM])
+                assert held.host == "m-0"
+
+    async def test_a_full_server_can_still_be_heard(self, server):
+        async with opened(server.url) as store:
+            await works(store)
+            with server.admin as admin:
+                admin.config_set("maxmemory", "1")
+                try:
+                    for write in (store.publish("teller", [POST]), store.settle([CLAIM])):
+                        with pytest.raises(StoreError) as caught:
+                            await write
+                        assert caught.value.failure is Failure.FULL
+                    assert len((await hear(store, wanted=(255,))).entries) == 1
+                finally:
+                    admin.config_set("maxmemory", "0")
+
+    async def test_a_replica_can_be_heard_and_says_that_it_takes_nothing(self, server, tmp_path):
+        with redis_server(tmp_path / "replica") as replica, replica.admin as admin:
+            async with opened(server.url) as store:
+                await works(store)
+            admin.replicaof("127.0.0.1", server.port)
+            await until(lambda: admin.exists(STREAM, SESSION) == 2)
+            async with opened(replica.url) as store:
+                for write in (store.publish("teller", [POST]), store.settle([CLAIM])):
+                    with pytest.raises(StoreError) as caught:
+                        await write
+                    assert caught.value.failure is Failure.READ_ONLY
+                answer = await hear(store, wanted=(255,))
+                assert (len(answer.entries), len(answer.bindings)) == (1, 1)
+                admin.replicaof("NO", "ONE")
+                await store.publish("teller", [POST])

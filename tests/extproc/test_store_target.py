@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+
+from dualmap_extproc.settings import RedisSettings
+from dualmap_extproc.store.target import RedisSettingsError, Target, read_settings, target_of
+from dualmap_extproc.tls import self_signed
+
+
+def target(url: str, password: str | None = None) -> Target:
+    return target_of(RedisSettings(url=url, password=password))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://cache", Target(host="cache")),
+        ("redis://cache:7000/3", Target(host="cache", port=7000, db=3)),
+        ("redis://cache/", Target(host="cache")),
+        ("redis://[::1]:7000", Target(host="::1", port=7000)),
+        ("redis://:p%40ss@cache", Target(host="cache", password="p@ss")),
+        ("redis://router:secret@cache", Target(host="cache", user="router", password="secret")),
+        ("redis://router@cache", Target(host="cache", user="router")),
+        ("rediss://cache", Target(host="cache", tls=True)),
+        ("unix:///run/redis.sock", Target(path="/run/redis.sock")),
+        (
+            "unix://router:secret@/run/redis.sock?db=2",
+            Target(path="/run/redis.sock", db=2, user="router", password="secret"),
+        ),
+    ],
+)
+def test_urls(url: str, expected: Target) -> None:
+    assert target(url) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("cache:6379", "its scheme is another"),
+        ("http://cache", "its scheme is another"),
+        ("redis://", "it names no host"),
+        ("redis://:6379", "it names no host"),
+        ("redis://cache:port", "its port is no number"),
+        ("redis://cache:99999", "its port is no number"),
+        ("redis://[::1", "it is no URL"),
+        ("redis://cache/first", "its database is no number"),
+        ("redis://cache/-1", "its database is no number"),
+        ("redis://cache?ssl_cert_reqs=none", "it has a part behind ?"),
+        ("redis://cache#1", "it has a part behind #"),
+        ("unix://", "it names no socket"),
+        ("unix:///s?password=hidden", "it has options other than db"),
+        ("unix:///s?db=x", "its database is no number"),
+        ("redis://user:hidden/word@cache", "spell / in a password %2F"),
+        ("redis://user:hidden#word@cache", "spell / in a password %2F"),
+        ("redis://user:12#word@cache", "spell # in a password %23"),
+    ],
+)
+def test_urls_that_are_not_accepted_are_not_quoted(url: str, reason: str) -> None:
+    with pytest.raises(RedisSettingsError) as caught:
+        target(url)
+    message = str(caught.value)
+    assert message.startswith("--redis: the URL is not accepted: ")
+    assert reason in message
+    assert "redis://[USER[:PASSWORD]@]HOST[:PORT][/DB]" in message
+    assert "hidden" not in message
+    assert "word" not in message.replace("password", "").replace("PASSWORD", "")
+    assert caught.value.__cause__ is None
+
+
+def test_a_password_given_apart_is_preferred() -> None:
+    assert target("redis://:old@cache", "new").password == "new"
+
+
+def test_nothing_shows_the_password() -> None:
+    settings = read_settings("redis://user:hidden@cache:7000", password=None, password_file=None, ca_file=None)
+    shown = target_of(settings)
+    assert shown.password == "hidden"
+    assert not any("hidden" in text for text in (repr(settings), repr(shown), shown.shown))
+    assert shown.shown == "redis://cache:7000"
+
+
+class TestFiles:
+    def read(self, *, url: str = "rediss://cache", password: str | None = None, **files: Path | None) -> RedisSettings:
+        options = {"password_file": None, "ca_file": None, **files}
+        return read_settings(url, password=password, **options)
+
+    def test_the_password_files_line_end_is_no_part_of_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "password"
+        path.write_text(" s e c \r\n")
+        assert self.read(password_file=path, password="environment").password == " s e c "
+
+    def test_without_a_file_it_is_the_environments(self) -> None:
+        assert self.read(password="environment").password == "environment"
+        assert self.read(password="").password is None
+
+    @pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "no text")])
+    def test_a_password_file_without_a_password(self, tmp_path: Path, content: bytes, reason: str) -> None:
+        path = tmp_path / "password"
+        path.write_bytes(content)
+        with pytest.raises(RedisSettingsError, match=f"--redis-password-file: {path}: {reason}"):
+            self.read(password_file=path)
+
+    def test_files_that_are_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(RedisSettingsError, match=r"--redis-password-file: .*none: No such file"):
+            self.read(password_file=tmp_path / "none")
+        with pytest.raises(RedisSettingsError, match=r"--redis-ca: .*none: No such file"):
+            self.read(ca_file=tmp_path / "none")
+
+    def test_a_ca_file_with_no_certificate(self, tmp_path: Path) -> None:
+        path = tmp_path / "ca.crt"
+        path.write_text("nothing")
+        with pytest.raises(RedisSettingsError, match=f"--redis-ca: {path}: no certificates in PEM"):
+            self.read(ca_file=path)
+
+    def test_a_ca_file_is_for_tls_only(self, tmp_path: Path) -> None:
+        path = tmp_path / "ca.crt"
+        path.write_bytes(self_signed()[1])
+        assert target_of(self.read(ca_file=path)).ca_file == path
+        with pytest.raises(RedisSettingsError, match="--redis-ca: is for rediss:// only"):
+            self.read(url="redis://cache", ca_file=path)
