@@ -1,0 +1,200 @@
+"""What router replicas of one pool tell each other, and what comes of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from builders import pool, request, text_of
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, Placement, SharedLoad
+from dualmap.peers import PEER_TTL_S
+from dualmap.pool import Engine, Pool, Queue, Routing
+from dualmap.requests import Decision, Held
+from dualmap.router import PoolRouter
+
+SPEED = 1000.0
+NOTHING = HotnessCounts(requests=0, nodes={})
+
+
+def slow_pool(count: int = 2, *, window_s: float = 1e9, policy: str = "dualmap") -> Pool:
+    routing = Routing(policy=policy, queue=Queue(dispatch_window_s=window_s))
+    return pool(count, routing=routing, engine=Engine(prefill_tokens_per_second=SPEED))
+
+
+def replicas(of: Pool, count: int = 2) -> list[PoolRouter]:
+    return [PoolRouter(of, shares=True) for _ in range(count)]
+
+
+def exchange(now: float, routers: list[PoolRouter], *, age_s: float = 0.0) -> None:
+    for number, speaker in enumerate(routers):
+        news = speaker.take_news(now - age_s)
+        for listener in routers:
+            if listener is not speaker:
+                listener.on_news(now, f"replica {number}", news, age_s)
+
+
+def decide(router: PoolRouter, id: str, text: str, now: float = 0.0) -> Decision:
+    outcome = router.on_request(now, request(id, text, now=now))
+    assert isinstance(outcome, Decision)
+    return outcome
+
+
+def candidates(decision: Decision) -> dict[str, int]:
+    return {each.id: each.pending_tokens for each in decision.receipt.candidates}
+
+
+def test_a_quiet_router_has_nothing_to_tell() -> None:
+    router = PoolRouter(pool(), shares=True)
+    assert router.take_news(0.0).empty
+    decide(router, "1", text_of(500, "a"))
+    assert not router.take_news(1.0).empty
+    router.on_finished(2.0, "1")
+    assert router.take_news(3.0).empty
+
+
+def test_one_that_shares_with_nobody_keeps_nothing_to_tell() -> None:
+    router = PoolRouter(pool())
+    for n in range(10):
+        decide(router, str(n), text_of(500, str(n)))
+    assert router.take_news(1.0).placements == ()
+
+
+class TestLoads:
+    def test_they_are_summed(self) -> None:
+        mine, yours, hers = routers = replicas(slow_pool(1), 3)
+        decide(yours, "1", text_of(3000, "a"))
+        decide(hers, "2", text_of(2000, "b"))
+        exchange(0.1, routers)
+        decision = decide(mine, "3", text_of(1000, "c"), 0.1)
+        assert candidates(decision) == {"m-0": 5000}
+        assert decision.receipt.candidates[0].in_flight == 2
+        assert decision.receipt.predicted_ttft_s == pytest.approx(6.0, rel=0.1)
+
+    def test_the_status_says_only_what_is_ours(self) -> None:
+        mine, yours = routers = replicas(slow_pool(1))
+        decide(yours, "1", text_of(3000, "a"))
+        exchange(0.1, routers)
+        (endpoint,) = mine.status().endpoints
+        assert (endpoint.in_flight, endpoint.pending_prefill_tokens) == (0, 0)
+        assert mine.status().peers == 1
+
+    def test_what_ended_elsewhere_is_gone_here(self) -> None:
+        mine, yours = routers = replicas(slow_pool(1))
+        decide(yours, "1", text_of(3000, "a"))
+        exchange(0.1, routers)
+        yours.on_first_token(1.0, "1")
+        yours.on_finished(1.0, "1")
+        exchange(1.1, routers)
+        assert candidates(decide(mine, "2", text_of(100, "b"), 1.1)) == {"m-0": 0}
+
+    def test_a_silent_replica_owes_nothing(self) -> None:
+        mine, yours = routers = replicas(slow_pool(1))
+        decide(yours, "1", text_of(3000, "a"))
+        exchange(0.0, routers)
+        assert mine.next_deadline() == PEER_TTL_S
+        mine.on_deadline(PEER_TTL_S)
+        assert mine.status().peers == 0
+        assert candidates(decide(mine, "2", text_of(100, "b"), PEER_TTL_S)) == {"m-0": 0}
+
+    def test_old_news_of_load_is_none(self) -> None:
+        mine, yours = replicas(slow_pool(1))
+        decide(yours, "1", text_of(3000, "a"))
+        mine.on_news(100.0, "yours", yours.take_news(10.0), 90.0)
+        assert candidates(decide(mine, "2", text_of(100, "b"), 100.0)) == {"m-0": 0}
+
+    def test_news_that_come_late_do_not_undo_newer_ones(self) -> None:
+        (mine,) = replicas(slow_pool(1), 1)
+        for age_s, tokens in ((0.0, 1000), (0.5, 9000)):
+            load = SharedLoad(pending_prefill_tokens=tokens, backlog_s=tokens / SPEED, in_flight=1)
+            mine.on_news(10.0, "yours", News(hotness=NOTHING, loads={"m-0": load}), age_s)
+        assert candidates(decide(mine, "2", text_of(100, "b"), 10.0)) == {"m-0": 1000}
+
+    def test_a_member_this_router_does_not_know_yet_is_remembered(self) -> None:
+        mine, yours = replicas(slow_pool(1))
+        yours.on_pool(0.0, slow_pool(2))
+        load = SharedLoad(pending_prefill_tokens=700, backlog_s=0.7, in_flight=1)
+        mine.on_news(0.1, "yours", News(hotness=NOTHING, loads={"m-1": load}), 0.0)
+        mine.on_pool(0.2, slow_pool(2))
+        assert candidates(decide(mine, "1", text_of(100, "b"), 0.3))["m-1"] == 700
+
+    def test_their_work_closes_the_window_and_its_end_opens_it(self) -> None:
+        mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
+        decide(yours, "1", text_of(3000, "a"))
+        exchange(0.0, routers)
+        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)) == Held(request_id="2")
+        yours.on_first_token(2.0, "1")
+        exchange(2.1, routers)
+        (outcome,) = mine.take_outcomes()
+        assert outcome.request_id == "2"
+
+    def test_speed_is_not_learnt_from_prefills_that_may_have_waited_behind_theirs(self) -> None:
+        mine, yours = routers = replicas(slow_pool(1))
+        before = mine.status().endpoints[0].prefill_tokens_per_second
+        decide(yours, "1", text_of(8000, "a"))
+        exchange(0.0, routers)
+        decide(mine, "2", text_of(2000, "b"))
+        mine.on_first_token(12.0, "2")
+        assert mine.status().endpoints[0].prefill_tokens_per_second == before
+
+
+class TestPlacements:
+    def test_another_replica_finds_the_cache(self) -> None:
+        mine, yours = routers = replicas(slow_pool(8))
+        chosen = decide(yours, "1", text_of(1280, "a")).receipt.chosen
+        exchange(0.1, routers)
+        decision = decide(mine, "2", text_of(1280, "a") + "more", 0.2)
+        assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (chosen, 1280)
+
+    def test_what_was_cached_already_is_not_told_again(self) -> None:
+        (mine,) = replicas(slow_pool(8), 1)
+        decide(mine, "1", text_of(1280, "a"))
+        assert len(mine.take_news(0.1).placements) == 1
+        decide(mine, "2", text_of(1280, "a"))
+        assert mine.take_news(0.2).placements == ()
+
+    def test_an_endpoint_that_is_not_there_is_passed_over(self) -> None:
+        (mine,) = replicas(slow_pool(1), 1)
+        gone = Placement(endpoint="10.9.9.9:1", hashes=(1, 2, 3))
+        mine.on_news(0.0, "yours", News(hotness=NOTHING, loads={}, placements=(gone,)), 0.0)
+        assert mine.status().endpoints[0].indexed_blocks == 0
+
+
+def test_replicas_agree_on_the_length_of_a_hot_key() -> None:
+    routers = replicas(slow_pool(8), 3)
+    lengths: list[set[int]] = []
+    for n in range(240):
+        now = n * 0.05
+        router = routers[n % 3]
+        decide(router, str(n), text_of(1024, "hot") + text_of(256, f"tail {n % 16}"), now)
+        router.on_finished(now, str(n))
+        if n % 2:
+            exchange(now, routers)
+        if n % 40 == 39:
+            probes = [decide(each, f"probe {n} {k}", text_of(1536, "hot"), now) for k, each in enumerate(routers)]
+            lengths.append({each.receipt.key.blocks for each in probes})
+    assert all(len(each) == 1 for each in lengths), lengths
+    assert max(lengths[-1]) > 2
+
+
+def test_counts_from_before_this_router_began_make_it_agree_at_once() -> None:
+    warm = PoolRouter(slow_pool(8), shares=True)
+    told = []
+    for n in range(200):
+        now = n * 0.1
+        decide(warm, str(n), text_of(1024, "hot") + text_of(256, f"tail {n % 16}"), now)
+        warm.on_finished(now, str(n))
+        told.append((now, warm.take_news(now)))
+    cold = PoolRouter(slow_pool(8), shares=True)
+    for said_s, news in told:
+        cold.on_news(1000.0, "warm", news, 20.0 - said_s)
+    key = decide(cold, "probe", text_of(1024, "hot") + text_of(256, "tail 3"), 1000.0).receipt.key
+    assert key == decide(warm, "probe", text_of(1024, "hot") + text_of(256, "tail 3"), 20.0).receipt.key
+    assert key.blocks > 2
+
+
+def test_a_replaced_pool_keeps_what_peers_said() -> None:
+    mine, yours = routers = replicas(slow_pool(1))
+    decide(yours, "1", text_of(3000, "a"))
+    exchange(0.0, routers)
+    mine.on_pool(0.1, replace(slow_pool(1), ring_version=9))
+    assert candidates(decide(mine, "2", text_of(100, "b"), 0.2)) == {"m-0": 3000}
