@@ -1,7 +1,7 @@
 """Structured logs on stderr, as text for people or JSON for machines: the only module that knows structlog.
 
 Every module asks ``get_logger`` and logs a constant sentence with key=value details. Ids, counts, addresses and
-reasons may be logged; prompt text and header values never are, at no level.
+reasons may be logged; prompt text and header values never are, but for ``picker``'s debug line under ``--log-prompts``.
 
 Lines travel through ``logging``, so that libraries' lines come out in the same form, and because its handlers swallow
 a broken stderr: a log reader that goes away must not fail a request. structlog renders them; importing it takes a

@@ -343,6 +343,8 @@ class Picker:
         if at_once:
             return at_once[0]
         self._held[request_id] = held
+        if _log.debugging:
+            _log.debug("held", request_id=request_id, pool=held.router.pool.id)
         return Waiting(request_id=request_id)
 
     def _settle(self, now: float, router: PoolRouter) -> None:

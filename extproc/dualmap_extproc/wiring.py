@@ -49,7 +49,8 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id)
     # Request ids come back in access logs, which may be another replica's or older than this process.
-    picker = Picker(settings.limits, metrics, id_prefix=f"{settings.replica_id}-{secrets.token_hex(4)}")
+    id_prefix = f"{settings.replica_id}-{secrets.token_hex(4)}"
+    picker = Picker(settings.limits, metrics, id_prefix=id_prefix, log_prompts=settings.log_prompts)
     discovery = EndpointDiscovery(metrics)
 
     def serve_pools(pools: tuple[Pool, ...]) -> None:

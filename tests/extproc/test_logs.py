@@ -7,6 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from dualmap_extproc.logs import LOG_FORMATS, LogFormat, configure, get_logger
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.settings import Limits
+from extproc.envoy_messages import (
+    MODES,
+    NO_WAIT,
+    Conversation,
+    Recorder,
+    chat,
+    crowded_pool,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+)
 
 NAME = "dualmap_extproc.somewhere"
 
@@ -132,3 +146,84 @@ def test_getting_a_logger_does_not_import_the_renderer() -> None:
     code = "import sys; from dualmap_extproc.logs import get_logger; get_logger('x'); print('structlog' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+SECRET = "hush-hush"
+SECRET_FIELDS = {"cache_salt": f"{SECRET} salt", "user": f"{SECRET} user", "lora_path": f"{SECRET} adapter"}
+SECRET_HEADERS = {"authorization": f"Bearer {SECRET}", "x_session_id": f"{SECRET} session", "cookie": SECRET}
+
+
+def everything_happens(picker: Picker | None = None) -> None:
+    """Have requests full of secrets take every way that a request can take."""
+    bodies = [chat(SECRET, **SECRET_FIELDS), chat(SECRET * 10_000, **SECRET_FIELDS), chat(SECRET, model=SECRET)]
+    bodies += [SECRET.encode(), b'{"model": "' + SECRET.encode()]
+    talks = []
+    first = Conversation(crowded_pool(max_held=3, max_wait_s=60.0), picker=picker)
+    for config in MODES.values():
+        for body in bodies:
+            talk = Conversation(picker=first.picker)
+            talk.send(request_headers(config, **SECRET_HEADERS), request_body(body))
+            talks.append(talk)
+        odd = Conversation(picker=first.picker)
+        odd.send(request_headers(config, content_encoding=SECRET, **SECRET_HEADERS))
+    for status in (200, 404, 503):
+        for talk in talks:
+            talk.send(response_headers(status, x_secret=SECRET), response_body(SECRET.encode()))
+    first.picker.on_deadline(1000.0)
+    first.picker.set_pools(1000.0, ())
+    for talk in talks:
+        talk.close(cancelled=True)
+
+
+@pytest.mark.parametrize("log_format", LOG_FORMATS)
+def test_nothing_that_clients_say_is_ever_logged(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(level="debug", log_format=log_format)
+    everything_happens()
+    captured = capsys.readouterr()
+    written = captured.err + captured.out
+    assert written.count("routed") >= 3
+    assert written.count("held") >= 2
+    assert SECRET not in written
+
+
+def quoting(*, log_prompts: bool = True) -> Picker:
+    picker = Picker(Limits(), Recorder(), id_prefix="r", log_prompts=log_prompts)
+    picker.set_pools(0.0, (crowded_pool(),))
+    return picker
+
+
+def test_only_where_it_was_asked_for_debug_lines_quote_prompts_and_session_headers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure(level="debug", log_format="json")
+    picker = quoting()
+    body = chat(SECRET * 1000, **SECRET_FIELDS)
+    for talk in (Conversation(picker=picker), Conversation(picker=picker)):
+        talk.send(request_headers(NO_WAIT, **SECRET_HEADERS), request_body(body))
+    picker.hold_no_more(200.0)
+    written = lines(capsys)
+    # The second was held, and is quoted all the same.
+    at_once, later = [line for line in written if line["event"] == "routed"]
+    for line in (at_once, later):
+        prompt = line["prompt"]
+        assert isinstance(prompt, str)
+        assert len(prompt) == 2000
+        assert prompt.count(SECRET) > 200
+        assert line["headers"] == {"x-session-id": f"'{SECRET} session'"}
+    assert not any(word in str(written) for word in (f"{SECRET} salt", "Bearer", f"{SECRET} user"))
+
+
+def test_above_debug_nothing_is_quoted_though_it_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(level="info", log_format="json")
+    everything_happens(quoting())
+    assert SECRET not in capsys.readouterr().err
+
+
+def test_whatever_bytes_are_quoted_they_are_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(level="debug", log_format="text")
+    message = request_headers(NO_WAIT)
+    message.request_headers.headers.headers.add(key="x-session-id", raw_value=b"\xff\n\x1b[31m")
+    Conversation(picker=quoting()).send(message, request_body(chat("two\nlines \x1b[31m")))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "routed" in line]
+    assert "two" in line
+    assert "\x1b" not in line
