@@ -1,0 +1,244 @@
+"""One router, two and four: what they have to tell each other to route as one, and what a cold one should be told.
+
+Sharing from nothing to everything, exchanged every 50 to 1000 ms; then a router that joins beside warm ones in the
+middle of a run; then sessions, whose names and bindings are a cheaper way to agree than the whole index.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
+
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News
+from dualmap.pool import Routing, Session, SessionMigration
+from dualmap_sim.cluster import Exchange, Record, Replica, everything
+from dualmap_sim.summary import Summary, summarise
+
+RATES = {"conversation": (3.25,), "default": (7.26, 9.0)}
+SAMPLES = (0, 1, 2)
+PERIODS_S = (0.05, 0.1, 0.25, 1.0)
+FEEDBACK_DELAY_S = 0.01
+JOINS_S = 250.0
+BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
+"""Ends of the buckets after a router has joined."""
+COLD_SAMPLES = {"conversation": (0, 1, 2), "default": tuple(range(12))}
+NOTHING_COUNTED = HotnessCounts(requests=0, nodes={})
+NAME_BYTES = 8
+"""A block, a node or a session: 64 bits."""
+NUMBER_BYTES = 3
+"""A count, or tokens, as a variable-length number."""
+ENDPOINT_BYTES = 16
+
+
+def loads(news: News) -> News:
+    """Leave only each replica's load per instance."""
+    return News(hotness=NOTHING_COUNTED, loads=news.loads)
+
+
+def loads_and_hotness(news: News) -> News:
+    """Leave the loads and how often each prefix was asked for."""
+    return News(hotness=news.hotness, loads=news.loads)
+
+
+def no_bindings(news: News) -> News:
+    """Leave everything but sessions: loads, hotness and which prompt went where."""
+    return replace(news, bindings=(), wanted=())
+
+
+def no_placements(news: News) -> News:
+    """Leave everything but which prompt went where."""
+    return replace(news, placements=())
+
+
+def size_bytes(news: News) -> int:
+    """Estimate what news weighs on the wire, written compactly."""
+    load_bytes = len(news.loads) * (NAME_BYTES + 5 * NUMBER_BYTES)
+    hotness_bytes = len(news.hotness.nodes) * (NAME_BYTES + NUMBER_BYTES) + NUMBER_BYTES
+    placement_bytes = sum(ENDPOINT_BYTES + NAME_BYTES * len(each.hashes) for each in news.placements)
+    binding_bytes = len(news.bindings) * (2 * NAME_BYTES + 3 * NUMBER_BYTES) + NAME_BYTES * len(news.wanted)
+    return load_bytes + hotness_bytes + placement_bytes + binding_bytes
+
+
+class Scales:
+    """Carries what another does, and weighs it."""
+
+    def __init__(self, carries: Callable[[News], News]) -> None:
+        self.bytes = 0
+        self._carries = carries
+
+    def __call__(self, news: News) -> News:
+        """Return what is carried of the news, weighed."""
+        carried = self._carries(news)
+        self.bytes += size_bytes(carried)
+        return carried
+
+
+KINDS = (("loads", loads), ("loads, hotness", loads_and_hotness), ("loads, hotness, placements", no_bindings))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """A run's figures, and what all routers together wrote per request."""
+
+    summary: Summary
+    bytes_per_request: float
+
+
+@dataclass(slots=True)
+class Reuse:
+    """Prompt tokens that some requests had, and found cached."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, record: Record) -> None:
+        """Count a request that was served."""
+        if record.first_token_s is not None:
+            self.prompt_tokens += record.arrival.work.prompt_tokens
+            self.cached_tokens += record.cached_tokens
+
+
+def main(*, quick: bool = False) -> None:
+    """Measure and print the tables; ``quick`` takes one sample of one load and fewer of all else."""
+    samples = SAMPLES[:1] if quick else SAMPLES
+    for workload in workloads():
+        for rate in RATES[workload][:1] if quick else RATES[workload]:
+            _sharing(workload, rate, samples, PERIODS_S[1:2] if quick else PERIODS_S)
+        for warm in (1,) if quick else (1, 3):
+            _cold(workload, RATES[workload][-1], samples if quick else COLD_SAMPLES[workload], warm)
+        _sessions(workload, RATES[workload][-1], samples, (1, 4) if quick else (1, 2, 4))
+
+
+def weigh(case: Case) -> Weighed:
+    """Run a case, weighing what its exchange carries."""
+    scales = None if case.exchange is None else Scales(case.exchange.carries)
+    if case.exchange is not None and scales is not None:
+        case = replace(case, exchange=replace(case.exchange, carries=scales))
+    records = run(case)
+    return Weighed(
+        summary=summarise(records[WARMUP:], slo_ttft_s=SLO_TTFT_S),
+        bytes_per_request=0.0 if scales is None else scales.bytes / len(records),
+    )
+
+
+def after_join(case: Case) -> tuple[tuple[Reuse, Reuse], ...]:
+    """Run a case whose last router joins at JOINS_S; return its reuse and the others' for each of BUCKETS_S."""
+    buckets = tuple((Reuse(), Reuse()) for _ in BUCKETS_S)
+    joined = len(case.replicas) - 1
+    for record in run(case):
+        since_s = record.arrival.at_s - JOINS_S
+        if 0.0 <= since_s < BUCKETS_S[-1]:
+            bucket = next(number for number, end_s in enumerate(BUCKETS_S) if since_s < end_s)
+            buckets[bucket][0 if record.router == joined else 1].add(record)
+    return buckets
+
+
+def _sharing(workload: str, rate: float, samples: Sequence[int], periods_s: Sequence[float]) -> None:
+    rows = [("1 | - | -", _cases(workload, rate, samples))]
+    for routers in (2, 4):
+        rows.append((f"{routers} | nothing | -", _cases(workload, rate, samples, routers=routers)))
+        for (name, carries), period_s in product(KINDS, periods_s):
+            cases = _cases(workload, rate, samples, routers=routers, exchange=_exchange(carries, period_s))
+            rows.append((f"{routers} | {name} | {1000 * period_s:g}", cases))
+    print(f"## {workload} at {rate}/s: what is shared, and how often\n")
+    _table("routers | shared | every ms", rows)
+
+
+def _cold(workload: str, rate: float, samples: Sequence[int], warm: int) -> None:
+    kinds = (
+        ("nothing, nor are the others", None, 0.0),
+        ("loads, hotness", loads_and_hotness, 0.0),
+        ("loads, hotness, with a replay of 60 s", loads_and_hotness, 60.0),
+        ("loads, hotness, placements", no_bindings, 0.0),
+        ("loads, hotness, placements, with a replay of 60 s", no_bindings, 60.0),
+        ("loads, hotness, placements, with a replay of 300 s", no_bindings, 300.0),
+    )
+    cases = []
+    for _, carries, replay_s in kinds:
+        exchange = None if carries is None else _exchange(carries, 0.1)
+        for case in _cases(workload, rate, samples, routers=warm, exchange=exchange):
+            joins = Replica(at_s=JOINS_S, replay_s=replay_s)
+            cases.append(replace(case, replicas=(*case.replicas, joins)))
+    results = iter(run_all(after_join, cases))
+    print(f"## {workload} at {rate}/s: a cold router joins {warm} warm\n")
+    print("Hit rate (%) of the cold router's requests / of the others' in the same seconds after it joined;")
+    print(f"{len(samples)} runs added up.\n")
+    print(f"| it is told | {' | '.join(f'to {end_s:g} s' for end_s in BUCKETS_S)} |")
+    print(f"|{'---|' * (len(BUCKETS_S) + 1)}")
+    for name, _, _ in kinds:
+        runs = [next(results) for _ in samples]
+        cells = (
+            f"{_hit_percent([run[number][0] for run in runs])} / {_hit_percent([run[number][1] for run in runs])}"
+            for number in range(len(BUCKETS_S))
+        )
+        print(f"| {name} | {' | '.join(cells)} |")
+    print()
+
+
+def _sessions(workload: str, rate: float, samples: Sequence[int], numbers: Sequence[int]) -> None:
+    kinds = (
+        ("by prefix", False, False, no_bindings),
+        ("by prefix, placements not shared", False, False, loads_and_hotness),
+        ("by session", True, False, everything),
+        ("by session, placements not shared", True, False, no_placements),
+        ("by session, bindings not shared", True, False, no_bindings),
+        ("by session, EAR's move rule", True, True, everything),
+        ("by session, EAR's move rule, placements not shared", True, True, no_placements),
+    )
+    rows = []
+    for routers, (name, sessions, migration, carries) in product(numbers, kinds):
+        if routers > 1 or "not shared" not in name:
+            exchange = _exchange(carries, 0.1) if routers > 1 else None
+            cases = _cases(workload, rate, samples, routers=routers, exchange=exchange)
+            routing = Routing(session=Session(migration=SessionMigration(enabled=migration)))
+            rows.append((f"{routers} | {name}", [replace(case, sessions=sessions, routing=routing) for case in cases]))
+    print(f"## {workload} at {rate}/s: sessions\n")
+    _table("routers | keys", rows)
+
+
+def _exchange(carries: Callable[[News], News], period_s: float) -> Exchange:
+    """Return an exchange whose replicas look for news as often as they tell theirs, so half a period later."""
+    return Exchange(period_s=period_s, delay_s=period_s / 2, carries=carries)
+
+
+def _cases(
+    workload: str, rate: float, samples: Sequence[int], *, routers: int = 1, exchange: Exchange | None = None
+) -> list[Case]:
+    return [
+        Case(
+            workload=workload,
+            sample=sample,
+            rate=rate,
+            replicas=(Replica(),) * routers,
+            exchange=exchange,
+            feedback_delay_s=FEEDBACK_DELAY_S,
+        )
+        for sample in samples
+    ]
+
+
+def _table(heads: str, rows: Sequence[tuple[str, list[Case]]]) -> None:
+    columns = "hit rate % | within SLO % | TTFT p50 s | p90 s | held % | written bytes a request"
+    results = iter(run_all(weigh, [case for _, cases in rows for case in cases]))
+    print(f"| {heads} | {columns} |")
+    print(f"|{'---|' * (heads.count('|') + columns.count('|') + 2)}")
+    for name, cases in rows:
+        weighed = [next(results) for _ in cases]
+        summaries = [each.summary for each in weighed]
+        cells = (
+            percent(each.hit_rate for each in summaries),
+            percent(each.slo_attainment for each in summaries),
+            seconds(each.ttft_p50_s for each in summaries),
+            seconds(each.ttft_p90_s for each in summaries),
+            percent(each.held_share for each in summaries),
+            f"{sum(each.bytes_per_request for each in weighed) / len(weighed):.0f}",
+        )
+        print(f"| {name} | {' | '.join(cells)} |")
+    print()
+
+
+def _hit_percent(parts: Sequence[Reuse]) -> str:
+    prompt_tokens = sum(part.prompt_tokens for part in parts)
+    return f"{100 * sum(part.cached_tokens for part in parts) / prompt_tokens:.0f}" if prompt_tokens else "-"

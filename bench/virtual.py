@@ -1,0 +1,147 @@
+"""What the benchmarks in virtual time share: their two workloads, runs in two processes, figures with their spread.
+
+Times are the model's, so the machine and its load change nothing but how long a benchmark takes.
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+from dualmap.pool import Engine, Member, Model, Pool, Routing
+from dualmap_sim.arrivals import Arrival, arrivals
+from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.summary import Summary, summarise
+from dualmap_sim.workloads.mooncake import read_mooncake
+from dualmap_sim.workloads.synthetic import default_workload
+from dualmap_sim.workloads.trace import Trace
+
+CONVERSATION = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+ENGINE = PRESETS["7b"]
+ENGINES = 8
+SLO_TTFT_S = 5.0
+REQUESTS = 4000
+QUICK_REQUESTS = 1500
+WARMUP = 500
+PROCESSES = 2
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run. ``sample`` is the window of the Conversation trace, or the seed of the default workload."""
+
+    workload: str
+    sample: int
+    rate: float
+    routing: Routing = field(default_factory=Routing)
+    replicas: tuple[Replica, ...] = (Replica(),)
+    exchange: Exchange | None = None
+    feedback_delay_s: float = 0.0
+    sessions: bool = False
+    requests: int = REQUESTS
+
+
+def workloads() -> tuple[str, ...]:
+    """Return the workloads that can be had here, and say which cannot."""
+    if CONVERSATION.exists():
+        return ("conversation", "default")
+    print(f"conversation is skipped: there is no {CONVERSATION}\n")
+    return ("default",)
+
+
+def run(case: Case) -> tuple[Record, ...]:
+    """Run a case; return a record of every request, those of the warm-up included."""
+    trace = _trace(case.workload, case.sample, case.requests)
+    replayed = _arrivals(case.workload, case.sample, case.requests, case.rate, case.sessions)
+    gc.collect()
+    routing = replace(case.routing, prefix=replace(case.routing.prefix, block_tokens=trace.block_tokens))
+    return Cluster(
+        ClusterConfig(
+            pool=_pool(routing),
+            engine=ENGINE,
+            replicas=case.replicas,
+            exchange=case.exchange,
+            feedback_delay_s=case.feedback_delay_s,
+        )
+    ).run(replayed)
+
+
+def measure(case: Case) -> Summary:
+    """Run a case and return its figures without the warm-up."""
+    return summarise(run(case)[WARMUP:], slo_ttft_s=SLO_TTFT_S)
+
+
+def run_all(of: Callable[[Case], Result], cases: Sequence[Case]) -> list[Result]:
+    """Apply a measurement to every case, in two processes, with the progress on stderr."""
+    results = []
+    # The collector finds nothing in a run: what there is lives until its end.
+    with get_context("fork").Pool(PROCESSES, initializer=gc.disable) as pool:
+        for number, result in enumerate(pool.imap(of, cases), start=1):
+            results.append(result)
+            print(f"\r{number} of {len(cases)} runs", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+def percent(values: Iterable[float]) -> str:
+    """Show the mean of some shares in percent, and between which they lie."""
+    return _spread([100 * value for value in values], digits=1)
+
+
+def seconds(values: Iterable[float]) -> str:
+    """Show the mean of some times, and between which they lie."""
+    return _spread(list(values), digits=2)
+
+
+def _spread(values: list[float], *, digits: int) -> str:
+    mean = f"{sum(values) / len(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def _pool(routing: Routing) -> Pool:
+    return Pool(
+        namespace="bench",
+        name="qwen",
+        model=Model(name="qwen"),
+        engine=Engine(prefill_tokens_per_second=ENGINE.prefill.tokens_per_s, cache_tokens=ENGINE.cache_tokens),
+        routing=routing,
+        members=tuple(Member(id=f"qwen-{n}", address=f"10.0.0.{n + 1}", port=8000) for n in range(ENGINES)),
+    )
+
+
+@cache
+def _trace(workload: str, sample: int, requests: int) -> Trace:
+    if workload == "default":
+        trace = default_workload(requests, seed=sample)
+    else:
+        trace = _in_sessions(read_mooncake(CONVERSATION, start=sample * REQUESTS, limit=requests))
+    return trace.capped(ENGINE.input_tokens_max)
+
+
+@cache
+def _arrivals(workload: str, sample: int, requests: int, rate: float, sessions: bool) -> tuple[Arrival, ...]:
+    trace = _trace(workload, sample, requests).at_rate(rate)
+    if not sessions:
+        trace = replace(trace, requests=tuple(replace(request, session=None) for request in trace.requests))
+    return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)
+
+
+def _in_sessions(trace: Trace) -> Trace:
+    """Label a trace that names no sessions: a prompt that holds a session's last one is that session's next turn."""
+    sessions_by_end: dict[int, int] = {}
+    requests = []
+    for number, request in enumerate(trace.requests):
+        full = request.blocks[: request.input_tokens // trace.block_tokens]
+        end = next((block for block in reversed(full) if block in sessions_by_end), None)
+        session = number if end is None else sessions_by_end.pop(end)
+        if full:
+            sessions_by_end[full[-1]] = session
+        requests.append(replace(request, session=session))
+    return replace(trace, requests=tuple(requests))

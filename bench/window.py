@@ -1,0 +1,160 @@
+"""How much prefill may wait at an instance before the router holds the rest back: the dispatch window, measured.
+
+Every window with and without rebalancing, both DualMap policies, three loads around the knee; then the order of held
+requests; then what late feedback and several routers do to short windows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+
+import click
+from bench.virtual import QUICK_REQUESTS, REQUESTS, Case, measure, percent, run_all, seconds, workloads
+
+from dualmap.pool import Queue, Rebalance, Routing
+from dualmap.rebalance import REBALANCED
+from dualmap_sim.cluster import Exchange, Replica
+from dualmap_sim.summary import Summary
+
+WINDOWS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, inf)
+RATES = {"conversation": (3.0, 3.25, 3.5), "default": (8.5, 9.0, 9.5)}
+POLICIES = ("dualmap", "dualmap_paper")
+ORDERED_WINDOWS_S = (0.1, 0.5, 1.0)
+DELAYED_WINDOWS_S = (0.05, 0.1, 0.25, 0.5, 1.0, inf)
+DELAYS_S = (0.0, 0.005, 0.02)
+COLUMNS = "TTFT p50 s | p90 s | p99 s | within SLO % | hit rate % | held % | migrated % | refused %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured."""
+
+    samples: Sequence[int] = (0, 1, 2)
+    requests: int = REQUESTS
+    windows_s: Sequence[float] = WINDOWS_S
+    ordered_windows_s: Sequence[float] = ORDERED_WINDOWS_S
+    delayed_windows_s: Sequence[float] = DELAYED_WINDOWS_S
+    rates: Mapping[str, Sequence[float]] = field(default_factory=lambda: RATES)
+
+
+QUICK = Extent(
+    samples=(0,),
+    requests=QUICK_REQUESTS,
+    windows_s=(0.1, 1.0, inf),
+    ordered_windows_s=(0.5,),
+    delayed_windows_s=(0.1, 1.0),
+    rates={workload: rates[1:2] for workload, rates in RATES.items()},
+)
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="A small part of everything, in less than a minute.")
+def main(quick: bool) -> None:
+    """Measure the dispatch window in virtual time, and print the tables."""
+    extent = QUICK if quick else Extent()
+    for workload in workloads():
+        _windows(workload, extent)
+        _orders(workload, extent)
+        _delays(workload, extent)
+
+
+def _windows(workload: str, extent: Extent) -> None:
+    print(f"## {workload}: windows\n")
+    of = product(POLICIES, (True, False), extent.rates[workload], extent.windows_s)
+    rows = [
+        (
+            f"{policy} | {'on' if rebalance else 'off'} | {rate} | {_name(window_s)}",
+            _cases(workload, rate, extent, _routing(window_s, policy=policy, rebalance=rebalance)),
+        )
+        for policy, rebalance, rate, window_s in of
+        if rebalance or window_s < inf
+    ]
+    _table("policy | rebalance | requests/s | window", rows)
+
+
+def _orders(workload: str, extent: Extent) -> None:
+    print(f"## {workload}: order of held requests\n")
+    rows = [
+        (
+            f"{policy} | {order} | {rate} | {_name(window_s)}",
+            _cases(workload, rate, extent, _routing(window_s, policy=policy, order=order)),
+        )
+        for policy, rate, window_s, order in product(
+            POLICIES, extent.rates[workload], extent.ordered_windows_s, ("Fcfs", "Deadline")
+        )
+    ]
+    _table("policy | order | requests/s | window", rows)
+
+
+def _delays(workload: str, extent: Extent) -> None:
+    rate = extent.rates[workload][-1]
+    print(f"## {workload} at {rate}/s: late feedback and several routers (policy dualmap)\n")
+    rows = [
+        (
+            f"{routers} | {1000 * delay_s:g} | {_name(window_s)}",
+            _cases(workload, rate, extent, _routing(window_s), routers=routers, feedback_delay_s=delay_s),
+        )
+        for routers, delay_s, window_s in product((1, 4), DELAYS_S, extent.delayed_windows_s)
+    ]
+    _table("routers | feedback delay ms | window", rows)
+
+
+def _routing(window_s: float, *, policy: str = "dualmap", rebalance: bool = True, order: str = "Fcfs") -> Routing:
+    return Routing(
+        policy=policy,
+        rebalance=Rebalance(enabled=rebalance),
+        queue=Queue(dispatch_window_s=window_s, order=order),
+    )
+
+
+def _cases(
+    workload: str,
+    rate: float,
+    extent: Extent,
+    routing: Routing,
+    *,
+    routers: int = 1,
+    feedback_delay_s: float = 0.01,
+) -> list[Case]:
+    return [
+        Case(
+            workload=workload,
+            sample=sample,
+            rate=rate,
+            routing=routing,
+            replicas=(Replica(),) * routers,
+            exchange=Exchange() if routers > 1 else None,
+            feedback_delay_s=feedback_delay_s,
+            requests=extent.requests,
+        )
+        for sample in extent.samples
+    ]
+
+
+def _table(heads: str, rows: Sequence[tuple[str, list[Case]]]) -> None:
+    results = iter(run_all(measure, [case for _, cases in rows for case in cases]))
+    print(f"| {heads} | {COLUMNS} |")
+    print(f"|{'---|' * (heads.count('|') + COLUMNS.count('|') + 2)}")
+    for name, cases in rows:
+        print(f"| {name} | {_cells([next(results) for _ in cases])} |")
+    print()
+
+
+def _cells(of: Sequence[Summary]) -> str:
+    return " | ".join(
+        (
+            seconds(each.ttft_p50_s for each in of),
+            seconds(each.ttft_p90_s for each in of),
+            seconds(each.ttft_p99_s for each in of),
+            percent(each.slo_attainment for each in of),
+            percent(each.hit_rate for each in of),
+            percent(each.held_share for each in of),
+            percent(each.rules.get(REBALANCED.name, 0) / each.requests for each in of),
+            percent(each.refused / each.requests for each in of),
+        )
+    )
+
+
+def _name(window_s: float) -> str:
+    return "Unlimited" if window_s == inf else f"{window_s:g} s"

@@ -1,0 +1,65 @@
+"""A trace as the two sides of a cluster see it: the router's block chain and the engine's request.
+
+Neighbours: ``workloads`` makes traces, ``cluster`` replays what this makes of them. Real prompts are text that router
+and engine cut and hash, each with its own block length; here the trace's block ids stand for the text.
+"""
+
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from dualmap.blocks import BlockChain, chain_root
+from dualmap.sessions import session_key
+from dualmap_sim.engine import EngineRequest
+from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request of a workload: when it arrives, and what router and engine get of it."""
+
+    at_s: float
+    chain: BlockChain
+    session: int | None
+    work: EngineRequest
+
+    @property
+    def request_id(self) -> str:
+        """The request's name, the same on both sides."""
+        return self.work.request_id
+
+
+def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int) -> tuple[Arrival, ...]:
+    """Return a trace's requests in order, named by their number in it. Block lengths may be any."""
+    root = chain_root(model=trace.name)
+    return tuple(
+        Arrival(
+            at_s=request.arrival_s,
+            chain=BlockChain(
+                hashes=_prefix_names(request, trace.block_tokens, every_tokens=router_block_tokens),
+                block_tokens=router_block_tokens,
+                tokens=request.input_tokens,
+            ),
+            session=None if request.session is None else session_key(str(request.session), root),
+            work=EngineRequest(
+                request_id=str(number),
+                prompt_tokens=request.input_tokens,
+                output_tokens=request.output_tokens,
+                blocks=_prefix_names(request, trace.block_tokens, every_tokens=engine_block_tokens),
+            ),
+        )
+        for number, request in enumerate(trace.requests)
+    )
+
+
+def _prefix_names(request: TraceRequest, trace_block_tokens: int, *, every_tokens: int) -> tuple[int, ...]:
+    """Name the prompt's prefixes of ``every_tokens``, twice that ..., and the whole: its chained block hashes.
+
+    A trace's id names a block with all before it, so a prefix is known by the block it ends in and how much of that.
+    """
+    names = []
+    for start in range(0, request.input_tokens, every_tokens):
+        last = min(start + every_tokens, request.input_tokens) - 1
+        block, offset = divmod(last, trace_block_tokens)
+        names.append(xxh3_64_intdigest(b"%d %d" % (request.blocks[block], offset)))
+    return tuple(names)

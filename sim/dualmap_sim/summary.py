@@ -1,0 +1,50 @@
+"""What came of a run, in the figures of ALGORITHMS section 6: TTFT percentiles, SLO attainment, hit rate."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, nan
+
+from dualmap_sim.cluster import Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Figures over some of a run's requests; shares are 0 to 1.
+
+    TTFT and hit rate are over the requests that were served; a refused one counts as one that missed the SLO.
+    ``rules`` says how many were sent by each of the policy's rules.
+    """
+
+    requests: int
+    refused: int
+    slo_attainment: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    hit_rate: float
+    held_share: float
+    rules: Mapping[str, int]
+
+
+def summarise(records: Sequence[Record], *, slo_ttft_s: float) -> Summary:
+    """Return the figures of some ended requests, at least one; NaN where none was served."""
+    served = [record for record in records if record.finished_s is not None]
+    ttft_s = sorted(record.ttft_s for record in served if record.ttft_s is not None)
+    prompt_tokens = sum(record.arrival.work.prompt_tokens for record in served)
+    return Summary(
+        requests=len(records),
+        refused=sum(record.refused is not None for record in records),
+        slo_attainment=sum(each <= slo_ttft_s for each in ttft_s) / len(records),
+        ttft_p50_s=percentile(ttft_s, 0.5),
+        ttft_p90_s=percentile(ttft_s, 0.9),
+        ttft_p99_s=percentile(ttft_s, 0.99),
+        hit_rate=sum(record.cached_tokens for record in served) / prompt_tokens if prompt_tokens else nan,
+        held_share=sum(record.held for record in records) / len(records),
+        rules=Counter(record.rule for record in served if record.rule is not None),
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Return the least of some sorted values that at least ``share`` of them do not exceed; NaN where there is none."""
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else nan
