@@ -12,6 +12,17 @@ import click
 
 from dualmap.errors import PoolError
 from dualmap.policies import POLICIES
+from dualmap_extproc.store.options import redis_options, redis_settings
+
+
+def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    headers = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not name or not separator:
+            raise click.BadParameter(f"{text!r} is not accepted; give NAME=VALUE")
+        headers[name.strip().lower()] = value
+    return headers
 
 
 @click.command(short_help="Say which instance a request would go to, and why.")
@@ -32,24 +43,49 @@ from dualmap.policies import POLICIES
     metavar="FILE",
     help="The request's JSON body; - reads standard input.",
 )
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_read_headers,
+    help="A header of the request, such as the one that names its session; repeat for several.",
+)
+@redis_options
 @click.option("--json", "as_json", is_flag=True, help="Print the receipt as JSON instead of words.")
-def explain(pool_files: tuple[Path, ...], request_file: BinaryIO, as_json: bool) -> None:
+def explain(
+    pool_files: tuple[Path, ...],
+    request_file: BinaryIO,
+    headers: dict[str, str],
+    redis: str | None,
+    redis_password: str | None,
+    redis_password_file: Path | None,
+    redis_ca: Path | None,
+    as_json: bool,
+) -> None:
     """Say which instance a request would go to on a router that has just started, and why.
+
+    With --redis it is a router that has just joined the others, and knows what they tell each other there.
 
     \b
     Example:
         echo '{"model": "qwen", "prompt": "Once upon a time"}' | dualmap explain --pool pool.yaml --request -
     """
+    shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
     # Here, because gRPC and YAML take a second that --help need not.
     from dualmap_extproc.errors import Refused
     from dualmap_extproc.explanation import decide, in_words
     from dualmap_extproc.pools.file import load_pool_files
+    from dualmap_extproc.store.contract import StoreError
 
     try:
-        outcome = decide(load_pool_files(pool_files), request_file.read())
+        outcome = decide(load_pool_files(pool_files), request_file.read(), headers=headers, redis=shared)
     except PoolError as error:
         click.echo(f"dualmap explain: {error}", err=True)
         sys.exit(2)
+    except StoreError as error:
+        click.echo(f"dualmap explain: --redis: nothing could be read there: {error}", err=True)
+        sys.exit(1)
     if isinstance(outcome, Refused):
         click.echo(f"dualmap explain: the router would answer {outcome.status}: {outcome.message}", err=True)
         sys.exit(1 if outcome.status >= 500 else 2)

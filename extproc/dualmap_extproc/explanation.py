@@ -1,14 +1,28 @@
 """A decision and its reasons, as a router that has just started would take it; ``explain`` is the command.
 
-The request walks the very path it would walk in a router: the same Picker, over routers that have seen nothing yet.
+The request walks the very path it would walk in a router: the same Picker, over routers that have seen nothing yet but,
+where there is a Redis, what the others tell there.
 """
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
 
 from dualmap.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import Completion, Decision, FirstToken
 from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
-from dualmap_extproc.picker import Picker, Waiting
-from dualmap_extproc.settings import Limits
+from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.settings import Limits, RedisSettings
+from dualmap_extproc.store.contract import Failure, Question, StoreError
+from dualmap_extproc.store.exchange import tell
+from dualmap_extproc.store.target import target_of
+
+# Any time will do that leaves room for the ages of what others have told.
+_NOW_S: Final = 86_400.0
+_NAME: Final = "explain"
+HEAR_S: Final = 2.0
+"""The longest wait for Redis."""
 
 
 class _Recorder:
@@ -45,22 +59,74 @@ class _Recorder:
     def served_elsewhere(self, pool: str) -> None: ...
 
 
-def decide(pools: tuple[Pool, ...], body: bytes) -> Receipt | Refused:
-    """Return the receipt a router that has just started would give a request body."""
+def decide(
+    pools: tuple[Pool, ...],
+    body: bytes,
+    *,
+    headers: Mapping[str, str],
+    redis: RedisSettings | None = None,
+) -> Receipt | Refused:
+    """Return the receipt a router that has just started would give a request.
+
+    ``headers`` have lower-case names. With ``redis`` the router has heard what the others told there; StoreError says
+    that it could not.
+    """
     limits = Limits()
     if len(body) > limits.body_bytes:
         return body_too_large(limits.body_bytes)
     recorder = _Recorder()
-    picker = Picker(limits, recorder, id_prefix="explain")
-    picker.set_pools(0.0, pools)
-    outcome = picker.pick(0.0, body, None, 0.0, headers={}, resume=lambda _: None)
-    if isinstance(outcome, Waiting):
-        # Nothing is busy here, so it can only be the first member that it would wait for.
-        return no_endpoint("")
+    outcome = _pick(_picker(pools, recorder), body, headers)
+    if redis is not None and not isinstance(outcome, Refused):
+        recorder = _Recorder()
+        picker = _picker(pools, recorder)
+        asyncio.run(_hear(picker, redis, _wanted(pools, body, headers)))
+        outcome = _pick(picker, body, headers)
     if isinstance(outcome, Refused):
         return outcome
     assert recorder.decision is not None, "a pick is always reported"
     return recorder.decision.receipt
+
+
+def _picker(pools: tuple[Pool, ...], recorder: _Recorder, *, shares: bool = False) -> Picker:
+    picker = Picker(Limits(), recorder, id_prefix=_NAME, shares=shares)
+    picker.set_pools(_NOW_S, pools)
+    # Where a request goes is asked, not when: however much the others have sent there, it does not wait here.
+    picker.hold_no_more(_NOW_S)
+    return picker
+
+
+def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
+    named = {name: value for name, value in headers.items() if name in picker.session_headers}
+    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None)
+    # Nothing is held, so it can only be the first member that it would wait for.
+    return no_endpoint("") if isinstance(outcome, Waiting) else outcome
+
+
+def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
+    picker = _picker(pools, _Recorder(), shares=True)
+    _pick(picker, body, headers)
+    return {pool: news.wanted for pool, news in picker.take_news(_NOW_S)}
+
+
+async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Have the picker told what a router that joins is told. Raises StoreError."""
+    from dualmap_extproc.store.redis import RedisStore  # Here, because it takes 0.4 s and is not always needed.
+
+    store = RedisStore(target_of(redis))
+    try:
+        async with asyncio.timeout(HEAR_S):
+            questions = [
+                Question(pool=pool.id, window_s=pool.routing.prefix.window_s, wanted=wanted.get(pool.id, ()))
+                for pool in picker.pools
+            ]
+            answers = await store.hear(_NAME, questions)
+    except TimeoutError:
+        raise StoreError(Failure.TIMEOUT, f"no answer within {HEAR_S:g} s") from None
+    finally:
+        await store.close()
+    for question, answer in zip(questions, answers, strict=True):
+        await tell(picker, lambda: _NOW_S, question.pool, answer)
 
 
 def in_words(receipt: Receipt) -> str:

@@ -11,6 +11,7 @@ from dualmap.errors import PoolError
 from dualmap.pool_reader import parse_duration
 from dualmap_extproc import logs
 from dualmap_extproc.settings import Settings
+from dualmap_extproc.store.options import redis_options, redis_settings
 
 _PORT = click.IntRange(0, 65535)
 
@@ -55,16 +56,31 @@ def _check_distinct(ports: dict[str, int]) -> None:
 @click.option("--metrics-port", default=9090, type=_PORT, help="/metrics and /pools over HTTP. 0: any.")
 @click.option("--als-port", default=9004, type=_PORT, help="Envoy's access log over gRPC. 0: any.")
 @click.option("--tls", default="off", metavar="off|self-signed|DIR", help="DIR holds tls.crt and tls.key.")
+@click.option(
+    "--tls-client-ca",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --tls: only who shows a certificate signed by one of these may connect.",
+)
+@redis_options
 @click.option("--replica-id", default=socket.gethostname, show_default="host name", help="Name of this router.")
 @click.option("--drain-timeout", default="25s", type=_Duration(), help="Longest wait for requests at SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
-def router(drain_timeout: float, **options: Any) -> None:
+@click.option("--log-prompts", is_flag=True, help="Quote headers and prompts in debug lines; needs --log-level debug.")
+def router(
+    drain_timeout: float,
+    redis: str | None,
+    redis_password: str | None,
+    redis_password_file: Path | None,
+    redis_ca: Path | None,
+    **options: Any,
+) -> None:
     """Run the endpoint picker that Envoy asks where each request goes.
 
     \b
     Example:
-      dualmap router --pool pool.yaml
+      dualmap router --pool pool.yaml --redis redis://redis:6379
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
     SIGTERM turns readiness off first, serves what is open, and exits 0.
@@ -72,6 +88,9 @@ def router(drain_timeout: float, **options: Any) -> None:
     from dualmap_extproc.wiring import run  # Here, because gRPC and aiohttp take a second that --help need not.
 
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})
-    settings = Settings(drain_timeout_s=drain_timeout, **options)
+    if options["log_prompts"] and options["log_level"] != "debug":
+        raise click.UsageError("--log-prompts means nothing without --log-level debug; give both or neither")
+    shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
+    settings = Settings(drain_timeout_s=drain_timeout, redis=shared, **options)
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

@@ -144,6 +144,11 @@ class Metrics:
             "dualmap_pool_file_refused", "1 while a pool file is refused or missing.", registry=registry
         )
 
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Where metrics of other modules are registered, to be rendered with these."""
+        return self._registry
+
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Have series for exactly these pools and their members; counts of those that stay go on."""
         members = {pool.id: {member.id for member in pool.members} for pool in pools}

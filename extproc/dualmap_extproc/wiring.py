@@ -12,16 +12,19 @@ from typing import Any
 
 import click
 
-from dualmap.pool import Pool
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
 from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.http_status import StatusServer
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
+from dualmap_extproc.pools.adoption import Adoption
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.ports import AddressError, address, check_free
 from dualmap_extproc.server import ExternalProcessor, GrpcServers, keep_deadlines
-from dualmap_extproc.settings import Settings
+from dualmap_extproc.settings import RedisSettings, Settings
+from dualmap_extproc.store.exchange import Exchange
+from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.store.target import target_of
 from dualmap_extproc.tls import TlsError, server_credentials
 
 
@@ -49,21 +52,24 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(number, stop.set)
     metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id)
     # Request ids come back in access logs, which may be another replica's or older than this process.
-    id_prefix = f"{settings.replica_id}-{secrets.token_hex(4)}"
-    picker = Picker(settings.limits, metrics, id_prefix=id_prefix, log_prompts=settings.log_prompts)
+    incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
+    picker = Picker(
+        settings.limits,
+        metrics,
+        id_prefix=incarnation,
+        shares=settings.redis is not None,
+        log_prompts=settings.log_prompts,
+    )
+    exchange = None if settings.redis is None else _exchange(settings.redis, picker, metrics, incarnation)
     discovery = EndpointDiscovery(metrics)
-
-    def serve_pools(pools: tuple[Pool, ...]) -> None:
-        metrics.set_pools(pools)
-        picker.set_pools(loop.time(), pools)
-        discovery.publish(pools)
+    adoption = Adoption(metrics, discovery, picker)
 
     def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
         for entry in entries:
             picker.access_log(loop.time(), entry)
 
     files = PoolFileWatcher(settings.pools)
-    serve_pools(files.load())
+    adoption.adopt(files.load())
     servers = GrpcServers(
         ExternalProcessor(picker, metrics, settings.limits),
         services=(discovery.handler(),),
@@ -76,9 +82,13 @@ async def serve(settings: Settings) -> None:
         ready_line = await _listen(settings, servers, status)
         tasks += [
             asyncio.create_task(stop.wait()),
-            asyncio.create_task(files.run(serve_pools, lambda _: metrics.pools_refused(), metrics.pool_file_refused)),
+            asyncio.create_task(
+                files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused)
+            ),
             asyncio.create_task(keep_deadlines(picker)),
         ]
+        if exchange is not None:
+            tasks.append(asyncio.create_task(exchange.run()))
         await servers.ready()
         click.echo(ready_line, err=True)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,8 +99,21 @@ async def serve(settings: Settings) -> None:
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if exchange is not None:
+            await exchange.leave()
         await servers.close()
         await status.close()
+
+
+def _exchange(redis: RedisSettings, picker: Picker, metrics: Metrics, peer: str) -> Exchange:
+    """Return what carries news between this router and the others; ``peer`` is its name among them."""
+    from dualmap_extproc.store.redis import RedisStore  # Here, because a router that is alone need not take 0.4 s.
+
+    target = target_of(redis)
+    clock = asyncio.get_running_loop().time
+    observer = StoreMetrics(metrics.registry)
+    return Exchange(picker, RedisStore(target), observer, peer=peer, clock=clock, shown=target.shown)
 
 
 async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:
