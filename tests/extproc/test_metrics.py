@@ -16,6 +16,9 @@ from dualmap_extproc.endpoints import DiscoveryObserver
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.metrics import Metrics, Traffic
 from dualmap_extproc.observer import Observer
+from dualmap_extproc.store.contract import Failure
+from dualmap_extproc.store.exchange import StoreObserver
+from dualmap_extproc.store.metrics import StoreMetrics
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 POOL = "llm/qwen"
@@ -319,9 +322,29 @@ class TestVanishing:
         ] == [odd]
 
 
+def test_how_the_shared_state_fares_is_counted() -> None:
+    made = metrics()
+    assert not any("dualmap_store" in name for name in samples(made))
+    store: StoreObserver = StoreMetrics(made.registry)
+    assert samples(made)["dualmap_store_up{}"] == 0
+    store.exchanged(0.003)
+    assert samples(made)["dualmap_store_up{}"] == 1
+    store.failed(Failure.READ_ONLY)
+    store.unreadable(2)
+    store.dropped(3)
+    found = samples(made)
+    assert found["dualmap_store_up{}"] == 0
+    assert found["dualmap_store_errors_total{kind=read_only}"] == 1
+    assert found["dualmap_store_errors_total{kind=timeout}"] == 0
+    assert found["dualmap_store_exchange_seconds_bucket{le=0.005}"] == 1
+    assert found["dualmap_store_unreadable_entries_total{}"] == 2
+    assert found["dualmap_store_dropped_news_total{}"] == 3
+
+
 class TestReference:
     def exported(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         made = metrics()
+        StoreMetrics(made.registry)
         everything(made)
         found = {}
         for family in families(made, status(MemberState.ACTIVE)):
