@@ -22,6 +22,8 @@ from harness.upstream import Upstream, plain
 FAST = "50"
 SLOW = "0.05"
 # No prompt of a test is too long for such a pool, so that a new one may go to either of its pair.
+# An engine so slow, as its router is told, that one long prompt keeps whatever comes after it waiting.
+BUSY: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 100}}
 PATIENT: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 1_000_000}, "slo": {"ttft": "10m"}}
 
 
@@ -31,6 +33,8 @@ class World:
     Pools, by name: ``scripted`` has two upstreams whose answers the test decides, and takes what no router picked;
     ``fast`` and ``slow`` have simulated engines, two quick ones and one that needs minutes for a long prompt;
     ``halved`` has a member where nothing listens; ``empty`` has none; ``changing`` is for tests that change members.
+    ``queued`` and ``hasty`` have one upstream that is handed one prompt at a time: in ``queued`` three more may wait,
+    in ``hasty`` none for long. ``awaited`` has no member, and requests wait for the first.
     The model of pool X is ``X-model``, its alias ``X``.
     """
 
@@ -75,6 +79,9 @@ class World:
             "halved": document("halved", [member_of(self.left), dead], **PATIENT),
             "empty": document("empty", []),
             "changing": document("changing", scripted),
+            "queued": document("queued", [member_of(self.left)], **BUSY, **queue(maxHeld=3)),
+            "hasty": document("hasty", [member_of(self.left)], **BUSY, **queue(maxWait="200ms")),
+            "awaited": document("awaited", [], **queue(holdWhenEmpty=True)),
         }
 
     def reset(self) -> None:
@@ -104,6 +111,11 @@ def document(pool: str, members: list[PoolMember], *, version: int = 1, **spec: 
     """Return a pool's document; model and alias follow from its name, ``spec`` is added."""
     spec |= {"model": {"name": f"{pool}-model", "aliases": [pool]}}
     return pool_document(members, name=pool, model=f"{pool}-model", spec=spec, version=version)
+
+
+def queue(**settings: Any) -> dict[str, Any]:
+    """Return a spec's part about held requests: whatever an instance has to do keeps further requests waiting."""
+    return {"routing": {"queue": {"dispatchWindow": "1ms", **settings}}}
 
 
 def member_of(upstream: Upstream, *, state: str = "Active") -> PoolMember:

@@ -1,0 +1,99 @@
+"""Who is told of new pools when: Envoys first, and no pick for an endpoint that they cannot know yet."""
+
+import asyncio
+from dataclasses import replace
+
+from dualmap.pool import Pool
+from dualmap_extproc.endpoints import EndpointDiscovery
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.pools import adoption
+from dualmap_extproc.pools.adoption import Adoption
+from dualmap_extproc.settings import Limits
+from extproc.envoy_messages import chat, crowded_pool, pool
+
+
+class Adopted:
+    """What adopts pools, and when Envoys were told of which."""
+
+    def __init__(self, *pools: Pool) -> None:
+        self.metrics = Metrics(version="1", replica_id="r")
+        self.picker = Picker(Limits(), self.metrics, id_prefix="r")
+        self.discovery = EndpointDiscovery(self.metrics)
+        self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
+        self.adoption = Adoption(self.metrics, self.discovery, self.picker)
+        self.adoption.adopt(pools)
+
+    def hold(self) -> None:
+        held = self.picker.pick(1.0, chat(), None, 1.0, headers={}, resume=self.resumed.put_nowait)
+        assert isinstance(held, Waiting)
+
+    def members(self) -> set[str]:
+        return {member.endpoint for each in self.picker.pools for member in each.members}
+
+
+async def test_nobody_waits_for_news_that_can_be_told_at_once():
+    adopted = Adopted(pool(members=2))
+
+    adopted.adoption.adopt((pool(members=4),))
+    assert len(adopted.members()) == 4
+    adopted.adoption.adopt((pool(members=0),))
+    assert adopted.members() == set()
+
+
+async def test_who_waits_for_the_first_member_is_sent_there_when_envoys_have_heard(monkeypatch):
+    monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
+    adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
+    adopted.hold()
+
+    adopted.adoption.adopt((crowded_pool(members=1),))
+    assert adopted.members() == set()
+
+    assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)
+    assert adopted.members() == {"10.0.0.0:8000"}
+
+
+async def test_the_newest_pools_count_and_others_do_not_put_them_off(monkeypatch):
+    monkeypatch.setattr(adoption, "NOTICE_S", 0.2)
+    adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
+    adopted.hold()
+
+    adopted.adoption.adopt((crowded_pool(members=1),))
+    # Not later for being told again: pools that change all the time would keep requests waiting.
+    monkeypatch.setattr(adoption, "NOTICE_S", 3600.0)
+    adopted.adoption.adopt((crowded_pool(members=3), pool("other", model="o")))
+
+    assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)
+    assert [len(each.members) for each in adopted.picker.pools] == [3, 4]
+
+
+async def test_a_pool_that_empties_again_is_told_at_once_and_stays_so(monkeypatch):
+    monkeypatch.setattr(adoption, "NOTICE_S", 0.01)
+    empty = crowded_pool(members=0, hold_when_empty=True)
+    adopted = Adopted(empty)
+    adopted.hold()
+    adopted.adoption.adopt((crowded_pool(members=1),))
+
+    adopted.adoption.adopt((replace(empty, ring_version=9),))
+    await asyncio.sleep(0.05)
+
+    assert adopted.members() == set()
+    assert adopted.resumed.empty()
+
+
+async def test_members_that_all_change_their_address_while_requests_wait(monkeypatch):
+    monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
+    adopted = Adopted(crowded_pool(members=1))
+    first = adopted.picker.pick(1.0, chat("long " * 10_000), None, 1.0, headers={}, resume=adopted.resumed.put_nowait)
+    assert isinstance(first, Picked)
+    adopted.hold()
+    (member,) = crowded_pool(members=1).members
+    moved = replace(crowded_pool(members=1), members=(replace(member, address="10.9.9.9"),))
+
+    adopted.adoption.adopt((moved,))
+    assert adopted.members() == {"10.0.0.0:8000"}
+
+    picked = await asyncio.wait_for(adopted.resumed.get(), 30.0)
+    assert isinstance(picked, Picked)
+    assert picked.destination == "10.9.9.9:8000"
