@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from dualmap.pool import Queue
 from dualmap.pool_reader import read_pools
 from dualmap_cli.demo import command
 from dualmap_cli.demo.plan import HALF_REUSE_LOAD, Plan, make_plan, pool_document
@@ -15,6 +16,7 @@ from dualmap_cli.demo.printing import preamble
 def plan(**changes) -> Plan:
     settings = {
         "engines": 4,
+        "routers": 1,
         "policies": ("dualmap",),
         "trace_file": None,
         "requests": 200,
@@ -54,6 +56,8 @@ def test_the_pool_is_accepted_by_the_router_at_every_speed(speed):
     assert pool.slo.ttft_s == pytest.approx(5.0 / speed)
     assert pool.engine.prefill_tokens_per_second == pytest.approx(7000 * speed)
     assert pool.routing.rebalance.decode_stall_s == pytest.approx(3.0 / speed)
+    assert pool.routing.queue.dispatch_window_s == pytest.approx(Queue().dispatch_window_s / speed, abs=0.001)
+    assert pool.routing.queue.max_wait_s == pytest.approx(30.0 / speed)
     assert {member.id: member.endpoint for member in pool.members} == addresses
 
 

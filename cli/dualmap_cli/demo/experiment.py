@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Protocol
 
 from dualmap_cli.demo.children import Children
@@ -47,20 +48,27 @@ async def _run(plan: Plan, policy: str, progress: Progress) -> PolicyRun:
     began_s = time.monotonic()
     progress.starting(policy)
     folder = logs_folder(plan, policy)
-    async with Children(folder) as children:
-        stack = await start_stack(children, plan, policy, folder)
-        progress.replaying(policy)
-        outcomes, samples = await children.guard(_load(plan, stack, progress.finished_one))
+    with TemporaryDirectory(prefix="dualmap-") as sockets:
+        outcomes, samples = await _replay(plan, policy, progress, folder, Path(sockets))
     return PolicyRun(policy=policy, outcomes=outcomes, samples=tuple(samples), wall_s=time.monotonic() - began_s)
+
+
+async def _replay(
+    plan: Plan, policy: str, progress: Progress, folder: Path, sockets: Path
+) -> tuple[tuple[Outcome, ...], list[LoadSample]]:
+    async with Children(folder) as children:
+        stack = await start_stack(children, plan, policy, folder, sockets)
+        progress.replaying(policy)
+        return await children.guard(_load(plan, stack, progress.finished_one))
 
 
 async def _load(
     plan: Plan, stack: Stack, finished_one: Callable[[], None]
 ) -> tuple[tuple[Outcome, ...], list[LoadSample]]:
-    """Replay the workload while sampling the router's gauges."""
+    """Replay the workload while sampling the routers' gauges."""
     samples: list[LoadSample] = []
     sampler = asyncio.ensure_future(
-        sample_until_cancelled(stack.metrics_url, endpoints=plan.engines, every_s=_SAMPLE_EVERY_WALL_S, into=samples)
+        sample_until_cancelled(stack.metrics_urls, endpoints=plan.engines, every_s=_SAMPLE_EVERY_WALL_S, into=samples)
     )
     try:
         outcomes = await replay(

@@ -6,10 +6,12 @@ the model, arrivals and the pool's own durations are shortened with them, and me
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Final
 
 from dualmap.pool import Routing
+from dualmap.pool_reader import UNLIMITED
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.workloads.mooncake import read_mooncake
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
@@ -49,6 +51,7 @@ class Plan:
     """
 
     engines: int
+    routers: int
     policies: tuple[str, ...]
     trace: Trace
     prompts_cut: int
@@ -71,6 +74,7 @@ class Plan:
 def make_plan(
     *,
     engines: int,
+    routers: int,
     policies: tuple[str, ...],
     trace_file: Path | None,
     requests: int,
@@ -96,6 +100,7 @@ def make_plan(
         rate = HALF_REUSE_LOAD / (sum(share_per_rate) / 2)
     return Plan(
         engines=engines,
+        routers=routers,
         policies=policies,
         trace=trace.at_rate(rate),
         prompts_cut=prompts_cut,
@@ -131,11 +136,19 @@ def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[s
             "routing": {
                 "policy": policy,
                 "prefix": {"window": _milliseconds(max(_WINDOW_S_LEAST, plan.wall_s(defaults.prefix.window_s)))},
+                "queue": {
+                    "dispatchWindow": _window(plan, defaults.queue.dispatch_window_s),
+                    "maxWait": _milliseconds(plan.wall_s(defaults.queue.max_wait_s)),
+                },
                 "rebalance": {"decodeStall": _milliseconds(plan.wall_s(defaults.rebalance.decode_stall_s))},
             },
         },
         "status": {"ring": {"version": 1, "members": members}},
     }
+
+
+def _window(plan: Plan, window_s: float) -> str:
+    return UNLIMITED if window_s == inf else _milliseconds(plan.wall_s(window_s))
 
 
 def _milliseconds(seconds: float) -> str:

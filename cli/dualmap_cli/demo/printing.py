@@ -37,6 +37,7 @@ def as_document(plan: Plan, reports: Sequence[PolicyReport]) -> dict[str, object
             **asdict(measure(plan.trace)),
         },
         "engines": plan.engines,
+        "routers": plan.routers,
         "speed": plan.speed,
         "slo_ttft_s": SLO_TTFT_S,
         "load": asdict(plan.load),
@@ -73,7 +74,7 @@ def _row(one: PolicyReport) -> tuple[str, ...]:
 
 
 LEGEND: Final = (
-    "pending: prefill tokens not yet computed, as the router counts them; CV: their standard deviation over the\n"
+    "pending: prefill tokens not yet computed, as the routers count them; CV: their standard deviation over the\n"
     "engines by their mean (0 is even; a few requests on idle engines are uneven by nature, so read both columns)"
 )
 """Stands below the table."""
@@ -88,12 +89,13 @@ def preamble(plan: Plan) -> str:
         if plan.prompts_cut
         else ""
     )
+    routers = f" behind {plan.routers} routers" if plan.routers > 1 else ""
     return (
         f"workload {plan.trace.name}: {facts.requests:,} requests{sessions}, prompts of "
         f"{facts.input_tokens_mean:,.0f} tokens and answers of {facts.output_tokens_mean:,.0f} on average,\n"
         f"at best {facts.ideal_hit_rate:.0%} of the prompt tokens reusable (one shared cache without a limit)\n{cut}"
-        f"load: {plan.rate:.2f} requests/s on {plan.engines} engines: {plan.load.without_reuse:.0%} of their capacity "
-        f"without any reuse, {plan.load.ideal_reuse:.0%} with all of it\n"
+        f"load: {plan.rate:.2f} requests/s on {plan.engines} engines{routers}: {plan.load.without_reuse:.0%} of their "
+        f"capacity without any reuse, {plan.load.ideal_reuse:.0%} with all of it\n"
         f"times are model seconds; the engines run at {plan.speed:g} times that speed. "
         f"SLO: first token within {SLO_TTFT_S:g} s"
     )

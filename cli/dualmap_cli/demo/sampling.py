@@ -1,18 +1,20 @@
-"""The router's load gauges, read at a steady pace while the replay runs.
+"""The routers' load gauges, read at a steady pace while the replay runs.
 
-They are the pending prefill tokens of each endpoint as the router believes them (CONTRACT, metrics): what the paper
-measures the imbalance of (equation 1).
+They are the pending prefill tokens of each endpoint as the routers believe them (CONTRACT, metrics), handed over or
+held for it: what the paper measures the imbalance of (equation 1).
 """
 
 import asyncio
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
 
-GAUGE: Final = "dualmap_endpoint_pending_prefill_tokens"
-_SAMPLE = re.compile(rf"^{GAUGE}\{{[^}}]*\}} (\S+)$", re.MULTILINE)
+GAUGES: Final = ("dualmap_endpoint_pending_prefill_tokens", "dualmap_endpoint_held_prefill_tokens")
+_SAMPLE = re.compile(rf'^(?:{"|".join(GAUGES)})\{{[^}}]*endpoint="([^"]*)"[^}}]*\}} (\S+)$', re.MULTILINE)
 _REQUEST_TIMEOUT_S: Final = 2.0
 
 
@@ -23,20 +25,31 @@ class LoadSample:
     pending_tokens: tuple[float, ...]
 
 
-def read_pending(metrics: str, *, endpoints: int) -> LoadSample:
-    """Return the gauges of a metrics page; an endpoint without one has nothing pending."""
-    values = [float(value) for value in _SAMPLE.findall(metrics)]
-    return LoadSample(pending_tokens=tuple(values + [0.0] * (endpoints - len(values))))
+def read_pending(pages: Sequence[str], *, endpoints: int) -> LoadSample:
+    """Return the sums of the gauges of the routers' metrics pages; an endpoint without one has nothing pending."""
+    pending: defaultdict[str, float] = defaultdict(float)
+    for page in pages:
+        for endpoint, value in _SAMPLE.findall(page):
+            pending[endpoint] += float(value)
+    values = tuple(pending.values())
+    return LoadSample(pending_tokens=values + (0.0,) * (endpoints - len(values)))
 
 
-async def sample_until_cancelled(metrics_url: str, *, endpoints: int, every_s: float, into: list[LoadSample]) -> None:
+async def sample_until_cancelled(
+    metrics_urls: Sequence[str], *, endpoints: int, every_s: float, into: list[LoadSample]
+) -> None:
     """Append a sample every ``every_s`` seconds. A scrape that fails is left out: the replay matters more."""
     timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             await asyncio.sleep(every_s)
             try:
-                async with session.get(metrics_url) as response:
-                    into.append(read_pending(await response.text(), endpoints=endpoints))
+                pages = [await _page(session, url) for url in metrics_urls]
             except (TimeoutError, aiohttp.ClientError):
                 continue
+            into.append(read_pending(pages, endpoints=endpoints))
+
+
+async def _page(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as response:
+        return await response.text()

