@@ -7,7 +7,7 @@ a held request is released.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +28,7 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
 Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
+Credentials: TypeAlias = Callable[[], grpc.ServerCredentials]
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
 
@@ -233,9 +234,9 @@ class GrpcServers:
         grpc_port: int,
         health_port: int,
         als_port: int,
-        credentials: grpc.ServerCredentials | None,
+        credentials: Credentials | None,
     ) -> Ports:
-        """Bind and serve, not ready yet. Raises AddressError."""
+        """Bind and serve, not ready yet; ``credentials`` makes those of one port. Raises AddressError."""
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, HealthCheckResponse.SERVING)
         ports = Ports(
@@ -306,13 +307,11 @@ async def keep_deadlines(picker: Picker) -> None:
                 await earlier.wait()
 
 
-def _bind(
-    server: grpc.aio.Server, host: str, port: int, option: str, credentials: grpc.ServerCredentials | None
-) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, option: str, credentials: Credentials | None) -> int:
     where = address(host, port)
     try:
         if credentials is None:
             return server.add_insecure_port(where)
-        return server.add_secure_port(where, credentials)
+        return server.add_secure_port(where, credentials())
     except RuntimeError as error:
         raise AddressError(host, port, option, error) from None

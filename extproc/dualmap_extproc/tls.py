@@ -8,6 +8,8 @@ cryptography is imported where it is used: a router in plain text starts a tenth
 
 import datetime
 import threading
+import time
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _LIFETIME = datetime.timedelta(days=3650)
 _CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
+# A gRPC handshake that has asked for the certificate makes its TLS object of it within microseconds.
+_SETTLED_S = 0.05
 _log = get_logger(__name__)
 
 # A private key and the chain of certificates for it, both PEM.
@@ -31,8 +35,8 @@ class TlsError(Exception):
     """``--tls`` or ``--tls-client-ca`` is no good: the message says which option or file, and what is wrong with it."""
 
 
-def server_credentials(tls: str, client_ca: Path | None = None) -> grpc.ServerCredentials | None:
-    """Return what the gRPC ports shall be opened with, all of them with the same; None for plain text.
+def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], grpc.ServerCredentials] | None:
+    """Return what makes the credentials of one gRPC port, to be called once for each port; None for plain text.
 
     With ``client_ca`` (a file of PEM certificates) a client must show a certificate that one of them signed.
     Raises TlsError.
@@ -41,17 +45,11 @@ def server_credentials(tls: str, client_ca: Path | None = None) -> grpc.ServerCr
         if client_ca is not None:
             raise TlsError("--tls-client-ca: means nothing in plain text; give --tls self-signed or --tls DIR too")
         return None
-    pair: Pair | Path
     if tls == "self-signed":
-        pair = self_signed()
-    elif Path(tls).is_dir():
-        pair = Path(tls)
-    else:
-        raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
-    certificates = Certificates(pair, client_ca)
-    return grpc.dynamic_ssl_server_credentials(
-        certificates.current(), certificates.current, require_client_authentication=client_ca is not None
-    )
+        return Certificates(self_signed(), client_ca).for_port
+    if Path(tls).is_dir():
+        return Certificates(Path(tls), client_ca).for_port
+    raise TlsError(f"--tls: {tls!r} is not accepted; give off, self-signed, or a folder with tls.crt and tls.key")
 
 
 def self_signed() -> Pair:
@@ -88,10 +86,8 @@ class Certificates:
     ``pair`` is the pair itself or a folder that holds it as tls.key and tls.crt. Raises TlsError for files that are no
     good to begin with.
 
-    gRPC asks at every handshake, on threads of its own, once for each port that shares the credentials. "Unchanged" is
-    therefore never the answer: a second port could not be opened, and the first to ask would keep a change from it.
-    Contents are compared, not time stamps: three small files cost less than a handshake, and neither clocks nor the
-    links of a mounted Secret need be understood.
+    gRPC asks at every handshake, on threads of its own. Contents are compared, not time stamps: three small files cost
+    less than a handshake, and neither clocks nor the links of a mounted Secret need be understood.
     """
 
     def __init__(self, pair: Pair | Path, client_ca: Path | None) -> None:
@@ -101,6 +97,28 @@ class Certificates:
         self._refused = ""
         self._contents = self._read()
         self._configuration = _configuration(*self._contents)
+
+    def for_port(self) -> grpc.ServerCredentials:
+        """Make the credentials of one port: gRPC wants to hear of a change once, and each port must hear of it."""
+        given = self.current()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            current = self.current()
+            if current is given:
+                return None
+            # gRPC 1.85 frees what it had while another handshake may be about to use it, which ends the process (seen
+            # within a thousand handshakes when each brought a change). It holds a lock around this call that keeps
+            # further handshakes out, and those that are past it are done with it after the pause.
+            time.sleep(_SETTLED_S)
+            given = current
+            return current
+
+        return grpc.dynamic_ssl_server_credentials(
+            given,
+            changed,  # type: ignore[arg-type]  # grpc-stubs does not know that None means unchanged
+            require_client_authentication=self._client_ca is not None,
+        )
 
     def current(self) -> grpc.ServerCertificateConfiguration:
         """Look at the files and return the last good configuration; a reason to refuse them is logged once in a row."""

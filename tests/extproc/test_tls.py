@@ -24,7 +24,7 @@ REFUSED = "certificate files refused, the last good ones serve on"
 
 
 class Serving:
-    """A gRPC server with health on each of two ports that share the credentials, as the router's two do."""
+    """A gRPC server with health on each of two ports, as the router has."""
 
     def __init__(self, tls: str | Path, client_ca: Path | None = None) -> None:
         self._credentials = server_credentials(str(tls), client_ca)
@@ -36,7 +36,7 @@ class Serving:
         ports = []
         for server in self._servers:
             health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-            ports.append(server.add_secure_port("127.0.0.1:0", self._credentials))
+            ports.append(server.add_secure_port("127.0.0.1:0", self._credentials()))
             await server.start()
         return ports[0], ports[1]
 
