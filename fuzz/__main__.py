@@ -19,7 +19,7 @@ from fuzz.targets import TARGETS
 CORPUS: Final = Path(__file__).parent / "corpus"
 # Ignored by git and removed by make clean.
 WORK: Final = Path("build", "fuzz")
-# A line of libFuzzer's, and of a random run's.
+# A line of progress, libFuzzer's or a random run's, and one that says nothing about a crash.
 _PROGRESS: Final = re.compile(r"#(\d+)\t\w+(?:\s+cov: (\d+))?")
 _NOISE: Final = re.compile(r"(INFO|WARNING): ")
 # Progress is shown this often; libFuzzer also speaks whenever it finds something.
@@ -109,7 +109,7 @@ def _help() -> str:
 
 @click.command(epilog=_help())
 @click.argument("names", metavar="[TARGET]...", type=click.Choice(list(TARGETS)), nargs=-1)
-@click.option("--seconds", type=click.IntRange(0, 86_400), default=30, help="For each target: 30; 0: no end.")
+@click.option("--seconds", type=click.IntRange(1, 86_400), default=30, show_default=True, help="For each target.")
 @click.option("--runs", type=click.IntRange(0), default=0, help="End each target after so many executions.")
 @click.option("--seed", type=click.IntRange(1, 2**31 - 1), help="Begin as an earlier run did; by default any.")
 @click.option(
@@ -135,6 +135,7 @@ def main(
     \b
     python -m fuzz --seconds 60 body     one target, for a minute
     python -m fuzz --minimise            afterwards: keep what reaches something new
+    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    once more
     """
     chosen = names or tuple(TARGETS)
     if shrink:

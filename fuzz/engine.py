@@ -75,7 +75,7 @@ def _run_random(name: str, *, seconds: int, runs: int, seed: int, folders: tuple
     target = targets.load(name)
     random = Random(seed)
     seeds = inputs(*folders) or [b""]
-    end_s = time.monotonic() + seconds if seconds else float("inf")
+    end_s = time.monotonic() + seconds
     report_s = time.monotonic()
     done = 0
     while (not runs or done < runs) and (now_s := time.monotonic()) < end_s:

@@ -1,19 +1,25 @@
-"""A corpus that reaches what a larger one does: the smallest inputs that between them take every branch."""
+"""A corpus that reaches what a larger one does: few inputs that between them take every branch, and as often."""
 
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeAlias
 
+import dualmap
+import dualmap_extproc
 from fuzz import targets
 from fuzz.engine import inputs, name_of
 
 # Enough to begin from; whatever else there is to reach, a run reaches again.
 INPUTS: Final = 60
-_PACKAGES: Final = ("/dualmap/", "/dualmap_extproc/")
+_PACKAGES: Final = tuple(f"{folder}/" for package in (dualmap, dualmap_extproc) for folder in package.__path__)
 
 # From one line of a file to another; line 0 is a function's entry.
 _Branch: TypeAlias = tuple[str, int, int]
+# A branch, and how many bits it takes to count how often it was taken: a loop's second turn is something new.
+_Feature: TypeAlias = tuple[_Branch, int]
 
 
 def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
@@ -24,16 +30,16 @@ def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
     kept.mkdir(parents=True, exist_ok=True)
     check = targets.load(name).check
     candidates = inputs(kept, found) if found.is_dir() else inputs(kept)
-    reached = [(data, branches) for data in candidates if (branches := _branches(check, data)) is not None]
+    reached = [(data, features) for data in candidates if (features := _features(check, data)) is not None]
     chosen: list[bytes] = []
-    covered: set[_Branch] = set()
+    covered: set[_Feature] = set()
     while len(chosen) < INPUTS:
         # The first of equals is the smallest.
-        data, branches = max(reached, key=lambda each: len(each[1] - covered), default=(b"", set()))
-        if branches <= covered:
+        data, features = max(reached, key=lambda each: len(each[1] - covered), default=(b"", set()))
+        if features <= covered:
             break
         chosen.append(data)
-        covered |= branches
+        covered |= features
     for path in kept.iterdir():
         path.unlink()
     for data in chosen:
@@ -41,17 +47,17 @@ def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
     return len(chosen), len(candidates), sum(map(len, chosen))
 
 
-def _branches(check: Any, data: bytes) -> set[_Branch] | None:
-    """Return the branches taken in the packages under test; None when the check fails."""
-    seen: set[_Branch] = set()
+def _features(check: Callable[[bytes], None], data: bytes) -> set[_Feature] | None:
+    """Return what an input reaches in the packages under test; None when the check fails."""
+    seen: Counter[_Branch] = Counter()
     last: dict[FrameType, int] = {}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         file = frame.f_code.co_filename
-        if not any(package in file for package in _PACKAGES):
+        if not file.startswith(_PACKAGES):
             return None
         if event == "line":
-            seen.add((file, last.get(frame, 0), frame.f_lineno))
+            seen[file, last.get(frame, 0), frame.f_lineno] += 1
             last[frame] = frame.f_lineno
         elif event == "return":
             last.pop(frame, None)
@@ -64,4 +70,4 @@ def _branches(check: Any, data: bytes) -> set[_Branch] | None:
         return None
     finally:
         sys.settrace(None)
-    return seen
+    return {(branch, times.bit_length()) for branch, times in seen.items()}

@@ -11,6 +11,8 @@ TARGETS: Final = {
     "body": "request bodies: JSON to prompt to block hashes",
     "pools": "pool files: YAML to pools that route",
     "access_log": "Envoy's access log: protobuf to entries",
+    "stream": "ext_proc streams: messages to answers and closed books",
+    "news": "other replicas' news: the store's bytes to values",
 }
 
 

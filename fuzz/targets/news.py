@@ -1,0 +1,120 @@
+"""Other replicas' news, from the store's bytes to values: whoever can write to the store can write anything there."""
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from dualmap.blocks import chain_blocks, chain_root
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.pool import Member, Model, Pool
+from dualmap.requests import Refusal, Request
+from dualmap.router import PoolRouter
+from dualmap_extproc.store.codec import LONGEST_S, UnreadableNews, decode_news, encode_news
+from fuzz.source import Source
+
+_SECONDS: Final = (0.0, 0.25, 1.0, LONGEST_S, 1e300, float("inf"), -1.0)
+_POOL: Final = Pool(
+    namespace="llm",
+    name="m",
+    model=Model(name="m"),
+    members=(Member(id="a", address="10.0.0.1", port=8000), Member(id="b", address="fd00::1", port=8000)),
+    ring_version=1,
+)
+_CHAIN: Final = chain_blocks(b"what is fuzzing? " * 100, root=chain_root(model="m"), block_tokens=128)
+_TEXTS: Final = ("", "a", "10.0.0.1:8000", "[fd00::1]:8000", "é\N{SNOWMAN}", "x" * 1024)
+
+
+def check(data: bytes) -> None:
+    """Bytes are refused by UnreadableNews or are news within bounds, and news come back as they were sent.
+
+    The bytes are read twice: as an entry of the store, and as choices by which news are put together.
+    """
+    with suppress(UnreadableNews):
+        news = decode_news(data)
+        _check_times(news)
+        assert decode_news(encode_news(news)) == news
+        _check_taken(news)
+    made = _news(Source(data))
+    read = decode_news(encode_news(made))
+    _check_times(read)
+    assert read == _as_sent(made)
+    _check_taken(read)
+    with suppress(UnreadableNews):
+        decode_news(encode_news(made)[:-1])
+        raise AssertionError("news that lack their last byte were read")
+
+
+def _check_times(news: News) -> None:
+    loads, bindings = news.loads.values(), news.bindings
+    assert all(0.0 <= seconds <= LONGEST_S for load in loads for seconds in (load.backlog_s, load.held_s))
+    assert all(0.0 <= binding.moved_ago_s <= LONGEST_S for binding in bindings)
+
+
+def _check_taken(news: News) -> None:
+    """Whatever another replica says, requests are routed, and what this one says of them can be sent."""
+    router = PoolRouter(_POOL, shares=True)
+    router.on_news(1.0, "peer", news, 0.5)
+    router.on_bindings(1.0, news.bindings)
+    session = news.bindings[0].session if news.bindings else 1
+    outcome = router.on_request(1.5, Request(id="r", chain=_CHAIN, arrived_s=1.5, session=session))
+    assert not isinstance(outcome, Refusal)
+    decode_news(encode_news(router.take_news(2.0)))
+    router.on_aborted(2.0, "r")
+    status = router.status()
+    assert status.held == 0
+    assert all(each.in_flight == 0 and each.pending_prefill_tokens == 0 for each in status.endpoints)
+
+
+def _as_sent(news: News) -> News:
+    """Return news as another replica shall see them."""
+    loads = {
+        member: replace(load, backlog_s=_bounded(load.backlog_s), held_s=_bounded(load.held_s))
+        for member, load in news.loads.items()
+    }
+    bindings = tuple(replace(each, moved_ago_s=_bounded(each.moved_ago_s)) for each in news.bindings)
+    return replace(news, loads=loads, bindings=bindings, wanted=())
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, 0.0), LONGEST_S)
+
+
+def _news(source: Source) -> News:
+    nodes: dict[int, int] = {}
+    loads: dict[str, SharedLoad] = {}
+    placements: list[Placement] = []
+    bindings: list[SharedBinding] = []
+    requests = source.number(4)
+    while source.more:
+        match source.number() % 4:
+            case 0:
+                nodes[source.number(8)] = source.number(4)
+            case 1:
+                loads[source.pick(_TEXTS)] = SharedLoad(
+                    pending_prefill_tokens=source.number(8),
+                    backlog_s=source.pick(_SECONDS),
+                    held_s=source.pick(_SECONDS),
+                    in_flight=source.number(4),
+                    active_kv_tokens=source.number(8),
+                )
+            case 2:
+                hashes = tuple(source.number(8) for _ in range(source.number() % 8))
+                placements.append(Placement(endpoint=source.pick(_TEXTS), hashes=hashes))
+            case 3:
+                bindings.append(
+                    SharedBinding(
+                        session=source.number(8),
+                        host=source.pick(_TEXTS),
+                        tokens=source.number(8),
+                        version=source.number(4),
+                        moved_ago_s=source.pick(_SECONDS),
+                    )
+                )
+    return News(
+        hotness=HotnessCounts(requests=requests, nodes=nodes),
+        loads=loads,
+        placements=tuple(placements),
+        bindings=tuple(bindings),
+        wanted=(requests,),
+    )

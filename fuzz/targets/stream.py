@@ -1,0 +1,194 @@
+"""ext_proc streams on one picker with real routers: whoever reaches the port may say anything, in any order."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, cast
+
+from google.protobuf.message import DecodeError
+
+from dualmap.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
+from dualmap.requests import Usage
+from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.observer import Observer
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.stream import Stream
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from fuzz.envoy import Peer, message, request
+from fuzz.source import Source
+
+_STREAMS: Final = 4
+# More would be slow, and find little that fewer do not.
+_STEPS: Final = 150
+_LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, news_s=1.0, ended_requests=4)
+_PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
+_WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
+# Endings of which each routed request has exactly one.
+_ENDINGS: Final = ("finished", "rejected", "aborted", "failed", "expired")
+
+
+def check(data: bytes) -> None:
+    """No sequence of steps makes the router raise, answer what it must not, or keep a request in its books."""
+    source = Source(data)
+    talk = _Talk(source)
+    steps = 0
+    while source.more and steps < _STEPS:
+        talk.step()
+        steps += 1
+    talk.end()
+
+
+class _Observer:
+    """Counts what the picker reports, by name."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(self._count, name)
+
+    def _count(self, name: str, *_: object, **__: object) -> None:
+        self.counts[name] += 1
+
+
+@dataclass(slots=True)
+class _Line:
+    """A stream, and what is checked of it."""
+
+    stream: Stream
+    peer: Peer = field(default_factory=Peer)
+
+
+class _Talk:
+    """A few streams at a time, the pools they are routed in, and the clock."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._observer = _Observer()
+        self._picker = Picker(_LIMITS, cast(Observer, self._observer), id_prefix="r", shares=source.flag())
+        self._now = 100.0
+        queue = Queue(
+            dispatch_window_s=source.pick(_WINDOWS_S),
+            max_held=source.pick((0, 1, 100)),
+            max_wait_s=source.pick((0.1, 30.0)),
+            order=source.pick(("Fcfs", "Deadline")),
+            hold_when_empty=source.flag(),
+        )
+        routing = Routing(queue=queue, policy=source.pick(("dualmap", "least_loaded", "round_robin")))
+        engine = Engine(prefill_tokens_per_second=100.0)
+        self._pools = [
+            Pool(namespace="llm", name=name, model=Model(name=name), engine=engine, routing=routing, ring_version=1)
+            for name in ("m", "n")
+        ]
+        self._set_members()
+        self._lines = [self._line() for _ in range(_STREAMS)]
+
+    def step(self) -> None:
+        """Do the next thing."""
+        source, kind = self._source, self._source.number() % 16
+        at = source.number() % _STREAMS
+        line = self._lines[at]
+        match kind:
+            case 0:
+                self._now += source.pick(_PAUSES_S)
+            case 1:
+                self._on_time()
+            case 2 if line.stream.deadline_s is not None:
+                self._now = max(self._now, line.stream.deadline_s)
+                line.peer.take(line.stream.on_deadline(self._now), ended=line.stream.ended)
+            case 3:
+                self._close(line, cancelled=source.flag())
+                self._lines[at] = self._line()
+            case 4:
+                self._set_members()
+            case 5:
+                self._picker.access_log(self._now, self._entry())
+            case 6:
+                self._receive(line, self._raw())
+            case 7 | 8 | 9:
+                for sent in request(source):
+                    self._receive(line, sent)
+            case _:
+                self._receive(line, message(source))
+
+    def end(self) -> None:
+        """Close every stream, let the time pass that the books are kept for, and find nothing in them."""
+        for line in self._lines:
+            self._close(line, cancelled=True)
+        for _ in range(1000):
+            if self._picker.next_deadline() is None:
+                break
+            self._on_time()
+        else:
+            raise AssertionError("deadlines without end")
+        for status in self._picker.statuses():
+            assert status.held == 0
+            for each in status.endpoints:
+                left = (each.in_flight, each.held, each.pending_prefill_tokens, each.held_prefill_tokens)
+                assert left == (0, 0, 0, 0), f"{each.id} keeps {left}"
+                assert each.active_kv_tokens == 0
+        counts = self._observer.counts
+        assert counts["routed"] == sum(counts[ending] for ending in _ENDINGS)
+
+    def _line(self) -> _Line:
+        """Begin a stream."""
+
+        def deliver(answers: list[wire.ProcessingResponse]) -> None:
+            assert not line.peer.ended, "a request was released after its stream had ended"
+            line.peer.take(answers, ended=line.stream.ended)
+
+        line = _Line(Stream(self._picker, _LIMITS, deliver))
+        return line
+
+    def _receive(self, line: _Line, sent: wire.ProcessingRequest) -> None:
+        was_over = line.peer.ended
+        line.peer.send(sent)
+        answers = line.stream.receive(self._now, sent)
+        line.peer.take(answers, ended=line.stream.ended)
+        if not was_over:
+            line.peer.must_answer(sent, answers)
+
+    def _close(self, line: _Line, *, cancelled: bool) -> None:
+        line.stream.close(self._now, cancelled=cancelled)
+        line.peer.ended = True
+
+    def _on_time(self) -> None:
+        """Go on to what the picker waits for."""
+        deadline_s = self._picker.next_deadline()
+        if deadline_s is not None:
+            self._now = max(self._now, deadline_s)
+            self._picker.on_deadline(self._now)
+
+    def _set_members(self) -> None:
+        """Give the pools one to three members each, or none, some of them draining."""
+        for at, pool in enumerate(self._pools):
+            members = tuple(
+                Member(
+                    id=f"{pool.name}-{i}",
+                    address=f"10.0.{at}.{i}",
+                    port=8000,
+                    state=self._source.pick((MemberState.ACTIVE, MemberState.DRAINING, MemberState.JOINING)),
+                )
+                for i in range(self._source.number() % 4)
+            )
+            self._pools[at] = replace(pool, members=members, ring_version=pool.ring_version + 1)
+        self._picker.set_pools(self._now, self._pools)
+
+    def _entry(self) -> AccessLogEntry:
+        source = self._source
+        return AccessLogEntry(
+            request_id=f"r-{source.number() % 8}",
+            status=source.pick((None, 200, 404, 503)),
+            flags=source.pick(((), ("local_reset",), ("upstream_remote_reset",))),
+            served_endpoint=source.pick((None, "10.0.0.0:8000", "10.0.0.1:8000", "10.9.9.9:1")),
+            usage=source.pick((None, Usage(prompt_tokens=10, cached_tokens=5), Usage(completion_tokens=3))),
+        )
+
+    def _raw(self) -> wire.ProcessingRequest:
+        """Return what some bytes parse to: fields that go with no others, and unknown ones."""
+        try:
+            return wire.ProcessingRequest.FromString(self._source.chunk())
+        except DecodeError:
+            return wire.ProcessingRequest()
