@@ -47,7 +47,7 @@ def writing_end(pipe: Path) -> int | None:
 @pytest.mark.slow
 def test_every_request_is_answered_under_every_policy(tmp_path):
     done = subprocess.run(
-        command(tmp_path, "--requests", "20", "--speed", "10", "--json"),
+        command(tmp_path, "--requests", "20", "--routers", "2", "--speed", "10", "--json"),
         capture_output=True,
         text=True,
         timeout=DONE_WITHIN_S,
@@ -66,7 +66,8 @@ def test_every_request_is_answered_under_every_policy(tmp_path):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     for policy in POLICIES:
         logs = {path.name for path in (tmp_path / "logs" / policy).glob("*.log")}
-        assert logs == {"engine-0.log", "engine-1.log", "router.log", "envoy-config.log", "envoy.log"}
+        engines, routers = {"engine-0.log", "engine-1.log"}, {"router-0.log", "router-1.log"}
+        assert logs == engines | routers | {"redis.log", "envoy-config.log", "envoy.log"}
     assert str(tmp_path / "logs") in done.stderr
 
 
