@@ -100,10 +100,11 @@ class Joined:
     """A replica with its exchange."""
 
     def __init__(self, name: str, store: Store, clock: Clock | None = None, *pools: Pool) -> None:
+        self.name = name
         self.replica = Replica(*pools)
         self.observed = Observed()
         time = clock or asyncio.get_running_loop().time
-        self.exchange = Exchange(self.replica, store, self.observed, peer=name, clock=time, shown="the store")
+        self.exchange = Exchange(self.replica, store, self.observed, peer=name, clock=time, shown=name)
 
 
 def binding(host: str, *, session: int = 1, version: int = 0, ago: float = 0.0) -> SharedBinding:
@@ -329,12 +330,23 @@ async def reaches(one: Joined, other: Joined) -> None:
     await until(lambda: other.replica.requests > before)
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name.endswith("store.exchange")]
+def said(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    """What the exchange of a replica logged."""
+    return [record.message for record in caplog.records if getattr(record, "details", {}).get("store") == name]
 
 
 LOST = "shared state is out of reach, routing goes on without the other routers' news"
 BACK = "shared state is back"
+
+
+async def was_lost_and_is_back(caplog: pytest.LogCaptureFixture, *replicas: Joined) -> None:
+    """Return when each said so: one line for each loss, however many tries failed, and one for each return."""
+    for replica in replicas:
+        await until(lambda replica=replica: said(caplog, replica.name)[-1:] == [BACK])
+        lines = said(caplog, replica.name)
+        assert lines == [LOST, BACK] * (len(lines) // 2)
+        # On a busy machine there may be a loss more than the one that the test made.
+        assert len(lines) // 2 <= len(replica.observed.failures) - 2
 
 
 def put_strings(admin: redis.Redis, stream: str, session: str) -> None:
@@ -368,10 +380,10 @@ class TestFaultsOfRedis:
             try:
                 await reaches(one, other)
                 await reaches(other, one)
+                await was_lost_and_is_back(caplog, one, other)
             finally:
                 server.kill()
-        assert set(one.observed.failures) == {Failure.CONNECTION}
-        assert said(caplog)[:4] == [LOST, LOST, BACK, BACK]
+        assert Failure.CONNECTION in one.observed.failures
 
     async def test_killed_and_started_again_empty(self, server, caplog):
         async with exchanging("one", server) as one, exchanging("other", server) as other:
@@ -381,7 +393,7 @@ class TestFaultsOfRedis:
             server.start()
             await reaches(one, other)
             await reaches(other, one)
-        assert said(caplog)[:4] == [LOST, LOST, BACK, BACK]
+            await was_lost_and_is_back(caplog, one, other)
 
     async def test_stopped_for_a_while_and_nothing_is_counted_twice(self, server, caplog):
         async with exchanging("one", server) as one, exchanging("other", server) as other:
@@ -393,8 +405,8 @@ class TestFaultsOfRedis:
             await reaches(one, other)
             await reaches(other, one)
             assert other.replica.requests == 1002
+            await was_lost_and_is_back(caplog, one, other)
         assert Failure.TIMEOUT in one.observed.failures
-        assert said(caplog)[:4] == [LOST, LOST, BACK, BACK]
 
     async def test_full(self, server, caplog):
         async with exchanging("one", server) as one, exchanging("other", server) as other:
@@ -408,8 +420,8 @@ class TestFaultsOfRedis:
             await reaches(other, one)
             other.replica.tell(bindings=(binding("m-1"),))
             await until(lambda: other.replica.hosts == ["m-0"])
-        assert set(one.observed.failures) == {Failure.FULL}
-        assert said(caplog)[:4] == [LOST, LOST, BACK, BACK]
+            await was_lost_and_is_back(caplog, one, other)
+        assert Failure.FULL in one.observed.failures
 
     async def test_read_only(self, server, tmp_path, caplog):
         with redis_server(tmp_path / "primary") as primary, server.admin as admin:
@@ -420,11 +432,11 @@ class TestFaultsOfRedis:
                 admin.replicaof("NO", "ONE")
                 await reaches(one, other)
                 await reaches(other, one)
+                await was_lost_and_is_back(caplog, one, other)
         assert Failure.READ_ONLY in one.observed.failures
-        assert said(caplog)[:4] == [LOST, LOST, BACK, BACK]
 
     @pytest.mark.parametrize("spoil", [put_strings, put_lists, put_an_entry], ids=lambda spoil: spoil.__name__)
-    async def test_junk_under_our_keys(self, server, caplog, spoil):
+    async def test_junk_under_our_keys(self, server, spoil):
         stream, session = stream_key(POOL.id), session_key(POOL.id, 1)
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
@@ -437,8 +449,8 @@ class TestFaultsOfRedis:
                 assert admin.type(stream) == b"stream"
             other.replica.tell(wanted=(1,))
             await until(lambda: other.replica.hosts == ["m-0"])
-        # All of it is mended on the way: nothing was lost that anybody would have to be told of.
-        assert said(caplog) == []
+        # All of it is mended on the way. Only a busy machine makes failures of other kinds.
+        assert set(one.observed.failures + other.observed.failures) <= {Failure.TIMEOUT, Failure.CONNECTION}
 
     async def test_the_password_changed_and_changed_back(self, tmp_path, caplog):
         with redis_server(tmp_path / "redis", password="hidden-word") as server:
@@ -451,8 +463,8 @@ class TestFaultsOfRedis:
                     admin.config_set("requirepass", "hidden-word")
                 await reaches(one, other)
                 await reaches(other, one)
+                await was_lost_and_is_back(caplog, one, other)
         assert Failure.DENIED in one.observed.failures
-        assert said(caplog)[:4] == [LOST, LOST, BACK, BACK]
         assert all("hidden-word" not in str(vars(record)) for record in caplog.records)
 
     async def test_leaving_does_not_wait_for_a_server_that_hangs(self, server, caplog):
@@ -460,4 +472,4 @@ class TestFaultsOfRedis:
             await until(lambda: one.observed.exchanges > 0)
             server.pause()
         server.resume()
-        assert said(caplog)[-1] in (LOST, "shared state could not be told that this router leaves")
+        assert said(caplog, "one")[-1] in (LOST, "shared state could not be told that this router leaves")

@@ -1,0 +1,167 @@
+"""Two routers' pickers and a real Redis between them: what one has seen, the other knows."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import builders
+from dualmap.pool import Pool, Prefix, Routing, Session, SessionMigration
+from dualmap.receipt import Receipt
+from dualmap.requests import Decision
+from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.picker import Picked, Picker
+from dualmap_extproc.settings import Limits, RedisSettings
+from dualmap_extproc.store.exchange import Exchange
+from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.store.redis import RedisStore, stream_key
+from dualmap_extproc.store.target import target_of
+from redis_server import RedisServer, redis_server
+from waiting import until
+
+POOL = builders.pool()
+# Keys of one length, however often a test asks.
+FIXED = builders.pool(routing=Routing(prefix=Prefix(max_blocks=POOL.routing.prefix.initial_blocks)))
+# A session goes to its host.
+STICKY = builders.pool(routing=Routing(session=Session(migration=SessionMigration(enabled=True))))
+
+
+class Observer(Metrics):
+    """Keeps the last decision."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(version="1", replica_id=name)
+        self.receipt: Receipt | None = None
+
+    def routed(self, pool: str, decision: Decision) -> None:
+        super().routed(pool, decision)
+        self.receipt = decision.receipt
+
+
+class Router:
+    """A router without its ports."""
+
+    def __init__(self, name: str, server: RedisServer, pool: Pool) -> None:
+        self.observer = Observer(name)
+        self.observer.set_pools((pool,))
+        self.picker = Picker(Limits(), self.observer, id_prefix=name, shares=True)
+        self.clock = asyncio.get_running_loop().time
+        self.picker.set_pools(self.clock(), (pool,))
+        store = RedisStore(target_of(RedisSettings(url=server.url)))
+        metrics = StoreMetrics(self.observer.registry)
+        self.exchange = Exchange(self.picker, store, metrics, peer=name, clock=self.clock, shown=server.url)
+
+    def pick(self, text: str, **fields: str) -> str:
+        """Route a request; return its id."""
+        body = json.dumps({"model": builders.MODEL, "prompt": text, **fields}).encode()
+        now = self.clock()
+        picked = self.picker.pick(now, body, None, now, headers={}, resume=lambda _: None)
+        assert isinstance(picked, Picked)
+        return picked.request_id
+
+    def explain(self, text: str) -> Receipt:
+        """Route a request and end it at once; return its receipt."""
+        self.picker.finished(self.clock(), self.pick(text), None)
+        assert self.observer.receipt is not None
+        return self.observer.receipt
+
+    def in_flight(self, text: str) -> int:
+        """How many requests the pair of a text has in flight, as a decision sees it."""
+        return sum(each.in_flight for each in self.explain(text).candidates)
+
+    @property
+    def sessions(self) -> int:
+        return self.picker.statuses()[0].sessions
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def routers(server: RedisServer, *names: str, pool: Pool = POOL) -> AsyncIterator[list[Router]]:
+    started = [Router(name, server, pool) for name in names]
+    tasks = [asyncio.create_task(router.exchange.run()) for router in started]
+    try:
+        yield started
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for router in started:
+            await router.exchange.leave()
+
+
+@pytest.fixture(autouse=True)
+def _emptied(server: RedisServer) -> None:
+    with server.admin as admin:
+        admin.flushall()
+
+
+async def test_they_agree_on_the_key_of_a_prefix_that_is_hot_at_one_of_them(server):
+    prompt = builders.text_of(2048, "hot")
+    async with routers(server, "one", "other") as (one, other):
+        assert other.explain(prompt).key.blocks == POOL.routing.prefix.initial_blocks
+        for _ in range(100):
+            one.explain(prompt)
+        hot = one.explain(prompt).key
+        assert hot.blocks > POOL.routing.prefix.initial_blocks
+        await until(lambda: other.explain(prompt).key == hot)
+        assert one.explain(prompt).pair == other.explain(prompt).pair
+
+
+async def test_a_router_that_joins_agrees_too(server):
+    prompt = builders.text_of(2048, "hot")
+    async with routers(server, "one") as (one,):
+        for _ in range(100):
+            one.explain(prompt)
+        with server.admin as admin:
+            await until(lambda: admin.xlen(stream_key(POOL.id)) >= 2)
+        async with routers(server, "late") as (late,):
+            await until(lambda: late.explain(prompt).key == one.explain(prompt).key)
+
+
+async def test_a_session_bound_at_one_is_known_at_the_other(server):
+    async with routers(server, "one", "other") as (one, other):
+        one.pick("turn one", session_id="s")
+        await until(lambda: other.sessions == 1)
+
+
+async def test_a_session_that_was_bound_before_a_router_joined_is_looked_up(server):
+    async with routers(server, "one") as (one,):
+        one.pick("turn one", session_id="s")
+        with server.admin as admin:
+            await until(lambda: len(admin.keys("*session*")) == 1 and admin.xlen(stream_key(POOL.id)) >= 2)
+            (key,) = admin.keys("*session*")
+    with server.admin as admin:
+        admin.delete(stream_key(POOL.id))
+        host = "m-7" if admin.get(key).endswith(b"m-6") else "m-6"
+        # As if it had moved twice: the first claim of the router that joins must not take it away.
+        admin.set(key, f"1 2 0 5000 {host}", ex=60)
+        async with routers(server, "late", pool=STICKY) as (late,):
+            late.pick("turn two", session_id="s")
+
+            def goes_to_its_host() -> bool:
+                late.pick("turn three", session_id="s")
+                assert late.observer.receipt is not None
+                return late.observer.receipt.chosen == host
+
+            await until(goes_to_its_host)
+
+
+async def test_loads_are_summed_and_end_with_the_router_that_leaves(server):
+    prompt = builders.text_of(4096, "busy")
+    async with routers(server, "other", pool=FIXED) as (other,):
+        async with routers(server, "one", pool=FIXED) as (one,):
+            one.pick(prompt)
+            await until(lambda: other.in_flight(prompt) == 1)
+            assert sum(each.pending_tokens for each in other.explain(prompt).candidates) >= 4000
+            one.pick(prompt)
+            await until(lambda: other.in_flight(prompt) == 2)
+        await until(lambda: other.in_flight(prompt) == 0)
+        # What others owe is no part of what this router says of itself.
+        assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
