@@ -1,12 +1,23 @@
+import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
+from dualmap.blocks import chain_root
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, SharedBinding, SharedLoad
 from dualmap.policies import POLICIES
+from dualmap.sessions import session_key
 from dualmap_extproc.explain import explain, policies
+from dualmap_extproc.settings import RedisSettings
+from dualmap_extproc.store.contract import Claim, Post
+from dualmap_extproc.store.redis import RedisStore
+from dualmap_extproc.store.target import target_of
+from redis_server import RedisServer, redis_server
 
 POOL = """
 apiVersion: serving.dualmap.dev/v1alpha1
@@ -113,3 +124,95 @@ def test_words_say_where_there_is_no_prompt(pool_file: str) -> None:
     said = words(pool_file)
     assert "Key: no prompt, so the request's own id (" in said
     assert "tokens of the prompt" not in said
+
+
+class TestWithRedis:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+        with redis_server(tmp_path_factory.mktemp("redis"), password="hidden-word") as running:
+            yield running
+
+    def explained(self, pool_file: str, *options: str, **environment: str) -> Result:
+        arguments = ["--pool", pool_file, "--request", "-", "--json", *options]
+        return CliRunner(env=environment).invoke(explain, arguments, input=BODY)
+
+    def tell(self, server: RedisServer, news: News, *bindings: SharedBinding) -> None:
+        async def publish() -> None:
+            store = RedisStore(target_of(RedisSettings(url=server.url, password=server.password)))
+            await store.publish("router-0", [Post(pool="llm/qwen", keep_s=60.0, news=news)])
+            if bindings:
+                await store.settle([Claim(pool="llm/qwen", ttl_s=60.0, bindings=bindings)])
+            await store.close()
+
+        with server.admin as admin:
+            admin.flushall()
+        asyncio.run(publish())
+
+    def test_the_others_loads_and_placements_are_known(self, pool_file: str, server: RedisServer) -> None:
+        alone = json.loads(self.explained(pool_file).stdout)
+        loads = {member: SharedLoad(pending_prefill_tokens=5000, in_flight=3) for member in alone["pair"]}
+        self.tell(server, News(hotness=HotnessCounts(requests=0, nodes={}), loads=loads))
+
+        joined = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-word")
+
+        assert joined.exit_code == 0, joined.stderr
+        receipt = json.loads(joined.stdout)
+        assert receipt["pair"] == alone["pair"]
+        assert [each["in_flight"] for each in receipt["candidates"]] == [3, 3]
+        assert [each["pending_tokens"] for each in receipt["candidates"]] == [5000, 5000]
+
+    def test_the_binding_of_the_session_that_a_header_names_is_looked_up(
+        self, tmp_path: Path, server: RedisServer
+    ) -> None:
+        path = tmp_path / "pool.yaml"
+        session = "routing: {session: {header: x-chat, migration: {enabled: true}}}"
+        path.write_text(POOL.replace("aliases: [qwen]}}", f"aliases: [qwen]}}, {session}}}"))
+        quiet = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+        key = session_key("chat 7 = ours", chain_root(model="Qwen"))
+        chosen = set()
+        for host in ("qwen-0", "qwen-1", "qwen-2"):
+            bound = SharedBinding(session=key, host=host, tokens=400, version=1, moved_ago_s=100.0)
+            self.tell(server, quiet, bound)
+            options = ("--redis", server.url.replace("redis://", "redis://:hidden-word@"), "--header")
+            with_header = json.loads(self.explained(str(path), *options, "x-CHAT=chat 7 = ours").stdout)
+            another = json.loads(self.explained(str(path), *options, "x-chat=another").stdout)
+            assert with_header["chosen"] == host
+            chosen.add(another["chosen"])
+        assert len(chosen) == 1
+
+    def test_a_redis_that_cannot_be_reached_is_a_failure(self, pool_file: str, tmp_path: Path) -> None:
+        gone = RedisServer(tmp_path / "redis")
+        result = self.explained(pool_file, "--redis", gone.url.replace("redis://", "redis://:hidden-word@"))
+        assert result.exit_code == 1
+        assert result.stderr.startswith("dualmap explain: --redis: nothing could be read there: ")
+        assert str(gone.port) in result.stderr
+        assert "hidden-word" not in result.stderr
+        assert not result.stdout
+
+    def test_a_redis_that_hangs_is_a_failure_soon(self, pool_file: str, tmp_path: Path) -> None:
+        with redis_server(tmp_path / "redis") as server:
+            server.pause()
+            result = self.explained(pool_file, "--redis", server.url)
+            server.resume()
+        assert (result.exit_code, result.stdout) == (1, "")
+
+    def test_a_wrong_password_is_a_failure_and_not_quoted(self, pool_file: str, server: RedisServer) -> None:
+        result = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-ward")
+        assert result.exit_code == 1
+        assert "hidden" not in result.stderr
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--redis", "http://cache"), "--redis: the URL is not accepted: its scheme is another; give redis://"),
+            (("--header", "no-value"), "'no-value' is not accepted; give NAME=VALUE"),
+            (("--header", "=no-name"), "'=no-name' is not accepted; give NAME=VALUE"),
+            (("--redis-ca", "ca.crt"), "--redis-ca means nothing without --redis"),
+            (("--redis", "redis://c", "--redis-password", "x"), "can be read by every user of this machine"),
+        ],
+    )
+    def test_bad_usage_is_said(self, pool_file: str, options: tuple[str, ...], said: str) -> None:
+        result = self.explained(pool_file, *options)
+        assert result.exit_code == 2
+        assert said in result.stderr
