@@ -63,16 +63,16 @@ class Chooser:
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
         """Return a request with the members it could go to, as they stand."""
         fleet, chain = self._fleet, request.chain
-        members = [fleet.membership.members[each] for each in ring.pair(key.hash)]
+        view, members = fleet.view(now, chain), ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
         host = None
         if binding is None:
-            pair = tuple(fleet.candidate(now, each, chain) for each in members)
+            pair = tuple([view.candidate(each) for each in members])
         else:
             home, hint_tokens = binding.host, binding.hint_tokens
-            pair = tuple(fleet.candidate(now, each, chain, hint_tokens if each.id == home else 0) for each in members)
-            if all(each.id != home for each in members):
-                host = next((each for each in ring.members if each.id == home), None)
+            pair = tuple([view.candidate(each, hint_tokens if each == home else 0) for each in members])
+            if home not in members and any(each.id == home for each in ring.members):
+                host = view.candidate(home, hint_tokens)
         return Situation(
             request_id=request.id,
             prompt_tokens=chain.tokens,
@@ -81,8 +81,8 @@ class Chooser:
             slo_ttft_s=self._pool.slo.ttft_s,
             spill=self._pool.routing.spill,
             pair=pair,
-            everyone=fleet.candidates(now, ring.members, chain),
-            host=None if host is None else fleet.candidate(now, host, chain, hint_tokens),
+            everyone=fleet.everyone(view, ring),
+            host=host,
         )
 
     def choose(self, now: float, request: Request, key: Key, situation: Situation) -> Waiting:
@@ -105,7 +105,8 @@ class Chooser:
         """Return the other member of a held request's pair, if it may take requests."""
         ring = self._fleet.membership.ring(waiting.request.subset)
         others = [each for each in ring.members if each.id in waiting.pair and each.id != waiting.member]
-        candidates = [self._fleet.candidate(now, each, waiting.request.chain) for each in others]
+        view = self._fleet.view(now, waiting.request.chain)
+        candidates = [view.candidate(each.id) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 
     def _session_choice(self, now: float, request: Request, situation: Situation) -> Choice | None:

@@ -4,8 +4,8 @@
 peers) know nothing of each other.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import overload
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 from dualmap.blocks import BlockChain
 from dualmap.ledger import Ledger, MemberLoad
@@ -13,9 +13,10 @@ from dualmap.membership import Membership
 from dualmap.news import Placement, SharedLoad
 from dualmap.peers import Peers
 from dualmap.pool import Member, Pool
-from dualmap.prefix_index import PrefixIndex
+from dualmap.prefix_index import PrefixIndex, PrefixTree
 from dualmap.requests import EndpointStatus
-from dualmap.situation import Candidate
+from dualmap.rings import DualRing
+from dualmap.view import Everyone, Instance, Roster, View
 
 
 class Fleet:
@@ -29,55 +30,49 @@ class Fleet:
         """When the first of the suspended members may be tried again."""
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self._indexes = {member.id: PrefixIndex(_capacity_blocks(pool)) for member in pool.members}
+        self._tree = PrefixTree()
+        self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
+        self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
     def adopt(self, now: float, pool: Pool) -> set[str]:
         """Take a new version of the pool; return the members that are where they were.
 
         Another address under the same id is a restarted instance: it keeps its keys, but its cache is empty.
         """
-        previous, indexes = self._pool, self._indexes
+        previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self.membership = Membership(pool)
-        self._indexes = {member.id: PrefixIndex(_capacity_blocks(pool)) for member in pool.members}
         known = {member.id: member.endpoint for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == member.endpoint}
-        if pool.routing.prefix.block_tokens == previous.routing.prefix.block_tokens:
-            for member in stayed:
-                self._indexes[member] = indexes[member]
-                self._indexes[member].resize(_capacity_blocks(pool))
+        if pool.routing.prefix.block_tokens != previous.routing.prefix.block_tokens:
+            self._tree, instances = PrefixTree(), {}
+        indexes = {member: instance.index for member, instance in instances.items()}
+        for member in indexes.keys() - stayed:
+            indexes.pop(member).clear()
+        for index in indexes.values():
+            index.resize(_capacity_blocks(pool))
+        self._instances = {
+            member.id: self._instance(member, indexes[member.id] if member.id in indexes else self._new_index())
+            for member in pool.members
+        }
         self.ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self.membership.members:
+            # This also has every standing made anew, by the rules of the new version.
             self.ledger.load(member).peers = self.peers.load(member)
         self.update_suspended(now)
         return stayed
 
-    def candidate(self, now: float, member: Member, chain: BlockChain, hint_tokens: int = 0) -> Candidate:
-        """Return a member as it stands towards a prompt; ``hint_tokens`` of it are known to be cached there."""
-        load = self.ledger.load(member.id)
-        load.settle(now)
-        matched_blocks = self._indexes[member.id].matched_blocks(chain.hashes)
-        if hint_tokens:
-            matched_blocks = max(matched_blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
-        matched_tokens = chain.tokens_of(matched_blocks)
-        speed = load.speed
-        return Candidate(
-            id=member.id,
-            state=member.state.value,
-            endpoint=member.endpoint,
-            matched_tokens=matched_tokens,
-            pending_tokens=load.pending_prefill_tokens + load.held.tokens + load.peers.pending_prefill_tokens,
-            in_flight=load.in_flight + load.peers.in_flight,
-            active_kv_tokens=load.active_kv_tokens + load.peers.active_kv_tokens,
-            tokens_per_second=speed.tokens_per_second,
-            queue_s=load.queue_s(now, self._stall_s),
-            compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
-        )
+    def view(self, now: float, chain: BlockChain) -> View:
+        """Return the members as they stand towards a prompt."""
+        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
 
-    def candidates(self, now: float, members: Sequence[Member], chain: BlockChain) -> Sequence[Candidate]:
-        """Return members as candidates, each computed when it is looked at."""
-        return _Candidates(lambda member: self.candidate(now, member, chain), members)
+    def everyone(self, view: View, ring: DualRing) -> Everyone:
+        """Return all members of a ring as they stand towards the view's prompt."""
+        roster = self._rosters.get(ring)
+        if roster is None:
+            roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
+        return Everyone(view, roster)
 
     def backlog_s(self, now: float, member: str) -> float:
         """Return how many seconds of prefill are handed over to a member and not yet seen to end."""
@@ -91,19 +86,19 @@ class Fleet:
 
     def will_hold(self, member: str, chain: BlockChain) -> None:
         """Record that a member caches a prompt, or is about to; nothing happens when it is gone."""
-        if member in self._indexes:
-            self._indexes[member].add(chain.cacheable)
+        if member in self._instances:
+            self._instances[member].index.add(chain.cacheable)
 
     def take_back(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
         """Record that a member never computed a prompt it was to; the ``matched_tokens`` it held before stay."""
-        if member in self._indexes:
-            self._indexes[member].remove(chain.cacheable[matched_tokens // chain.block_tokens :])
+        if member in self._instances:
+            self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
 
     def placed_elsewhere(self, placement: Placement) -> None:
         """Record where another replica sent a prompt."""
         member = self.membership.at(placement.endpoint)
         if member is not None:
-            self._indexes[member.id].add(placement.hashes)
+            self._instances[member.id].index.add(placement.hashes)
 
     def failed(self, now: float, member: str) -> None:
         """Count a request that its instance failed."""
@@ -164,6 +159,13 @@ class Fleet:
         for member in members & self.membership.members.keys():
             self.ledger.load(member).peers = self.peers.load(member)
 
+    def _new_index(self) -> PrefixIndex:
+        return PrefixIndex(_capacity_blocks(self._pool), self._tree)
+
+    def _instance(self, member: Member, index: PrefixIndex) -> Instance:
+        load = self.ledger.load(member.id)
+        return Instance(member=member, endpoint=member.endpoint, state=member.state.value, load=load, index=index)
+
     def _status(self, member: Member) -> EndpointStatus:
         load: MemberLoad = self.ledger.load(member.id)
         return EndpointStatus(
@@ -176,35 +178,10 @@ class Fleet:
             pending_prefill_tokens=load.pending_prefill_tokens,
             held_prefill_tokens=load.held.tokens,
             active_kv_tokens=load.active_kv_tokens,
-            indexed_blocks=len(self._indexes[member.id]),
+            indexed_blocks=len(self._instances[member.id].index),
             prefill_tokens_per_second=load.speed.tokens_per_second,
             suspended=member.id in self.membership.suspended,
         )
-
-
-class _Candidates(Sequence[Candidate]):
-    """Members as candidates, each computed when it is looked at."""
-
-    def __init__(self, look: Callable[[Member], Candidate], members: Sequence[Member]) -> None:
-        self._look = look
-        self._members = members
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
-
-    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(index, slice):
-            return [self._look(member) for member in self._members[index]]
-        return self._look(self._members[index])
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return map(self._look, self._members)
 
 
 def _capacity_blocks(pool: Pool) -> int:

@@ -88,16 +88,9 @@ class HotnessTree:
         deepest = min(len(hashes), self._max)
         if deepest < self._initial:
             return deepest
-        for node in hashes[self._initial - 1 : deepest]:
-            known = node in self._nodes
-            if self._add(bucket, node, 1):
-                bucket.unsent_nodes[node] = bucket.unsent_nodes.get(node, 0) + 1
-            if not known:
-                break
-        blocks = self._initial
-        while blocks < deepest and self._is_split(hashes[blocks - 1], split_share, merge_share):
-            blocks += 1
-        return blocks
+        self._count(bucket, hashes[self._initial - 1 : deepest])
+        # The key's last block is the deepest one that may be split off, so whether it is split itself does not matter.
+        return self._initial + self._split_run(hashes[self._initial - 1 : deepest - 1], split_share, merge_share)
 
     def take_counts(self) -> HotnessCounts:
         """Return what was counted here since the last call, for the other replicas."""
@@ -117,23 +110,42 @@ class HotnessTree:
         for node, requests in counts.nodes.items():
             self._add(bucket, node, requests)
 
-    def _is_split(self, node: int, split_share: float, merge_share: float) -> bool:
-        """Return whether a node is split now, splitting or merging it as its shares call for.
+    def _count(self, bucket: _Bucket, path: Sequence[int]) -> None:
+        """Count a request's prefixes, down to the first that was not known."""
+        nodes, in_bucket, unsent = self._nodes, bucket.nodes, bucket.unsent_nodes
+        for node in path:
+            before = nodes.get(node)
+            if before is None:
+                if self._add(bucket, node, 1):
+                    unsent[node] = 1
+                return
+            nodes[node] = before + 1
+            in_bucket[node] = in_bucket.get(node, 0) + 1
+            unsent[node] = unsent.get(node, 0) + 1
+
+    def _split_run(self, path: Sequence[int], split_share: float, merge_share: float) -> int:
+        """Return how many prefixes from the first on are split now, splitting or merging them as their shares call for.
 
         Recent traffic alone can split a node, so that a prefix that turns hot is noticed within seconds although the
         window is still full of other traffic; to be merged it must be cold in both.
         """
-        newest = [self._buckets[-1], self._buckets[-2]] if len(self._buckets) > 1 else [self._buckets[-1]]
-        recent = sum(bucket.nodes.get(node, 0) for bucket in newest), sum(bucket.requests for bucket in newest)
-        window = self._nodes.get(node, 0), self._requests
-        if node in self._split:
-            if all(requests < merge_share * total for requests, total in (window, recent)):
-                self._split.discard(node)
-        elif any(
-            requests >= MIN_SPLIT_REQUESTS and requests > split_share * total for requests, total in (window, recent)
-        ):
-            self._split.add(node)
-        return node in self._split
+        last, prior = self._buckets[-1], self._buckets[-2] if len(self._buckets) > 1 else _Bucket(0.0)
+        recent_requests = last.requests + prior.requests
+        split_window = max(split_share * self._requests, MIN_SPLIT_REQUESTS - 1)
+        split_recent = max(split_share * recent_requests, MIN_SPLIT_REQUESTS - 1)
+        merge_window, merge_recent = merge_share * self._requests, merge_share * recent_requests
+        for depth, node in enumerate(path):
+            in_window = self._nodes.get(node, 0)
+            in_recent = last.nodes.get(node, 0) + prior.nodes.get(node, 0)
+            if node in self._split:
+                if in_window < merge_window and in_recent < merge_recent:
+                    self._split.discard(node)
+                    return depth
+            elif in_window > split_window or in_recent > split_recent:
+                self._split.add(node)
+            else:
+                return depth
+        return len(path)
 
     def _add(self, bucket: _Bucket, node: int, requests: int) -> bool:
         """Add to a node's count; False when it is new and the tree is full."""

@@ -8,10 +8,12 @@ so none can go negative or leak. What other router replicas owe the same instanc
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from dualmap.blocks import BlockChain
 from dualmap.estimate import PrefillModel, Speed
-from dualmap.held import HeldQueue
+from dualmap.held import HeldQueue, Waiting
+from dualmap.news import SharedLoad
 from dualmap.peers import NO_LOAD
 
 ENTRY_TTL_S = 600.0
@@ -50,16 +52,39 @@ class Entry:
         return self.chain.tokens - self.matched_tokens
 
 
+@dataclass(slots=True)
+class Standing:
+    """A member's load in the numbers that decisions compare, with held requests and the other replicas' shares.
+
+    They are good before ``until_s``. T_q falls as time passes, towards ``ends_s``, but not below ``least_queue_s``:
+    what waits behind the prefill at the head will take its time, however long that one has been at it.
+    """
+
+    until_s: float = -inf
+    ends_s: float = -inf
+    least_queue_s: float = 0.0
+    linear_s: float = 0.0
+    quadratic_s: float = 0.0
+    pending_tokens: int = 0
+    in_flight: int = 0
+    active_kv_tokens: int = 0
+
+    def queue_s(self, now: float) -> float:
+        """Return T_q at ``now``."""
+        return max(self.ends_s - now, self.least_queue_s)
+
+
 class MemberLoad:
     """The load of one instance, and how fast it has been seen to prefill."""
 
     def __init__(self, prior_tokens_per_second: float) -> None:
-        self.model = PrefillModel(prior_tokens_per_second)
+        self._model = PrefillModel(prior_tokens_per_second)
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
         self.in_flight = 0
         self.held = HeldQueue()
-        self.peers = NO_LOAD
+        self._peers = NO_LOAD
+        self.standing = Standing()
         self.suspended_until_s: float | None = None
         self._failures = 0
         # Prefills not yet seen to end, in the order they were handed over: engines serve first come first served.
@@ -71,7 +96,68 @@ class MemberLoad:
     @property
     def speed(self) -> Speed:
         """The prefill speed as learnt so far."""
-        return self.model.speed
+        return self._model.speed
+
+    @property
+    def peers(self) -> SharedLoad:
+        """What the other replicas owe the instance."""
+        return self._peers
+
+    @peers.setter
+    def peers(self, peers: SharedLoad) -> None:
+        self._peers = peers
+        self.standing.until_s = -inf
+
+    def set_prior(self, tokens_per_second: float) -> None:
+        """Take another first guess of the prefill speed, and forget what was learnt."""
+        self._model = PrefillModel(tokens_per_second)
+        self.standing.until_s = -inf
+
+    def observe(self, entry: Entry, busy_s: float) -> None:
+        """Learn the prefill speed from a prefill that kept the instance busy for ``busy_s`` seconds."""
+        self._model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
+        self.standing.until_s = -inf
+
+    def hold(self, waiting: Waiting) -> None:
+        """Count a request that waits in the router for this instance."""
+        self.held.add(waiting)
+        self.standing.until_s = -inf
+
+    def unhold(self, waiting: Waiting) -> None:
+        """Forget a request that waited for this instance."""
+        self.held.remove(waiting)
+        self.standing.until_s = -inf
+
+    def update(self, now: float, decode_stall_s: float) -> Standing:
+        """Return the standing, brought up to date if need be."""
+        if now >= self.standing.until_s:
+            self.settle(now)
+            self._update(now, decode_stall_s)
+        return self.standing
+
+    def _update(self, now: float, decode_stall_s: float) -> None:
+        """Bring the standing up to date; its T_q is ``queue_s``, told as a function of the time to come."""
+        standing, peers, held, speed = self.standing, self._peers, self.held, self.speed
+        others_s = peers.backlog_s + held.compute_s + peers.held_s
+        head = next(iter(self._pending.values()), None)
+        standing.ends_s, standing.least_queue_s, standing.until_s = -inf, others_s, inf
+        if head is not None:
+            began_s, behind_s = self._head_since_s, max(0.0, self._pending_compute_s - head.compute_s)
+            stalls_s = began_s + head.compute_s + decode_stall_s
+            if now < began_s:
+                standing.least_queue_s, standing.until_s = self._pending_compute_s + others_s, began_s
+            elif now > stalls_s:
+                standing.least_queue_s, standing.until_s = behind_s + (now - began_s) + others_s, -inf
+            else:
+                standing.ends_s, standing.least_queue_s = (
+                    began_s + self._pending_compute_s + others_s,
+                    behind_s + others_s,
+                )
+                standing.until_s = stalls_s if head.streamed else max(began_s, head.dispatched_s) + head.compute_s
+        standing.linear_s, standing.quadratic_s = speed.linear_s, speed.quadratic_s
+        standing.pending_tokens = self.pending_prefill_tokens + held.tokens + peers.pending_prefill_tokens
+        standing.in_flight = self.in_flight + peers.in_flight
+        standing.active_kv_tokens = self.active_kv_tokens + peers.active_kv_tokens
 
     def settle(self, now: float) -> None:
         """Release the prefills that should have ended by now and whose end nobody will see."""
@@ -142,6 +228,7 @@ class MemberLoad:
             self.pending_prefill_tokens += entry.new_tokens
         self.active_kv_tokens += entry.chain.tokens
         self.in_flight += 1
+        self.standing.until_s = -inf
 
     def first_token(self, now: float, entry: Entry) -> float:
         """Release a prefill that ended now; return the seconds it kept the instance busy."""
@@ -150,6 +237,7 @@ class MemberLoad:
         entry.prefilled = True
         # Other replicas' prefills are taken to be spread evenly among what is left of ours.
         self._head_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
+        self.standing.until_s = -inf
         return now - busy_since_s
 
     def leave(self, now: float, entry: Entry) -> None:
@@ -161,6 +249,7 @@ class MemberLoad:
                 self._head_since_s = now
         self.active_kv_tokens -= entry.chain.tokens
         self.in_flight -= 1
+        self.standing.until_s = -inf
 
     def _release_prefill(self, entry: Entry) -> None:
         del self._pending[entry.request_id]
@@ -189,7 +278,7 @@ class Ledger:
         if tokens_per_second != self._prior_tokens_per_second:
             self._prior_tokens_per_second = tokens_per_second
             for load in self._loads.values():
-                load.model = PrefillModel(tokens_per_second)
+                load.set_prior(tokens_per_second)
 
     def entry(self, request_id: str) -> Entry | None:
         """Return a live request, or None when it is unknown or has ended."""
@@ -213,7 +302,7 @@ class Ledger:
         load.succeeded()
         # Nor does one that may have waited behind what another replica sent.
         if in_order and entry.streamed and entry.alone and not load.peers.backlog_s:
-            load.model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
+            load.observe(entry, busy_s)
         return entry
 
     def leave(self, now: float, request_id: str) -> Entry | None:

@@ -82,7 +82,7 @@ class PoolRouter:
             return False
         left = entry.member
         self._fleet.take_back(left, entry.chain, entry.matched_tokens)
-        candidate = self._fleet.candidate(now, served, entry.chain)
+        candidate = self._fleet.view(now, entry.chain).candidate(served.id)
         self._fleet.ledger.move(
             now, entry, to=served.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
         )
@@ -349,7 +349,7 @@ class PoolRouter:
 
     def _hold(self, now: float, waiting: Waiting) -> None:
         load = self._fleet.ledger.load(waiting.member)
-        load.held.add(waiting)
+        load.hold(waiting)
         self._holding[waiting.member] = load
         self._held.hold(now, waiting)
 
@@ -362,7 +362,7 @@ class PoolRouter:
     def _unqueue(self, waiting: Waiting) -> None:
         """Take a request out of its instance's queue."""
         load = self._holding[waiting.member]
-        load.held.remove(waiting)
+        load.unhold(waiting)
         if not load.held:
             del self._holding[waiting.member]
 

@@ -1,13 +1,11 @@
 """Each policy's rule on hand-made situations; what they do to whole workloads is for the simulator to show."""
 
-from dataclasses import replace
-
 import pytest
 
 from dualmap.hotness import HotnessRule
 from dualmap.policies import POLICIES
 from dualmap.pool import Spill
-from dualmap.situation import Candidate, Situation
+from dualmap.situation import Candidate, Situation, Weights
 
 SLO_S = 5.0
 
@@ -29,6 +27,24 @@ def candidate(
     )
 
 
+class Listed(list[Candidate]):
+    """Everyone as written down; its columns are what the costs are documented to be."""
+
+    def costs_s(self, weights: Weights) -> list[float]:
+        return [
+            each.queue_s
+            + weights.compute * each.compute_s
+            + weights.active_kv * each.active_kv_tokens / each.tokens_per_second
+            for each in self
+        ]
+
+    def pending_tokens(self) -> list[int]:
+        return [each.pending_tokens for each in self]
+
+    def in_flight(self) -> list[int]:
+        return [each.in_flight for each in self]
+
+
 def decide(
     policy: str,
     *candidates: Candidate,
@@ -46,7 +62,7 @@ def decide(
         slo_ttft_s=SLO_S,
         spill=spill or Spill(),
         pair=candidates[:2],
-        everyone=sorted(candidates, key=lambda each: each.id),
+        everyone=Listed(sorted(candidates, key=lambda each: each.id)),
     )
     choice = POLICIES[policy].choose(situation)
     return choice.candidate.id, choice.rule.name
@@ -72,7 +88,7 @@ def test_the_paper_takes_the_less_loaded_of_the_pair_beyond_the_slo() -> None:
         candidate("c"),
     )
     assert decide("dualmap_paper", warm, other, idle) == ("b", "pair-less-loaded")
-    just_within = replace(warm, queue_s=4.9)
+    just_within = warm._replace(queue_s=4.9)
     assert decide("dualmap_paper", just_within, other, idle) == ("a", "pair-warm")
 
 
@@ -80,12 +96,12 @@ def test_dualmap_spills_by_marginal_cost_at_half_the_slo() -> None:
     warm = candidate("a", matched=800, queue_s=2.4, compute_s=0.1)
     other, idle = candidate("b", queue_s=3.0, compute_s=1.0), candidate("c", compute_s=0.3)
     assert decide("dualmap", warm, other, idle) == ("a", "pair-warm")
-    assert decide("dualmap", replace(warm, queue_s=2.5), other, idle) == ("c", "spill")
+    assert decide("dualmap", warm._replace(queue_s=2.5), other, idle) == ("c", "spill")
     # The weight of T_c keeps it home while the detour costs more work than the queue costs time: 2.6 + 3*0.1 < 3*1.0.
-    dear = replace(idle, compute_s=1.0)
-    assert decide("dualmap", replace(warm, queue_s=2.6), other, dear) == ("a", "pair-marginal")
+    dear = idle._replace(compute_s=1.0)
+    assert decide("dualmap", warm._replace(queue_s=2.6), other, dear) == ("a", "pair-marginal")
     # Active KV counts: 20 000 tokens at 1000/s weigh 0.2 * 20 s.
-    assert decide("dualmap", replace(warm, queue_s=2.6), other, replace(idle, active_kv_tokens=20_000)) == (
+    assert decide("dualmap", warm._replace(queue_s=2.6), other, idle._replace(active_kv_tokens=20_000)) == (
         "a",
         "pair-marginal",
     )
@@ -140,14 +156,14 @@ def test_the_hotness_rules_are_those_documented() -> None:
 
 
 def test_load_means_pending_prefill_not_requests() -> None:
-    few_long = replace(candidate("a", pending=900, queue_s=9.0), in_flight=1)
-    many_short = replace(candidate("b", pending=10, queue_s=9.0), in_flight=50)
+    few_long = candidate("a", pending=900, queue_s=9.0)._replace(in_flight=1)
+    many_short = candidate("b", pending=10, queue_s=9.0)._replace(in_flight=50)
     assert decide("dualmap_paper", few_long, many_short) == ("b", "pair-less-loaded")
     assert decide("least_loaded", few_long, many_short)[0] == "b"
 
 
 def test_min_ttft_breaks_ties_by_requests_in_flight() -> None:
-    busy, idle = replace(candidate("a"), in_flight=9), candidate("b")
+    busy, idle = candidate("a")._replace(in_flight=9), candidate("b")
     assert {decide("min_ttft", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"b"}
 
 

@@ -1,9 +1,10 @@
 from collections import OrderedDict
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.prefix_index import PrefixIndex
+from dualmap.prefix_index import PrefixIndex, PrefixTree
 
 
 def chain_of(name: int, length: int) -> list[int]:
@@ -12,6 +13,34 @@ def chain_of(name: int, length: int) -> list[int]:
 
 
 PROMPTS = st.builds(chain_of, st.integers(0, 40), st.integers(0, 30))
+# Prompts that part at blocks 3, 8 and 15, so that runs are cut, shared and grown in many ways.
+BRANCHING = st.builds(
+    lambda names, length: [10**6 * sum(name * 7**n for n, name in enumerate(names[: (n > 2) + (n > 7) + (n > 14)])) + n
+                           for n in range(length)],
+    st.tuples(*[st.integers(1, 3)] * 3),
+    st.integers(0, 24),
+)  # fmt: skip
+
+
+def check(*indexes: PrefixIndex) -> None:
+    """What every state of indexes over one tree must keep."""
+    for index in indexes:
+        assert len(index) == sum(len(run.hashes) for run in index._held) <= index._capacity
+        order = list(index._held)
+        for age, run in enumerate(order):
+            # A run's parent is held as well and given up later.
+            assert run.parent is not None
+            assert run.parent is index._tree.root or order.index(run.parent) > age
+    waiting, reached = [indexes[0]._tree.root], set()
+    while waiting:
+        parent = waiting.pop()
+        for first, run in (parent.children or {}).items():
+            reached.add(run)
+            waiting.append(run)
+            assert (run.parent, run.hashes[0]) == (parent, first)
+            assert set(run.holders) == {index for index in indexes if run in index._held}
+            assert len(run.holders) > 1 or run.holders is run.holders[0]._alone
+    assert reached == {run for index in indexes for run in index._held}
 
 
 @given(st.integers(0, 64), st.lists(PROMPTS, max_size=60))
@@ -43,33 +72,72 @@ def test_it_holds_what_an_lru_of_three_quarters_of_its_capacity_holds(prompts: l
         assert index.matched_blocks(prompt) >= held
 
 
-@given(st.lists(PROMPTS, min_size=1, max_size=30), PROMPTS)
-def test_eviction_never_leaves_a_block_without_its_prefix(prompts: list[list[int]], probe: list[int]) -> None:
-    index = PrefixIndex(40)
+STEPS = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 2), BRANCHING),
+    st.tuples(st.just("cut"), st.integers(0, 2), BRANCHING, st.integers(0, 24)),
+    st.tuples(st.just("clear"), st.integers(0, 2)),
+)
+
+
+@given(st.lists(STEPS, max_size=40), st.lists(BRANCHING, max_size=5))
+def test_members_that_share_a_tree_hold_exactly_what_was_added_and_not_cut(
+    steps: list[tuple[Any, ...]], prompts: list[list[int]]
+) -> None:
+    tree = PrefixTree()
+    indexes = [PrefixIndex(10_000, tree) for _ in range(3)]
+    plain: list[set[tuple[int, ...]]] = [set(), set(), set()]
+    for action, member, *arguments in steps:
+        getattr(indexes[member], action)(*arguments)
+        check(*indexes)
+        match action, arguments:
+            case "add", [prompt]:
+                prompts.append(prompt)
+                plain[member].update(tuple(prompt[: n + 1]) for n in range(len(prompt)))
+            case "cut", [prompt, keep] if keep < len(prompt):
+                lost = tuple(prompt[: keep + 1])
+                plain[member] = {prefix for prefix in plain[member] if prefix[: keep + 1] != lost}
+            case "clear", _:
+                plain[member].clear()
     for prompt in prompts:
-        index.add(prompt)
-    for prompt in [*prompts, probe]:
-        held = [index.matched_blocks([block]) for block in prompt]
-        assert held == sorted(held, reverse=True)
+        held = [sum(tuple(prompt[: n + 1]) in prefixes for n in range(len(prompt))) for prefixes in plain]
+        assert [index.matched_blocks(prompt) for index in indexes] == held
+        holders = tree.holders(tree.path(prompt))
+        assert holders == {index: blocks for index, blocks in zip(indexes, held, strict=True) if blocks}
 
 
-def test_removal_by_block_cuts_the_match_there_and_re_adding_mends_it() -> None:
+@given(
+    st.lists(
+        st.one_of(STEPS, st.tuples(st.just("resize"), st.integers(0, 2), st.integers(0, 60))),
+        max_size=60,
+    )
+)
+def test_members_that_share_a_tree_each_keep_to_their_capacity(steps: list[tuple[Any, ...]]) -> None:
+    tree = PrefixTree()
+    indexes = [PrefixIndex(40, tree) for _ in range(3)]
+    for action, member, *arguments in steps:
+        getattr(indexes[member], action)(*arguments)
+        check(*indexes)
+
+
+def test_a_cut_forgets_what_lies_behind_and_adding_mends_it() -> None:
     index = PrefixIndex(100)
     prompt = chain_of(1, 20)
     index.add(prompt)
-    index.remove([prompt[7], 999_999])
+    index.cut(prompt, 7)
+    assert (index.matched_blocks(prompt), len(index)) == (7, 7)
+    index.cut(chain_of(2, 20), 5)
     assert index.matched_blocks(prompt) == 7
     index.add(prompt)
     assert index.matched_blocks(prompt) == 20
 
 
 def test_a_smaller_capacity_drops_the_least_recently_used() -> None:
-    index = PrefixIndex(100)
-    for name in range(8):
-        index.add(chain_of(name, 13)[3:])
+    index = PrefixIndex(104)
+    for name in range(1, 9):
+        index.add([name * 1000 + n for n in range(13)])
     index.resize(30)
-    assert len(index) <= 30
-    assert index.matched_blocks(chain_of(7, 13)[3:]) == 10
+    assert len(index) == 30
+    assert [index.matched_blocks([name * 1000 + n for n in range(13)]) for name in range(5, 9)] == [0, 4, 13, 13]
     index.resize(0)
     assert len(index) == 0
 
@@ -81,9 +149,19 @@ def test_clearing_forgets_everything() -> None:
     assert (len(index), index.matched_blocks(chain_of(1, 20))) == (0, 0)
 
 
-def test_reuse_alone_keeps_memory_bounded() -> None:
+def test_a_member_gives_up_a_run_that_another_holds_too_without_taking_it_from_that_one() -> None:
+    tree = PrefixTree()
+    small, large = PrefixIndex(30, tree), PrefixIndex(100, tree)
+    shared = [5000 + n for n in range(25)]
+    for index in (large, small):
+        index.add(shared)
+        index.add([6000 + n for n in range(20)])
+    assert (small.matched_blocks(shared), large.matched_blocks(shared)) == (0, 25)
+
+
+def test_reuse_alone_keeps_the_tree_as_it_is() -> None:
     index = PrefixIndex(64)
     for turn in range(10_000):
         index.add(chain_of(turn % 3, 10))
-    assert sum(len(generation) for generation in index._generations) < 64 * 4
+    assert len(index._held) == 4
     assert all(index.matched_blocks(chain_of(name, 10)) == 10 for name in range(3))

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Candidate, Choice, Rule, Situation
+from dualmap.situation import Choice, Rule, Situation, Weights
 
 _PAIR_MARGINAL = Rule("pair-marginal", "the pair is too slow, and yet this member of it costs least of all members")
 _SPILL = Rule("spill", "the pair is too slow, and this member costs least of all members")
@@ -33,10 +33,7 @@ class DualMap:
         if situation.waited_s + warm.ttft_s <= spill.slo_fraction * situation.slo_ttft_s:
             return Choice(warm, rule)
 
-        def marginal_cost_s(each: Candidate) -> float:
-            active_s = each.active_kv_tokens / each.tokens_per_second
-            return each.queue_s + spill.prefill_weight * each.compute_s + spill.active_kv_weight * active_s
-
-        cheapest = situation.least(situation.everyone, marginal_cost_s)
+        weights = Weights(compute=spill.prefill_weight, active_kv=spill.active_kv_weight)
+        cheapest = situation.cheapest(situation.everyone.costs_s(weights))
         in_pair = any(cheapest.id == each.id for each in situation.pair)
         return Choice(cheapest, _PAIR_MARGINAL if in_pair else _SPILL)

@@ -25,5 +25,4 @@ class DualMapPaper:
         warm, rule = situation.warmest()
         if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
             return Choice(warm, rule)
-        less_loaded = situation.least(situation.pair, lambda each: (each.pending_tokens, each.in_flight))
-        return Choice(less_loaded, _LESS_LOADED)
+        return Choice(situation.less_loaded(), _LESS_LOADED)

@@ -18,7 +18,4 @@ class LeastLoaded:
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the least pending prefill."""
-        return Choice(
-            situation.least(situation.everyone, lambda each: (each.pending_tokens, each.in_flight)),
-            _LEAST_LOADED,
-        )
+        return Choice(situation.cheapest(situation.everyone.pending_tokens()), _LEAST_LOADED)

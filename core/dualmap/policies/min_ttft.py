@@ -3,9 +3,10 @@
 from typing import ClassVar
 
 from dualmap.hotness import HotnessRule
-from dualmap.situation import Choice, Rule, Situation
+from dualmap.situation import Choice, Rule, Situation, Weights
 
 _MIN_TTFT = Rule("min-ttft", "its predicted TTFT is the least of all members")
+_TTFT = Weights(compute=1.0)
 
 
 class MinTtft:
@@ -18,4 +19,4 @@ class MinTtft:
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the least predicted TTFT; of equals the one with fewer requests in flight."""
-        return Choice(situation.least(situation.everyone, lambda each: (each.ttft_s, each.in_flight)), _MIN_TTFT)
+        return Choice(situation.cheapest(situation.everyone.costs_s(_TTFT)), _MIN_TTFT)
