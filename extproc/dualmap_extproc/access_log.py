@@ -57,11 +57,11 @@ FAILED_FLAGS: Final = frozenset(
 )
 
 # Longer than any id that a router gives.
-_ID_CHARACTERS: Final = 512
+ID_CHARACTERS: Final = 512
 # Above any context length, below where floats lose whole numbers.
-_TOKENS_MAX: Final = 10**9
+TOKENS_MAX: Final = 10**9
 # Entries handed over in one go. At 10 to 40 us each a batch of Envoy's takes milliseconds; a hostile one is cut up.
-_ENTRIES_AT_ONCE: Final = 100
+ENTRIES_AT_ONCE: Final = 100
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, wire.StreamAccessLogsResponse]"
 _log = get_logger(__name__)
@@ -103,7 +103,7 @@ def read_entry(entry: wire.HTTPAccessLogEntry) -> AccessLogEntry | None:
     common = entry.common_properties
     tags = common.custom_tags
     request_id = _tag(tags, TAG_REQUEST_ID) or _metadata_id(common)
-    if not request_id or len(request_id) > _ID_CHARACTERS:
+    if not request_id or len(request_id) > ID_CHARACTERS:
         return None
     flags: tuple[str, ...] = ()
     if common.HasField("response_flags"):
@@ -152,8 +152,8 @@ class AccessLogSink:
                 _log.warning("access log batch unreadable, its entries are lost", size=len(data), reason=str(error))
                 continue
             entries = batch.http_logs.log_entry
-            for start in range(0, len(entries), _ENTRIES_AT_ONCE):
-                some = entries[start : start + _ENTRIES_AT_ONCE]
+            for start in range(0, len(entries), ENTRIES_AT_ONCE):
+                some = entries[start : start + ENTRIES_AT_ONCE]
                 known = read_entries(some)
                 self._observer.access_log_entries(known=len(known), others=len(some) - len(known))
                 self._on_entries(known)
@@ -205,4 +205,4 @@ def _number(text: str) -> int | None:
         value = float(text)
     except ValueError:
         return None
-    return int(value) if math.isfinite(value) and 0 <= value <= _TOKENS_MAX else None
+    return int(value) if math.isfinite(value) and 0 <= value <= TOKENS_MAX else None

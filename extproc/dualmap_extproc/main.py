@@ -10,10 +10,23 @@ import click
 from dualmap.errors import PoolError
 from dualmap.pool_reader import parse_duration
 from dualmap_extproc import logs
-from dualmap_extproc.settings import Settings
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
 
 _PORT = click.IntRange(0, 65535)
+
+
+class _ReplicaId(click.ParamType[str]):
+    """A router's name: printable ASCII without spaces, no longer than a host name."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if not (text.isascii() and text.isprintable() and " " not in text and 0 < len(text) <= REPLICA_ID_CHARACTERS):
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            self.fail(f"{shown!r} is not accepted; give 1 to {REPLICA_ID_CHARACTERS} ASCII characters, no spaces")
+        return text
 
 
 class _Duration(click.ParamType[float]):
@@ -63,7 +76,13 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="With --tls: only who shows a certificate signed by one of these may connect.",
 )
 @redis_options
-@click.option("--replica-id", default=socket.gethostname, show_default="host name", help="Name of this router.")
+@click.option(
+    "--replica-id",
+    default=socket.gethostname,
+    show_default="host name",
+    type=_ReplicaId(),
+    help="Name of this router, unlike any other's.",
+)
 @click.option("--drain-timeout", default="25s", type=_Duration(), help="Longest wait for requests at SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))

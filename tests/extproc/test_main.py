@@ -26,7 +26,11 @@ from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.wire import discovery_pb2
 from dualmap_extproc.wire import ext_proc_pb2 as wire
+from dualmap_extproc.store.codec import decode_news
+from dualmap_extproc.store.redis import stream_key
 from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
+from redis_server import RedisServer, redis_server
+from waiting import until
 
 WAIT_S = 60.0
 READY = re.compile(r"dualmap router ready grpc=(\S+) health=(\S+) metrics=(\S+) als=(\S+)$")
@@ -254,7 +258,18 @@ async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_pl
         (None, ("--tls", "on"), 2, "--tls: 'on' is not accepted; give off, self-signed"),
         ("replicas: !!bool maybe", (), 2, "pool.yaml"),
         (None, ("--drain-timeout", "soon"), 2, "Invalid value for '--drain-timeout': 'soon' is not accepted; give "),
+        (None, ("--replica-id", ""), 2, "Invalid value for '--replica-id': '' is not accepted; give 1 to 253 ASCII"),
+        (None, ("--replica-id", "r" * 254), 2, "1 to 253 ASCII characters, no spaces"),
+        (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters, no spaces"),
+        (None, ("--replica-id", "ro\x00ter"), 2, "1 to 253 ASCII characters, no spaces"),
         (None, ("--als-port", "4711", "--grpc-port", "4711"), 2, "--grpc-port and --als-port are both 4711"),
+        (None, ("--redis", "redis://cache:port"), 2, "--redis: the URL is not accepted: it is no URL, or its port"),
+        (None, ("--redis", "rediss://c", "--redis-ca", "/nonexistent"), 2, "--redis-ca: /nonexistent: No such file"),
+        (None, ("--redis", "redis://c", "--redis-password-file", "/nonexistent"), 2, "/nonexistent: No such file"),
+        (None, ("--redis-password-file", "/nonexistent"), 2, "--redis-password-file means nothing without --redis"),
+        (None, ("--redis", "redis://c", "--redis-password", "x"), 2, "give --redis-password-file FILE, or DUALMAP_"),
+        (None, ("--tls-client-ca", "/nonexistent"), 2, "--tls-client-ca: means nothing in plain text"),
+        (None, ("--log-prompts",), 2, "--log-prompts means nothing without --log-level debug"),
         (None, ("--grpc-port", "70000"), 2, "70000"),
         (None, ("--host", "not.an.address.invalid"), 1, "give another --host"),
         (None, ("--host", "a..b"), 1, "give another --host"),
@@ -324,6 +339,81 @@ async def test_a_stop_says_what_it_waits_for_how_long_and_that_it_is_over(tmp_pa
     draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.server")
     assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("draining", 1, 0.6)
     assert (stopped["event"], stopped["cut_requests"]) == ("stopped", 1)
+
+
+async def store_is_up(served: Router) -> bool:
+    return b"dualmap_store_up 1.0" in await served.get("/metrics")
+
+
+async def test_without_redis_nothing_is_said_of_a_store(tmp_path):
+    async with running(write_pool(tmp_path / "pool.yaml")) as served:
+        assert b"dualmap_store" not in await served.get("/metrics")
+
+
+async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
+    redis = RedisServer(tmp_path / "redis", password="hidden-word")
+    password = tmp_path / "password"
+    password.write_text("hidden-word\n")
+    # That of the URL is another, and is not used.
+    url = redis.url.replace("redis://", "redis://:hidden-too@")
+    options = ("--redis", url, "--redis-password-file", str(password), "--log-format", "json", "--log-level", "debug")
+    async with running(write_pool(tmp_path / "pool.yaml"), options=options) as served:
+        async with grpc.aio.insecure_channel(served.grpc) as channel:
+            assert await picked(channel, chat())
+            assert not await store_is_up(served)
+            redis.start()
+            try:
+                await until(lambda: store_is_up(served))
+                assert await picked(channel, chat())
+                page = await served.get("/metrics")
+                served.stop()
+                assert await served.exited() == 0
+                with redis.admin as admin:
+                    (_, last), *_ = admin.xrevrange(stream_key("llm/qwen"), count=1)
+            finally:
+                redis.kill()
+        assert served.process.stderr is not None
+        written = await served.process.stderr.read()
+    assert b'dualmap_store_errors_total{kind="connection"}' in page
+    assert b"hidden" not in page + written
+    lines = [line for line in map(json.loads, written.splitlines()) if line["logger"].endswith("store.exchange")]
+    assert [line["event"].partition(",")[0] for line in lines] == [
+        "shared state is out of reach",
+        "shared state is back",
+    ]
+    assert lines[0]["store"] == redis.url
+    # Its last word is that it has no load any more.
+    assert decode_news(last[b"n"]).empty
+
+
+async def test_two_routers_know_each_others_load(tmp_path):
+    file = write_pool(tmp_path / "pool.yaml")
+    with redis_server(tmp_path / "redis") as redis:
+        environment = ("--redis", redis.url)
+        async with running(file, options=environment) as one, running(file, options=environment) as other:
+            async with grpc.aio.insecure_channel(one.grpc) as channel:
+                call = stream(channel)
+                await call.write(request_headers(NO_WAIT))
+                await call.write(request_body(chat()))
+                await call.read()
+
+                async def peers_know() -> bool:
+                    return b'dualmap_pool_peers{pool="llm/qwen"} 1.0' in await other.get("/metrics")
+
+                await until(peers_know)
+                call.cancel()
+
+
+async def test_a_redis_that_hangs_does_not_keep_a_router_from_ending(tmp_path):
+    with redis_server(tmp_path / "redis") as redis:
+        async with running(write_pool(tmp_path / "pool.yaml"), options=("--redis", redis.unix_url)) as served:
+            await until(lambda: store_is_up(served))
+            redis.pause()
+            try:
+                served.stop()
+                assert await served.exited() == 0
+            finally:
+                redis.resume()
 
 
 def test_a_missing_pool_option_is_bad_usage():

@@ -1,0 +1,32 @@
+"""docs/limits.md says what the code says, and every limit has the test it names."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS = re.findall(
+    r"^\| (?!What|---)([^|]*) \| ([^|]*) \| ([^|]*)\| ([^|]*) \| `([^|]*)` \|$",
+    (ROOT / "docs" / "limits.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_every_row_is_read() -> None:
+    lines = [line for line in (ROOT / "docs" / "limits.md").read_text().splitlines() if line.startswith("| ")]
+    assert len(ROWS) == len(lines) - 1
+
+
+@pytest.mark.parametrize(("what", "limit", "beyond", "set_by", "test"), ROWS, ids=[row[0][:30] for row in ROWS])
+def test_a_limit_is_what_the_page_says_and_its_test_exists(
+    what: str, limit: str, beyond: str, set_by: str, test: str
+) -> None:
+    file, _, name = test.partition("::")
+    assert re.search(rf"def {name}\(", (ROOT / file).read_text())
+    dotted = re.fullmatch(r"`([\w.]+)\.([A-Z]\w+)(?:\.(\w+))?`", set_by)
+    if dotted:
+        module, attribute, field = dotted.groups()
+        value = getattr(import_module(module), attribute)
+        assert (getattr(value(), field) if field else value) == int(limit.split()[0])
