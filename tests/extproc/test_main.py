@@ -24,10 +24,10 @@ from dualmap_extproc import wiring
 from dualmap_extproc.main import router
 from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.settings import Settings
-from dualmap_extproc.wire import discovery_pb2
-from dualmap_extproc.wire import ext_proc_pb2 as wire
 from dualmap_extproc.store.codec import decode_news
 from dualmap_extproc.store.redis import stream_key
+from dualmap_extproc.wire import discovery_pb2
+from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
 from redis_server import RedisServer, redis_server
 from waiting import until
@@ -386,22 +386,17 @@ async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
     assert decode_news(last[b"n"]).empty
 
 
-async def test_two_routers_know_each_others_load(tmp_path):
+async def test_two_routers_know_of_each_other(tmp_path):
     file = write_pool(tmp_path / "pool.yaml")
     with redis_server(tmp_path / "redis") as redis:
-        environment = ("--redis", redis.url)
-        async with running(file, options=environment) as one, running(file, options=environment) as other:
-            async with grpc.aio.insecure_channel(one.grpc) as channel:
-                call = stream(channel)
-                await call.write(request_headers(NO_WAIT))
-                await call.write(request_body(chat()))
-                await call.read()
+        options = ("--redis", redis.url)
+        async with running(file, options=options) as one, running(file, options=options) as other:
+            for served in (one, other):
 
-                async def peers_know() -> bool:
-                    return b'dualmap_pool_peers{pool="llm/qwen"} 1.0' in await other.get("/metrics")
+                async def knows(served: Router = served) -> bool:
+                    return b'dualmap_pool_peers{pool="llm/qwen"} 1.0' in await served.get("/metrics")
 
-                await until(peers_know)
-                call.cancel()
+                await until(knows)
 
 
 async def test_a_redis_that_hangs_does_not_keep_a_router_from_ending(tmp_path):
