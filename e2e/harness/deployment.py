@@ -40,12 +40,13 @@ class Deployment:
         workers: int = 2,
         tls: bool = False,
         router_arguments: tuple[str, ...] = (),
+        envoy_arguments: tuple[str, ...] = (),
     ) -> None:
         self.mode = mode
         self._directory = directory
         self._workers = workers
-        self._tls = tls
         self._router_arguments = (*router_arguments, *(("--tls", "self-signed") if tls else ()))
+        self._envoy_arguments = (*envoy_arguments, *(("--tls", "on") if tls else ()))
         self._files = {name: directory / f"{name}.json" for name in pools}
         for name, document in pools.items():
             self.write(name, document)
@@ -67,9 +68,12 @@ class Deployment:
         await self.envoy.child.stop()
         await self.router.stop()
 
-    def another_envoy(self, name: str, *, edit: Edit | None = None) -> Envoy:
-        """Return an Envoy over the same router, not started; ``edit`` may change its YAML."""
-        config = self._envoy_config()
+    def another_envoy(self, name: str, *, edit: Edit | None = None, arguments: tuple[str, ...] | None = None) -> Envoy:
+        """Return an Envoy over the same router, not started; ``edit`` may change its YAML.
+
+        ``arguments`` are those of ``dualmap envoy-config`` (None: the deployment's).
+        """
+        config = self._envoy_config(self._envoy_arguments if arguments is None else arguments)
         return Envoy(edit(config) if edit else config, directory=self._directory, concurrency=self._workers, name=name)
 
     async def kill_router(self) -> None:
@@ -174,14 +178,14 @@ class Deployment:
             list(self._files.values()), directory=self._directory, arguments=self._router_arguments, ports=ports
         )
 
-    def _envoy_config(self) -> str:
+    def _envoy_config(self, envoy_arguments: tuple[str, ...]) -> str:
         """Run ``dualmap envoy-config``: in this process, since its imports take seconds."""
         ports = self.router.ports
         arguments = ["envoy-config"]
         arguments += [part for file in self._files.values() for part in ("--pool", str(file))]
         arguments += ["--router", f"127.0.0.1:{ports['grpc']}", "--als", f"127.0.0.1:{ports['als']}"]
         arguments += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
-        arguments += ["--mode", self.mode.value, "--tls", "on" if self._tls else "off"]
+        arguments += ["--mode", self.mode.value, *envoy_arguments]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0, result.output
         return result.stdout
