@@ -124,6 +124,9 @@ class Peer:
         self._echoes = False
         self._sent: Counter[str] = Counter()
         self._answered: Counter[str] = Counter()
+        # Bodies that pass through the router (FULL_DUPLEX_STREAMED): what went there, and what of it came back.
+        self._there = {"request_body": b"", "response_body": b""}
+        self._back = {"request_body": b"", "response_body": b""}
         # The first answer to a request carries the pick, as long as what is said is what Envoy would say.
         self._picked = False
         self._in_order = True
@@ -138,8 +141,11 @@ class Peer:
             self._waits = not self._duplex and not config.send_body_without_waiting_for_header_response
             self._echoes = config.response_body_mode == wire.FULL_DUPLEX_STREAMED
         if kind is not None:
-            self._in_order &= not kind.startswith("response") and (kind != "request_headers" or not self._sent)
+            again = self._sent["request_trailers"] or (kind == "request_headers" and self._sent)
+            self._in_order &= kind.startswith("request") and not again
             self._sent[kind] += 1
+            if kind in self._there:
+                self._there[kind] += getattr(sent, kind).body
 
     def take(self, answers: list[wire.ProcessingResponse], *, ended: bool) -> None:
         """Check answers of the router's, which may have ended the stream with them."""
@@ -173,6 +179,9 @@ class Peer:
         self._answered[kind] += 1
         if not pieces:
             assert self._answered[kind] <= self._sent[kind], f"more answers than messages: {kind}"
+        elif self._in_order or kind == "response_body":
+            self._back[kind] += getattr(answer, kind).response.body_mutation.streamed_response.body
+            assert self._there[kind].startswith(self._back[kind]), f"{kind} came back changed"
         if kind.startswith("request") and self._in_order and not self._waits:
             assert self._picked or names.LB_NAMESPACE in answer.dynamic_metadata.fields, f"{kind} before the pick"
             self._picked = True
