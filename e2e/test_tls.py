@@ -70,7 +70,9 @@ async def all_started(stack: AsyncExitStack, envoys: Iterable[Envoy]) -> None:
 
 
 def scripted(world: World) -> dict[str, dict[str, Any]]:
-    return {"scripted": world.documents()["scripted"]}
+    """Return the pool of the upstreams; nothing is held back behind answers that a test keeps waiting."""
+    members = [member_of(world.left), member_of(world.right)]
+    return {"scripted": document("scripted", members, routing={"queue": {"dispatchWindow": "Unlimited"}})}
 
 
 @modes
