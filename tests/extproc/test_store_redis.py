@@ -198,9 +198,7 @@ class TestCredentials:
                 assert await failure(store) is Failure.DENIED
 
     async def test_the_documented_rights_are_enough_and_needed(self, guarded):
-        document = (Path(__file__).parents[2] / "docs/state.md").read_text()
-        (rule,) = [line for line in document.splitlines() if line.startswith("ACL SETUSER router ")]
-        words = rule.replace("PASSWORD", "other").split()
+        words = documented_rights("other")[0]
         url = guarded.url.replace("redis://", "redis://router:other@")
         with guarded.admin as admin:
             admin.execute_command(*words)
@@ -223,6 +221,12 @@ class TestCredentials:
         assert "hidden" not in repr(caught.value)
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
+
+
+def documented_rights(password: str) -> list[list[str]]:
+    """The commands of the document that give a user its rights: the ones always needed, and a cluster's."""
+    document = (Path(__file__).parents[2] / "docs/state.md").read_text().splitlines()
+    return [line.replace("PASSWORD", password).split() for line in document if line.startswith("ACL SETUSER router ")]
 
 
 async def needs_every_right(store: RedisStore, admin: redis.Redis) -> None:
@@ -282,12 +286,16 @@ class TestCluster:
         # llm/a and llm/d are on different nodes of the two.
         pools = ("llm/a", "llm/b", "llm/c", "llm/d")
         with redis_cluster(tmp_path / "cluster") as nodes:
+            for node in nodes:
+                with node.admin as admin:
+                    for words in documented_rights("other"):
+                        admin.execute_command(*words)
             counts = []
             for node in nodes:
                 for each in nodes:
                     with each.admin as admin:
                         admin.flushall()
-                async with opened(node.url) as store:
+                async with opened(node.url.replace("redis://", "redis://router:other@")) as store:
                     await works(store, pools)
                     for pool in pools:
                         await works_again(store, pool)
@@ -295,6 +303,16 @@ class TestCluster:
                     counts.append(len(admin.keys()))
             assert sum(counts) == 2 * len(pools)
             assert 0 not in counts
+
+    async def test_a_node_that_is_gone_is_a_failure_in_bounded_time(self, tmp_path):
+        with redis_cluster(tmp_path / "cluster") as nodes:
+            async with opened(nodes[0].url) as store:
+                questions = [replace(QUESTION, pool=pool) for pool in ("llm/a", "llm/d")]
+                await store.hear("listener", questions)
+                nodes[1].kill()
+                with pytest.raises(StoreError) as caught:
+                    await store.hear("listener", questions)
+                assert caught.value.failure in (Failure.CONNECTION, Failure.TIMEOUT)
 
 
 async def works_again(store: RedisStore, pool: str) -> None:
