@@ -16,7 +16,7 @@ from bench.gateway.stacks import BenchError
 
 from dualmap_cli.demo.errors import ChildError
 
-_QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.7, 5.0
+_QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
 
 
 @click.command(context_settings={"show_default": True})

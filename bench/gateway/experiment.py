@@ -14,12 +14,8 @@ from bench.gateway.load import Job, Result, cpu_s
 from bench.gateway.stacks import BenchError, Lab, Stack
 
 from dualmap_cli.demo.children import Children
-from dualmap_extproc.main import router
 
-ALONE, TRIVIAL, ROUTER = "Envoy alone", "trivial picker", "1 router"
-# TEMP until the router has --redis
-WITH_REDIS = any(option.name == "redis" for option in router.params)
-REDIS = "1 router with Redis" if WITH_REDIS else ROUTER
+ALONE, TRIVIAL, ROUTER, REDIS = "Envoy alone", "trivial picker", "1 router", "1 router with Redis"
 SIZES_KB = (1, 64, 220)
 FEW_CHUNKS, MANY_CHUNKS = 5, 50
 ROUTERS = (1, 2, 4)
@@ -123,19 +119,19 @@ class Experiment:
                 await lab.envoy_alone(ALONE),
                 await lab.trivial(TRIVIAL),
                 await lab.routers(ROUTER, 1),
-                *([await lab.routers(REDIS, 1, redis=WITH_REDIS)] if WITH_REDIS else ()),
+                await lab.routers(REDIS, 1, redis=True),
             ]
             await self._rounds(lab, stacks, cells)
 
     async def _several_routers(self) -> None:
         async with self._lab("several") as lab:
             stacks = [await lab.trivial(TRIVIAL)]
-            stacks += [await lab.routers(several(number), number, redis=WITH_REDIS) for number in ROUTERS]
+            stacks += [await lab.routers(several(number), number, redis=True) for number in ROUTERS]
             await self._rounds(lab, stacks, [Cell(section="routers", prompt_kb=1, chunks=0, rate=0)])
 
     async def _at_rest(self) -> None:
         async with self._lab("idle") as lab:
-            stack = await lab.routers(REDIS, 1, redis=WITH_REDIS, members=IDLE_ENDPOINTS)
+            stack = await lab.routers(REDIS, 1, redis=True, members=IDLE_ENDPOINTS)
             # As it is after work, not as it was born.
             await self._measure(lab, stack, Cell(section="idle", prompt_kb=1, chunks=0, rate=self._plan.rate), 0)
             await asyncio.sleep(1.0)
@@ -209,4 +205,4 @@ class Experiment:
 
 def several(number: int) -> str:
     """Name the stack of so many routers that share a Redis."""
-    return f"{number} router{'s' if number > 1 else ''}{' with Redis' if WITH_REDIS else ''}"
+    return f"{number} router{'s' if number > 1 else ''} with Redis"

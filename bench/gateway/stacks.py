@@ -131,7 +131,7 @@ class Lab:
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
     async def routers(self, name: str, count: int, *, redis: bool = False, members: int = ENGINES) -> Stack:
-        """Start so many routers as users do, and an Envoy that asks them; ``redis`` starts a Redis for them to share."""
+        """Start so many routers as users do, and an Envoy that asks them; with ``redis``, one for them to share."""
         tag = name.replace(" ", "-")
         pool, store, url = self._pool(tag, members), {}, None
         if redis:
@@ -214,9 +214,11 @@ class Lab:
 
         async def port() -> int | None:
             admin = admin_file.read_text() if admin_file.exists() else ""
-            statuses = json.loads(await _get(f"http://{admin}/listeners?format=json") or b"{}") if admin else {}
-            listeners = statuses.get("listener_statuses")
-            return listeners[0]["local_address"]["socket_address"]["port_value"] if listeners else None
+            # Live means that the endpoints have come, too.
+            if not admin or not await _get(f"http://{admin}/ready"):
+                return None
+            listeners = json.loads(await _get(f"http://{admin}/listeners?format=json"))["listener_statuses"]
+            return int(listeners[0]["local_address"]["socket_address"]["port_value"])
 
         return Stack(
             name=name,

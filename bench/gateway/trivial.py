@@ -3,7 +3,7 @@
 ``python -m bench.gateway.trivial DESTINATION CLUSTER`` speaks Envoy's no-wait STREAMED mode as the router does (nothing
 before the body's end, one answer per message, the stream ended at the first chunk of the response). Every answer is
 made once, at the start; of what arrives it looks at the two bytes that say what it is and whether the body ends.
-It takes no access log, serves no endpoints, counts nothing.
+It takes no access log, serves no endpoints, counts nothing; it says that it is healthy, should Envoy ask for that.
 """
 
 import asyncio
@@ -12,6 +12,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.wire import answers
@@ -74,6 +77,10 @@ async def main(destination: str, cluster: str) -> None:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method}),)
     )
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for service in ("", EXT_PROC_SERVICE):
+        await health.set(service, HealthCheckResponse.SERVING)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"dualmap bench-trivial ready grpc=127.0.0.1:{port}", flush=True)

@@ -1,0 +1,61 @@
+"""The benchmark through Envoy in its shortest form: every stack is measured under every load, and every aim judged.
+
+The figures themselves mean nothing here, and nothing is asserted of them.
+"""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SHORTEST = ("--rounds", "1", "--seconds", "0.2", "--idle-seconds", "0.5", "--connections", "4", "--rate", "50")
+LOADS = {"prompts": 3 * 2 * 4, "chunks": 2 * 4, "routers": 4}
+ROWS = {"Prompts": 3 * 4, "Event streams": 4, "Several routers": 4, "Idle": 1, "Aims": 3 + 1 + 1}
+LIMIT_S = 280.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 20)
+async def test_every_stack_has_its_row_in_every_table(tmp_path: Path) -> None:
+    samples = tmp_path / "samples.json"
+    bench = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench", "gateway", *SHORTEST, "--json", str(samples)),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        printed, progress = await asyncio.wait_for(bench.communicate(), LIMIT_S)
+    finally:
+        if bench.returncode is None:
+            # Its children end with it.
+            bench.kill()
+            await bench.wait()
+    assert bench.returncode == 0, progress.decode()[-4000:]
+
+    tables = {table.partition("\n")[0]: table for table in re.split(r"\n\n(?=[A-Z])", printed.decode())}
+    for title, rows in ROWS.items():
+        table = next(text for name, text in tables.items() if name.startswith(title))
+        # Its head and the line under it are none.
+        cells = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")][2:]
+        assert len(cells) == rows, table
+        assert all(cell.strip() != "-" for row in cells for cell in row), table
+
+    measured = json.loads(samples.read_text())["samples"]
+    assert {section: sum(each["cell"]["section"] == section for each in measured) for section in LOADS} == LOADS
+    assert all(each["result"]["requests"] > 0 for each in measured)
+
+
+async def test_a_wrong_option_is_bad_usage() -> None:
+    bench = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench", "gateway", "--rounds", "0"),
+        cwd=REPOSITORY,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await bench.communicate()
+    assert bench.returncode == 2
+    assert b"--rounds" in said
