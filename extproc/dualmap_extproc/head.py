@@ -20,6 +20,8 @@ from dualmap_extproc.wire import answers
 from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
+# The headers that are read besides those that name sessions.
+_READ = frozenset({":method", "content-length", "content-encoding", "content-type"})
 _METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
 
 
@@ -52,23 +54,25 @@ class RequestHead:
             return
         for header in headers.headers:
             key = header.key.lower()
+            if key in _READ:
+                self._take(key, answers.header_value(header))
+            elif key.startswith(RESERVED_HEADER_PREFIXES):
+                self.strip.append(key)
             if key in session_headers and key not in self.kept:
                 # Whatever bytes it holds: two values are one session only if they are the same.
                 self.kept[key] = answers.header_value(header).decode("utf-8", "surrogateescape")
-            if key == ":method":
-                self.method = answers.header_value(header)
-            elif key == "content-length":
-                value = answers.header_value(header)
-                self.content_length = int(value) if value.isdigit() and len(value) < 20 else 0
-            elif key == "content-encoding":
-                encoding = answers.header_value(header).decode("latin-1").strip().lower()
-                if encoding not in ("", "identity"):
-                    self.unreadable = encoding_unsupported(encoding)
-            elif key == "content-type":
-                if answers.header_value(header).strip().lower().startswith(b"multipart/form-data"):
-                    self.unreadable = multipart_unsupported()
-            elif key.startswith(RESERVED_HEADER_PREFIXES):
-                self.strip.append(key)
+
+    def _take(self, key: str, value: bytes) -> None:
+        if key == ":method":
+            self.method = value
+        elif key == "content-length":
+            self.content_length = int(value) if value.isdigit() and len(value) < 20 else 0
+        elif key == "content-encoding":
+            encoding = value.decode("latin-1").strip().lower()
+            if encoding not in ("", "identity"):
+                self.unreadable = encoding_unsupported(encoding)
+        elif value.strip().lower().startswith(b"multipart/form-data"):
+            self.unreadable = multipart_unsupported()
 
     def read_subset(self, message: wire.ProcessingRequest, limits: Limits) -> None:
         """Take the endpoints a gateway allows; senders differ in which message says so (PROTOCOLS section 1)."""

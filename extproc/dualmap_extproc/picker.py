@@ -177,7 +177,7 @@ class Picker:
             streamed=prompt.streamed,
             session=self._session(headers.get(pool.routing.session.header.lower()) or prompt.session, root),
         )
-        quoted = self._quoted(prompt, headers)
+        quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         decision = router.on_request(now, request)
         if isinstance(decision, Held):
             return self._hold(now, request.id, _Held(router=router, since_s=now, resume=resume, quoted=quoted))
@@ -315,9 +315,7 @@ class Picker:
         return session_key(name, root) if 0 < len(name) <= self._limits.session_characters else None
 
     def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
-        """Return what the log may quote of a request: nothing, unless it was asked for."""
-        if not (self._log_prompts and _log.debugging):
-            return {}
+        """Return what the log quotes of a request where it may."""
         text = prompt.text.decode("utf-8", "replace")[: self._limits.quoted_characters]
         return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}
 
