@@ -89,9 +89,7 @@ class Picker:
         self._max_wait_s = 0.0
         self._holds = True
         self._held: dict[str, _Held] = {}
-        # What ``next_deadline`` said last, and whom to tell that there is an earlier one.
-        self._announced_s = inf
-        self._on_earlier_deadline: Callable[[], None] = lambda: None
+        self._on_first_held: Callable[[], None] = lambda: None
         # Ended requests whose usage the access log may still report, oldest first.
         self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
@@ -291,13 +289,16 @@ class Picker:
     def next_deadline(self) -> float | None:
         """Return when ``on_deadline`` wants to be called next, or None."""
         deadlines = [router.next_deadline() for router in self._routers.values()]
-        earliest_s = min((deadline for deadline in deadlines if deadline is not None), default=None)
-        self._announced_s = inf if earliest_s is None else earliest_s
-        return earliest_s
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    def on_earlier_deadline(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called when held requests bring a deadline before the one ``next_deadline`` told last."""
-        self._on_earlier_deadline = wake
+    @property
+    def holding(self) -> bool:
+        """Whether any request is held, so that whatever happens may bring an earlier deadline."""
+        return bool(self._held)
+
+    def on_first_held(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called whenever a request is held while no other is."""
+        self._on_first_held = wake
 
     def on_deadline(self, now: float) -> None:
         """Do what is due: let held requests go or refuse them, forget requests of which nothing was heard for long."""
@@ -341,6 +342,8 @@ class Picker:
         if at_once:
             return at_once[0]
         self._held[request_id] = held
+        if len(self._held) == 1:
+            self._on_first_held()
         if _log.debugging:
             _log.debug("held", request_id=request_id, pool=held.router.pool.id)
         return Waiting(request_id=request_id)
@@ -356,10 +359,6 @@ class Picker:
         # All of them are in the books before anybody hears of it: whoever is told may come back to the picker.
         for request_id, answer in answers:
             self._resume(now, request_id, answer)
-        deadline_s = router.next_deadline() if self._held else None
-        if deadline_s is not None and deadline_s < self._announced_s:
-            self._announced_s = deadline_s
-            self._on_earlier_deadline()
 
     def _resume(self, now: float, request_id: str, answer: Picked | Refused) -> None:
         held = self._held.pop(request_id, None)

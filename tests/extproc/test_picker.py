@@ -540,16 +540,21 @@ def test_once_nothing_is_held_nothing_is_again_but_for_want_of_a_member():
     assert isinstance(desk.ask(), Picked)
 
 
-def test_deadlines_of_held_requests_are_announced_as_they_appear():
+def test_the_first_request_that_is_held_is_announced_with_its_deadline():
     desk = Queue(max_wait_s=50.0)
-    announced: list[float] = []
-    desk.picker.on_earlier_deadline(lambda: announced.append(desk.picker.next_deadline()))
+    announced: list[float | None] = []
+    desk.picker.on_first_held(lambda: announced.append(desk.picker.next_deadline()))
+    assert not desk.picker.holding
     assert desk.picker.next_deadline() == pytest.approx(10.0 + 600.0)
 
-    desk.hold(now=11.0)
-    desk.hold(now=12.0)
+    waiting = [desk.hold(now=11.0), desk.hold(now=12.0)]
+    assert desk.picker.holding
+    for request_id in waiting:
+        desk.picker.aborted(13.0, request_id)
+    assert not desk.picker.holding
+    desk.hold(now=14.0)
 
-    assert announced == [pytest.approx(61.0)]
+    assert announced == [pytest.approx(61.0), pytest.approx(64.0)]
 
 
 def test_an_entry_that_names_a_held_request_is_none_of_envoys():

@@ -427,6 +427,24 @@ async def test_a_refusal_reaches_who_has_waited_too_long():
         task.cancel()
 
 
+async def test_a_held_request_goes_when_the_prefill_before_it_should_have_ended():
+    """Nobody tells: the window opens by time alone, and the deadlines' keeper sees to it."""
+    async with running() as router:
+        router.picker.set_pools(0.0, (crowded_pool(),))
+        task = asyncio.create_task(keep_deadlines(router.picker))
+        busy = router.stream()
+        await busy.write(request_headers(NO_WAIT))
+        # Not streamed, so that its prefill is not seen to end; a second of it at most.
+        await busy.write(request_body(chat("some " * 60)))
+        await answers(busy, 2)
+        call = await held(router)
+
+        assert destination((await answers(call, 2))[0])
+        call.cancel()
+        busy.cancel()
+        task.cancel()
+
+
 async def test_held_requests_whose_clients_go_give_up_their_places():
     async with crowded() as (router, busy):
         calls = [await held(router, already=number) for number in range(4)]
@@ -484,9 +502,10 @@ class Clockwork:
         self.kept = asyncio.Event()
         self.times_kept = 0
         self.goes_away = True
+        self.holding = False
         self.wake = lambda: None
 
-    def on_earlier_deadline(self, wake) -> None:
+    def on_first_held(self, wake) -> None:
         self.wake = wake
 
     def next_deadline(self) -> float | None:
@@ -511,7 +530,7 @@ async def test_deadlines_are_kept():
     task.cancel()
 
 
-async def test_a_deadline_is_waited_for_and_an_earlier_one_noticed_at_once(monkeypatch):
+async def test_a_deadline_is_waited_for_and_a_first_held_request_noticed_at_once(monkeypatch):
     monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
     clockwork = Clockwork()
     task = asyncio.create_task(keep_deadlines(clockwork))
@@ -520,10 +539,19 @@ async def test_a_deadline_is_waited_for_and_an_earlier_one_noticed_at_once(monke
     clockwork.deadline_s = asyncio.get_running_loop().time() + 0.1
     clockwork.wake()
     await asyncio.wait_for(clockwork.kept.wait(), 10.0)
-    clockwork.kept.clear()
-    clockwork.deadline_s = 0.0
-    clockwork.wake()
-    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    task.cancel()
+
+
+async def test_while_requests_are_held_deadlines_that_appear_are_noticed_by_themselves(monkeypatch):
+    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    clockwork = Clockwork()
+    clockwork.holding = True
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    for _ in range(3):
+        await clockwork.asked.wait()
+        clockwork.kept.clear()
+        clockwork.deadline_s = 0.0
+        await asyncio.wait_for(clockwork.kept.wait(), 10.0)
     task.cancel()
 
 
