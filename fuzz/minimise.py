@@ -13,7 +13,7 @@ from fuzz import targets
 from fuzz.engine import inputs, name_of
 
 # Enough to begin from; whatever else there is to reach, a run reaches again.
-INPUTS: Final = 60
+INPUTS: Final = 50
 _PACKAGES: Final = tuple(f"{folder}/" for package in (dualmap, dualmap_extproc) for folder in package.__path__)
 
 # From one line of a file to another; line 0 is a function's entry.

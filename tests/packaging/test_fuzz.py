@@ -56,7 +56,8 @@ def test_the_corpus_passes(fuzz, name: str) -> None:
 def test_the_corpus_is_small(fuzz) -> None:
     corpora = {path: list(path.iterdir()) for path in (ROOT / "fuzz" / "corpus").iterdir()}
     assert sorted(path.name for path in corpora) == NAMES == sorted(importlib.import_module("fuzz.targets").TARGETS)
-    assert max(map(len, corpora.values())) <= importlib.import_module("fuzz.minimise").INPUTS
+    # What ``--minimise`` keeps, and room for inputs that once crashed something.
+    assert max(map(len, corpora.values())) <= importlib.import_module("fuzz.minimise").INPUTS + 20
     assert sum(path.stat().st_size for inputs in corpora.values() for path in inputs) <= 300_000
 
 
