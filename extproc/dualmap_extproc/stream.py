@@ -375,7 +375,8 @@ class Stream:
     def _release(self, now: float, ending: Ending) -> None:
         """Close the books on this stream's request, if it is still ours to close."""
         if self._booked:
-            match ending:
+            # A response that came before the request, as no Envoy sends it, is none of a held request's.
+            match Ending.ABORTED if self._held else ending:
                 case Ending.FINISHED:
                     self._picker.finished(now, self._booked, None)
                 case Ending.REJECTED:

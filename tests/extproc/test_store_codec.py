@@ -58,6 +58,12 @@ def test_a_changed_byte_makes_other_news_or_none_at_all(news: News, data: st.Dat
     decode_news(encode_news(decoded))
 
 
+def test_a_version_counted_on_from_the_last_there_is_can_be_told() -> None:
+    binding = SharedBinding(session=1, host="a", tokens=10, version=2**32, moved_ago_s=0.0)
+    news = News(hotness=HotnessCounts(requests=0, nodes={}), loads={}, bindings=(binding,))
+    assert decode_news(encode_news(news)).bindings[0].version == 2**32 - 1
+
+
 @given(st.binary(max_size=200))
 def test_junk_is_unreadable(junk: bytes) -> None:
     with pytest.raises(UnreadableNews):

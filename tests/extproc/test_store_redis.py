@@ -160,6 +160,16 @@ class TestJunk:
             assert held.host == "m-0"
             assert len((await hear(store, wanted=(255,))).bindings) == 1
 
+    @pytest.mark.parametrize(
+        "value", [b"1 9999999999 0 5 host", b"1 0 0 -5 host", b"1 -1 0 5 host", b"1 0 0 1%s host" % (b"0" * 400)]
+    )
+    async def test_a_binding_out_of_bounds_is_unknown(self, server, value):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                admin.set(SESSION, value)
+            assert (await hear(store, wanted=(255,))).bindings == ()
+            await store.settle([CLAIM])
+
     async def test_a_host_that_only_the_script_took_for_one_does_no_harm(self, server):
         async with opened(server.url) as store:
             with server.admin as admin:

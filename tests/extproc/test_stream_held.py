@@ -166,6 +166,20 @@ def test_a_client_that_goes_away_gives_up_its_place_at_once(config, cancelled):
 
 
 @every_mode
+def test_a_response_before_the_request_is_none_of_a_held_requests(config):
+    """No Envoy sends it; whatever it says, an end of the stream gives up the place."""
+    crowd = Crowd()
+    crowd.talk.send(response_headers(200))
+    crowd.talk.send(request_body(SHORT))
+    assert crowd.talk.held == 1
+
+    crowd.talk.close()
+
+    assert crowd.talk.held == 0
+    assert crowd.release() == []
+
+
+@every_mode
 def test_envoy_answering_the_client_itself_gives_up_the_place(config):
     """As when a time limit of its own is over: the response it made passes us like any other."""
     crowd = Crowd()

@@ -52,7 +52,9 @@ def encode_news(news: News) -> bytes:
         parts += [_text(placement.endpoint), _hashes(placement.hashes)]
     parts.append(_COUNT.pack(len(news.bindings)))
     for binding in news.bindings:
-        packed = _BINDING.pack(binding.session, binding.tokens, binding.version, _bounded(binding.moved_ago_s))
+        # A version read from a store that holds junk may be the last there is, and has been counted on from there.
+        version = min(binding.version, _U32_MAX)
+        packed = _BINDING.pack(binding.session, binding.tokens, version, _bounded(binding.moved_ago_s))
         parts += [_text(binding.host), packed]
     return b"".join(parts)
 

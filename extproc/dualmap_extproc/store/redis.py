@@ -40,6 +40,9 @@ _CLUSTER_RETRIES: Final = 3
 _PAGE_ENTRIES: Final = 64
 # Entries are trimmed by age; this bounds a stream whose server's clock was set back.
 _STREAM_ENTRIES_MAX: Final = 4 * HISTORY_ENTRIES_MAX
+# Above what any binding counts, below what the codec can write.
+_VERSIONS: Final = 2**31
+_TOKENS: Final = 2**53
 # What a refusal's text holds where a script passed it on; else the library knows it by its class.
 _FAILURES_BY_TEXT: Final = {
     "OOM ": Failure.FULL,
@@ -290,19 +293,18 @@ def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | 
     """Return the binding that a key's value holds; None for none and for what is no binding."""
     try:
         form, version, moved_ms, tokens, host = (value or b"").decode().split(" ", 4)
-        return (
-            SharedBinding(
-                session=session,
-                host=host,
-                tokens=int(tokens),
-                version=int(version),
-                moved_ago_s=max(0, now_ms - int(moved_ms)) / 1000,
-            )
-            if form == "1"
-            else None
+        binding = SharedBinding(
+            session=session,
+            host=host,
+            tokens=int(tokens),
+            version=int(version),
+            moved_ago_s=min(max(0, now_ms - int(moved_ms)) / 1000, LONGEST_S),
         )
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, OverflowError):  # UnicodeDecodeError is a ValueError
         return None
+    # What is out of bounds could not be told to the other replicas.
+    within = 0 <= binding.version < _VERSIONS and 0 <= binding.tokens < _TOKENS
+    return binding if form == "1" and within else None
 
 
 def _milliseconds(id_: bytes) -> int:
