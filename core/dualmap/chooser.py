@@ -28,6 +28,7 @@ class Chooser:
         self.sessions = SessionTable(pool.routing.session.ttl_s, shares=shares)
         self._sequence = 0
         self._pool = pool
+        self._pool_id = pool.id
         self._policy = POLICIES[pool.routing.policy]
         self.tree = _tree(pool)
 
@@ -71,7 +72,7 @@ class Chooser:
         else:
             home, hint_tokens = binding.host, binding.hint_tokens
             pair = tuple([view.candidate(each, hint_tokens if each == home else 0) for each in members])
-            if home not in members and any(each.id == home for each in ring.members):
+            if home in ring.ids and home not in members:
                 host = view.candidate(home, hint_tokens)
         return Situation(
             request_id=request.id,
@@ -89,24 +90,24 @@ class Chooser:
         """Choose, and return the request as placed at the member of choice."""
         choice = self._session_choice(now, request, situation) or self._policy.choose(situation)
         self._sequence += 1
-        chosen = choice.candidate
+        chosen, receipt = choice.candidate, self._receipt(key, situation, choice)
         return Waiting(
             request=request,
             key=key,
-            pair=tuple(each.id for each in situation.pair),
+            pair=receipt.pair,
             member=chosen.id,
             matched_tokens=chosen.matched_tokens,
             compute_s=chosen.compute_s,
-            predicted_ttft_s=situation.waited_s + chosen.ttft_s,
-            receipt=self._receipt(key, situation, choice),
+            predicted_ttft_s=receipt.predicted_ttft_s,
+            receipt=receipt,
         )
 
     def alternative(self, now: float, waiting: Waiting) -> Candidate | None:
         """Return the other member of a held request's pair, if it may take requests."""
         ring = self._fleet.membership.ring(waiting.request.subset)
-        others = [each for each in ring.members if each.id in waiting.pair and each.id != waiting.member]
         view = self._fleet.view(now, waiting.request.chain)
-        candidates = [view.candidate(each.id) for each in others]
+        others = [each for each in waiting.pair if each != waiting.member and each in ring.ids]
+        candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 
     def _session_choice(self, now: float, request: Request, situation: Situation) -> Choice | None:
@@ -125,32 +126,34 @@ class Chooser:
         return session_choice(now, situation, host, binding, rule=rule, room_tokens=room_tokens)
 
     def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
-        chosen = choice.candidate
-        considered: Sequence[Candidate] = situation.pair
-        if all(chosen.id != each.id for each in considered):
+        chosen, considered, waited_s = choice.candidate, situation.pair, situation.waited_s
+        pair = tuple([each.id for each in considered])
+        if chosen.id not in pair:
             considered = (*considered, chosen)
         return Receipt(
-            pool=self._pool.id,
+            pool=self._pool_id,
             policy=self._policy.name,
             rule=choice.rule.name,
             reason=choice.rule.meaning,
             key=key,
-            pair=tuple(each.id for each in situation.pair),
+            pair=pair,
             chosen=chosen.id,
             address=chosen.endpoint,
             prompt_tokens=situation.prompt_tokens,
             matched_tokens=chosen.matched_tokens,
-            predicted_ttft_s=situation.waited_s + chosen.ttft_s,
+            predicted_ttft_s=waited_s + chosen.ttft_s,
             candidates=tuple(
-                CandidateReceipt(
-                    id=each.id,
-                    state=each.state,
-                    matched_tokens=each.matched_tokens,
-                    pending_tokens=each.pending_tokens,
-                    in_flight=each.in_flight,
-                    ttft_s=situation.waited_s + each.ttft_s,
-                )
-                for each in considered
+                [
+                    CandidateReceipt(
+                        id=each.id,
+                        state=each.state,
+                        matched_tokens=each.matched_tokens,
+                        pending_tokens=each.pending_tokens,
+                        in_flight=each.in_flight,
+                        ttft_s=waited_s + each.ttft_s,
+                    )
+                    for each in considered
+                ]
             ),
         )
 

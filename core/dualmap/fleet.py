@@ -5,6 +5,7 @@ peers) know nothing of each other.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from dualmap.blocks import BlockChain
@@ -63,16 +64,18 @@ class Fleet:
         self.update_suspended(now)
         return stayed
 
+    def endpoint(self, member: str) -> str | None:
+        """Return where a member is, None when it is gone."""
+        instance = self._instances.get(member)
+        return None if instance is None else instance.endpoint
+
     def view(self, now: float, chain: BlockChain) -> View:
         """Return the members as they stand towards a prompt."""
         return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
 
     def everyone(self, view: View, ring: DualRing) -> Everyone:
         """Return all members of a ring as they stand towards the view's prompt."""
-        roster = self._rosters.get(ring)
-        if roster is None:
-            roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
-        return Everyone(view, roster)
+        return Everyone(view, partial(self._roster, view.now, ring))
 
     def backlog_s(self, now: float, member: str) -> float:
         """Return how many seconds of prefill are handed over to a member and not yet seen to end."""
@@ -158,6 +161,14 @@ class Fleet:
     def _take_peers(self, members: set[str]) -> None:
         for member in members & self.membership.members.keys():
             self.ledger.load(member).peers = self.peers.load(member)
+
+    def _roster(self, now: float, ring: DualRing) -> Roster:
+        """Return a ring's instances, with their standings up to date."""
+        self.ledger.update(now, self._stall_s)
+        roster = self._rosters.get(ring)
+        if roster is None:
+            roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
+        return roster
 
     def _new_index(self) -> PrefixIndex:
         return PrefixIndex(_capacity_blocks(self._pool), self._tree)

@@ -129,14 +129,15 @@ class HotnessTree:
         Recent traffic alone can split a node, so that a prefix that turns hot is noticed within seconds although the
         window is still full of other traffic; to be merged it must be cold in both.
         """
-        last, prior = self._buckets[-1], self._buckets[-2] if len(self._buckets) > 1 else _Bucket(0.0)
-        recent_requests = last.requests + prior.requests
+        last, prior = self._buckets[-1], self._buckets[-2] if len(self._buckets) > 1 else None
+        recent_requests = last.requests + (prior.requests if prior else 0)
+        window, in_last, in_prior = self._nodes, last.nodes, prior.nodes if prior else {}
         split_window = max(split_share * self._requests, MIN_SPLIT_REQUESTS - 1)
         split_recent = max(split_share * recent_requests, MIN_SPLIT_REQUESTS - 1)
         merge_window, merge_recent = merge_share * self._requests, merge_share * recent_requests
         for depth, node in enumerate(path):
-            in_window = self._nodes.get(node, 0)
-            in_recent = last.nodes.get(node, 0) + prior.nodes.get(node, 0)
+            in_window = window.get(node, 0)
+            in_recent = in_last.get(node, 0) + in_prior.get(node, 0)
             if node in self._split:
                 if in_window < merge_window and in_recent < merge_recent:
                     self._split.discard(node)

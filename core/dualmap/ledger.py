@@ -77,7 +77,7 @@ class Standing:
 class MemberLoad:
     """The load of one instance, and how fast it has been seen to prefill."""
 
-    def __init__(self, prior_tokens_per_second: float) -> None:
+    def __init__(self, prior_tokens_per_second: float, outdated: "dict[MemberLoad, None]") -> None:
         self._model = PrefillModel(prior_tokens_per_second)
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
@@ -85,6 +85,9 @@ class MemberLoad:
         self.held = HeldQueue()
         self._peers = NO_LOAD
         self.standing = Standing()
+        # The loads whose standing is not up to date, shared with the ledger; in the order they changed.
+        self._outdated = outdated
+        outdated[self] = None
         self.suspended_until_s: float | None = None
         self._failures = 0
         # Prefills not yet seen to end, in the order they were handed over: engines serve first come first served.
@@ -106,27 +109,27 @@ class MemberLoad:
     @peers.setter
     def peers(self, peers: SharedLoad) -> None:
         self._peers = peers
-        self.standing.until_s = -inf
+        self._changed()
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Take another first guess of the prefill speed, and forget what was learnt."""
         self._model = PrefillModel(tokens_per_second)
-        self.standing.until_s = -inf
+        self._changed()
 
     def observe(self, entry: Entry, busy_s: float) -> None:
         """Learn the prefill speed from a prefill that kept the instance busy for ``busy_s`` seconds."""
         self._model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
-        self.standing.until_s = -inf
+        self._changed()
 
     def hold(self, waiting: Waiting) -> None:
         """Count a request that waits in the router for this instance."""
         self.held.add(waiting)
-        self.standing.until_s = -inf
+        self._changed()
 
     def unhold(self, waiting: Waiting) -> None:
         """Forget a request that waited for this instance."""
         self.held.remove(waiting)
-        self.standing.until_s = -inf
+        self._changed()
 
     def update(self, now: float, decode_stall_s: float) -> Standing:
         """Return the standing, brought up to date if need be."""
@@ -134,6 +137,10 @@ class MemberLoad:
             self.settle(now)
             self._update(now, decode_stall_s)
         return self.standing
+
+    def _changed(self) -> None:
+        self.standing.until_s = -inf
+        self._outdated[self] = None
 
     def _update(self, now: float, decode_stall_s: float) -> None:
         """Bring the standing up to date; its T_q is ``queue_s``, told as a function of the time to come."""
@@ -228,7 +235,7 @@ class MemberLoad:
             self.pending_prefill_tokens += entry.new_tokens
         self.active_kv_tokens += entry.chain.tokens
         self.in_flight += 1
-        self.standing.until_s = -inf
+        self._changed()
 
     def first_token(self, now: float, entry: Entry) -> float:
         """Release a prefill that ended now; return the seconds it kept the instance busy."""
@@ -237,7 +244,7 @@ class MemberLoad:
         entry.prefilled = True
         # Other replicas' prefills are taken to be spread evenly among what is left of ours.
         self._head_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
-        self.standing.until_s = -inf
+        self._changed()
         return now - busy_since_s
 
     def leave(self, now: float, entry: Entry) -> None:
@@ -249,7 +256,7 @@ class MemberLoad:
                 self._head_since_s = now
         self.active_kv_tokens -= entry.chain.tokens
         self.in_flight -= 1
-        self.standing.until_s = -inf
+        self._changed()
 
     def _release_prefill(self, entry: Entry) -> None:
         del self._pending[entry.request_id]
@@ -263,6 +270,9 @@ class Ledger:
 
     _prior_tokens_per_second: float
     _loads: dict[str, MemberLoad] = field(default_factory=dict)
+    _outdated: dict[MemberLoad, None] = field(default_factory=dict)
+    # When the first of the other standings is good no longer.
+    _update_s: float = inf
     # Least recently heard of first, so that expiry looks at no more than what has expired.
     _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
 
@@ -270,8 +280,22 @@ class Ledger:
         """Return the load of a member, starting an empty account where there is none."""
         load = self._loads.get(member)
         if load is None:
-            load = self._loads[member] = MemberLoad(self._prior_tokens_per_second)
+            load = self._loads[member] = MemberLoad(self._prior_tokens_per_second, self._outdated)
         return load
+
+    def update(self, now: float, decode_stall_s: float) -> None:
+        """Bring every member's standing up to date, looking only at those that have changed."""
+        if now >= self._update_s:
+            self._outdated.update(dict.fromkeys(self._loads.values()))
+            self._update_s = inf
+        outdated = tuple(self._outdated)
+        self._outdated.clear()
+        for load in outdated:
+            until_s = load.update(now, decode_stall_s).until_s
+            if until_s > now:
+                self._update_s = min(self._update_s, until_s)
+            else:
+                self._outdated[load] = None
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Take another first guess of the prefill speed; what was learnt from the old one starts afresh."""
@@ -343,7 +367,7 @@ class Ledger:
     def retain(self, members: set[str]) -> None:
         """Drop the accounts of members that are gone and owe nothing."""
         for member in [name for name, load in self._loads.items() if name not in members and not load.in_flight]:
-            del self._loads[member]
+            self._outdated.pop(self._loads.pop(member), None)
 
     def items(self) -> Iterable[tuple[str, MemberLoad]]:
         """Return every account with its member's id."""

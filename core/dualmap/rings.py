@@ -103,6 +103,7 @@ class DualRing:
 
     def __init__(self, members: Iterable[Member], spec: Ring) -> None:
         self.members = tuple(sorted((m for m in members if m.takes_new_keys), key=lambda member: member.id))
+        self.ids = frozenset(member.id for member in self.members)
         self._spec = spec
         self._rings = (self._ring(1), self._ring(2)) if len(self.members) > 1 else None
         # Conversations ask for the same keys again and again; the answer for a key never changes within a snapshot.

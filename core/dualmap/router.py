@@ -335,15 +335,15 @@ class PoolRouter:
         self._fleet.ledger.enter(now, entry)
         if request.session is not None:
             self._chooser.sessions.bind(now, request.session, host=waiting.member, tokens=chain.tokens)
-        members = self._fleet.membership.members
-        endpoint = members[waiting.member].endpoint
+        endpoint = self._fleet.endpoint(waiting.member)
+        assert endpoint is not None, "requests are placed at members"
         if self._shares and waiting.new_tokens >= chain.block_tokens:
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
         # Envoy tries the other one of the pair when the chosen one refuses the connection.
-        fallback = next((each for each in waiting.pair if each != waiting.member and each in members), None)
+        others = [self._fleet.endpoint(each) for each in waiting.pair if each != waiting.member]
         return Decision(
             request_id=request.id,
-            endpoints=(endpoint,) if fallback is None else (endpoint, members[fallback].endpoint),
+            endpoints=(endpoint, *[each for each in others if each is not None][:1]),
             receipt=waiting.receipt,
         )
 

@@ -133,11 +133,13 @@ class Situation:
         Of equals it is the one with the fewest requests in flight, then by a stable hash of the request.
         """
         everyone, least = self.everyone, min(column)
-        if column.count(least) == 1:
-            return everyone[column.index(least)]
+        first = column.index(least)
+        if least not in column[first + 1 :]:
+            return everyone[first]
         in_flight = everyone.in_flight()
-        fewest = min(requests for cost, requests in zip(column, in_flight, strict=True) if cost == least)
-        equal = [n for n, cost in enumerate(column) if cost == least and in_flight[n] == fewest]
+        equal = [position for position, cost in enumerate(column) if cost == least]
+        fewest = min([in_flight[position] for position in equal])
+        equal = [position for position in equal if in_flight[position] == fewest]
         return everyone[equal[self._lot(len(equal))]]
 
     def less_loaded(self) -> Candidate:
@@ -164,8 +166,7 @@ class Situation:
         return xxh3_64_intdigest(self.request_id.encode()) % among
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A policy's answer: the chosen candidate and the rule that fired."""
 
     candidate: Candidate

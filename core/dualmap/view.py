@@ -5,11 +5,12 @@ choice. What it must know of everyone comes in columns: a list of plain numbers,
 in one pass. ``fleet`` makes views, ``situation`` hands them to policies.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from dualmap.blocks import BlockChain
-from dualmap.ledger import MemberLoad, Standing
+from dualmap.ledger import MemberLoad
 from dualmap.pool import Member
 from dualmap.prefix_index import PrefixIndex, PrefixTree
 from dualmap.situation import Candidate, Weights
@@ -27,19 +28,12 @@ class Instance:
 
 
 class Roster:
-    """The instances that a ring's keys may go to, by id."""
+    """The instances that a ring's keys may go to, by id; the standings are good once the ledger is up to date."""
 
     def __init__(self, instances: tuple[Instance, ...]) -> None:
         self.instances = instances
         self.positions = {each.index: position for position, each in enumerate(instances)}
-        self._standings = [each.load.standing for each in instances]
-
-    def standings(self, now: float, stall_s: float) -> Sequence[Standing]:
-        """Return each instance's load, brought up to date where it is not."""
-        # Most loads have not changed since the last decision.
-        for position in [position for position, each in enumerate(self._standings) if each.until_s <= now]:
-            self.instances[position].load.update(now, stall_s)
-        return self._standings
+        self.standings = [each.load.standing for each in instances]
 
 
 class View:
@@ -84,9 +78,14 @@ class View:
 class Everyone:
     """Every member of a ring towards one prompt: see ``dualmap.situation.Everyone``."""
 
-    def __init__(self, view: View, roster: Roster) -> None:
+    def __init__(self, view: View, find_roster: Callable[[], Roster]) -> None:
         self._view = view
-        self._roster = roster
+        self._find_roster = find_roster
+
+    @cached_property
+    def _roster(self) -> Roster:
+        # Most decisions are made within the pair and never come here.
+        return self._find_roster()
 
     def __len__(self) -> int:
         return len(self._roster.instances)
@@ -99,7 +98,7 @@ class Everyone:
 
     def costs_s(self, weights: Weights) -> list[float]:
         """Return what ``weights`` make of each member."""
-        now, tokens, standings = self._view.now, self._view.chain.tokens, self._standings()
+        now, tokens, standings = self._view.now, self._view.chain.tokens, self._roster.standings
         # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n: first without any.
         kv, linear, quadratic = weights.active_kv, weights.compute * tokens, weights.compute * tokens**2
         costs_s = [
@@ -118,11 +117,8 @@ class Everyone:
 
     def pending_tokens(self) -> list[int]:
         """Return each member's pending prefill tokens."""
-        return [each.pending_tokens for each in self._standings()]
+        return [each.pending_tokens for each in self._roster.standings]
 
     def in_flight(self) -> list[int]:
         """Return each member's requests in flight."""
-        return [each.in_flight for each in self._standings()]
-
-    def _standings(self) -> Sequence[Standing]:
-        return self._roster.standings(self._view.now, self._view.stall_s)
+        return [each.in_flight for each in self._roster.standings]
