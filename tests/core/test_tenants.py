@@ -1,0 +1,68 @@
+"""``cache_salt``: tenants share nothing, whatever they have in common."""
+
+from dataclasses import replace
+
+from builders import chain, pool, text_of
+from dualmap.blocks import chain_root
+from dualmap.requests import Decision, Request
+from dualmap.router import PoolRouter
+from dualmap.sessions import session_key
+
+TEXT = text_of(2048, "the same words")
+
+
+def ask(router: PoolRouter, id: str, *, salt: str, session: str | None = None, now: float = 0.0) -> Decision:
+    name = None if session is None else session_key(session, chain_root(model="m", cache_salt=salt))
+    outcome = router.on_request(now, Request(id=id, chain=chain(TEXT, salt=salt), arrived_s=now, session=name))
+    assert isinstance(outcome, Decision)
+    return outcome
+
+
+def test_no_prefix_of_another_tenant_is_taken_for_cached() -> None:
+    router = PoolRouter(pool(1))
+    assert ask(router, "1", salt="a").receipt.matched_tokens == 0
+    assert ask(router, "2", salt="b").receipt.matched_tokens == 0
+    assert ask(router, "3", salt="").receipt.matched_tokens == 0
+    assert ask(router, "4", salt="a").receipt.matched_tokens == 2048
+
+
+def test_one_tenants_heat_does_not_lengthen_another_ones_keys() -> None:
+    router = PoolRouter(pool(8))
+    for n in range(200):
+        hot = ask(router, str(n), salt="hot", now=n * 0.01)
+        router.on_finished(n * 0.01, str(n))
+    assert hot.receipt.key.blocks > 2
+    assert ask(router, "other", salt="calm", now=2.0).receipt.key.blocks == 2
+
+
+def test_sessions_of_one_name_are_strangers() -> None:
+    router = PoolRouter(pool(8), shares=True)
+    first = ask(router, "1", salt="a", session="chat")
+    second = ask(router, "2", salt="b", session="chat")
+    assert first.receipt.key.hash != second.receipt.key.hash
+    assert len(router.take_news(0.0).bindings) == 2
+    assert router.status().sessions == 2
+
+
+def test_receipts_tell_tenants_apart_and_nothing_about_the_salt() -> None:
+    router = PoolRouter(pool(8))
+    receipts = [ask(router, salt, salt=salt).receipt for salt in ("secret-one", "secret-two")]
+    assert receipts[0].key.hash != receipts[1].key.hash
+    for receipt in receipts:
+        assert "secret" not in receipt.header()
+        assert "secret" not in str(receipt.as_json())
+
+
+def test_what_replicas_tell_each_other_keeps_tenants_apart() -> None:
+    speaker, listener = PoolRouter(pool(1), shares=True), PoolRouter(pool(1), shares=True)
+    ask(speaker, "1", salt="a")
+    listener.on_news(0.1, "speaker", speaker.take_news(0.1), 0.0)
+    assert ask(listener, "2", salt="b", now=0.2).receipt.matched_tokens == 0
+    assert ask(listener, "3", salt="a", now=0.2).receipt.matched_tokens == 2048
+
+
+def test_a_changed_pool_forgets_no_tenant() -> None:
+    router = PoolRouter(pool(1))
+    ask(router, "1", salt="a")
+    router.on_pool(1.0, replace(pool(1), ring_version=2))
+    assert ask(router, "2", salt="a", now=1.0).receipt.matched_tokens == 2048
