@@ -1,14 +1,16 @@
 """``python -m bench [NAME] [OPTIONS]``: the benchmarks. Results are recorded in bench/results/.
 
-Without a name, the short ones of the core run one after the other; ``gateway`` has options of its own (``--help``).
+Without a name, the short ones of the core run one after the other; ``gateway``, ``window`` and ``replicas`` have options of
+their own (``--help``).
 """
 
 import os
 import sys
 
-from bench import decisions, rings
+from bench import decisions, replicas, rings, window
 
 CORE = {"rings": rings.main, "decisions": decisions.main}
+VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 
 def main(names: list[str]) -> None:
@@ -18,9 +20,11 @@ def main(names: list[str]) -> None:
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
+    if names and names[0] in VIRTUAL:
+        VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {', '.join(CORE)} and gateway")
+        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {', '.join([*CORE, *VIRTUAL])} and gateway")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     for name in names or CORE:

@@ -25,8 +25,8 @@ CONVERSATION = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conve
 ENGINE = PRESETS["7b"]
 ENGINES = 8
 SLO_TTFT_S = 5.0
-REQUESTS = 4000
-QUICK_REQUESTS = 1500
+REQUESTS = 2000
+QUICK_REQUESTS = 1000
 WARMUP = 500
 PROCESSES = 2
 
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run. ``sample`` is the window of the Conversation trace, or the seed of the default workload."""
+    """One run. ``sample`` is the window of the Conversation trace (0 to 5), or the seed of the default workload."""
 
     workload: str
     sample: int
