@@ -1,7 +1,7 @@
 """``python -m bench [NAME] [OPTIONS]``: the benchmarks. Results are recorded in bench/results/.
 
-Without a name, the short ones of the core run one after the other; ``gateway``, ``window`` and ``replicas`` have options of
-their own (``--help``).
+Without a name, the short ones of the core run one after the other. Those of their own
+options (``--help``) are ``gateway``, ``window`` and ``replicas``.
 """
 
 import os

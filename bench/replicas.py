@@ -14,6 +14,7 @@ from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, secon
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News
 from dualmap.pool import Routing, Session, SessionMigration
+from dualmap_extproc.store.codec import encode_news
 from dualmap_sim.cluster import Exchange, Record, Replica, everything
 from dualmap_sim.summary import Summary, summarise
 
@@ -29,11 +30,8 @@ JOINS_S = 250.0
 BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
 """Ends of the buckets after a router has joined."""
 NOTHING_COUNTED = HotnessCounts(requests=0, nodes={})
-NAME_BYTES = 8
-"""A block, a node or a session: 64 bits."""
-NUMBER_BYTES = 3
-"""A count, or tokens, as a variable-length number."""
-ENDPOINT_BYTES = 16
+KEY_BYTES = 8
+"""What asking for a session's binding takes at least."""
 
 
 def loads(news: News) -> News:
@@ -56,17 +54,8 @@ def no_placements(news: News) -> News:
     return replace(news, placements=())
 
 
-def size_bytes(news: News) -> int:
-    """Estimate what news weighs on the wire, written compactly."""
-    load_bytes = len(news.loads) * (NAME_BYTES + 5 * NUMBER_BYTES)
-    hotness_bytes = len(news.hotness.nodes) * (NAME_BYTES + NUMBER_BYTES) + NUMBER_BYTES
-    placement_bytes = sum(ENDPOINT_BYTES + NAME_BYTES * len(each.hashes) for each in news.placements)
-    binding_bytes = len(news.bindings) * (2 * NAME_BYTES + 3 * NUMBER_BYTES) + NAME_BYTES * len(news.wanted)
-    return load_bytes + hotness_bytes + placement_bytes + binding_bytes
-
-
 class Scales:
-    """Carries what another does, and weighs it."""
+    """Carries what another does, and weighs it as it is written to Redis."""
 
     def __init__(self, carries: Callable[[News], News]) -> None:
         self.bytes = 0
@@ -75,7 +64,7 @@ class Scales:
     def __call__(self, news: News) -> News:
         """Return what is carried of the news, weighed."""
         carried = self._carries(news)
-        self.bytes += size_bytes(carried)
+        self.bytes += len(encode_news(carried)) + KEY_BYTES * len(carried.wanted)
         return carried
 
 

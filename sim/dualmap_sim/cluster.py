@@ -48,11 +48,12 @@ def everything(news: News) -> News:
 class Exchange:
     """How the routers' news travels: taken every ``period_s``, with the others ``delay_s`` later.
 
+    The delay is half a period by default, since in production they look for news as often as they tell theirs.
     ``carries`` may leave parts out. Bindings go through a store that sees one at a time and answers at once.
     """
 
     period_s: float = 0.1
-    delay_s: float = 0.005
+    delay_s: float = 0.05
     carries: Callable[[News], News] = everything
 
 
