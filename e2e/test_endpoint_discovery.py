@@ -6,6 +6,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.envoy.settings import Address, EnvoySettings
@@ -42,9 +45,12 @@ class Service:
         self.discovery = EndpointDiscovery(self.counts)
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((self.discovery.handler(),))
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
 
     async def start(self) -> None:
+        await self._health.set("", HealthCheckResponse.SERVING)
         await self._server.start()
 
     async def stop(self) -> None:

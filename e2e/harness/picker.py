@@ -1,4 +1,4 @@
-"""A scripted stand-in for the router: ext_proc, EDS and the access log on one port, to test Envoy's side alone.
+"""A scripted stand-in for the router: ext_proc, EDS, health and access log on one port, to test Envoy's side alone.
 
 It sends the messages each mode wants (PROTOCOLS section 1), with the pick that the test gives, and keeps what Envoy
 told it. The router's own stream state machine is deliberately not used: the two check each other.
@@ -15,6 +15,9 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, json_format, struct_pb2
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from dualmap_extproc import names
 from dualmap_extproc.wire import access_log_pb2, base_pb2, discovery_pb2, ext_proc_pb2
@@ -86,6 +89,9 @@ class Picker:
             _service(names.ACCESS_LOG_SERVICE, names.ACCESS_LOG_METHOD, grpc.stream_unary_rpc_method_handler(
                 self._logs, access_log_pb2.StreamAccessLogsMessage.FromString, _serialize)),
         ))  # fmt: skip
+        health = health_aio.HealthServicer()
+        await health.set("", HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         await server.start()
         self._server = server

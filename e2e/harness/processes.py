@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._running().terminate()
 
+    def pause(self) -> None:
+        """Have it hang (SIGSTOP): its ports take connections and nothing answers."""
+        self._running().send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on after ``pause``."""
+        with contextlib.suppress(ProcessLookupError):
+            self._running().send_signal(signal.SIGCONT)
+
     async def kill(self) -> None:
         """Send SIGKILL and wait for the end."""
         with contextlib.suppress(ProcessLookupError):
@@ -78,6 +88,8 @@ class Child:
         if self._process is None:
             return 0
         self.terminate()
+        # One that was left paused would not see the signal.
+        self.resume()
         try:
             return await self.wait()
         except TimeoutError:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
 from harness.processes import Child, dualmap_argv
 
 
@@ -76,15 +79,34 @@ class Router(Child):
         pairs = (part.split("=", 1) for part in line[1].split())
         self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
 
+    async def page(self, pool: str) -> dict[str, dict[str, Any]]:
+        """Return what ``GET /pools/llm/POOL`` says of the endpoints, by member id."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self._status}/pools/llm/{pool}") as response:
+            document = await response.json()
+        return {endpoint["id"]: endpoint for endpoint in document["endpoints"]}
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples with these labels."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self._status}/metrics") as response:
+            text = await response.text()
+        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return sum(
+            sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    @property
+    def _status(self) -> str:
+        return f"http://127.0.0.1:{self.ports['metrics']}"
+
 
 class Engine(Child):
-    """A ``dualmap engine-sim`` on a free port, or on a given one to come back where it was."""
+    """A ``dualmap engine-sim`` on a free port or on a given one; started again, it comes back where it was."""
 
     def __init__(
         self, *, directory: Path, name: str, host: str = "127.0.0.1", port: int = 0, arguments: Sequence[str] = ()
     ) -> None:
-        argv = ["engine-sim", "--host", host, "--port", str(port), "--model", "qwen-model", *arguments]
-        super().__init__(name, dualmap_argv(*argv), directory=directory)
+        self._arguments = ("--model", "qwen-model", *arguments)
+        super().__init__(name, (), directory=directory)
         self.host = host
         self.port = port
 
@@ -100,6 +122,7 @@ class Engine(Child):
     async def start(self) -> None:
         """Start and wait for the ready line, which says the port."""
         before = len(self.output())
+        self.argv = dualmap_argv("engine-sim", "--host", self.host, "--port", str(self.port), *self._arguments)
         await super().start()
         line = await self.wait_for_line(r"ready.*?http=\S+:(\d+)", after=before)
         self.port = int(line[1])

@@ -24,10 +24,11 @@ from envoy_data_plane.envoy.config.core.v3 import (
     BackoffStrategy,
     ConfigSource,
     HealthCheck,
-    HealthCheckTcpHealthCheck,
+    HealthCheckGrpcHealthCheck,
     HealthStatus,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
+    KeepaliveSettings,
     TcpKeepalive,
 )
 from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpOptions
@@ -54,6 +55,8 @@ from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESP
 ROUTERS_CLUSTER = "dualmap-routers"
 
 CONNECT_TIMEOUT = timedelta(seconds=1)
+
+ROUTER_KEEPALIVE = KeepaliveSettings(interval=timedelta(seconds=1), timeout=timedelta(seconds=2))
 
 # Requests in flight that Envoy's circuit breakers let through. The default of 1024 turned 276 of 1300 held requests
 # into 500s (PROTOCOLS section 1), the default of 3 retries at once would lose most of a dead engine's requests.
@@ -85,11 +88,16 @@ def _routers(settings: EnvoySettings) -> Cluster:
     about 20 requests in the second and a half after a router was killed, as many as 17 got 503 without the outlier
     detection, all of them without either, none with both; a restarted router is asked again by the health check. A
     panic threshold of 0 keeps "none is healthy" meaning none.
+
+    A router that hangs takes connections like one that works. With a health check by connecting, not 60 of 12
+    clients' requests were answered in the 100 s after one of two routers was stopped: each waited for it until
+    ``message_timeout``. So its health service is asked, which also tells that it is about to end; and a connection
+    on which pings go unanswered is closed, which lets go of the requests that the router has already.
     """
-    cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings)
+    cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings, keepalive=ROUTER_KEEPALIVE)
     cluster.health_checks = [
         HealthCheck(
-            tcp_health_check=HealthCheckTcpHealthCheck(),
+            grpc_health_check=HealthCheckGrpcHealthCheck(),
             timeout=timedelta(seconds=1),
             interval=timedelta(milliseconds=500),
             no_traffic_interval=timedelta(milliseconds=500),
@@ -107,11 +115,18 @@ def _routers(settings: EnvoySettings) -> Cluster:
     return cluster
 
 
-def _grpc_cluster(name: str, addresses: Sequence[Address], settings: EnvoySettings) -> Cluster:
-    """Write a cluster of gRPC servers that are named in the file."""
+def _grpc_cluster(
+    name: str, addresses: Sequence[Address], settings: EnvoySettings, *, keepalive: KeepaliveSettings | None = None
+) -> Cluster:
+    """Write a cluster of gRPC servers that are named in the file; ``keepalive`` is about HTTP/2 pings.
+
+    The access log goes without those: what a router has not read when it hangs it reads when it goes on.
+    """
     named = any(not address.is_ip for address in addresses)
     options = HttpProtocolOptions(
-        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=Http2ProtocolOptions())
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+            http2_protocol_options=Http2ProtocolOptions(connection_keepalive=keepalive)
+        )
     )
     return Cluster(
         name=name,
@@ -120,9 +135,7 @@ def _grpc_cluster(name: str, addresses: Sequence[Address], settings: EnvoySettin
         connect_timeout=CONNECT_TIMEOUT,
         per_connection_buffer_limit_bytes=BUFFER_BYTES,
         circuit_breakers=_breakers(),
-        upstream_connection_options=UpstreamConnectionOptions(
-            tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
-        ),
+        upstream_connection_options=_notice_lost_hosts(),
         typed_extension_protocol_options={_HTTP_OPTIONS: packed(options)},
         transport_socket=None if settings.tls is None else tls_socket(settings.tls),
         load_assignment=ClusterLoadAssignment(
@@ -148,6 +161,7 @@ def _pool_cluster(pool: Pool, settings: EnvoySettings) -> Cluster:
         connect_timeout=CONNECT_TIMEOUT,
         per_connection_buffer_limit_bytes=BUFFER_BYTES,
         circuit_breakers=_breakers(),
+        upstream_connection_options=_notice_lost_hosts(),
         outlier_detection=_leave_out_the_unreachable(
             base_ejection_time=timedelta(seconds=5),
             max_ejection_time=timedelta(seconds=5),
@@ -234,6 +248,13 @@ def _leave_out_the_unreachable(**how_long_and_how_many: Any) -> OutlierDetection
         enforcing_consecutive_gateway_failure=0,
         enforcing_success_rate=0,
         **how_long_and_how_many,
+    )
+
+
+def _notice_lost_hosts() -> UpstreamConnectionOptions:
+    """Close connections to a host that is gone without a word (a lost node), else silent as one that computes."""
+    return UpstreamConnectionOptions(
+        tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
     )
 
 

@@ -40,6 +40,8 @@ from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEAD
 # How long a request may pass no byte in either direction: long answers that are not streamed are silent throughout.
 IDLE_TIMEOUT = timedelta(hours=1)
 
+_UNAVAILABLE = 503
+
 
 def listener(settings: EnvoySettings) -> Listener:
     """Write the one listener; HTTP/1 and HTTP/2 clients share it."""
@@ -134,9 +136,15 @@ def _cluster(pool: Pool) -> str:
 
 
 def _retry_policy() -> RetryPolicy:
-    """Try the next candidate once when the first took nothing of the request; without a pick, another host."""
+    """Try the next candidate once when the first answered nothing of the request; without a pick, another host.
+
+    That is when it cannot be reached, when it dies before its response begins, and when it says 503: it is full, or not
+    up. All of that can be asked again, since an engine keeps nothing of a request but cached blocks; and once only, so
+    that a request that kills engines kills two.
+    """
     return RetryPolicy(
-        retry_on="connect-failure,refused-stream",
+        retry_on="connect-failure,refused-stream,reset,retriable-status-codes",
+        retriable_status_codes=[_UNAVAILABLE],
         num_retries=1,
         retry_host_predicate=[
             RetryPolicyRetryHostPredicate(

@@ -1,0 +1,173 @@
+"""Several routers behind one or two Envoys in front of the same engines, as production has it.
+
+``deployment`` is one router and one Envoy; here each router has pool files of its own, so that they may differ, and
+processes of every kind can be killed, paused and brought back where they were.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from click.testing import CliRunner
+
+from dualmap_cli.main import main
+from dualmap_extproc.envoy.settings import Mode
+from harness.envoy import Envoy
+from harness.processes import Child
+from harness.resources import Held, held_by, wait_for_release
+from harness.stack import Router, write_pool
+from harness.waiting import until
+
+REST_TIMEOUT_S = 30.0
+GAUGES = (
+    "dualmap_endpoint_in_flight_requests",
+    "dualmap_endpoint_pending_prefill_tokens",
+    "dualmap_endpoint_active_kv_tokens",
+    "dualmap_endpoint_held_requests",
+    "dualmap_pool_held_requests",
+)
+
+Document = Mapping[str, Any]
+
+
+class Replicas:
+    """Routers and Envoys; ``pools`` are documents by pool name, the engines are somebody else's."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, Document],
+        *,
+        directory: Path,
+        routers: int = 2,
+        envoys: int = 1,
+        mode: Mode = Mode.STREAMED,
+        router_arguments: tuple[str, ...] = (),
+    ) -> None:
+        self._directory = directory
+        self._mode = mode
+        self._router_arguments = router_arguments
+        self._pools = tuple(pools)
+        self._envoy_count = envoys
+        for number in range(routers):
+            (directory / f"router-{number}").mkdir(parents=True)
+            for name, document in pools.items():
+                self.write(name, document, only=number)
+        self.routers = [self._router(number, {}) for number in range(routers)]
+        self.envoys: list[Envoy] = []
+
+    def write(self, pool: str, document: Document, *, only: int | None = None) -> None:
+        """Write a pool's file anew for every router, or for ``only`` one of them."""
+        folders = self._directory.glob("router-?") if only is None else [self._directory / f"router-{only}"]
+        for folder in folders:
+            write_pool(folder / f"{pool}.json", document)
+
+    def urls(self) -> list[str]:
+        """Return where clients send requests."""
+        return [envoy.url for envoy in self.envoys]
+
+    async def start(self) -> None:
+        """Start the routers, then the Envoys; returns once all of them work."""
+        await asyncio.gather(*(router.start() for router in self.routers))
+        self.envoys = [self._envoy(number) for number in range(self._envoy_count)]
+        await asyncio.gather(*(envoy.start() for envoy in self.envoys))
+
+    async def stop(self) -> None:
+        """Stop everything."""
+        await asyncio.gather(*(envoy.child.stop() for envoy in self.envoys))
+        await asyncio.gather(*(router.stop() for router in self.routers))
+
+    async def restart_router(self, number: int) -> None:
+        """Start a router on the ports of the one that ended."""
+        assert self.routers[number].returncode is not None, "the router is still running"
+        self.routers[number] = self._router(number, self.routers[number].ports)
+        await self.routers[number].start()
+
+    async def heal(self) -> None:
+        """Bring back whatever a test has left paused or dead."""
+        for number, router in enumerate(self.routers):
+            router.resume()
+            if router.returncode is not None:
+                await self.restart_router(number)
+        for envoy in self.envoys:
+            if envoy.child.returncode is not None:
+                await envoy.start()
+
+    async def in_use(self, number: int, *, more: int = 8) -> None:
+        """Wait until a router is asked: so many more requests than it has routed by now."""
+        router = self.routers[number]
+        before = await router.metric("dualmap_requests_total")
+
+        async def asked() -> bool:
+            return await router.metric("dualmap_requests_total") >= before + more
+
+        await until(asked, f"{router.name} is asked", timeout_s=REST_TIMEOUT_S)
+
+    async def wait_for_metric(self, name: str, value: float, *, of: int, **labels: str) -> None:
+        """Wait until a router's metric has this value."""
+        router = self.routers[of]
+
+        async def has() -> bool:
+            return await router.metric(name, **labels) == value
+
+        await until(has, f"{router.name}: {name}{labels or ''} is {value}", timeout_s=REST_TIMEOUT_S)
+
+    async def wait_for_rest(self) -> None:
+        """Wait until nothing is in flight, pending or held in any router that runs, nor open in any Envoy."""
+        for router in self.routers:
+            if router.returncode is not None:
+                continue
+
+            async def idle(router: Router = router) -> bool:
+                return not any([await router.metric(gauge) for gauge in GAUGES])
+
+            await until(idle, f"the gauges of {router.name} are zero", timeout_s=REST_TIMEOUT_S)
+        for envoy in self.envoys:
+
+            async def quiet(envoy: Envoy = envoy) -> bool:
+                pools = [f"cluster.llm/{pool}.upstream_rq_active" for pool in self._pools]
+                stats = await envoy.stats(r"^(http.requests.downstream|cluster.*upstream)_rq_active$")
+                return not any(stats.get(name, 0) for name in ("http.requests.downstream_rq_active", *pools))
+
+            await until(quiet, "Envoy has no request", timeout_s=REST_TIMEOUT_S)
+
+    def holdings(self) -> dict[str, Held]:
+        """Return what each process that runs holds, by name."""
+        return {name: held_by(pid) for name, pid in self._pids().items()}
+
+    async def wait_for_release(self, before: Mapping[str, Held]) -> None:
+        """Wait until no process holds more than it, or the one it replaces, did before."""
+        await wait_for_release(before, self._pids())
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:  # whatever kept it from starting, nothing may be left running
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _pids(self) -> dict[str, int]:
+        children: list[Child] = [*self.routers, *(envoy.child for envoy in self.envoys)]
+        return {child.name: child.pid for child in children if child.returncode is None}
+
+    def _router(self, number: int, ports: Mapping[str, int]) -> Router:
+        name = f"router-{number}"
+        files = [self._directory / name / f"{pool}.json" for pool in self._pools]
+        return Router(files, directory=self._directory, name=name, arguments=self._router_arguments, ports=ports)
+
+    def _envoy(self, number: int) -> Envoy:
+        arguments = ["envoy-config", "--mode", self._mode.value]
+        arguments += [part for pool in self._pools for part in ("--pool", f"{self._directory}/router-0/{pool}.json")]
+        for option, port in (("--router", "grpc"), ("--als", "als")):
+            arguments += [option, ",".join(f"127.0.0.1:{router.ports[port]}" for router in self.routers)]
+        arguments += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        return Envoy(result.stdout, directory=self._directory, concurrency=2, name=f"envoy-{number}")

@@ -1,0 +1,42 @@
+"""What a process holds, from /proc: a leak is a number that does not come back."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.waiting import until
+
+# Connections and helper threads that come and go; a leak would show once per request, and tests send dozens.
+SLACK = 8
+SETTLE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """File descriptors and threads of one process."""
+
+    descriptors: int
+    threads: int
+
+    def exceeds(self, before: "Held") -> bool:
+        """Whether this is clearly more than there was before."""
+        return self.descriptors > before.descriptors + SLACK or self.threads > before.threads + SLACK
+
+
+def held_by(pid: int) -> Held:
+    """Look at a process that is running."""
+    process = Path(f"/proc/{pid}")
+    return Held(descriptors=len(list((process / "fd").iterdir())), threads=len(list((process / "task").iterdir())))
+
+
+async def wait_for_release(before: Mapping[str, Held], pids: Mapping[str, int]) -> None:
+    """Wait until no process holds more than the one of its name did before, which may have been another one."""
+
+    async def released() -> bool:
+        return not any(held_by(pid).exceeds(before[name]) for name, pid in pids.items())
+
+    try:
+        await until(released, "descriptors and threads are released", timeout_s=SETTLE_TIMEOUT_S)
+    except AssertionError as error:
+        now = {name: held_by(pid) for name, pid in pids.items()}
+        raise AssertionError(f"{error}: {dict(before)} before, {now} now") from error

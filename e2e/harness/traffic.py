@@ -1,0 +1,199 @@
+"""Steady load through Envoy: so many streamed and so many plain requests at any time, and what became of each.
+
+``replicas`` is what it runs against. A fault is judged by counting: a test marks a moment, breaks something, and asks
+what became of the requests that were open at that moment and of those that came later.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+
+from harness.deployment import CHAT
+from harness.upstream import ENGINE_HEADER
+from harness.waiting import until
+
+END_OF_STREAM = b"data: [DONE]\n\n"
+# A client that was told to go away does not come back at once.
+RETRY_PAUSE_S = 0.05
+PATIENCE_S = 30.0
+# Beside a request that takes longer than any should the client begins its next, so that hanging ones take no load away.
+NEXT_AFTER_S = 3.0
+
+
+class Kind(StrEnum):
+    """How an answer is asked for."""
+
+    STREAM = "stream"
+    PLAIN = "plain"
+
+
+class Outcome(StrEnum):
+    """What a client got."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    """An error status, with a body."""
+    CUT = "cut"
+    """A status of 200 and an answer that broke off."""
+    LOST = "lost"
+    """No status: the connection was refused or broken."""
+    STUCK = "stuck"
+    """Nothing until the test lost its patience."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Exchange:
+    """One request as its client saw it; ``outcome`` is None while it is open, ``began`` says that a body byte came."""
+
+    kind: Kind
+    number: int
+    started_s: float
+    outcome: Outcome | None = None
+    status: int = 0
+    began: bool = False
+    routed: bool = False
+    engine: str = ""
+    error: str = ""
+    took_s: float = 0.0
+
+
+Body = Callable[[int], Mapping[str, Any]]
+
+
+class Traffic:
+    """Clients that ask without a pause; ``body`` makes the request of a number, ``urls`` are Envoys asked in turn."""
+
+    def __init__(self, urls: Callable[[], list[str]], body: Body, *, streams: int = 8, plain: int = 4) -> None:
+        self._urls = urls
+        self._body = body
+        self._clients = {Kind.STREAM: streams, Kind.PLAIN: plain}
+        self._stop = asyncio.Event()
+        self._asking: set[asyncio.Task[None]] = set()
+        self.exchanges: list[Exchange] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Ask while the context is open, then let every request end; one that does not is ``STUCK``."""
+        self._stop.clear()
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            clients = [
+                asyncio.create_task(self._client(session, kind))
+                for kind, count in self._clients.items()
+                for _ in range(count)
+            ]
+            try:
+                yield
+                self._stop.set()
+                await asyncio.wait((*clients, *self._asking), timeout=PATIENCE_S)
+            finally:
+                self._stop.set()
+                tasks = [*clients, *self._asking]
+                for task in tasks:
+                    task.cancel()
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [each for each in results if isinstance(each, Exception)] == []
+
+    @property
+    def open(self) -> list[Exchange]:
+        """The requests that are under way."""
+        return [each for each in self.exchanges if each.outcome is None]
+
+    def after(self, mark: int) -> list[Exchange]:
+        """Return the requests begun after so many."""
+        return self.exchanges[mark:]
+
+    async def flowing(self, requests: int = 24, *, timeout_s: float = 60.0) -> None:
+        """Wait until so many requests that begin from now on have been answered well."""
+        mark = len(self.exchanges)
+
+        async def answered() -> bool:
+            return sum(each.outcome is Outcome.OK for each in self.after(mark)) >= requests
+
+        await until(answered, f"{requests} more requests are answered", timeout_s=timeout_s)
+
+    async def streaming(self, streams: int) -> None:
+        """Wait until so many open streams have brought a first token."""
+
+        async def begun() -> bool:
+            return sum(each.began for each in self.open) >= streams
+
+        await until(begun, f"{streams} streams are under way", timeout_s=PATIENCE_S)
+
+    async def _client(self, session: aiohttp.ClientSession, kind: Kind) -> None:
+        """Ask one request after the other; one that takes too long goes on beside the next."""
+        while not self._stop.is_set():
+            number = len(self.exchanges)
+            urls = self._urls()
+            exchange = Exchange(kind=kind, number=number, started_s=asyncio.get_running_loop().time())
+            self.exchanges.append(exchange)
+            asking = asyncio.create_task(self._watch(session, urls[number % len(urls)], exchange))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+            await asyncio.wait((asking,), timeout=NEXT_AFTER_S)
+            if exchange.outcome is not Outcome.OK:
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _watch(self, session: aiohttp.ClientSession, url: str, exchange: Exchange) -> None:
+        try:
+            await self._ask(session, url, exchange)
+        except aiohttp.ClientError as error:
+            exchange.outcome = Outcome.CUT if exchange.status else Outcome.LOST
+            exchange.error = repr(error)
+        except asyncio.CancelledError:
+            exchange.outcome = Outcome.STUCK
+            raise
+        finally:
+            exchange.took_s = asyncio.get_running_loop().time() - exchange.started_s
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, exchange: Exchange) -> None:
+        body = {**self._body(exchange.number), "stream": exchange.kind is Kind.STREAM}
+        async with session.post(url + CHAT, json=body) as response:
+            exchange.status = response.status
+            exchange.routed = "x-dualmap-decision" in response.headers
+            exchange.engine = response.headers.get(ENGINE_HEADER, "")
+            last = b""
+            async for chunk in response.content.iter_any():
+                exchange.began = True
+                last = (last + chunk)[-4096:]
+            if response.status != 200:
+                exchange.outcome, exchange.error = Outcome.REFUSED, last.decode("utf-8", "replace")
+            elif _whole(exchange.kind, last):
+                exchange.outcome = Outcome.OK
+            else:
+                exchange.outcome = Outcome.CUT
+
+
+def tally(exchanges: list[Exchange]) -> Counter[str]:
+    """Count requests by what became of them: ``ok``, ``cut``..., a refused one by its status (``503``)."""
+    return Counter(_name(each) for each in exchanges)
+
+
+def failed(exchanges: list[Exchange]) -> list[Exchange]:
+    """Return those that did not get their answer."""
+    return [each for each in exchanges if each.outcome is not Outcome.OK]
+
+
+def _name(exchange: Exchange) -> str:
+    if exchange.outcome is Outcome.REFUSED:
+        return str(exchange.status)
+    return "open" if exchange.outcome is None else exchange.outcome.value
+
+
+def _whole(kind: Kind, last: bytes) -> bool:
+    if kind is Kind.STREAM:
+        return last.endswith(END_OF_STREAM)
+    try:
+        json.loads(last)
+    except ValueError:
+        # Long answers are known by their end only.
+        return last.rstrip().endswith(b"}")
+    return True
