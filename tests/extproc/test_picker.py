@@ -557,11 +557,12 @@ def test_the_first_request_that_is_held_is_announced_with_its_deadline():
     assert announced == [pytest.approx(61.0), pytest.approx(64.0)]
 
 
-def test_an_entry_that_names_a_held_request_is_none_of_envoys():
+@pytest.mark.parametrize("status", [None, 200, 400, 503])
+def test_an_entry_that_names_a_held_request_is_none_of_envoys(status):
     desk = Queue()
     waiting = desk.hold()
 
-    desk.picker.access_log(12.0, AccessLogEntry(request_id=waiting, status=503))
+    desk.picker.access_log(12.0, AccessLogEntry(request_id=waiting, status=status))
 
     assert desk.held == 1
     desk.picker.first_token(12.0, desk.first.request_id)
