@@ -114,7 +114,7 @@ class Lab:
 
     async def envoy_alone(self, name: str) -> Stack:
         """Start an Envoy that asks nobody."""
-        settings = self._settings("alone", self._pool("alone"), routers=(_NO_ROUTER,), static=True)
+        settings = self._settings(self._pool("alone"), routers=(_NO_ROUTER,), static=True)
         document = _without(to_yaml(bootstrap(settings)), EXT_PROC, _LUA)
         document["static_resources"]["clusters"] = [
             cluster for cluster in document["static_resources"]["clusters"] if cluster["name"].startswith(NAMESPACE)
@@ -126,7 +126,7 @@ class Lab:
         destination, cluster = self._engines[0], cluster_name(NAMESPACE, MODEL)
         child = await self._children.start("trivial", _module("bench.gateway.trivial", destination, cluster))
         ports = await child.ready(within_s=START_S)
-        settings = self._settings("trivial", self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True)
+        settings = self._settings(self._pool("trivial"), routers=(_address(ports["grpc"]),), static=True)
         document = _without(to_yaml(bootstrap(settings)), _LUA)
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
@@ -143,7 +143,6 @@ class Lab:
         ]
         ports = [await child.ready(within_s=START_S) for child in started]
         settings = self._settings(
-            tag,
             pool,
             routers=tuple(_address(each["grpc"]) for each in ports),
             access_logs=tuple(_address(each["als"]) for each in ports),
@@ -182,7 +181,6 @@ class Lab:
 
     def _settings(
         self,
-        tag: str,
         pool: Path,
         *,
         routers: tuple[Address, ...],
