@@ -251,17 +251,19 @@ class Cluster:
             self._at(self._now + exchange.delay_s, partial(self._hear_bindings, router, answers), ticks=True)
 
     def _store(self, news: News) -> tuple[SharedBinding, ...]:
-        """Compare and set: the newer version holds, of equal ones the first; return the winners and what was wanted."""
-        asked = list(news.wanted)
+        """Answer what is wanted, then compare and set: the newer version holds, of equal ones the first.
+
+        Return what was wanted and known, and the winners over what was not set.
+        """
+        answers = [self._bindings[session] for session in news.wanted if session in self._bindings]
         for binding in news.bindings:
             held = self._bindings.get(binding.session)
             if held is None or held[1].version < binding.version:
                 self._bindings[binding.session] = (self._now, binding)
             elif held[1].host != binding.host:
-                asked.append(binding.session)
-        found = [self._bindings[session] for session in asked if session in self._bindings]
+                answers.append(held)
         return tuple(
-            replace(binding, moved_ago_s=binding.moved_ago_s + self._now - stored_s) for stored_s, binding in found
+            replace(binding, moved_ago_s=binding.moved_ago_s + self._now - stored_s) for stored_s, binding in answers
         )
 
     def _hear_news(self, router: int, peer: int, news: News) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from builders import pool
 from dualmap.hotness import HotnessCounts
-from dualmap.news import News
+from dualmap.news import News, SharedBinding
 from dualmap.pool import Engine, Pool, Prefix, Queue, Routing
 from dualmap.requests import Decision, Held, Reason, Request
 from dualmap_sim import cluster as cluster_module
@@ -144,6 +144,31 @@ def test_a_router_that_joins_knows_what_was_replayed_to_it(replay_s: float, bloc
     records = cluster.run(one_block_prompts(*range(11)))
     assert all(record.router == 0 for record in records[:10])
     assert sum(each.indexed_blocks for each in cluster.routers[1].status().endpoints) == blocks
+
+
+def test_the_store_tells_a_router_what_it_wants_to_know_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, SharedBinding]] = []
+
+    class Listens(cluster_module.PoolRouter):
+        def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
+            told.extend((now, binding) for binding in bindings)
+            super().on_bindings(now, bindings)
+
+    monkeypatch.setattr(cluster_module, "PoolRouter", Listens)
+    asked = one_block_prompts(*range(11))
+    in_session = (replace(asked[0], session=7), *asked[1:10], replace(asked[10], session=7))
+    joining = replace(
+        config(small_pool(8), exchange=Exchange(period_s=0.1, delay_s=0.02)),
+        replicas=(Replica(), Replica(at_s=9.5)),
+    )
+    records = Cluster(joining).run(in_session)
+    assert records[10].router == 1
+    (now, binding), *_ = told
+    # Asked at the router's tick after the request at 10 s; the session had been bound at the very beginning.
+    assert now == pytest.approx(10.05 + 0.02)
+    hosts = {member.endpoint: member.id for member in joining.pool.members}
+    assert (binding.session, binding.host, binding.version) == (7, hosts[records[0].endpoint or ""], 0)
+    assert binding.moved_ago_s == pytest.approx(10.05)
 
 
 @pytest.mark.parametrize("routers", [1, 3])
