@@ -7,9 +7,9 @@ options (``--help``) are ``gateway``, ``window`` and ``replicas``.
 import os
 import sys
 
-from bench import decisions, replicas, rings, window
+from bench import decisions, memory, replicas, rings, window
 
-CORE = {"rings": rings.main, "decisions": decisions.main}
+CORE = {"rings": rings.main, "decisions": decisions.main, "memory": memory.main}
 VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 

@@ -1,65 +1,150 @@
-"""Time of one decision per policy and number of members, apart from reading and hashing the prompt."""
+"""Time of one decision per policy, number of members and prompt length, apart from reading and hashing the prompt.
+
+Times are medians: one in a few hundred decisions pays for a garbage collection or another process. Nothing is held in
+the router here (the dispatch window is unlimited), so that every request is chosen for and booked. Each prompt has been
+asked once before and broken off, so that its key's pair is known, as in a conversation, but nothing of its own half is
+cached; what a new key costs is in the table of the rings.
+"""
 
 import random
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+
+import orjson
 
 from dualmap.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.policies import POLICIES
-from dualmap.pool import Engine, Member, Model, Pool, Routing
+from dualmap.pool import Engine, Member, Model, Pool, Queue, Routing
+from dualmap.prompt import Prompt, read_prompt
 from dualmap.requests import Decision, Request
 from dualmap.router import PoolRouter
 
 SIZES = (8, 32, 256, 1024)
-REQUESTS = 600
+PROMPT_BYTES = {"2 KB": 2_000, "64 KB": 64_000, "220 KB": 220_000, "1 MB": 1_000_000}
+BLOCK_TOKENS = 128
+SYSTEM_PROMPTS = 8
+REQUESTS = 200
 
 
-def pool(members: int, policy: str) -> Pool:
+def pool_of(members: int, policy: str) -> Pool:
     return Pool(
         namespace="bench",
         name="qwen",
         model=Model(name="m"),
         engine=Engine(),
-        routing=Routing(policy=policy),
+        routing=Routing(policy=policy, queue=Queue(dispatch_window_s=float("inf"))),
         members=tuple(
             Member(id=f"qwen-{n}", address=f"10.0.{n // 250}.{n % 250 + 1}", port=8000) for n in range(members)
         ),
     )
 
 
-def prompts(count: int) -> list[BlockChain]:
-    """Conversations of 512 to 8000 tokens behind one of eight system prompts of 512 tokens."""
-    chance, root = random.Random(2), chain_root(model="m")
-    systems = [chance.randbytes(2048) for _ in range(8)]
+def chain_of(hashes: list[int]) -> BlockChain:
+    return BlockChain(hashes=tuple(hashes), block_tokens=BLOCK_TOKENS, tokens=len(hashes) * BLOCK_TOKENS)
+
+
+def prompts(prompt_bytes: int) -> list[BlockChain]:
+    """Prompts of one length, half of it one of eight system prompts, half their own."""
+    chance, blocks = random.Random(2), -(-prompt_bytes // (4 * BLOCK_TOKENS))
+    systems = [[chance.getrandbits(64) for _ in range(blocks // 2)] for _ in range(SYSTEM_PROMPTS)]
     return [
-        chain_blocks(
-            chance.choice(systems) + chance.randbytes(chance.randrange(0, 30_000)), root=root, block_tokens=128
-        )
-        for _ in range(count)
+        chain_of(chance.choice(systems) + [chance.getrandbits(64) for _ in range(blocks - blocks // 2)])
+        for _ in range(REQUESTS)
     ]
 
 
-def decision_us(members: int, policy: str, chains: list[BlockChain]) -> float:
-    """Every member is kept about half busy, so that both the pair's and the whole pool's rules are exercised."""
-    router, now, spent = PoolRouter(pool(members, policy)), 0.0, 0.0
+def load_up(router: PoolRouter, chance: random.Random) -> None:
+    """Give every member a backlog of up to twice what the SLO allows."""
+    for member in router.pool.members:
+        left_s = chance.uniform(0.0, 2 * router.pool.slo.ttft_s)
+        while left_s > 0.0:
+            chain = chain_of([chance.getrandbits(64) for _ in range(chance.randint(10, 60))])
+            name = f"{member.id} {left_s}"
+            router.on_request(0.0, Request(id=name, chain=chain, arrived_s=0.0, subset=frozenset({member.endpoint})))
+            left_s -= chain.tokens / router.pool.engine.prefill_tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Medians in microseconds: of a decision, and of a first token and an end together; and how many left the pair."""
+
+    decide_us: float
+    events_us: float
+    searched_share: float
+
+
+def cost(members: int, policy: str, chains: list[BlockChain], *, loaded: bool) -> Cost:
+    router = PoolRouter(pool_of(members, policy))
+    if loaded:
+        load_up(router, random.Random(3))
     for n, chain in enumerate(chains):
-        now += 1.0 / members
-        request = Request(id=str(n), chain=chain, arrived_s=now)
-        began = time.perf_counter()
+        router.on_request(n * 1e-3, Request(id=str(n), chain=chain, arrived_s=n * 1e-3))
+        router.on_aborted(n * 1e-3, str(n))
+    decide_s, events_s, searched = [], [], 0
+    for n, chain in enumerate(chains, start=len(chains)):
+        now, name = n * 1e-3, str(n)
+        request = Request(id=name, chain=chain, arrived_s=now)
+        began_s = time.perf_counter()
         decision = router.on_request(now, request)
-        spent += time.perf_counter() - began
+        chosen_s = time.perf_counter()
+        router.on_first_token(now, name)
+        router.on_finished(now, name)
+        events_s.append(time.perf_counter() - chosen_s)
+        decide_s.append(chosen_s - began_s)
         assert isinstance(decision, Decision)
-        if n >= members:
-            router.on_first_token(now, str(n - members))
-            router.on_finished(now, str(n - members))
-    return spent / len(chains) * 1e6
+        searched += decision.receipt.rule in ("spill", "pair-marginal")
+    return Cost(
+        decide_us=median(decide_s) * 1e6, events_us=median(events_s) * 1e6, searched_share=searched / len(chains)
+    )
+
+
+def median_us(action: Callable[[], object], times: int = 100) -> float:
+    clock = [time.perf_counter()]
+    for _ in range(times):
+        action()
+        clock.append(time.perf_counter())
+    return median(after - before for before, after in pairwise(clock)) * 1e6
+
+
+def parse(body: bytes) -> Prompt:
+    return read_prompt(orjson.loads(body))
+
+
+def read_and_hash() -> None:
+    print("reading and hashing: microseconds")
+    print("| prompt | parse | hash |")
+    print("|---|---|---|")
+    for name, prompt_bytes in PROMPT_BYTES.items():
+        text = "".join(random.Random(4).choices("abcdefghij klmnop\n", k=prompt_bytes))
+        body = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+        canonical = read_prompt(orjson.loads(body)).text
+        parse_us = median_us(partial(parse, body))
+        hash_us = median_us(partial(chain_blocks, canonical, root=chain_root(model="m"), block_tokens=BLOCK_TOKENS))
+        print(f"| {name} | {parse_us:.0f} | {hash_us:.0f} |")
+    print()
+
+
+def decisions(*, loaded: bool) -> None:
+    state = "every member is loaded with up to twice the SLO" if loaded else "idle members"
+    print(f"decisions, {state}: microseconds per decision (first token and end together)")
+    print(f"| policy | members | {' | '.join(PROMPT_BYTES)} | {'searched' if loaded else '1 MB / 2 KB'} |")
+    print(f"|---|---|{'---|' * len(PROMPT_BYTES)}---|")
+    chains = {name: prompts(prompt_bytes) for name, prompt_bytes in PROMPT_BYTES.items()}
+    for policy in POLICIES:
+        for members in SIZES:
+            costs = [cost(members, policy, each, loaded=loaded) for each in chains.values()]
+            row = " | ".join(f"{each.decide_us:.0f} ({each.events_us:.0f})" for each in costs)
+            share = " ".join(f"{each.searched_share:.0%}" for each in costs)
+            last = share if loaded else f"{costs[-1].decide_us / costs[0].decide_us:.1f}"
+            print(f"| {policy} | {members} | {row} | {last} |")
+    print()
 
 
 def main() -> None:
-    print("decisions: microseconds per decision, parse and hash excluded")
-    print(f"| policy | {' | '.join(f'{size} members' for size in SIZES)} |")
-    print(f"|---|{'---|' * len(SIZES)}")
-    chains = prompts(REQUESTS)
-    for policy in POLICIES:
-        row = " | ".join(f"{decision_us(size, policy, chains):.0f}" for size in SIZES)
-        print(f"| {policy} | {row} |")
-    print()
+    read_and_hash()
+    decisions(loaded=False)
+    decisions(loaded=True)
