@@ -47,9 +47,7 @@ async def serve(settings: Settings) -> None:
     Raises PoolFileError, TlsError or AddressError for what keeps it from starting.
     """
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = _stop_signalled(loop)
     metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id)
     # Request ids come back in access logs, which may be another replica's or older than this process.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
@@ -104,6 +102,14 @@ async def serve(settings: Settings) -> None:
             await exchange.leave()
         await servers.close()
         await status.close()
+
+
+def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Return what is set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 def _exchange(redis: RedisSettings, picker: Picker, metrics: Metrics, peer: str) -> Exchange:

@@ -103,7 +103,8 @@ class RedisStore:
         """Close the connections (Store)."""
         client, self._client = self._client, None
         if client is not None:
-            await client.aclose()
+            # To the end, whatever becomes of this task: nobody else knows of these connections.
+            await asyncio.shield(client.aclose())
 
     async def _run(self, commands: Sequence[_Command]) -> list[Any]:
         """Send commands in one go and return their replies. Raises StoreError."""
