@@ -53,6 +53,20 @@ async def opened(url: str, password: str | None = None, ca_file: Path | None = N
         await store.close()
 
 
+@contextlib.asynccontextmanager
+async def answering(answer: bytes) -> AsyncIterator[str]:
+    """What is no Redis server: it says the same to everything."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(65536):
+                writer.write(answer * 10)
+        writer.close()
+
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as listener:
+        yield f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+
 async def hear(store: RedisStore, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
     (answer,) = await store.hear("listener", [replace(QUESTION, cursor=cursor, wanted=wanted)])
     return answer
@@ -232,6 +246,12 @@ class TestCredentials:
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
 
+    async def test_a_server_that_repeats_the_password_is_quoted_without_it(self):
+        answer = b"-ERR unknown command `AUTH`, with args beginning with: `hidden-word`\r\n"
+        async with answering(answer) as url, opened(url, "hidden-word") as store:
+            with pytest.raises(StoreError, match=r"with args beginning with: `\*\*\*`"):
+                await hear(store)
+
 
 def documented_rights(password: str) -> list[list[str]]:
     """The commands of the document that give a user its rights: the ones always needed, and a cluster's."""
@@ -342,20 +362,10 @@ class TestFailures:
         async with opened("redis://nowhere.invalid") as store:
             assert await failure(store) is Failure.CONNECTION
 
-    @pytest.mark.parametrize(
-        "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n", b":1\r\n", b"*0\r\n", b"\xff\r\n"]
-    )
+    @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad\r\n\r\n", b"+OK\r\n", b":1\r\n", b"*0\r\n", b"\xff\r\n"])
     async def test_something_else_is_there(self, answer):
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError):
-                while await reader.read(65536):
-                    writer.write(answer * 10)
-            writer.close()
-
-        async with await asyncio.start_server(connected, "127.0.0.1", 0) as listener:
-            port = listener.sockets[0].getsockname()[1]
-            async with opened(f"redis://127.0.0.1:{port}") as store:
-                assert await failure(store) in (Failure.REPLY, Failure.CONNECTION)
+        async with answering(answer) as url, opened(url) as store:
+            assert await failure(store) in (Failure.REPLY, Failure.CONNECTION)
 
     async def test_it_is_used_again_after_a_restart_and_a_script_flush(self, tmp_path):
         with redis_server(tmp_path / "redis") as running:

@@ -13,7 +13,7 @@ def binding(host: str, version: int = 0) -> SharedBinding:
 
 def test_of_too_many_nodes_the_most_met_are_told() -> None:
     unsent = Unsent()
-    rare = {node: 1 for node in range(NODES_MAX)}
+    rare = dict.fromkeys(range(NODES_MAX), 1)
     often = {-node: 2 for node in range(1, 101)}
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=NODES_MAX + 100, nodes=rare)))
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=200, nodes=often)))
