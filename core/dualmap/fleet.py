@@ -19,6 +19,9 @@ from dualmap.requests import EndpointStatus
 from dualmap.rings import DualRing
 from dualmap.view import Everyone, Instance, Roster, View
 
+# A window that opens by passing time opens at a sum of floats.
+_WINDOW_SLACK_S = 1e-6
+
 
 class Fleet:
     """The members of one pool, as this router knows them."""
@@ -82,6 +85,10 @@ class Fleet:
         load = self.ledger.load(member)
         load.settle(now)
         return load.backlog_s(now, self._stall_s)
+
+    def is_open(self, now: float, member: str) -> bool:
+        """Whether a member's dispatch window is open: what was handed over will not keep it busy for longer."""
+        return self.backlog_s(now, member) <= self._pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
 
     def queue_s(self, now: float, member: str) -> float:
         """Return how long a member would need to come to a request that is placed there now."""

@@ -24,17 +24,22 @@ def relieve(
     *,
     ahead_s: float,
     slo_ttft_s: float,
+    queue_s: Callable[[str], float],
     alternative: Callable[[Waiting], Candidate | None],
     move: Callable[[Waiting, Candidate], None],
 ) -> int:
     """Run one round over the queue of an overloaded instance; return how many requests moved.
 
-    ``ahead_s`` is how long the instance is busy before the first of the queue begins. ``alternative`` gives the other
-    member of a request's pair as it stands, ``move`` takes the request out of the queue and to it.
+    ``ahead_s`` is how long the instance is busy before the first of the queue begins, ``queue_s`` how long a member
+    needed, as the round began, to come to one more request. ``alternative`` gives the other member of a request's
+    pair as it stands, ``move`` takes the request out of the queue and to it.
     """
     ttfts_s = _ttfts_s(now, queue, ahead_s)
     benefits_s = []
     for waiting, ttft_s in ttfts_s:
+        # In a pool that is overloaded as a whole, nearly all others are out of the question by their queue alone.
+        if all(queue_s(each) >= slo_ttft_s for each in waiting.pair if each != waiting.member):
+            continue
         benefit_s = _benefit_s(now, waiting, ttft_s, alternative, slo_ttft_s)
         if benefit_s > 0.0:
             benefits_s.append((benefit_s, waiting))

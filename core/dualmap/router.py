@@ -9,6 +9,7 @@ that its instance has no room for yet waits here.
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 
 from dualmap.chooser import Chooser
 from dualmap.fleet import Fleet
@@ -21,9 +22,6 @@ from dualmap.rebalance import REBALANCED, relieve
 from dualmap.receipt import Key
 from dualmap.requests import Completion, Decision, FirstToken, Held, PoolStatus, Reason, Refusal, Request, Usage
 from dualmap.situation import Candidate, Situation
-
-# A window that opens by passing time opens at a sum of floats.
-_WINDOW_SLACK_S = 1e-6
 
 
 class PoolRouter:
@@ -229,7 +227,7 @@ class PoolRouter:
         """Hand a request that was placed over to its instance, or hold it, or refuse it where too many are held."""
         queue, member = self._pool.routing.queue, placed.member
         self._pump(now, member)
-        if member not in self._holding and self._is_open(now, member):
+        if member not in self._holding and self._fleet.is_open(now, member):
             self._fleet.will_hold(member, placed.request.chain)
             return self._hand_over(now, placed)
         if placed.request.id not in self._held and len(self._held) >= queue.max_held:
@@ -246,12 +244,14 @@ class PoolRouter:
             return 0
         if any(situation.waited_s + each.ttft_s <= slo_ttft_s for each in situation.pair):
             return 0
+        queue_s = cache(lambda member: self._fleet.queue_s(now, member))
         return sum(
             relieve(
                 now,
                 self._holding[each.id].held,
                 ahead_s=self._fleet.backlog_s(now, each.id),
                 slo_ttft_s=slo_ttft_s,
+                queue_s=queue_s,
                 alternative=lambda waiting: self._chooser.alternative(now, waiting),
                 move=lambda waiting, to: self._migrate(now, waiting, to),
             )
@@ -309,11 +309,6 @@ class PoolRouter:
             self._fleet.take_back(entry.member, entry.chain, entry.matched_tokens)
         self._pump(now, entry.member)
         return _completion(entry, None)
-
-    def _is_open(self, now: float, member: str) -> bool:
-        """Whether a member's dispatch window is open: what was handed over to it will not keep it busy for longer."""
-        window_s = self._pool.routing.queue.dispatch_window_s
-        return self._fleet.backlog_s(now, member) <= window_s + _WINDOW_SLACK_S
 
     def _hand_over(self, now: float, waiting: Waiting) -> Decision:
         """Book a request at its instance."""
@@ -380,7 +375,7 @@ class PoolRouter:
         if load is None:
             return
         queue = self._pool.routing.queue
-        while load.held and self._is_open(now, member):
+        while load.held and self._fleet.is_open(now, member):
             waiting = load.held.next(now, by_deadline=queue.order == "Deadline", slo_ttft_s=self._pool.slo.ttft_s)
             self._unqueue(waiting)
             self._outcomes.append(self._hand_over(now, waiting))
