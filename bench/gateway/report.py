@@ -194,5 +194,5 @@ def _met(is_met: bool) -> str:
 
 
 def _markdown(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"{title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    lines = [f"### {title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
