@@ -2,8 +2,8 @@
 
 Times are medians: one in a few hundred decisions pays for a garbage collection or another process. Nothing is held in
 the router here (the dispatch window is unlimited), so that every request is chosen for and booked. Each prompt has been
-asked once before and broken off, so that its key's pair is known, as in a conversation, but nothing of its own half is
-cached; what a new key costs is in the table of the rings.
+asked a few times before and broken off, so that hotness has found its key and the pair is known, as in a conversation,
+but nothing of its own half is cached; what a new key costs is in the table of the rings.
 """
 
 import random
@@ -28,6 +28,7 @@ PROMPT_BYTES = {"2 KB": 2_000, "64 KB": 64_000, "220 KB": 220_000, "1 MB": 1_000
 BLOCK_TOKENS = 128
 SYSTEM_PROMPTS = 8
 REQUESTS = 200
+REHEARSALS = 5
 
 
 def pool_of(members: int, policy: str) -> Pool:
@@ -81,11 +82,11 @@ def cost(members: int, policy: str, chains: list[BlockChain], *, loaded: bool) -
     router = PoolRouter(pool_of(members, policy))
     if loaded:
         load_up(router, random.Random(3))
-    for n, chain in enumerate(chains):
+    for n, chain in enumerate(REHEARSALS * chains):
         router.on_request(n * 1e-3, Request(id=str(n), chain=chain, arrived_s=n * 1e-3))
         router.on_aborted(n * 1e-3, str(n))
     decide_s, events_s, searched = [], [], 0
-    for n, chain in enumerate(chains, start=len(chains)):
+    for n, chain in enumerate(chains, start=REHEARSALS * len(chains)):
         now, name = n * 1e-3, str(n)
         request = Request(id=name, chain=chain, arrived_s=now)
         began_s = time.perf_counter()

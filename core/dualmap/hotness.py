@@ -15,7 +15,7 @@ are compared at every request instead of between windows, over the window and ov
 splits on fewer than MIN_SPLIT_REQUESTS.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -47,10 +47,10 @@ class HotnessCounts:
 class _Bucket:
     began_s: float
     requests: int = 0
-    nodes: dict[int, int] = field(default_factory=dict)
+    nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     # The part counted here and not yet sent to the other replicas; it expires with the bucket if nobody asks for it.
     unsent_requests: int = 0
-    unsent_nodes: dict[int, int] = field(default_factory=dict)
+    unsent_nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class HotnessTree:
@@ -99,7 +99,7 @@ class HotnessTree:
             requests += bucket.unsent_requests
             for node, count in bucket.unsent_nodes.items():
                 nodes[node] = nodes.get(node, 0) + count
-            bucket.unsent_requests, bucket.unsent_nodes = 0, {}
+            bucket.unsent_requests, bucket.unsent_nodes = 0, defaultdict(int)
         return HotnessCounts(requests=requests, nodes=nodes)
 
     def merge(self, now: float, counts: HotnessCounts) -> None:
@@ -120,8 +120,8 @@ class HotnessTree:
                     unsent[node] = 1
                 return
             nodes[node] = before + 1
-            in_bucket[node] = in_bucket.get(node, 0) + 1
-            unsent[node] = unsent.get(node, 0) + 1
+            in_bucket[node] += 1
+            unsent[node] += 1
 
     def _split_run(self, path: Sequence[int], split_share: float, merge_share: float) -> int:
         """Return how many prefixes from the first on are split now, splitting or merging them as their shares call for.
@@ -131,19 +131,21 @@ class HotnessTree:
         """
         last, prior = self._buckets[-1], self._buckets[-2] if len(self._buckets) > 1 else None
         recent_requests = last.requests + (prior.requests if prior else 0)
-        window, in_last, in_prior = self._nodes, last.nodes, prior.nodes if prior else {}
+        window, split = self._nodes, self._split
+        in_last: Mapping[int, int] = last.nodes
+        in_prior: Mapping[int, int] = prior.nodes if prior else {}
         split_window = max(split_share * self._requests, MIN_SPLIT_REQUESTS - 1)
         split_recent = max(split_share * recent_requests, MIN_SPLIT_REQUESTS - 1)
         merge_window, merge_recent = merge_share * self._requests, merge_share * recent_requests
         for depth, node in enumerate(path):
             in_window = window.get(node, 0)
             in_recent = in_last.get(node, 0) + in_prior.get(node, 0)
-            if node in self._split:
+            if node in split:
                 if in_window < merge_window and in_recent < merge_recent:
-                    self._split.discard(node)
+                    split.discard(node)
                     return depth
             elif in_window > split_window or in_recent > split_recent:
-                self._split.add(node)
+                split.add(node)
             else:
                 return depth
         return len(path)
@@ -154,7 +156,7 @@ class HotnessTree:
         if before is None and len(self._nodes) >= MAX_NODES:
             return False
         self._nodes[node] = (before or 0) + requests
-        bucket.nodes[node] = bucket.nodes.get(node, 0) + requests
+        bucket.nodes[node] += requests
         return True
 
     def _bucket_at(self, now: float) -> _Bucket:
