@@ -49,6 +49,8 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
         ("extproc/dualmap_extproc/stream.py", "import yaml", "YAML is read"),
         ("extproc/dualmap_extproc/stream.py", "import aiohttp", "aiohttp serves"),
         ("extproc/dualmap_extproc/stream.py", "import orjson", "orjson reads"),
+        ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Redis is spoken"),
+        ("core/dualmap/news.py", "import redis", "The core is pure"),
     ],
 )
 def test_import_linter_sees_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
