@@ -52,7 +52,7 @@ def first_tokens(records: Sequence[Record]) -> list[float | None]:
 
 def busy_run(routers: int, queue: Queue, *, exchange: Exchange | None = None) -> tuple[Cluster, tuple[Record, ...]]:
     """The default workload, faster than eight 7B engines can serve it for long."""
-    asked = arrivals(default_workload(300, seed=1).at_rate(12.0), router_block_tokens=128, engine_block_tokens=512)
+    asked = arrivals(default_workload(200, seed=1).at_rate(12.0), router_block_tokens=128, engine_block_tokens=512)
     cluster = Cluster(
         replace(
             config(pool(8, routing=Routing(queue=queue)), engine=SEVEN_B, routers=routers, exchange=exchange),
@@ -177,7 +177,7 @@ def test_the_store_tells_a_router_what_it_wants_to_know_of_sessions(monkeypatch:
 @pytest.mark.parametrize("queue", [UNLIMITED, Queue(dispatch_window_s=0.25), Queue(max_held=5, max_wait_s=1.0)])
 def test_every_request_ends_once_and_nothing_is_left_in_any_router(routers: int, queue: Queue) -> None:
     cluster, records = busy_run(routers, queue, exchange=Exchange() if routers > 1 else None)
-    assert [record.arrival.request_id for record in records] == [str(number) for number in range(300)]
+    assert [record.arrival.request_id for record in records] == [str(number) for number in range(200)]
     for record in records:
         assert (record.finished_s is None) == (record.refused is not None)
         assert (record.dispatched_s is None) == (record.refused is not None)
