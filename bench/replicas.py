@@ -21,8 +21,6 @@ from dualmap_sim.summary import Summary, summarise
 RATES = {"conversation": (3.1,), "default": (7.26, 9.0)}
 """The last of each is about the knee; 7.26/s is the demo's."""
 SAMPLES = (0, 1, 2)
-COLD_SAMPLES = {"conversation": (0,), "default": (0, 1, 2)}
-COLD_REQUESTS = 4000
 PERIODS_S = (0.05, 0.1, 0.25, 1.0)
 USUAL_PERIOD_S = 0.1
 FEEDBACK_DELAY_S = 0.01
@@ -101,8 +99,8 @@ def main(quick: bool) -> None:
     for workload in workloads():
         for rate in RATES[workload][:1] if quick else RATES[workload]:
             _sharing(workload, rate, samples, (USUAL_PERIOD_S,) if quick else PERIODS_S)
-        for warm in (3,) if quick else (1, 3):
-            _cold(workload, RATES[workload][-1], samples if quick else COLD_SAMPLES[workload], warm)
+        for warm in (1,) if quick else (1, 3):
+            _cold(workload, RATES[workload][-1], samples, warm)
         _sessions(workload, RATES[workload][-1], samples, (4,) if quick else (1, 4))
 
 
@@ -152,12 +150,13 @@ def _cold(workload: str, rate: float, samples: Sequence[int], warm: int) -> None
         ("loads, hotness, placements, with a replay of 60 s", no_bindings, 60.0),
         ("loads, hotness, placements, with a replay of all 250 s", no_bindings, JOINS_S),
     )
+    requests = round(rate * (JOINS_S + BUCKETS_S[-1]))
     cases = []
     for _, carries, replay_s in kinds:
         exchange = None if carries is None else _exchange(carries, USUAL_PERIOD_S)
         for case in _cases(workload, rate, samples, routers=warm, exchange=exchange):
             joins = Replica(at_s=JOINS_S, replay_s=replay_s)
-            cases.append(replace(case, replicas=(*case.replicas, joins), requests=COLD_REQUESTS))
+            cases.append(replace(case, replicas=(*case.replicas, joins), requests=requests))
     results = iter(run_all(after_join, cases))
     print(f"## {workload} at {rate}/s: a cold router joins {warm} warm\n")
     print("Hit rate (%) of the cold router's requests / of the others' in the same seconds after it joined;")
