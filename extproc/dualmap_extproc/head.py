@@ -56,7 +56,7 @@ class RequestHead:
             key = header.key.lower()
             if key in _READ:
                 self._take(key, answers.header_value(header))
-            elif key.startswith(RESERVED_HEADER_PREFIXES):
+            elif key[:2] == "x-" and key.startswith(RESERVED_HEADER_PREFIXES):
                 self.strip.append(key)
             if key in session_headers and key not in self.kept:
                 # Whatever bytes it holds: two values are one session only if they are the same.
@@ -78,10 +78,13 @@ class RequestHead:
         """Take the endpoints a gateway allows; senders differ in which message says so (PROTOCOLS section 1)."""
         if not message.HasField("metadata_context"):
             return
-        if answers.subset_bytes(message.metadata_context) > limits.subset_bytes:
+        said = answers.subset_metadata(message.metadata_context)
+        if said is None:
+            return
+        if said.ByteSize() > limits.subset_bytes:
             self.unacceptable = subset_too_large(limits.subset_bytes)
             return
-        subset = answers.subset_hint(message.metadata_context)
+        subset = answers.subset_hint(said)
         if subset is not None:
             self.subset = subset
 

@@ -4,8 +4,11 @@ Functions of messages only; which answer is due when is the stream's business (`
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from ipaddress import AddressValueError, IPv6Address
 from typing import Final
+
+from google.protobuf.struct_pb2 import Struct
 
 from dualmap_extproc import names
 from dualmap_extproc.wire import base_pb2 as base
@@ -17,6 +20,10 @@ PLAIN_RESPONSE_HEADERS: Final = wire.ProcessingResponse(response_headers=wire.He
 PLAIN_RESPONSE_BODY: Final = wire.ProcessingResponse(response_body=wire.BodyResponse())
 PLAIN_RESPONSE_TRAILERS: Final = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
+# The answers that may change headers of the request.
+_WITH_HEADERS: Final = ("request_headers", "request_body")
+# Destinations whose picks are kept made, about 1 KB each.
+_PICKS: Final = 1024
 _OVERWRITE: Final = base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -27,10 +34,10 @@ def header_value(header: base.HeaderValue) -> bytes:
 
 def set_header(mutation: wire.HeaderMutation, key: str, value: str) -> None:
     """Set a header, replacing every value it had."""
-    option = mutation.set_headers.add()
-    option.append_action = _OVERWRITE
-    option.header.key = key
-    option.header.raw_value = value.encode()
+    # Each step into a message costs as much as setting a field of it.
+    header = mutation.set_headers.add(append_action=_OVERWRITE).header
+    header.key = key
+    header.raw_value = value.encode()
 
 
 def add_pick(
@@ -48,27 +55,35 @@ def add_pick(
     id comes back in the access log. Trailers' answers cannot set headers: they carry the metadata alone, which chooses
     within Envoy's default cluster; with several pools the stream must not let it come to that.
     """
-    metadata = answer.dynamic_metadata.fields
-    lb = metadata[names.LB_NAMESPACE].struct_value.fields
-    lb[names.DESTINATION_KEY].string_value = destination
+    kind = answer.WhichOneof("response")
+    answer.MergeFrom(_pick(kind, destination, cluster, retries))
     if request_id:
-        ours = metadata[names.DUALMAP_NAMESPACE].struct_value.fields
+        ours = answer.dynamic_metadata.fields[names.DUALMAP_NAMESPACE].struct_value.fields
         ours[names.REQUEST_ID_KEY].string_value = request_id
-    if answer.HasField("request_headers"):
-        common = answer.request_headers.response
-    elif answer.HasField("request_body"):
-        common = answer.request_body.response
-    else:
-        return
-    common.clear_route_cache = True
-    set_header(common.header_mutation, names.DESTINATION_HEADER, destination)
-    set_header(common.header_mutation, names.CLUSTER_HEADER, cluster)
-    if not retries:
-        set_header(common.header_mutation, names.NO_RETRY_HEADER, "1")
-    if strip:
+    if strip and kind in _WITH_HEADERS:
+        mutation = getattr(answer, kind).response.header_mutation
         # What is set replaces what the client sent; naming it for removal as well would rely on Envoy's order.
-        replaced = {option.header.key for option in common.header_mutation.set_headers}
-        common.header_mutation.remove_headers.extend(key for key in strip if key not in replaced)
+        replaced = {option.header.key for option in mutation.set_headers}
+        mutation.remove_headers.extend(key for key in strip if key not in replaced)
+
+
+@lru_cache(maxsize=_PICKS)
+def _pick(kind: str, destination: str, cluster: str, retries: bool) -> wire.ProcessingResponse:
+    """Return what all picks of a destination have in common, made once: never written to.
+
+    It costs a third of making it, and a pool has few destinations: two for each pair that keys map to.
+    """
+    pick = wire.ProcessingResponse()
+    lb = pick.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value.fields
+    lb[names.DESTINATION_KEY].string_value = destination
+    if kind in _WITH_HEADERS:
+        common = getattr(pick, kind).response
+        common.clear_route_cache = True
+        set_header(common.header_mutation, names.DESTINATION_HEADER, destination)
+        set_header(common.header_mutation, names.CLUSTER_HEADER, cluster)
+        if not retries:
+            set_header(common.header_mutation, names.NO_RETRY_HEADER, "1")
+    return pick
 
 
 def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -> wire.ProcessingResponse:
@@ -103,26 +118,21 @@ def response_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.Proc
         yield answer
 
 
-def subset_bytes(metadata: base.Metadata) -> int:
-    """Return the size of what a gateway says about allowed endpoints, 0 where it says nothing."""
-    if names.SUBSET_NAMESPACE not in metadata.filter_metadata:
-        return 0
-    return metadata.filter_metadata[names.SUBSET_NAMESPACE].ByteSize()
+def subset_metadata(metadata: base.Metadata) -> Struct | None:
+    """Return what a gateway says about allowed endpoints, None where it says nothing."""
+    return metadata.filter_metadata.get(names.SUBSET_NAMESPACE)
 
 
-def subset_hint(metadata: base.Metadata) -> frozenset[str] | None:
-    """Return the endpoints a gateway allows (``ip:port`` or ``ip``), or None where it says nothing.
+def subset_hint(subset: Struct) -> frozenset[str] | None:
+    """Return the endpoints a gateway allows (``ip:port`` or ``ip``), or None where it names no such thing.
 
     A list and a comma-separated string are both in use (PROTOCOLS section 1). Any other value allows nothing. IPv6
     addresses come out as pools spell them (``fd00::1``, ``[fd00::1]:8000``), however the gateway spells them; entries
     that are none are left out.
     """
-    if names.SUBSET_NAMESPACE not in metadata.filter_metadata:
+    hint = subset.fields.get(names.SUBSET_KEY)
+    if hint is None:
         return None
-    fields = metadata.filter_metadata[names.SUBSET_NAMESPACE].fields
-    if names.SUBSET_KEY not in fields:
-        return None
-    hint = fields[names.SUBSET_KEY]
     texts = [each.string_value for each in hint.list_value.values] or [hint.string_value]
     parts = (_endpoint(each.strip()) for text in texts for each in text.split(","))
     return frozenset(part for part in parts if part)
@@ -130,10 +140,9 @@ def subset_hint(metadata: base.Metadata) -> frozenset[str] | None:
 
 def served_endpoint(metadata: base.Metadata) -> str:
     """Return the endpoint Envoy's host selection reports to have served, or an empty string."""
-    if names.LB_NAMESPACE not in metadata.filter_metadata:
-        return ""
-    fields = metadata.filter_metadata[names.LB_NAMESPACE].fields
-    return fields[names.SERVED_KEY].string_value if names.SERVED_KEY in fields else ""
+    lb = metadata.filter_metadata.get(names.LB_NAMESPACE)
+    served = None if lb is None else lb.fields.get(names.SERVED_KEY)
+    return "" if served is None else served.string_value
 
 
 def _endpoint(text: str) -> str:
