@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: the shared world, and one deployment per message mode."""
+"""Fixtures of the end-to-end tests: the shared world, one deployment per message mode, and the stage for faults."""
 
 from collections.abc import AsyncIterator
 
@@ -7,6 +7,7 @@ import pytest_asyncio
 
 from dualmap_extproc.envoy.settings import Mode
 from harness.deployment import Deployment
+from harness.stage import Stage
 from harness.world import World
 
 
@@ -30,3 +31,17 @@ async def _deployment(world: World, request: pytest.FixtureRequest) -> AsyncIter
     yield deployment
     if deployment.router.returncode is None:
         await deployment.wait_for_rest()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_stage")
+async def _shared_stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    async with Stage(tmp_path_factory.mktemp("stage") / "0") as stage:
+        yield stage
+
+
+@pytest_asyncio.fixture(loop_scope="session", name="stage")
+async def _stage(shared_stage: Stage) -> AsyncIterator[Stage]:
+    """Two routers under one Envoy, all of it running; whatever a test broke, nothing of it may be left after it."""
+    await shared_stage.heal()
+    yield shared_stage
+    await shared_stage.wait_for_rest()

@@ -112,4 +112,9 @@ class Child:
 
 def dualmap_argv(*arguments: str | Path) -> list[str]:
     """Return the command line of a ``dualmap`` subcommand, run by this very interpreter."""
-    return [sys.executable, "-m", "dualmap_cli", *map(str, arguments)]
+    return python_argv("-m", "dualmap_cli", *arguments)
+
+
+def python_argv(*arguments: str | Path) -> list[str]:
+    """Return the command line of this very interpreter with these arguments."""
+    return [sys.executable, *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""Several routers behind one or two Envoys in front of the same engines, as production has it.
+"""Several routers behind one Envoy in front of the same engines, as production has it.
 
 ``deployment`` is one router and one Envoy; here each router has pool files of its own, so that they may differ, and
 processes of every kind can be killed, paused and brought back where they were.
@@ -21,6 +21,8 @@ from harness.stack import Router, write_pool
 from harness.waiting import until
 
 REST_TIMEOUT_S = 30.0
+# A router takes up to 25 s by itself.
+DRAIN_TIMEOUT_S = 40.0
 GAUGES = (
     "dualmap_endpoint_in_flight_requests",
     "dualmap_endpoint_pending_prefill_tokens",
@@ -33,7 +35,7 @@ Document = Mapping[str, Any]
 
 
 class Replicas:
-    """Routers and Envoys; ``pools`` are documents by pool name, the engines are somebody else's."""
+    """Routers and an Envoy; ``pools`` are documents by pool name, the engines are somebody else's."""
 
     def __init__(
         self,
@@ -41,7 +43,6 @@ class Replicas:
         *,
         directory: Path,
         routers: int = 2,
-        envoys: int = 1,
         mode: Mode = Mode.STREAMED,
         router_arguments: tuple[str, ...] = (),
     ) -> None:
@@ -49,13 +50,12 @@ class Replicas:
         self._mode = mode
         self._router_arguments = router_arguments
         self._pools = tuple(pools)
-        self._envoy_count = envoys
         for number in range(routers):
             (directory / f"router-{number}").mkdir(parents=True)
             for name, document in pools.items():
                 self.write(name, document, only=number)
         self.routers = [self._router(number, {}) for number in range(routers)]
-        self.envoys: list[Envoy] = []
+        self.envoy: Envoy
 
     def write(self, pool: str, document: Document, *, only: int | None = None) -> None:
         """Write a pool's file anew for every router, or for ``only`` one of them."""
@@ -63,19 +63,15 @@ class Replicas:
         for folder in folders:
             write_pool(folder / f"{pool}.json", document)
 
-    def urls(self) -> list[str]:
-        """Return where clients send requests."""
-        return [envoy.url for envoy in self.envoys]
-
     async def start(self) -> None:
-        """Start the routers, then the Envoys; returns once all of them work."""
+        """Start the routers, then Envoy; returns once all of them work."""
         await asyncio.gather(*(router.start() for router in self.routers))
-        self.envoys = [self._envoy(number) for number in range(self._envoy_count)]
-        await asyncio.gather(*(envoy.start() for envoy in self.envoys))
+        self.envoy = self.another_envoy("envoy")
+        await self.envoy.start()
 
     async def stop(self) -> None:
         """Stop everything."""
-        await asyncio.gather(*(envoy.child.stop() for envoy in self.envoys))
+        await self.envoy.child.stop()
         await asyncio.gather(*(router.stop() for router in self.routers))
 
     async def restart_router(self, number: int) -> None:
@@ -90,9 +86,13 @@ class Replicas:
             router.resume()
             if router.returncode is not None:
                 await self.restart_router(number)
-        for envoy in self.envoys:
-            if envoy.child.returncode is not None:
-                await envoy.start()
+        if self.envoy.child.returncode is not None:
+            await self.envoy.start()
+
+    async def end_router(self, number: int) -> None:
+        """Ask a router to end (SIGTERM) and wait until it has drained; fails if it does not exit by 0."""
+        self.routers[number].terminate()
+        assert await self.routers[number].wait(timeout_s=DRAIN_TIMEOUT_S) == 0
 
     async def in_use(self, number: int, *, more: int = 8) -> None:
         """Wait until a router is asked: so many more requests than it has routed by now."""
@@ -114,7 +114,7 @@ class Replicas:
         await until(has, f"{router.name}: {name}{labels or ''} is {value}", timeout_s=REST_TIMEOUT_S)
 
     async def wait_for_rest(self) -> None:
-        """Wait until nothing is in flight, pending or held in any router that runs, nor open in any Envoy."""
+        """Wait until nothing is in flight, pending or held in any router that runs, nor open in Envoy."""
         for router in self.routers:
             if router.returncode is not None:
                 continue
@@ -123,14 +123,13 @@ class Replicas:
                 return not any([await router.metric(gauge) for gauge in GAUGES])
 
             await until(idle, f"the gauges of {router.name} are zero", timeout_s=REST_TIMEOUT_S)
-        for envoy in self.envoys:
 
-            async def quiet(envoy: Envoy = envoy) -> bool:
-                pools = [f"cluster.llm/{pool}.upstream_rq_active" for pool in self._pools]
-                stats = await envoy.stats(r"^(http.requests.downstream|cluster.*upstream)_rq_active$")
-                return not any(stats.get(name, 0) for name in ("http.requests.downstream_rq_active", *pools))
+        async def quiet() -> bool:
+            stats = await self.envoy.stats(r"^(http.requests.downstream|cluster.*upstream)_rq_active$")
+            pools = [f"cluster.llm/{pool}.upstream_rq_active" for pool in self._pools]
+            return not any(stats.get(name, 0) for name in ("http.requests.downstream_rq_active", *pools))
 
-            await until(quiet, "Envoy has no request", timeout_s=REST_TIMEOUT_S)
+        await until(quiet, "Envoy has no request", timeout_s=REST_TIMEOUT_S)
 
     def holdings(self) -> dict[str, Held]:
         """Return what each process that runs holds, by name."""
@@ -144,7 +143,7 @@ class Replicas:
         try:
             await self.start()
         except BaseException:  # whatever kept it from starting, nothing may be left running
-            await self.stop()
+            await asyncio.gather(*(router.stop() for router in self.routers))
             raise
         return self
 
@@ -154,20 +153,30 @@ class Replicas:
         await self.stop()
 
     def _pids(self) -> dict[str, int]:
-        children: list[Child] = [*self.routers, *(envoy.child for envoy in self.envoys)]
+        children: list[Child] = [*self.routers, self.envoy.child]
         return {child.name: child.pid for child in children if child.returncode is None}
 
     def _router(self, number: int, ports: Mapping[str, int]) -> Router:
         name = f"router-{number}"
         files = [self._directory / name / f"{pool}.json" for pool in self._pools]
-        return Router(files, directory=self._directory, name=name, arguments=self._router_arguments, ports=ports)
+        return Router(
+            files,
+            directory=self._directory,
+            name=name,
+            arguments=self._router_arguments,
+            ports=ports,
+            jumping_clocks=True,
+        )
 
-    def _envoy(self, number: int) -> Envoy:
+    def another_envoy(self, name: str, *, access_log: str | None = None) -> Envoy:
+        """Return an Envoy over all routers, not started; ``access_log`` is where it sends that (None: to them)."""
         arguments = ["envoy-config", "--mode", self._mode.value]
         arguments += [part for pool in self._pools for part in ("--pool", f"{self._directory}/router-0/{pool}.json")]
-        for option, port in (("--router", "grpc"), ("--als", "als")):
-            arguments += [option, ",".join(f"127.0.0.1:{router.ports[port]}" for router in self.routers)]
+        arguments += ["--router", self._addresses("grpc"), "--als", access_log or self._addresses("als")]
         arguments += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0, result.output
-        return Envoy(result.stdout, directory=self._directory, concurrency=2, name=f"envoy-{number}")
+        return Envoy(result.stdout, directory=self._directory, concurrency=2, name=name)
+
+    def _addresses(self, port: str) -> str:
+        return ",".join(f"127.0.0.1:{router.ports[port]}" for router in self.routers)

@@ -1,6 +1,8 @@
 """The product's own processes: ``dualmap router`` and ``dualmap engine-sim``, and the pool files they read."""
 
 import json
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,8 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.processes import Child, dualmap_argv
+from harness import jumping
+from harness.processes import Child, dualmap_argv, python_argv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,10 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 
 
 class Router(Child):
-    """A ``dualmap router`` on free ports of 127.0.0.1, or on given ones to come back where it was."""
+    """A ``dualmap router`` on free ports of 127.0.0.1, or on given ones to come back where it was.
+
+    With ``jumping_clocks`` a test may move its clocks.
+    """
 
     def __init__(
         self,
@@ -62,14 +68,22 @@ class Router(Child):
         name: str = "router",
         arguments: Sequence[str] = (),
         ports: Mapping[str, int] | None = None,
+        jumping_clocks: bool = False,
     ) -> None:
         fixed = ports or {}
         argv = ["router", "--host", "127.0.0.1", "--replica-id", name, *arguments]
         argv += [part for pool in pools for part in ("--pool", str(pool))]
         for port in ("grpc", "health", "metrics", "als"):
             argv += [f"--{port}-port", str(fixed.get(port, 0))]
-        super().__init__(name, dualmap_argv(*argv), directory=directory)
+        self._offsets = directory / f"{name}.clocks"
+        run = python_argv(jumping.__file__, self._offsets, *argv) if jumping_clocks else dualmap_argv(*argv)
+        super().__init__(name, run, directory=directory)
         self.ports: dict[str, int] = {}
+
+    def jump(self, *, wall_s: float = 0.0, monotonic_s: float = 0.0) -> None:
+        """Move its clocks to so many seconds off the machine's."""
+        self._offsets.write_text(json.dumps({"wall_s": wall_s, "monotonic_s": monotonic_s}))
+        os.kill(self.pid, signal.SIGUSR1)
 
     async def start(self) -> None:
         """Start and wait for the ready line, which says the ports."""

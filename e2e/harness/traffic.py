@@ -64,14 +64,42 @@ class Exchange:
     took_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """The requests around a fault: those ``caught`` under way when it happened, and those begun ``later``."""
+
+    _exchanges: list[Exchange]
+    _mark: int
+    caught: list[Exchange]
+
+    @property
+    def later(self) -> list[Exchange]:
+        """Requests begun after the fault."""
+        return self._exchanges[self._mark :]
+
+    @property
+    def everyone(self) -> list[Exchange]:
+        """Both."""
+        return [*self.caught, *self.later]
+
+    def say(self, fault: str) -> None:
+        """Print the numbers for docs/operations.md; ``pytest -rP`` shows them."""
+        unrouted = sum(not each.routed for each in self.later if each.status == 200)
+        slowest_s = max(each.took_s for each in self.everyone)
+        print(
+            f"{fault}: caught {dict(tally(self.caught))}, later {dict(tally(self.later))},"
+            f" {unrouted} not routed, slowest {slowest_s:.1f} s"
+        )
+
+
 Body = Callable[[int], Mapping[str, Any]]
 
 
 class Traffic:
-    """Clients that ask without a pause; ``body`` makes the request of a number, ``urls`` are Envoys asked in turn."""
+    """Clients that ask without a pause; ``body`` makes the request of a number, ``url`` tells where Envoy is."""
 
-    def __init__(self, urls: Callable[[], list[str]], body: Body, *, streams: int = 8, plain: int = 4) -> None:
-        self._urls = urls
+    def __init__(self, url: Callable[[], str], body: Body, *, streams: int = 8, plain: int = 4) -> None:
+        self._url = url
         self._body = body
         self._clients = {Kind.STREAM: streams, Kind.PLAIN: plain}
         self._stop = asyncio.Event()
@@ -107,16 +135,16 @@ class Traffic:
         """The requests that are under way."""
         return [each for each in self.exchanges if each.outcome is None]
 
-    def after(self, mark: int) -> list[Exchange]:
-        """Return the requests begun after so many."""
-        return self.exchanges[mark:]
+    def incident(self) -> Incident:
+        """Mark this moment, at which something is broken."""
+        return Incident(self.exchanges, len(self.exchanges), self.open)
 
     async def flowing(self, requests: int = 24, *, timeout_s: float = 60.0) -> None:
         """Wait until so many requests that begin from now on have been answered well."""
         mark = len(self.exchanges)
 
         async def answered() -> bool:
-            return sum(each.outcome is Outcome.OK for each in self.after(mark)) >= requests
+            return sum(each.outcome is Outcome.OK for each in self.exchanges[mark:]) >= requests
 
         await until(answered, f"{requests} more requests are answered", timeout_s=timeout_s)
 
@@ -132,19 +160,18 @@ class Traffic:
         """Ask one request after the other; one that takes too long goes on beside the next."""
         while not self._stop.is_set():
             number = len(self.exchanges)
-            urls = self._urls()
             exchange = Exchange(kind=kind, number=number, started_s=asyncio.get_running_loop().time())
             self.exchanges.append(exchange)
-            asking = asyncio.create_task(self._watch(session, urls[number % len(urls)], exchange))
+            asking = asyncio.create_task(self._watch(session, exchange))
             self._asking.add(asking)
             asking.add_done_callback(self._asking.discard)
             await asyncio.wait((asking,), timeout=NEXT_AFTER_S)
             if exchange.outcome is not Outcome.OK:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _watch(self, session: aiohttp.ClientSession, url: str, exchange: Exchange) -> None:
+    async def _watch(self, session: aiohttp.ClientSession, exchange: Exchange) -> None:
         try:
-            await self._ask(session, url, exchange)
+            await self._ask(session, exchange)
         except aiohttp.ClientError as error:
             exchange.outcome = Outcome.CUT if exchange.status else Outcome.LOST
             exchange.error = repr(error)
@@ -154,9 +181,9 @@ class Traffic:
         finally:
             exchange.took_s = asyncio.get_running_loop().time() - exchange.started_s
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str, exchange: Exchange) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, exchange: Exchange) -> None:
         body = {**self._body(exchange.number), "stream": exchange.kind is Kind.STREAM}
-        async with session.post(url + CHAT, json=body) as response:
+        async with session.post(self._url() + CHAT, json=body) as response:
             exchange.status = response.status
             exchange.routed = "x-dualmap-decision" in response.headers
             exchange.engine = response.headers.get(ENGINE_HEADER, "")

@@ -1,0 +1,111 @@
+"""What faults are played on: three engines, two routers that share a Redis, one Envoy, and steady traffic.
+
+Started once per session: every fault is one that the deployment has to recover from by itself, so that the next test
+finds it whole. ``replicas`` holds routers and Envoy, ``traffic`` the clients, ``resources`` looks for leaks.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dualmap_extproc.envoy.settings import Mode
+from harness.envoy import Envoy
+from harness.replicas import Replicas
+from harness.resources import Held
+from harness.stack import Engine
+from harness.traffic import Traffic
+from harness.world import document, prompt_of
+from redis_server import RedisServer
+
+POOL = "fleet"
+ENGINES = 3
+# Twice as fast as life: a request of the traffic takes about half a second.
+SPEED = "2"
+PREFIXES = 12
+
+
+class Stage:
+    """Engines, Redis, and ``replicas``; ``before`` is what its processes held when nothing had happened yet."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._stack = AsyncExitStack()
+        self.redis = RedisServer(directory / "redis")
+        self.engines = [self._engine(number, SPEED) for number in range(ENGINES)]
+        self.replicas: Replicas
+        self.before: dict[str, Held] = {}
+
+    def document(self, *engines: Engine, version: int = 1) -> dict[str, Any]:
+        """Return the pool with these members."""
+        return document(POOL, [engine.member for engine in engines], version=version, slo={"ttft": "2s"})
+
+    def traffic(self, *, of: Replicas | None = None, envoy: Envoy | None = None, session: str = "") -> Traffic:
+        """Return clients that ask through an Envoy: prompts of a dozen shared prefixes, all of one ``session``."""
+        asked = envoy or (of or self.replicas).envoy
+        return Traffic(lambda: asked.url, lambda number: body(number, session))
+
+    @asynccontextmanager
+    async def another(self, mode: Mode, directory: Path) -> AsyncIterator[Replicas]:
+        """Start routers and an Envoy of another message mode over the same engines, without Redis."""
+        async with Replicas({POOL: self.document(*self.engines)}, directory=directory, mode=mode) as replicas:
+            yield replicas
+
+    async def heal(self) -> None:
+        """Bring back whatever a failed test has left broken."""
+        for engine in self.engines:
+            engine.resume()
+            if engine.returncode is not None:
+                await engine.start()
+        await self.replicas.heal()
+
+    async def wait_for_rest(self) -> None:
+        """Wait until nothing is left of what was asked: no gauge above zero, no request open, nothing leaked."""
+        await self.replicas.wait_for_rest()
+        await self.replicas.wait_for_release(self.before)
+
+    async def __aenter__(self) -> Self:
+        self.redis.start()
+        self._stack.callback(self.redis.kill)
+        self._stack.push_async_callback(self._stop_engines)
+        await asyncio.gather(*(engine.start() for engine in self.engines))
+        pools = {POOL: self.document(*self.engines)}
+        arguments = ("--redis", self.redis.url)
+        self.replicas = Replicas(pools, directory=self._directory, router_arguments=arguments)
+        await self._stack.enter_async_context(self.replicas)
+        traffic = self.traffic()
+        async with traffic.running():
+            await traffic.flowing(40)
+        await self.replicas.wait_for_rest()
+        self.before = self.replicas.holdings()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def restart_engine(self, number: int, *, speed: str = SPEED) -> None:
+        """Kill an engine and start it where it was, as fast as ``engine-sim --speed`` says."""
+        port = self.engines[number].port
+        await self.engines[number].kill()
+        self.engines[number] = self._engine(number, speed, port=port)
+        await self.engines[number].start()
+
+    def _engine(self, number: int, speed: str, *, port: int = 0) -> Engine:
+        arguments = ("--model", f"{POOL}-model", "--speed", speed)
+        return Engine(directory=self._directory, name=f"engine-{number}", port=port, arguments=arguments)
+
+    async def _stop_engines(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+
+def body(number: int, session: str) -> dict[str, Any]:
+    """Return a chat completions body: one of a dozen prefixes, and a question of its own."""
+    prompt = prompt_of(3, seed=f"prefix {number % PREFIXES}") + f" question {number}"
+    return {"model": f"{POOL}-model", "messages": [{"role": "user", "content": prompt}], "max_tokens": 30} | (
+        {"session_id": session} if session else {}
+    )

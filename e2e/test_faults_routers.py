@@ -1,0 +1,169 @@
+"""Routers that die, hang, restart, disagree, or whose clocks jump, while streamed and plain requests go on.
+
+Two routers behind one Envoy (``Stage``), in the default message mode unless a test says otherwise. What a client sees
+is counted; docs/operations.md has the counts.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from dualmap_extproc.envoy.settings import Mode
+from harness.stage import POOL, Stage
+from harness.traffic import Incident, Outcome, failed
+from harness.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HOUR_S = 3600.0
+
+
+def unrouted(incident: Incident) -> int:
+    return sum(not each.routed for each in incident.later if each.outcome is Outcome.OK)
+
+
+async def wait_for_peers(stage: Stage, count: int) -> None:
+    for number in range(len(stage.replicas.routers)):
+        await stage.replicas.wait_for_metric("dualmap_pool_peers", count, of=number)
+
+
+async def test_one_of_two_routers_killed(stage: Stage) -> None:
+    traffic, replicas = stage.traffic(), stage.replicas
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        await replicas.routers[0].kill()
+        await traffic.flowing(60)
+        await replicas.wait_for_metric("dualmap_pool_peers", 0, of=1)
+        await replicas.restart_router(0)
+        await replicas.in_use(0)
+    incident.say("one of two routers killed")
+    assert len(incident.caught) >= 4
+    assert failed(incident.everyone) == []
+    assert unrouted(incident) == 0, "the other router took what the dead one could not"
+    await wait_for_peers(stage, 1)
+
+
+async def test_both_routers_killed(stage: Stage) -> None:
+    traffic, replicas = stage.traffic(), stage.replicas
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        await asyncio.gather(*(router.kill() for router in replicas.routers))
+        await traffic.flowing(40)
+        alone = traffic.incident()
+        await asyncio.gather(*(replicas.restart_router(number) for number in range(2)))
+        await asyncio.gather(*(replicas.in_use(number) for number in range(2)))
+    incident.say("both routers killed")
+    assert failed(incident.everyone) == []
+    assert not any(each.routed for each in alone.caught), "nobody was there to route them"
+
+
+async def test_one_of_two_routers_stopped(stage: Stage) -> None:
+    traffic, replicas = stage.traffic(), stage.replicas
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        replicas.routers[0].pause()
+        await traffic.flowing(40)
+
+        async def left_out() -> bool:
+            stats = await replicas.envoy.stats(r"^cluster.dualmap-routers.membership_healthy$")
+            return sum(stats.values()) == 1
+
+        await until(left_out, "Envoy asks only the other router", timeout_s=20.0)
+        since = traffic.incident()
+        await traffic.flowing(40)
+        assert unrouted(since) == 0
+        replicas.routers[0].resume()
+        await replicas.in_use(0)
+    incident.say("one of two routers stopped")
+    assert failed(incident.everyone) == []
+    assert unrouted(incident) <= 24, "only what was sent to it before Envoy knew"
+
+
+async def test_routers_restarted_one_after_the_other(stage: Stage) -> None:
+    traffic, replicas = stage.traffic(), stage.replicas
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        for number in range(2):
+            await replicas.end_router(number)
+            await replicas.restart_router(number)
+            await replicas.in_use(number)
+    incident.say("routers restarted in turn")
+    assert len(incident.later) >= 40
+    assert failed(incident.everyone) == []
+    assert unrouted(incident) == 0
+
+
+async def test_full_duplex_restarted_and_killed(stage: Stage, tmp_path: Path) -> None:
+    """In FULL_DUPLEX a router has every response in its hands: restarts are still free, a death cuts what it held."""
+    async with stage.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
+        traffic = stage.traffic(of=replicas)
+        async with traffic.running():
+            await traffic.streaming(4)
+            restarted = traffic.incident()
+            await replicas.end_router(0)
+            await replicas.restart_router(0)
+            await replicas.in_use(0)
+            await traffic.streaming(4)
+            killed = traffic.incident()
+            await replicas.routers[1].kill()
+            await traffic.flowing(40)
+            since = traffic.incident()
+            await traffic.flowing(40)
+        killed.say("full-duplex, one of two killed")
+        untouched = set(restarted.everyone) - set(killed.everyone)
+        assert len(untouched) >= 12
+        assert failed(list(untouched)) == []
+        # Its share of what was under way, and what was sent to it before Envoy knew.
+        assert len(failed(killed.everyone)) <= 2 * len(killed.caught)
+        assert failed(since.later) == []
+        await replicas.wait_for_rest()
+
+
+async def test_routers_with_different_pools_for_a_while(stage: Stage) -> None:
+    traffic, replicas = stage.traffic(), stage.replicas
+    fewer, everyone = stage.document(*stage.engines[:2], version=2), stage.document(*stage.engines, version=3)
+
+    async def has_members(number: int, count: int) -> bool:
+        return len(await replicas.routers[number].page(POOL)) == count
+
+    async with traffic.running():
+        await traffic.flowing(12)
+        incident = traffic.incident()
+        replicas.write(POOL, fewer, only=1)
+        await until(lambda: has_members(1, 2), "router 1 has two members")
+        assert await has_members(0, 3)
+        await asyncio.gather(*(replicas.in_use(number, more=24) for number in range(2)))
+        replicas.write(POOL, everyone)
+        await until(lambda: has_members(1, 3), "router 1 has three members again")
+        await replicas.envoy.wait_for_hosts(f"llm/{POOL}", {engine.endpoint for engine in stage.engines})
+        await traffic.flowing(24)
+    incident.say("two pool versions")
+    assert failed(incident.everyone) == []
+    assert unrouted(incident) == 0
+
+
+@pytest.mark.parametrize("wall_s", [HOUR_S, -HOUR_S], ids=["ahead", "back"])
+async def test_the_wall_clock_of_a_router_jumps(stage: Stage, wall_s: float) -> None:
+    traffic, replicas = stage.traffic(session="a session"), stage.replicas
+    router = replicas.routers[0]
+    async with traffic.running():
+        await asyncio.gather(*(replicas.in_use(number) for number in range(2)))
+        await replicas.wait_for_metric("dualmap_pool_sessions", 1, of=0)
+        expired = await router.metric("dualmap_completions_total", outcome="expired")
+        incident = traffic.incident()
+        router.jump(wall_s=wall_s)
+        await asyncio.gather(*(replicas.in_use(number, more=24) for number in range(2)))
+        assert await router.metric("dualmap_pool_sessions") == 1, "the session is as young as it was"
+        assert await router.metric("dualmap_pool_peers") == 1, "the other router is heard as before"
+        assert await router.metric("dualmap_store_up") == 1
+        router.jump()
+        await replicas.in_use(0)
+    incident.say(f"wall clock off by {wall_s:+.0f} s")
+    assert failed(incident.everyone) == []
+    assert unrouted(incident) == 0
+    assert await router.metric("dualmap_completions_total", outcome="expired") == expired
