@@ -39,6 +39,7 @@ from dualmap_extproc.wire import answers
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _WHOLE_BODY_MODES = (wire.BUFFERED, wire.BUFFERED_PARTIAL)
+_END_BYTES = 64
 
 
 class _Mode(Enum):
@@ -200,10 +201,14 @@ class Stream:
         if self._head.unacceptable is not None:
             return self._refuse(self._picker.refuse(self._head.unacceptable))
         body = message.request_body
-        self._size_bytes += len(body.body)
+        # Taken once: each access copies it.
+        data = body.body
+        self._size_bytes += len(data)
         if self._size_bytes > self._limits.body_bytes:
             return self._refuse_body()
-        self._chunks.append(body.body)
+        if data:
+            # Envoy says by an empty message that the body has ended; with it, joining would copy the only other one.
+            self._chunks.append(data)
         self._bodies_unanswered += 1
         if body.end_of_stream or self._whole_body:
             return self._decide(now)
@@ -211,7 +216,7 @@ class Stream:
             if self._mode is _Mode.NO_WAIT:
                 self._heard_s = now
                 limits = self._limits
-                self.deadline_s = now + (limits.silence_s if self._looks_whole(body.body) else limits.pause_s)
+                self.deadline_s = now + (limits.silence_s if self._looks_whole(data) else limits.pause_s)
             return []
         if self._mode is _Mode.DUPLEX:
             return []
@@ -243,7 +248,8 @@ class Stream:
     def _looks_whole(self, last: bytes) -> bool:
         if self._head.content_length:
             return self._size_bytes >= self._head.content_length
-        return last.rstrip().endswith(b"}")
+        # The end first: the whole is copied only where that is blank.
+        return (last[-_END_BYTES:].rstrip() or last.rstrip()).endswith(b"}")
 
     def _decide(
         self, now: float, trailers: wire.ProcessingResponse | None = None, *, retries: bool = True
@@ -284,9 +290,11 @@ class Stream:
         if self._headers_unanswered:
             out.append(wire.ProcessingResponse(request_headers=wire.HeadersResponse()))
         if self._mode is not _Mode.DUPLEX:
-            out.extend(
-                wire.ProcessingResponse(request_body=wire.BodyResponse()) for _ in range(self._bodies_unanswered)
-            )
+            bodies = [answers.PLAIN_REQUEST_BODY] * self._bodies_unanswered
+            if bodies and not out:
+                # The pick is written into it.
+                bodies[0] = wire.ProcessingResponse(request_body=wire.BodyResponse())
+            out += bodies
         elif self._bodies_unanswered:
             out.extend(answers.request_pieces(self._chunks[0], self._limits.chunk_bytes, last=self._trailers is None))
         if self._trailers is not None:
