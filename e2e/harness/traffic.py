@@ -205,8 +205,8 @@ def tally(exchanges: list[Exchange]) -> Counter[str]:
 
 
 def failed(exchanges: list[Exchange]) -> list[Exchange]:
-    """Return those that did not get their answer."""
-    return [each for each in exchanges if each.outcome is not Outcome.OK]
+    """Return those that ended without their answer."""
+    return [each for each in exchanges if each.outcome not in (None, Outcome.OK)]
 
 
 def _name(exchange: Exchange) -> str:

@@ -1,0 +1,159 @@
+"""Redis that is absent, dies, hangs, is full, slow, empty or spoilt, while streamed and plain requests go on.
+
+The deployment is that of ``test_faults_routers``: two routers that tell each other through Redis. It is never asked
+while a request waits, so no fault of it may cost a request anything.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import redis
+
+from harness.stage import Stage
+from harness.traffic import Traffic, failed
+from harness.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LOST = "shared state is out of reach"
+BACK = "shared state is back"
+REQUESTS = 40
+
+
+async def wait_for_store(stage: Stage, up: int) -> None:
+    for number in range(2):
+        await stage.replicas.wait_for_metric("dualmap_store_up", up, of=number)
+
+
+async def wait_for_peers(stage: Stage) -> None:
+    for number in range(2):
+        await stage.replicas.wait_for_metric("dualmap_pool_peers", 1, of=number)
+
+
+def lines(stage: Stage, sentence: str) -> list[int]:
+    """Count the log lines that say a sentence, by router."""
+    return [router.output().count(sentence) for router in stage.replicas.routers]
+
+
+@asynccontextmanager
+async def without_harm(stage: Stage, fault: str) -> AsyncIterator[Traffic]:
+    """Have traffic going while Redis is broken and mended again; no client may notice, and the routers recover."""
+    traffic = stage.traffic()
+    async with traffic.running():
+        await wait_for_store(stage, 1)
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        yield traffic
+        await traffic.flowing(REQUESTS)
+        await wait_for_store(stage, 1)
+        await wait_for_peers(stage)
+    incident.say(f"Redis {fault}")
+    assert failed(incident.everyone) == []
+    assert all(each.routed for each in incident.later)
+
+
+async def lost_and_found(
+    stage: Stage, fault: str, kind: str, spoil: Callable[[], None], mend: Callable[[], None]
+) -> None:
+    """Break Redis until both routers have noticed and requests have gone on without it, then mend it."""
+    told = [lines(stage, sentence) for sentence in (LOST, BACK)]
+    async with without_harm(stage, fault) as traffic:
+        errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in stage.replicas.routers]
+        await asyncio.to_thread(spoil)
+        await wait_for_store(stage, 0)
+        await traffic.flowing(REQUESTS)
+        for router, before in zip(stage.replicas.routers, errors, strict=True):
+            assert await router.metric("dualmap_store_errors_total", kind=kind) > before
+        await asyncio.to_thread(mend)
+    for sentence, before in zip((LOST, BACK), told, strict=True):
+        assert lines(stage, sentence) == [count + 1 for count in before], "one line for each"
+
+
+async def test_redis_killed_and_restarted_empty(stage: Stage) -> None:
+    await lost_and_found(stage, "killed and restarted empty", "connection", stage.redis.kill, stage.redis.start)
+
+
+async def test_redis_stopped(stage: Stage) -> None:
+    await lost_and_found(stage, "stopped", "timeout", stage.redis.pause, stage.redis.resume)
+
+
+async def test_redis_full(stage: Stage) -> None:
+    def limit(memory: str) -> None:
+        with stage.redis.admin as admin:
+            admin.config_set("maxmemory-policy", "noeviction")
+            admin.config_set("maxmemory", memory)
+
+    await lost_and_found(stage, "full", "full", lambda: limit("1"), lambda: limit("0"))
+
+
+async def test_redis_absent_when_routers_start(stage: Stage) -> None:
+    replicas, traffic = stage.replicas, stage.traffic()
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        await asyncio.to_thread(stage.redis.kill)
+        for number in range(2):
+            await replicas.end_router(number)
+            await replicas.restart_router(number)
+            await replicas.in_use(number)
+        await wait_for_store(stage, 0)
+        await asyncio.to_thread(stage.redis.start)
+        await wait_for_store(stage, 1)
+        await wait_for_peers(stage)
+    incident.say("Redis absent when routers start")
+    assert failed(incident.everyone) == []
+    assert all(each.routed for each in incident.later)
+
+
+async def test_redis_holds_junk(stage: Stage) -> None:
+    routers = stage.replicas.routers
+
+    def spoil() -> None:
+        with stage.redis.admin as admin:
+            streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
+            assert streams, "the routers have told each other nothing"
+            for key in streams:
+                admin.delete(key)
+                admin.set(key, b"not a stream")
+
+    def add_to_streams() -> bool:
+        with stage.redis.admin as admin:
+            streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
+            for key in streams:
+                admin.xadd(key, {"n": b"\xff" * 100, b"\x00": b"{}"})
+            return bool(streams)
+
+    before = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
+    async with without_harm(stage, "holds junk"):
+        await asyncio.to_thread(spoil)
+        # The routers make the streams anew; then there is junk in those.
+        await until(lambda: asyncio.to_thread(add_to_streams), "the routers tell each other something again")
+
+        async def noticed() -> bool:
+            now = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
+            return all(count > old for count, old in zip(now, before, strict=True))
+
+        await until(noticed, "the junk is counted", timeout_s=30.0)
+
+
+async def test_redis_slow(stage: Stage) -> None:
+    async def keep_slow(stop: asyncio.Event) -> None:
+        """Let every command wait for up to 0.3 s."""
+
+        def hold() -> None:
+            with contextlib.suppress(redis.RedisError), stage.redis.admin as admin:
+                admin.client_pause(300, all=True)
+
+        while not stop.is_set():
+            await asyncio.to_thread(hold)
+            await asyncio.sleep(0.35)
+
+    stop = asyncio.Event()
+    async with without_harm(stage, "slow") as traffic:
+        slowing = asyncio.create_task(keep_slow(stop))
+        await traffic.flowing(2 * REQUESTS)
+        stop.set()
+        await slowing
