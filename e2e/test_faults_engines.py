@@ -1,0 +1,173 @@
+"""Engines that die, hang, are slow or answer 503, while streamed and plain requests go on.
+
+The deployment is that of ``test_faults_routers``. A request that an engine has answered nothing of is tried at the
+second candidate; a stream that has begun cannot be.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from harness.stack import Engine, Router
+from harness.stage import Stage
+from harness.traffic import NEXT_AFTER_S, Exchange, Outcome, failed, tally
+from harness.upstream import Received, Upstream
+from harness.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# Nobody restarts an engine in less.
+RECOVERY_TIMEOUT_S = 60.0
+
+
+async def unavailable(_request: web.Request, _received: Received) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "overloaded", "type": "x", "code": 503}}, status=503)
+
+
+@asynccontextmanager
+async def sick(engines: list[Engine]) -> AsyncIterator[list[Upstream]]:
+    """Put servers that answer 503 at once in the places of engines for a while."""
+    async with AsyncExitStack() as stack:
+        await asyncio.gather(*(engine.kill() for engine in engines))
+        places = [Upstream(name=engine.name, port=engine.port, answer=unavailable) for engine in engines]
+        yield [await stack.enter_async_context(place) for place in places]
+    await asyncio.gather(*(engine.start() for engine in engines))
+
+
+async def wait_until_used(stage: Stage, engine: Engine) -> None:
+    """Wait until every router sends requests to an engine again."""
+
+    async def sent(router: Router) -> float:
+        return await router.metric("dualmap_requests_total", endpoint=engine.name)
+
+    before = [await sent(router) for router in stage.replicas.routers]
+
+    async def used() -> bool:
+        more = [await sent(router) - count for router, count in zip(stage.replicas.routers, before, strict=True)]
+        suspended = [
+            await router.metric("dualmap_endpoint_suspended", endpoint=engine.name) for router in stage.replicas.routers
+        ]
+        return min(more) >= 3 and not any(suspended)
+
+    await until(used, f"{engine.name} is used again", timeout_s=RECOVERY_TIMEOUT_S)
+
+
+def left_behind(exchanges: list[Exchange]) -> int:
+    """Count the requests that took so long that their clients went on without them."""
+    return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
+
+
+async def test_an_engine_killed(stage: Stage) -> None:
+    traffic, engine = stage.traffic(), stage.engines[0]
+    async with traffic.running():
+        await traffic.streaming(6)
+        incident = traffic.incident()
+        begun = {each.number for each in incident.caught if each.began}
+        await engine.kill()
+        await traffic.flowing(60)
+        await engine.start()
+        await wait_until_used(stage, engine)
+    incident.say("one of three engines killed")
+    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}
+    cut = {each.number for each in failed(incident.everyone)}
+    assert cut <= begun | {each.number for each in incident.caught}, "only what it was answering when it died"
+    assert len(cut) < len(incident.caught)
+
+
+async def test_an_engine_hangs_and_goes_on(stage: Stage) -> None:
+    traffic, engine = stage.traffic(), stage.engines[0]
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        engine.pause()
+        # The routers see by its first tokens, which do not come, that it is busy with something.
+        await traffic.flowing(80)
+        since = traffic.incident()
+        await traffic.flowing(80)
+        engine.resume()
+        await wait_until_used(stage, engine)
+    stuck, late = left_behind(incident.everyone), left_behind(since.later)
+    incident.say(f"one of three engines hung ({stuck} waited for it, {late} of them sent later)")
+    assert stuck > 0
+    assert late <= len(since.later) / 10, "it draws no more requests"
+    assert failed(incident.everyone) == []
+
+
+async def test_a_hung_engine_is_killed(stage: Stage) -> None:
+    """As Kubernetes does by a liveness probe: what it has answered nothing of goes to the second candidate."""
+    traffic, engine = stage.traffic(), stage.engines[0]
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        engine.pause()
+        await traffic.flowing(80)
+        waiting = {each.number for each in incident.everyone if each.outcome is None and not each.began}
+        await traffic.flowing(24)
+        prefilling = [each for each in incident.everyone if each.number in waiting and each.outcome is None]
+        await engine.kill()
+        await traffic.flowing(40)
+        await engine.start()
+        await wait_until_used(stage, engine)
+    incident.say(f"a hung engine is killed ({len(prefilling)} waited for it)")
+    assert prefilling
+    assert tally(prefilling) == {"ok": len(prefilling)}, "they were answered elsewhere"
+    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}
+    assert failed(incident.later) == []
+
+
+async def test_one_of_three_engines_answers_503(stage: Stage) -> None:
+    traffic = stage.traffic()
+    async with traffic.running():
+        async with sick(stage.engines[:1]) as (place,):
+            incident = traffic.incident()
+            await traffic.flowing(60)
+            drawn = len(place.received)
+        answered = incident.everyone
+        await wait_until_used(stage, stage.engines[0])
+    incident.say(f"one of three engines answers 503 ({drawn} requests tried there)")
+    assert failed(incident.later) == []
+    assert 3 <= drawn <= len(answered) / 4, "an engine that is quick to fail draws no traffic"
+
+
+async def test_every_engine_answers_503(stage: Stage) -> None:
+    traffic = stage.traffic()
+    async with traffic.running():
+        async with sick(stage.engines) as places:
+            incident = traffic.incident()
+
+            async def refused() -> bool:
+                return len(failed(incident.later)) >= 40
+
+            await until(refused, "40 requests are refused")
+            asked = sum(len(place.received) for place in places)
+            assert {each.status for each in failed(incident.later)} == {503}
+            assert all('"message": "overloaded"' in each.error for each in failed(incident.later))
+            tries = asked / len(incident.later)
+        await traffic.flowing(40)
+        healed = traffic.incident()
+        await traffic.flowing(40)
+    incident.say(f"every engine answers 503 ({tries:.1f} tries a request)")
+    assert tries <= 2, "one retry each, not a storm"
+    assert tally(healed.later) == {"ok": len(healed.later)}
+
+
+async def test_a_slow_engine(stage: Stage) -> None:
+    traffic, routers = stage.traffic(), stage.replicas.routers
+
+    async def sent() -> float:
+        return sum([await router.metric("dualmap_requests_total", endpoint="engine-0") for router in routers])
+
+    async with traffic.running():
+        await traffic.streaming(4)
+        await stage.restart_engine(0, speed="0.05")
+        await traffic.flowing(40)
+        before, incident = await sent(), traffic.incident()
+        await traffic.flowing(120)
+        share = (await sent() - before) / len(incident.later)
+        await stage.restart_engine(0)
+    incident.say(f"one of three engines is 40 times slower ({share:.0%} of the requests went there)")
+    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}, "those it was at when it was killed"
+    assert share < 1 / 3

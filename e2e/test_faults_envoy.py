@@ -1,0 +1,85 @@
+"""Envoy that restarts, and its access log that is lost, while streamed and plain requests go on.
+
+The deployment is that of ``test_faults_routers``. How a stream ends after its first token the routers learn from the
+access log alone; where that is lost, they forget the request after ten minutes without news, which a jump of their
+clocks makes a moment.
+"""
+
+import pytest
+
+from harness.stage import POOL, Stage
+from harness.traffic import Outcome, failed
+from harness.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+IN_FLIGHT = "dualmap_endpoint_in_flight_requests"
+PENDING = "dualmap_endpoint_pending_prefill_tokens"
+TEN_MINUTES_S = 600.0
+# TCP port 9 (discard) is in nobody's use here.
+NOWHERE = "127.0.0.1:9"
+
+
+async def wait_for_in_flight(stage: Stage, count: int, which: str) -> None:
+    """Wait until both routers together count so many requests in flight."""
+
+    async def counted() -> bool:
+        return sum([await router.metric(IN_FLIGHT) for router in stage.replicas.routers]) == count
+
+    await until(counted, f"{count} in flight: {which}", timeout_s=20.0)
+
+
+async def forget(stage: Stage) -> float:
+    """Have ten minutes pass for the routers; return how many requests they have given up."""
+    routers = stage.replicas.routers
+    expired = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
+    for number, router in enumerate(routers):
+        router.jump(monotonic_s=TEN_MINUTES_S)
+        await stage.replicas.wait_for_metric(IN_FLIGHT, 0, of=number)
+    after = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
+    for number in range(len(routers)):
+        # Clocks that never went back: the routers are started anew, rather than given the time they had.
+        await stage.replicas.end_router(number)
+        await stage.replicas.restart_router(number)
+    return sum(after) - sum(expired)
+
+
+async def test_envoy_restarted(stage: Stage) -> None:
+    traffic, replicas = stage.traffic(), stage.replicas
+    async with traffic.running():
+        await traffic.streaming(6)
+        incident = traffic.incident()
+        await replicas.envoy.child.kill()
+        await replicas.envoy.start()
+        back = traffic.incident()
+        await traffic.flowing(40)
+        for number in range(2):
+            await replicas.in_use(number)
+    incident.say("Envoy killed and restarted")
+    assert {each.outcome for each in incident.caught} <= {Outcome.CUT, Outcome.LOST}
+    assert {each.outcome for each in failed(incident.later)} <= {Outcome.LOST}
+    assert failed(back.later) == []
+    cut = sum(each.outcome is Outcome.CUT for each in incident.caught)
+    await wait_for_in_flight(stage, cut, "the streams that Envoy cut after their first token")
+    for router in replicas.routers:
+        assert await router.metric(PENDING) == 0
+    assert await forget(stage) == cut
+
+
+async def test_access_log_lost(stage: Stage) -> None:
+    replicas = stage.replicas
+    async with replicas.another_envoy("mute", access_log=NOWHERE) as mute:
+        traffic = stage.traffic(envoy=mute)
+        async with traffic.running():
+            incident = traffic.incident()
+            await traffic.flowing(60)
+    incident.say("access log lost")
+    assert failed(incident.everyone) == []
+    streams = sum(each.kind == "stream" for each in incident.later)
+
+    await wait_for_in_flight(stage, streams, "every stream that has ended, and nothing else")
+    for router in replicas.routers:
+        assert await router.metric(PENDING) == 0, "first tokens were seen"
+        assert await router.metric("dualmap_pool_held_requests") == 0
+        assert all(not endpoint["pending_prefill_tokens"] for endpoint in (await router.page(POOL)).values())
+    assert await forget(stage) == streams

@@ -1,0 +1,40 @@
+"""docs/operations.md names a test for every fault, and every fault that is tested."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "docs" / "operations.md").read_text()
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {function.name for function in functions if function.name.startswith("test_")}
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    rows = [line for line in TABLE.splitlines() if line.startswith("| ") and "---" not in line]
+    faults = [row for row in rows if len(row.split("|")) == 7][1:]
+    assert len(faults) >= 20
+    for row in faults:
+        named = re.findall(r"`(\w+)::(\w+)`", row.split("|")[5])
+        assert named, f"no test: {row}"
+        for module, test in named:
+            found = [*ROOT.glob(f"e2e/{module}.py"), *ROOT.glob(f"tests/*/{module}.py")]
+            assert len(found) == 1, f"{module} is no test module"
+            assert test in functions_of(found[0]), f"{module} has no {test}"
+
+
+def test_every_fault_that_is_tested_has_a_row() -> None:
+    played = {test for path in ROOT.glob("e2e/test_faults_*.py") for test in functions_of(path)}
+    assert played
+    assert played - set(re.findall(r"::(test_\w+)`", TABLE)) == set()
+
+
+def test_the_metrics_it_speaks_of_exist() -> None:
+    named = set(re.findall(r"\bdualmap_[a-z_]+", TABLE))
+    assert named
+    assert {name for name in named if name not in METRICS} == set()
