@@ -3,7 +3,7 @@
 ``router`` books what is chosen here, and holds it where its instance has enough to do.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
@@ -16,7 +16,7 @@ from dualmap.pool import Pool
 from dualmap.receipt import CandidateReceipt, Key, Receipt
 from dualmap.requests import Request
 from dualmap.rings import DualRing
-from dualmap.sessions import SessionTable
+from dualmap.sessions import Binding, SessionTable
 from dualmap.situation import Candidate, Choice, Situation
 
 
@@ -72,8 +72,8 @@ class Chooser:
         else:
             home, hint_tokens = binding.host, binding.hint_tokens
             pair = tuple([view.candidate(each, hint_tokens if each == home else 0) for each in members])
-            if home in ring.ids and home not in members:
-                host = view.candidate(home, hint_tokens)
+            if home in ring.ids:
+                host = next((each for each in pair if each.id == home), None) or view.candidate(home, hint_tokens)
         return Situation(
             request_id=request.id,
             prompt_tokens=chain.tokens,
@@ -83,12 +83,15 @@ class Chooser:
             spill=self._pool.routing.spill,
             pair=pair,
             everyone=fleet.everyone(view, ring),
+            ring_walk=partial(ring.walk, key.hash),
+            room_tokens=self._pool.engine.cache_tokens,
             host=host,
+            may_move=binding is None or self._may_move(now, binding),
         )
 
     def choose(self, now: float, request: Request, key: Key, situation: Situation) -> Waiting:
         """Choose, and return the request as placed at the member of choice."""
-        choice = self._session_choice(now, request, situation) or self._policy.choose(situation)
+        choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
         chosen, receipt = choice.candidate, self._receipt(key, situation, choice)
         return Waiting(
@@ -102,6 +105,11 @@ class Chooser:
             receipt=receipt,
         )
 
+    @property
+    def rebalances(self) -> bool:
+        """Whether held requests are moved within their pair when both of it are overloaded."""
+        return self._policy.rebalances and self._pool.routing.rebalance.enabled
+
     def alternative(self, now: float, waiting: Waiting) -> Candidate | None:
         """Return the other member of a held request's pair, if it may take requests."""
         ring = self._fleet.membership.ring(waiting.request.subset)
@@ -110,20 +118,16 @@ class Chooser:
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 
-    def _session_choice(self, now: float, request: Request, situation: Situation) -> Choice | None:
+    def _may_move(self, now: float, binding: Binding) -> bool:
+        """Whether a session has stayed where it is for the cooldown."""
+        return binding.version == 0 or now - binding.moved_s >= self._pool.routing.session.migration.cooldown_s
+
+    def _session_choice(self, situation: Situation) -> Choice | None:
         """Return where a session that stays with its host goes; None where the policy decides."""
         rule = self._pool.routing.session.migration
-        if request.session is None or not rule.enabled:
+        if situation.host is None or not rule.enabled:
             return None
-        binding = self.sessions.get(now, request.session)
-        if binding is None:
-            return None
-        at_home: Sequence[Candidate] = situation.pair if situation.host is None else (situation.host,)
-        host = next((each for each in at_home if each.id == binding.host), None)
-        if host is None:
-            return None
-        room_tokens = self._pool.engine.cache_tokens
-        return session_choice(now, situation, host, binding, rule=rule, room_tokens=room_tokens)
+        return session_choice(situation, situation.host, hot_ratio=rule.hot_ratio)
 
     def _receipt(self, key: Key, situation: Situation, choice: Choice) -> Receipt:
         chosen, considered, waited_s = choice.candidate, situation.pair, situation.waited_s

@@ -57,7 +57,8 @@ class Standing:
     """A member's load in the numbers that decisions compare, with held requests and the other replicas' shares.
 
     They are good before ``until_s``. T_q falls as time passes, towards ``ends_s``, but not below ``least_queue_s``:
-    what waits behind the prefill at the head will take its time, however long that one has been at it.
+    what waits behind the prefill at the head will take its time, however long that one has been at it. ``requests`` and
+    ``placed_tokens`` are what would be in flight if nothing were held: a held request adds what it will compute.
     """
 
     until_s: float = -inf
@@ -67,7 +68,9 @@ class Standing:
     quadratic_s: float = 0.0
     pending_tokens: int = 0
     in_flight: int = 0
+    requests: int = 0
     active_kv_tokens: int = 0
+    placed_tokens: int = 0
 
     def queue_s(self, now: float) -> float:
         """Return T_q at ``now``."""
@@ -164,7 +167,9 @@ class MemberLoad:
         standing.linear_s, standing.quadratic_s = speed.linear_s, speed.quadratic_s
         standing.pending_tokens = self.pending_prefill_tokens + held.tokens + peers.pending_prefill_tokens
         standing.in_flight = self.in_flight + peers.in_flight
+        standing.requests = standing.in_flight + len(held)
         standing.active_kv_tokens = self.active_kv_tokens + peers.active_kv_tokens
+        standing.placed_tokens = standing.active_kv_tokens + held.tokens
 
     def settle(self, now: float) -> None:
         """Release the prefills that should have ended by now and whose end nobody will see."""

@@ -9,27 +9,22 @@ predicted TTFT there exceeds the share of the SLO at which the ``dualmap`` polic
 less than ``hot_ratio`` of the host's pending prefill tokens.
 """
 
-from dualmap.pool import SessionMigration
-from dualmap.sessions import Binding
 from dualmap.situation import Candidate, Choice, Rule, Situation
 
 SESSION_HOST = Rule("session-host", "the KV of its session lies there")
 SESSION_MOVE = Rule("session-move", "the instance that holds its session is hot, and this one has much less to do")
 
 
-def session_choice(
-    now: float, situation: Situation, host: Candidate, binding: Binding, *, rule: SessionMigration, room_tokens: int
-) -> Choice:
-    """Return the host, or where the session moves; ``room_tokens`` is how much KV an instance may have in use."""
+def session_choice(situation: Situation, host: Candidate, *, hot_ratio: float) -> Choice:
+    """Return the host of the request's session, or where the session moves."""
     hot_s = situation.spill.slo_fraction * situation.slo_ttft_s
-    cooling = binding.version > 0 and now - binding.moved_s < rule.cooldown_s
-    if cooling or situation.waited_s + host.ttft_s <= hot_s:
+    if not situation.may_move or situation.waited_s + host.ttft_s <= hot_s:
         return Choice(host, SESSION_HOST)
     targets = [
         each
         for each in situation.everyone
-        if each.pending_tokens < rule.hot_ratio * host.pending_tokens
-        and each.active_kv_tokens + situation.prompt_tokens <= room_tokens
+        if each.pending_tokens < hot_ratio * host.pending_tokens
+        and each.active_kv_tokens + situation.prompt_tokens <= situation.room_tokens
     ]
     if not targets:
         return Choice(host, SESSION_HOST)

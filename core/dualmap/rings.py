@@ -10,7 +10,7 @@ both rings name one member, the second candidate is the *next distinct member on
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import log
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class HashRing(Protocol):
 
     def best_two(self, key: int) -> tuple[str, str]:
         """Return the two distinct members a key meets first; the ring must have two."""
+
+    def walk(self, key: int) -> Iterator[str]:
+        """Return every member once, in the order a key meets them."""
 
 
 class RendezvousRing:
@@ -63,6 +66,11 @@ class RendezvousRing:
         first = scores.index(max(scores))
         scores[first] = -1.0
         return self._ids[first], self._ids[scores.index(max(scores))]
+
+    def walk(self, key: int) -> Iterator[str]:
+        """Return every member once, in the order of falling score for the key."""
+        scores = self._scores(key)
+        return (self._ids[each] for each in sorted(range(len(scores)), key=scores.__getitem__, reverse=True))
 
 
 class VirtualNodeRing:
@@ -97,6 +105,15 @@ class VirtualNodeRing:
                 return first, owner
         raise AssertionError("best_two asked of a ring with one member")
 
+    def walk(self, key: int) -> Iterator[str]:
+        """Return every member once, in the order of their first anchors clockwise of the key."""
+        start, met = self._first(key), set[str]()
+        for step in range(len(self._owners)):
+            owner = self._owners[(start + step) % len(self._owners)]
+            if owner not in met:
+                met.add(owner)
+                yield owner
+
 
 class DualRing:
     """An immutable snapshot of both rings over the members that take new keys."""
@@ -129,6 +146,13 @@ class DualRing:
                 self._memo.clear()
             self._memo[key] = pair
         return pair
+
+    def walk(self, key: int) -> Iterator[int]:
+        """Return the position in ``members`` of each, in the order the key meets them on ring 1."""
+        if self._rings is None:
+            return iter(range(len(self.members)))
+        positions = {member.id: position for position, member in enumerate(self.members)}
+        return (positions[each] for each in self._rings[0].walk(key))
 
     @staticmethod
     def _find_pair(key: int, ring_1: HashRing, ring_2: HashRing) -> Pair:

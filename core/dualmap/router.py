@@ -240,7 +240,7 @@ class PoolRouter:
     def _relieve_pair(self, now: float, situation: Situation) -> int:
         """Run a round of rebalancing if both candidates of a request are overloaded; return how many moved."""
         slo_ttft_s = self._pool.slo.ttft_s
-        if not self._holding or not self._pool.routing.rebalance.enabled:
+        if not self._holding or not self._chooser.rebalances:
             return 0
         if any(situation.waited_s + each.ttft_s <= slo_ttft_s for each in situation.pair):
             return 0

@@ -68,6 +68,15 @@ class Everyone(Protocol):
     def in_flight(self) -> list[int]:
         """Return each member's requests in flight."""
 
+    def requests(self) -> list[int]:
+        """Return each member's requests, in flight or held for it."""
+
+    def placed_tokens(self) -> list[int]:
+        """Return the KV that each member's requests in flight use and those held for it will add."""
+
+    def matched_tokens(self) -> list[int]:
+        """Return how much of the prompt each member is believed to have cached."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -87,9 +96,10 @@ class Situation:
     """A request and the members it could go to.
 
     ``pair`` holds the one or two candidates in ring order, ``host`` the member that holds the KV of the request's
-    session where that is known and not one of them; ``waited_s`` is how long the request has waited already,
-    which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0. ``everyone`` holds every member that
-    takes new keys, by id, and is never empty.
+    session where that is known; the session ``may_move`` unless it did so lately. ``waited_s`` is how long the request
+    has waited already, which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0; an instance has
+    room for ``room_tokens`` of KV. ``everyone`` holds every member that takes new keys, by id, and is never empty;
+    ``ring_walk`` gives their positions in the order in which the request's key meets them on ring 1.
     """
 
     def __init__(
@@ -103,7 +113,10 @@ class Situation:
         spill: Spill,
         pair: tuple[Candidate, ...],
         everyone: Everyone,
+        ring_walk: Callable[[], Iterable[int]],
+        room_tokens: int,
         host: Candidate | None = None,
+        may_move: bool = True,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -113,7 +126,10 @@ class Situation:
         self.spill = spill
         self.pair = pair
         self.everyone = everyone
+        self.ring_walk = ring_walk
+        self.room_tokens = room_tokens
         self.host = host
+        self.may_move = may_move
 
     def least(
         self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]
@@ -125,7 +141,7 @@ class Situation:
         if len(equal) == 1:
             return equal[0]
         equal.sort(key=lambda each: each.id)
-        return equal[self._lot(len(equal))]
+        return equal[self.lot(len(equal))]
 
     def cheapest(self, column: Sequence[float]) -> Candidate:
         """Return the member for which a column of ``everyone`` has the least number.
@@ -140,7 +156,7 @@ class Situation:
         equal = [position for position, cost in enumerate(column) if cost == least]
         fewest = min([in_flight[position] for position in equal])
         equal = [position for position in equal if in_flight[position] == fewest]
-        return everyone[equal[self._lot(len(equal))]]
+        return everyone[equal[self.lot(len(equal))]]
 
     def less_loaded(self) -> Candidate:
         """Return the candidate of the pair with less pending prefill (paper section 3.2), then fewer in flight."""
@@ -161,9 +177,9 @@ class Situation:
             return self.less_loaded(), PAIR_EQUAL
         return warm, PAIR_WARM
 
-    def _lot(self, among: int) -> int:
-        """Draw one of ``among`` equals by the request's id."""
-        return xxh3_64_intdigest(self.request_id.encode()) % among
+    def lot(self, among: int, draw: int = 0) -> int:
+        """Draw a number below ``among`` by the request's id; each ``draw`` is independent of the others."""
+        return xxh3_64_intdigest(self.request_id.encode(), draw) % among
 
 
 class Choice(NamedTuple):
@@ -176,13 +192,16 @@ class Choice(NamedTuple):
 class Policy(Protocol):
     """How a request's instance is chosen. Policies hold no state: all they may know is in the situation.
 
-    ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length.
+    ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length. ``rebalances`` says
+    whether held requests are moved within their pair (where the pool has that switched on): it belongs to DualMap, and
+    would move what another rule had sent elsewhere for its own reasons.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     summary: ClassVar[str]
     hotness: ClassVar[HotnessRule | None]
+    rebalances: ClassVar[bool]
 
     def choose(self, situation: Situation) -> Choice:
         """Return one candidate of the situation's pair or of everyone."""

@@ -122,3 +122,21 @@ class Everyone:
     def in_flight(self) -> list[int]:
         """Return each member's requests in flight."""
         return [each.in_flight for each in self._roster.standings]
+
+    def requests(self) -> list[int]:
+        """Return each member's requests, in flight or held for it."""
+        return [each.requests for each in self._roster.standings]
+
+    def placed_tokens(self) -> list[int]:
+        """Return the KV that each member's requests in flight use and those held for it will add."""
+        return [each.placed_tokens for each in self._roster.standings]
+
+    def matched_tokens(self) -> list[int]:
+        """Return how much of the prompt each member is believed to have cached."""
+        positions, chain = self._roster.positions, self._view.chain
+        matched_tokens = [0] * len(positions)
+        for index, blocks in self._view.tree.holders(self._view.path).items():
+            position = positions.get(index)
+            if position is not None:
+                matched_tokens[position] = chain.tokens_of(blocks)
+        return matched_tokens

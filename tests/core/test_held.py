@@ -322,9 +322,13 @@ class TestMembersThatLeaveOrFail:
 
 
 class TestRebalancing:
-    def crowded(self, *, rebalance: bool = True) -> PoolRouter:
-        """Of two members, which are everybody's pair, m-0 has six requests waiting and m-1 has nothing to do."""
-        router = PoolRouter(slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance))
+    def crowded(self, *, rebalance: bool = True, policy: str = "dualmap_paper") -> PoolRouter:
+        """Of two members, which are everybody's pair, m-0 has six requests waiting and m-1 has nothing to do.
+
+        They crowd under a policy that does not care; from then on it is DualMap that decides, as published.
+        """
+        crowding = slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance)
+        router = PoolRouter(crowding)
         n = 0
         while router.status().endpoints[0].held < 6:
             outcome = ask(router, f"small {n}", 1500)
@@ -332,6 +336,7 @@ class TestRebalancing:
             if router.status().endpoints[1].in_flight:
                 router.on_aborted(0.0, f"small {n}")
             n += 1
+        router.on_pool(0.0, replace(crowding, routing=replace(crowding.routing, policy=policy)))
         return router
 
     def test_an_overloaded_pair_is_relieved_until_the_rest_meets_the_slo(self) -> None:
@@ -360,6 +365,13 @@ class TestRebalancing:
 
     def test_not_when_switched_off(self) -> None:
         router = self.crowded(rebalance=False)
+        ask(router, "huge", 9000)
+        assert router.take_outcomes() == ()
+        assert router.status().endpoints[0].held >= 6
+
+    @pytest.mark.parametrize("policy", ["cache_affinity", "least_loaded", "dualmap_no_rebalance"])
+    def test_not_under_a_policy_that_does_not_rebalance(self, policy: str) -> None:
+        router = self.crowded(policy=policy)
         ask(router, "huge", 9000)
         assert router.take_outcomes() == ()
         assert router.status().endpoints[0].held >= 6

@@ -1,71 +1,27 @@
-"""Each policy's rule on hand-made situations; what they do to whole workloads is for the simulator to show."""
+"""DualMap's rule, its ablations and the plain baselines on hand-made situations, and what all policies have in common.
+
+What they do to whole workloads is for the simulator to show; the other systems' rules are in test_policies_others.
+"""
+
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from builders import pool, request, text_of
 from dualmap.hotness import HotnessRule
 from dualmap.policies import POLICIES
-from dualmap.pool import Spill
-from dualmap.situation import Candidate, Situation, Weights
+from dualmap.pool import Queue, Routing, Spill
+from dualmap.requests import Decision
+from dualmap.router import PoolRouter
+from dualmap.situation import Candidate
+from situations import candidate, decide, situation_of
 
-SLO_S = 5.0
-
-
-def candidate(
-    id: str, *, matched: int = 0, pending: int = 0, queue_s: float = 0.0, compute_s: float = 0.1, kv: int = 0
-) -> Candidate:
-    return Candidate(
-        id=id,
-        state="Active",
-        endpoint=f"{id}:1",
-        matched_tokens=matched,
-        pending_tokens=pending,
-        in_flight=0,
-        active_kv_tokens=kv,
-        tokens_per_second=1000.0,
-        queue_s=queue_s,
-        compute_s=compute_s,
-    )
-
-
-class Listed(list[Candidate]):
-    """Everyone as written down; its columns are what the costs are documented to be."""
-
-    def costs_s(self, weights: Weights) -> list[float]:
-        return [
-            each.queue_s
-            + weights.compute * each.compute_s
-            + weights.active_kv * each.active_kv_tokens / each.tokens_per_second
-            for each in self
-        ]
-
-    def pending_tokens(self) -> list[int]:
-        return [each.pending_tokens for each in self]
-
-    def in_flight(self) -> list[int]:
-        return [each.in_flight for each in self]
-
-
-def decide(
-    policy: str,
-    *candidates: Candidate,
-    waited_s: float = 0.0,
-    sequence: int = 0,
-    spill: Spill | None = None,
-    id: str = "r",
-) -> tuple[str, str]:
-    """The first two candidates are the pair."""
-    situation = Situation(
-        request_id=id,
-        prompt_tokens=1000,
-        waited_s=waited_s,
-        sequence=sequence,
-        slo_ttft_s=SLO_S,
-        spill=spill or Spill(),
-        pair=candidates[:2],
-        everyone=Listed(sorted(candidates, key=lambda each: each.id)),
-    )
-    choice = POLICIES[policy].choose(situation)
-    return choice.candidate.id, choice.rule.name
+# Those that place a request by its key or its turn alone, where equal members are nothing special.
+BY_KEY_OR_TURN = ("round_robin", "cache_affinity", "chwbl")
+# Those for which only the pair exists.
+WITHIN_THE_PAIR = tuple(name for name in POLICIES if name.startswith("dualmap_"))
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
@@ -134,7 +90,7 @@ def test_round_robin_takes_turns() -> None:
     assert [decide("round_robin", *candidates, sequence=n)[0] for n in range(4)] == ["a", "b", "c", "a"]
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in ("round_robin", "cache_affinity")])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in BY_KEY_OR_TURN])
 def test_ties_spread_over_requests_and_do_not_follow_the_lists_order(policy: str) -> None:
     one, other = candidate("a"), candidate("b")
     picks = [decide(policy, one, other, id=f"r{n}")[0] for n in range(100)]
@@ -144,29 +100,123 @@ def test_ties_spread_over_requests_and_do_not_follow_the_lists_order(policy: str
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lone_member_gets_everything(policy: str) -> None:
-    assert decide(policy, candidate("a", queue_s=100.0))[0] == "a"
+    for lone in (candidate("a"), candidate("a", queue_s=100.0, pending=10**5, requests=500, kv=10**7, matched=1000)):
+        assert decide(policy, lone)[0] == "a"
+        assert decide(policy, lone, prompt=5000)[0] == "a"
+        assert decide(policy, lone, prompt=0, room=0)[0] == "a"
+        assert decide(policy, lone, host=lone)[0] == "a"
+
+
+CANDIDATES = st.builds(
+    candidate,
+    st.just("m"),
+    matched=st.sampled_from([0, 128, 512, 896, 1000]),
+    pending=st.sampled_from([0, 700, 6000, 90_000]),
+    requests=st.sampled_from([0, 1, 3, 9, 80]),
+    queue_s=st.sampled_from([0.0, 0.5, 6.0, 30.0]),
+    compute_s=st.sampled_from([0.01, 0.1, 1.0]),
+    kv=st.sampled_from([0, 3000, 500_000, 2_000_000]),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    st.lists(CANDIDATES, min_size=1, max_size=5), st.sampled_from([0, 1000, 4000]), st.integers(0, 99), st.booleans()
+)
+def test_a_choice_is_a_member_and_always_the_same(
+    policy: str, drawn: list[Candidate], prompt: int, number: int, hosted: bool
+) -> None:
+    members = [each._replace(id=f"m{n}") for n, each in enumerate(drawn)]
+    host = members[-1] if hosted else None
+    situation = situation_of(members, prompt=prompt, sequence=number, host=host, id=str(number))
+    choice = POLICIES[policy].choose(situation)
+    assert choice.candidate in ([*members[:2], host] if policy in WITHIN_THE_PAIR else members)
+    assert choice.rule.meaning
+    assert POLICIES[policy].choose(situation) == choice
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_order_in_which_a_pool_lists_its_members_does_not_matter(policy: str) -> None:
+    routing = Routing(policy=policy, queue=Queue(dispatch_window_s=0.5))
+    one = PoolRouter(pool(5, routing=routing))
+    other = PoolRouter(replace(one.pool, members=one.pool.members[3:] + one.pool.members[:3][::-1]))
+    places = [[place(router, n) for n in range(120)] for router in (one, other)]
+    assert places[0] == places[1]
+    assert len({chosen for handed in places[0] for chosen in handed}) > 2
+
+
+def place(router: PoolRouter, number: int) -> tuple[str, ...]:
+    """Ask with one of nine system prompts, end what was asked 25 requests ago; return who was handed something."""
+    now, text = number * 0.05, text_of(1024, f"system {number % 9}") + text_of(64 * (number % 11), f"{number}")
+    outcome = router.on_request(now, request(str(number), text, now=now))
+    router.on_first_token(now, str(number - 5))
+    router.on_finished(now, str(number - 25))
+    return tuple(each.receipt.chosen for each in (outcome, *router.take_outcomes()) if isinstance(each, Decision))
 
 
 def test_the_hotness_rules_are_those_documented() -> None:
     # Paper section 3.2: hot above 2/n, merged below 1/n; `dualmap` halves both (docs/adr/0003).
     rules = {name: policy.hotness for name, policy in POLICIES.items()}
-    assert rules["dualmap_paper"] == HotnessRule(split=2.0, merge=1.0)
-    assert rules["dualmap"] == HotnessRule(split=1.0, merge=0.5)
-    assert all(rule is None for name, rule in rules.items() if not name.startswith("dualmap"))
+    assert rules.pop("dualmap") == HotnessRule(split=1.0, merge=0.5)
+    for name, rule in rules.items():
+        assert rule == (HotnessRule(split=2.0, merge=1.0) if name.startswith("dualmap_") else None)
+
+
+def test_only_dualmap_rebalances() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.rebalances] == ["dualmap", "dualmap_paper"]
 
 
 def test_load_means_pending_prefill_not_requests() -> None:
-    few_long = candidate("a", pending=900, queue_s=9.0)._replace(in_flight=1)
-    many_short = candidate("b", pending=10, queue_s=9.0)._replace(in_flight=50)
+    few_long = candidate("a", pending=900, queue_s=9.0, requests=1)
+    many_short = candidate("b", pending=10, queue_s=9.0, requests=50)
     assert decide("dualmap_paper", few_long, many_short) == ("b", "pair-less-loaded")
     assert decide("least_loaded", few_long, many_short)[0] == "b"
 
 
 def test_min_ttft_breaks_ties_by_requests_in_flight() -> None:
-    busy, idle = candidate("a")._replace(in_flight=9), candidate("b")
+    busy, idle = candidate("a", requests=9), candidate("b")
     assert {decide("min_ttft", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"b"}
 
 
-def test_every_policy_names_its_source() -> None:
+# ALGORITHMS section 5, but for the bounds that see what no router can.
+NAMED = """
+round_robin random least_requests power_of_two least_loaded cache_affinity cache_affinity_global min_ttft preble dynamo
+aibrix_prefix sglang_cache_aware smg_spill stack_loadaware llmd_default llmd_sticky chwbl llumnix ear
+dualmap dualmap_paper dualmap_cache_affinity dualmap_least_loaded dualmap_min_ttft dualmap_no_rebalance
+"""
+
+
+def test_every_policy_is_there_and_names_its_source() -> None:
+    assert set(POLICIES) == set(NAMED.split())
     for name, policy in POLICIES.items():
         assert (policy.name, bool(policy.source), bool(policy.summary)) == (name, True, True)
+
+
+class TestAblations:
+    """Paper section 4.3; in this pair the warm one is slow and loaded, the cold one idle, the third idler still."""
+
+    warm = candidate("a", matched=800, queue_s=5.0, pending=5000)
+    cold = candidate("b", queue_s=0.5, pending=10, compute_s=1.0)
+    idle = candidate("c")
+
+    @pytest.mark.parametrize(
+        ("policy", "expected"),
+        [
+            ("dualmap_cache_affinity", ("a", "pair-warmer")),
+            ("dualmap_least_loaded", ("b", "pair-less-loaded")),
+            ("dualmap_min_ttft", ("b", "pair-min-ttft")),
+            ("dualmap_no_rebalance", ("b", "pair-less-loaded")),
+        ],
+    )
+    def test_each_looks_at_one_thing(self, policy: str, expected: tuple[str, str]) -> None:
+        assert decide(policy, self.warm, self.cold, self.idle) == expected
+
+    def test_least_loaded_leaves_a_warm_one_that_is_fast_enough(self) -> None:
+        warm = self.warm._replace(queue_s=0.0, pending_tokens=11)
+        assert decide("dualmap_least_loaded", warm, self.cold)[0] == "b"
+        assert decide("dualmap_no_rebalance", warm, self.cold) == ("a", "pair-warm")
+
+    def test_min_ttft_takes_the_sum(self) -> None:
+        # 1.3 + 0.1 < 0.5 + 1.0, and 1.5 + 0.1 is more.
+        assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.3), self.cold)[0] == "a"
+        assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.5), self.cold)[0] == "b"

@@ -57,6 +57,24 @@ def test_removing_a_member_moves_only_the_pairs_that_had_it(
     ]
 
 
+@given(spec=SPECS, weights=st.lists(st.integers(1, 300), min_size=1, max_size=12), key=KEYS)
+def test_a_walk_meets_every_member_once_and_begins_at_the_first_of_the_pair(
+    spec: Ring, weights: list[int], key: int
+) -> None:
+    ring = DualRing(weighted(weights), spec)
+    walk = list(ring.walk(key))
+    assert sorted(walk) == list(range(len(weights)))
+    assert ring.members[walk[0]].id == ring.pair(key)[0]
+
+
+@given(spec=SPECS, key=KEYS)
+def test_a_walk_without_its_first_member_goes_on_as_before(spec: Ring, key: int) -> None:
+    ring = DualRing(members(7), spec)
+    ids = [ring.members[position].id for position in ring.walk(key)]
+    rest = DualRing([each for each in members(7) if each.id != ids[0]], spec)
+    assert [rest.members[position].id for position in rest.walk(key)] == ids[1:]
+
+
 def test_equal_members_get_equal_shares() -> None:
     ring = DualRing(members(8), Ring())
     targets = Counter(ring.pair(key)[0] for key in MANY_KEYS)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -90,6 +91,8 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     view = fleet.view(now, chain)
     everyone = fleet.everyone(view, fleet.membership.ring(None))
     pending_tokens, in_flight = everyone.pending_tokens(), everyone.in_flight()
+    requests, placed_tokens = everyone.requests(), everyone.placed_tokens()
+    matched_tokens = everyone.matched_tokens()
     columns = [everyone.costs_s(weights) for weights in WEIGHTS]
     members = fleet.membership.ring(None).members
     assert len(everyone) == len(members)
@@ -111,6 +114,9 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
             load.pending_prefill_tokens + load.held.tokens + load.peers.pending_prefill_tokens
         )
         assert in_flight[position] == load.in_flight + load.peers.in_flight
+        assert requests[position] == in_flight[position] + len(load.held)
+        assert placed_tokens[position] == kv_tokens + load.held.tokens
+        assert matched_tokens[position] == cached_tokens
         for weights, column in zip(WEIGHTS, columns, strict=True):
             active_s = kv_tokens * load.speed.linear_s
             cost_s = queue_s + weights.compute * compute_s + weights.active_kv * active_s
@@ -157,6 +163,8 @@ def test_a_choice_among_everyone_is_the_least_of_the_documented_cost(policy: str
             spill=router.pool.routing.spill,
             pair=tuple(view.candidate(member) for member in ring.pair(number)),
             everyone=everyone,
+            ring_walk=partial(ring.walk, number),
+            room_tokens=router.pool.engine.cache_tokens,
         )
         choice = POLICIES[policy].choose(situation)
         if choice.rule.name.startswith("pair-") and choice.rule.name != "pair-marginal":

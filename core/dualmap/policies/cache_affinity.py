@@ -15,6 +15,7 @@ class CacheAffinity:
     source: ClassVar[str] = "DualMap section 2.2, baseline"
     summary: ClassVar[str] = "consistent hash of a fixed-length key, one candidate"
     hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the first of the pair."""

@@ -25,6 +25,7 @@ class DualMap:
         "the warmer of the pair within part of the SLO, else least marginal cost over all (default)"
     )
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=1.0, merge=0.5)
+    rebalances: ClassVar[bool] = True
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair, or of everyone once the pair is too slow."""

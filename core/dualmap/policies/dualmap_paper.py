@@ -19,6 +19,7 @@ class DualMapPaper:
     source: ClassVar[str] = "DualMap section 3.2"
     summary: ClassVar[str] = "the warmer of the pair within the SLO, else the less loaded of the pair"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
+    rebalances: ClassVar[bool] = True
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair."""

@@ -15,6 +15,7 @@ class LeastLoaded:
     source: ClassVar[str] = "DualMap section 2.2, baseline"
     summary: ClassVar[str] = "least pending prefill tokens over all members"
     hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the least pending prefill."""

@@ -15,6 +15,7 @@ class RoundRobin:
     source: ClassVar[str] = "the common default of proxies"
     summary: ClassVar[str] = "every member in turn"
     hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member whose turn it is."""
