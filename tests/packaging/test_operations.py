@@ -24,8 +24,8 @@ def test_every_row_names_tests_that_exist() -> None:
         assert named, f"no test: {row}"
         for module, test in named:
             found = [*ROOT.glob(f"e2e/{module}.py"), *ROOT.glob(f"tests/*/{module}.py")]
-            assert len(found) == 1, f"{module} is no test module"
-            assert test in functions_of(found[0]), f"{module} has no {test}"
+            assert found, f"{module} is no test module"
+            assert any(test in functions_of(path) for path in found), f"{module} has no {test}"
 
 
 def test_every_fault_that_is_tested_has_a_row() -> None:
