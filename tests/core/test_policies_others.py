@@ -1,0 +1,273 @@
+"""The other systems' rules on hand-made situations: each branch and where it turns, computed from the definition.
+
+Prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens a second unless something else is said.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from builders import pool, request, text_of
+from dualmap.pool import Engine, Queue, Routing
+from dualmap.requests import Decision
+from dualmap.router import PoolRouter
+from dualmap.situation import Candidate
+from situations import candidate, decide
+
+
+def test_random_draws_everybody_alike() -> None:
+    members = [candidate(id, requests=n, matched=100 * n) for n, id in enumerate("abcd")]
+    picks = Counter(decide("random", *members, id=f"r{n}")[0] for n in range(800))
+    assert sorted(picks) == list("abcd")
+    assert min(picks.values()) > 150
+    assert max(picks.values()) < 250
+
+
+def test_least_requests_counts_requests_not_tokens() -> None:
+    long, short = candidate("a", requests=2, pending=90_000, queue_s=90.0), candidate("b", requests=3)
+    assert decide("least_requests", short, long) == ("a", "least-requests")
+
+
+def test_power_of_two_takes_the_less_busy_of_two_distinct_ones() -> None:
+    members = [candidate(id, requests=n) for n, id in enumerate("abcd")]
+    picks = Counter(decide("power_of_two", *members, id=f"r{n}")[0] for n in range(1200))
+    # Of six pairs the idlest is in three, the next the better one of two, the third of one; the busiest never.
+    assert {id: round(count / 200) for id, count in picks.items()} == {"a": 3, "b": 2, "c": 1}
+
+
+def test_cache_affinity_global_knows_no_load() -> None:
+    warm = candidate("c", matched=640, queue_s=99.0, pending=99_000, requests=99)
+    assert decide("cache_affinity_global", candidate("a"), candidate("b", matched=512), warm) == ("c", "longest-prefix")
+    # Nor between equals.
+    busy, idle = candidate("a", matched=512, requests=9), candidate("b", matched=512)
+    assert {decide("cache_affinity_global", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"a", "b"}
+
+
+class TestPreble:
+    def test_more_than_half_of_the_prompt_goes_to_the_longest_match(self) -> None:
+        busy = candidate("a", matched=501, queue_s=99.0, pending=99_000)
+        assert decide("preble", candidate("b", matched=384), busy) == ("a", "exploit")
+
+    def test_of_equal_matches_the_least_loaded(self) -> None:
+        busy, less = candidate("a", matched=640, pending=20), candidate("b", matched=640, pending=10)
+        assert decide("preble", busy, less, candidate("c", matched=512)) == ("b", "exploit")
+
+    def test_half_or_less_goes_by_load_and_recomputation(self) -> None:
+        warm = candidate("a", matched=500, queue_s=0.5, compute_s=0.5)
+        # 0.2 + 0.7 < 0.5 + 0.5 < 0.2 + 0.9.
+        assert decide("preble", warm, candidate("b", queue_s=0.2, compute_s=0.7)) == ("b", "explore")
+        assert decide("preble", warm, candidate("b", queue_s=0.2, compute_s=0.9)) == ("a", "explore")
+
+
+def test_dynamo_adds_new_prefill_and_active_kv() -> None:
+    cold = candidate("b", kv=50)
+    # 200 new + 840 active < 1000 new + 50 active < 200 + 900.
+    assert decide("dynamo", candidate("a", matched=800, kv=840), cold) == ("a", "least-blocks")
+    assert decide("dynamo", candidate("a", matched=800, kv=900), cold) == ("b", "least-blocks")
+
+
+class TestAibrix:
+    def test_a_spread_of_more_than_8_ignores_prefixes(self) -> None:
+        idle = candidate("b")
+        assert decide("aibrix_prefix", candidate("a", matched=896, requests=9), idle) == ("b", "imbalanced")
+        # Mean 4 and deviation 4: 8 is not too busy.
+        assert decide("aibrix_prefix", candidate("a", matched=896, requests=8), idle) == ("a", "prefix-match")
+
+    def test_matches_above_mean_and_one_sigma_do_not_count(self) -> None:
+        # Mean 3, variance 14/3: nobody above 5.16.
+        best, second, idle = candidate("a", matched=896, requests=6), candidate("b", matched=256, requests=2), "c"
+        assert decide("aibrix_prefix", best, second, candidate(idle, requests=1)) == ("b", "prefix-match")
+        assert decide("aibrix_prefix", best, candidate("b", requests=2), candidate(idle, requests=1)) == (
+            "c",
+            "no-match",
+        )
+
+    def test_of_equal_matches_the_fewer_requests(self) -> None:
+        members = candidate("a", matched=256, requests=3), candidate("b", matched=256, requests=2), candidate("c")
+        assert decide("aibrix_prefix", *members)[0] == "b"
+
+
+class TestSglang:
+    @pytest.mark.parametrize(
+        ("most", "fewest", "expected"),
+        [
+            (65, 0, ("b", "imbalanced")),
+            (64, 0, ("a", "prefix-match")),  # Not over 64 more.
+            (200, 135, ("a", "prefix-match")),  # 65 more, but not over 1.5 times as many: 202.5.
+            (200, 133, ("b", "imbalanced")),
+        ],
+    )
+    def test_imbalanced_takes_both_conditions(self, most: int, fewest: int, expected: tuple[str, str]) -> None:
+        warm, cold = candidate("a", matched=896, requests=most), candidate("b", requests=fewest)
+        assert decide("sglang_cache_aware", warm, cold) == expected
+
+    def test_a_match_must_exceed_the_threshold(self) -> None:
+        idle = candidate("b")
+        assert decide("sglang_cache_aware", candidate("a", matched=301, requests=1), idle) == ("a", "prefix-match")
+        assert decide("sglang_cache_aware", candidate("a", matched=300, requests=1), idle) == ("b", "no-match")
+
+
+class TestSmgSpill:
+    @pytest.mark.parametrize(
+        ("warm", "others", "rule"),
+        [
+            (6, (0, 0), "prefix-match"),  # Mean 2, margin 4: up to 6.
+            (9, (0, 0), "spill"),  # Mean 3, margin 4: up to 7.
+            (15, (6, 6), "prefix-match"),  # Mean 9, margin 2 * 3: up to 15; 1.5 times the mean is less.
+            (17, (5, 5), "spill"),
+            (150, (75, 75), "prefix-match"),  # Mean 100, margin 20: 1.5 times the mean is more, up to 150.
+            (153, (74, 73), "spill"),
+        ],
+    )
+    def test_affinity_until_it_stands_out(self, warm: int, others: tuple[int, int], rule: str) -> None:
+        members = [candidate(id, requests=count) for id, count in zip("bc", others, strict=True)]
+        chosen, fired = decide("smg_spill", candidate("a", matched=896, requests=warm), *members)
+        assert (fired, chosen == "a") == (rule, rule == "prefix-match")
+
+    def test_another_that_holds_as_much_comes_before_a_spill(self) -> None:
+        hot, holder, idle = candidate("a", matched=896, requests=12), candidate("b", matched=896, requests=2), "c"
+        assert decide("smg_spill", hot, holder, candidate(idle)) == ("b", "prefix-match")
+
+    def test_a_match_must_exceed_the_threshold(self) -> None:
+        assert decide("smg_spill", candidate("a", matched=300, requests=1), candidate("b")) == ("b", "no-match")
+
+
+@pytest.mark.parametrize(
+    ("warm", "cold", "expected"),
+    [
+        (11, 9, "a"),  # 0.6 - 1/10 against 1/10.
+        (14, 6, "b"),  # 0.6 - 4/10 against 4/10.
+        (1, 0, "b"),  # A mean of 0.5 counts as 1: 0.6 - 0.5 against 0.5.
+    ],
+)
+def test_stack_loadaware_weighs_the_match_against_the_relative_load(warm: int, cold: int, expected: str) -> None:
+    members = candidate("a", matched=600, requests=warm), candidate("b", requests=cold)
+    assert decide("stack_loadaware", *members) == (expected, "best-score")
+
+
+@pytest.mark.parametrize(
+    ("warm", "expected"),
+    [
+        (candidate("a", pending=1000, kv=500_000, matched=800), "b"),  # 0 + 1 + 2.4 against 2 + 2 + 0.
+        (candidate("a", pending=1000, kv=0, matched=896), "a"),  # 0 + 2 + 2.688 against 4.
+        (candidate("a", pending=0, kv=500_000, matched=384), "a"),  # Queues that are equal score 2 both: 4.152.
+        (candidate("a", pending=0, kv=500_000, matched=256), "b"),  # 2 + 1 + 0.768.
+        (candidate("a", pending=1, kv=0, matched=640), "b"),  # The longest queue scores 0, however short it is: 3.92.
+        (candidate("a", pending=0, kv=5_000_000, matched=640), "b"),  # More than the cache is no less than 0: 3.92.
+        (candidate("a", pending=0, kv=5_000_000, matched=768), "a"),  # 4.304.
+    ],
+)
+def test_llmd_default_adds_up_three_scores(warm: Candidate, expected: str) -> None:
+    assert decide("llmd_default", warm, candidate("b")) == (expected, "best-score")
+
+
+class TestLlmdSticky:
+    def test_members_that_hold_four_fifths_come_first(self) -> None:
+        holder, nearly = candidate("a", matched=800, kv=5000), candidate("b", matched=799)
+        assert decide("llmd_sticky", holder, nearly) == ("a", "sticky")
+        assert decide("llmd_sticky", holder, candidate("b", matched=800, kv=4999))[0] == "b"
+
+    def test_without_one_by_tokens_in_flight(self) -> None:
+        members = candidate("a", matched=799, kv=10, requests=1), candidate("b", kv=9, requests=5)
+        assert decide("llmd_sticky", *members) == ("b", "no-match")
+
+    def test_holders_more_than_18_s_slower_are_left(self) -> None:
+        # The best of all has its first token after 0.1 s.
+        slow, idle = candidate("a", matched=896, queue_s=17.9, kv=9000), candidate("b", kv=8000)
+        assert decide("llmd_sticky", slow, idle) == ("a", "sticky")
+        assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle) == ("b", "penalty")
+        # One fast holder is enough, and then the others count too.
+        other = candidate("c", matched=896, queue_s=1.0, kv=9500)
+        assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle, other) == ("a", "sticky")
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ((2, 2, 2), ("c", "affinity")),  # ceil(1.25 * 7 / 3) = 3.
+        ((3, 1, 1), ("b", "bounded")),  # ceil(1.25 * 6 / 3) = 3.
+        ((3, 3, 0), ("a", "bounded")),  # ceil(1.25 * 7 / 3) = 3.
+        ((0, 9, 9), ("c", "affinity")),
+        ((1, 0, 0), ("b", "bounded")),  # ceil(1.25 * 2 / 3) = 1.
+    ],
+)
+def test_chwbl_walks_the_ring_to_the_first_within_the_bound(
+    loads: tuple[int, int, int], expected: tuple[str, str]
+) -> None:
+    on_the_way = [candidate(id, requests=count) for id, count in zip("cba", loads, strict=True)]
+    assert decide("chwbl", *on_the_way) == expected
+
+
+class TestLlumnix:
+    def test_missed_and_pending_tokens_add_up(self) -> None:
+        warm = candidate("a", matched=1800, pending=1700)
+        # 200 + 1700 < 2000 + 0 < 200 + 1900; who holds nothing misses everything.
+        assert decide("llumnix", warm, candidate("b"), prompt=2000) == ("a", "cache-aware")
+        assert decide("llumnix", warm._replace(pending_tokens=1900), candidate("b"), prompt=2000)[0] == "b"
+
+    def test_short_prompts_do_not_look_at_caches(self) -> None:
+        warm, idle = candidate("a", matched=896, pending=10), candidate("b")
+        assert decide("llumnix", warm, idle, prompt=1023) == ("b", "short-prompt")
+        assert decide("llumnix", warm, idle, prompt=1024) == ("a", "cache-aware")
+
+    def test_equals_by_requests(self) -> None:
+        members = candidate("a", requests=2), candidate("b", requests=1)
+        assert {decide("llumnix", *members, prompt=2000, id=f"r{n}")[0] for n in range(20)} == {"b"}
+
+
+class TestEar:
+    hot = candidate("a", matched=896, pending=5001)
+    less = candidate("c", pending=4000)
+    more = candidate("b", pending=9000)
+
+    def test_a_new_session_begins_at_the_least_pending(self) -> None:
+        assert decide("ear", self.hot, self.more, self.less) == ("c", "new-session")
+
+    def test_a_turn_goes_to_its_host_up_to_what_that_computes_within_the_slo(self) -> None:
+        host = self.hot._replace(pending_tokens=5000)
+        assert decide("ear", host, self.more, self.less, host=host) == ("a", "session-host")
+
+    def test_a_hot_host_loses_the_session_to_the_least_pending(self) -> None:
+        assert decide("ear", self.hot, self.more, self.less, host=self.hot) == ("c", "session-move")
+
+    def test_not_within_the_cooldown(self) -> None:
+        chosen = decide("ear", self.hot, self.more, self.less, host=self.hot, may_move=False)
+        assert chosen == ("a", "session-host")
+
+    def test_not_to_one_as_busy_or_without_room(self) -> None:
+        as_busy = self.less._replace(pending_tokens=5001)
+        assert decide("ear", self.hot, self.more, as_busy, host=self.hot) == ("a", "session-host")
+        full = self.less._replace(active_kv_tokens=9001)
+        assert decide("ear", self.hot, self.more, full, host=self.hot, room=10_000) == ("a", "session-host")
+        just_room = self.less._replace(active_kv_tokens=9000)
+        assert decide("ear", self.hot, self.more, just_room, host=self.hot, room=10_000) == ("c", "session-move")
+
+    def test_a_session_stays_moves_once_and_rests(self) -> None:
+        """Through the router: the binding, the load and the cooldown are its own."""
+        routing = Routing(policy="ear", queue=Queue(dispatch_window_s=1e9))
+        router = PoolRouter(pool(3, routing=routing, engine=Engine(prefill_tokens_per_second=1000.0)))
+
+        def turn(number: int, now: float) -> tuple[str, str]:
+            asked = replace(request(f"turn {number}", text_of(1024, "chat"), now=now), session=7)
+            outcome = router.on_request(now, asked)
+            assert isinstance(outcome, Decision)
+            router.on_first_token(now, asked.id)
+            return outcome.receipt.chosen, outcome.receipt.rule
+
+        def load(member: str, tokens: int, now: float) -> None:
+            endpoint = next(each.endpoint for each in router.pool.members if each.id == member)
+            asked = request(f"load {member} {now}", text_of(tokens, f"{member} {now}"), now=now)
+            assert isinstance(router.on_request(now, replace(asked, subset=frozenset({endpoint}))), Decision)
+
+        first, rule = turn(1, 0.0)
+        assert rule == "new-session"
+        load(first, 4000, 0.1)
+        assert turn(2, 0.2) == (first, "session-host")
+        load(first, 2000, 0.3)
+        second, rule = turn(3, 0.4)
+        assert rule == "session-move"
+        assert second != first
+        load(second, 9000, 0.5)
+        assert turn(4, 1.0) == (second, "session-host")
+        assert turn(5, 30.5)[1] == "session-move"
