@@ -8,7 +8,7 @@ which already names the whole path above it, so the tree is a dictionary.
 Counts live in buckets of a sliding window. A request counts its prefixes from the initial length down to one block
 below what earlier requests have counted: a prefix seen once costs one node, one seen by many is known as deep as they
 share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so those of other router
-replicas are simply added; replicas that have exchanged their counts agree on every key.
+replicas are simply added; replicas that have exchanged their counts, and which nodes are split, agree on every key.
 
 Deviations from the paper: the thresholds are relative to ``1/n`` as the policy asks (2/n and 1/n as published), shares
 are compared at every request instead of between windows, over the window and over its newest two buckets, and nothing
@@ -37,10 +37,15 @@ class HotnessRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotnessCounts:
-    """Requests counted since the last exchange: in all, and per node. What router replicas send each other."""
+    """What router replicas send each other: requests counted since the last time, in all and per node.
+
+    ``split`` are the nodes that are split, told when they have changed and once a bucket: a node whose share lies
+    between the thresholds is split by its past, which a replica that began later has not seen.
+    """
 
     requests: int
     nodes: Mapping[int, int]
+    split: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -65,6 +70,8 @@ class HotnessTree:
         self._requests = 0
         self._nodes: dict[int, int] = {}
         self._split: set[int] = set()
+        self._told_split: frozenset[int] = frozenset()
+        self._told_bucket_s = 0.0
 
     @property
     def nodes(self) -> int:
@@ -100,15 +107,28 @@ class HotnessTree:
             for node, count in bucket.unsent_nodes.items():
                 nodes[node] = nodes.get(node, 0) + count
             bucket.unsent_requests, bucket.unsent_nodes = 0, defaultdict(int)
-        return HotnessCounts(requests=requests, nodes=nodes)
+        return HotnessCounts(requests=requests, nodes=nodes, split=self._take_split())
 
-    def merge(self, now: float, counts: HotnessCounts) -> None:
-        """Add what another replica counted, as if it had been counted here just now."""
-        bucket = self._bucket_at(now)
+    def merge(self, said_s: float, counts: HotnessCounts) -> None:
+        """Add what another replica counted around ``said_s``; nothing of it if the window has passed that by."""
+        bucket = self._bucket_at(said_s)
+        if bucket.began_s > said_s:
+            if said_s <= bucket.began_s - self._window_s:
+                return
+            bucket = next(each for each in self._buckets if each.began_s > said_s - self._bucket_s)
         bucket.requests += counts.requests
         self._requests += counts.requests
         for node, requests in counts.nodes.items():
             self._add(bucket, node, requests)
+        # Should one of them be cold by now, the next request behind it merges it.
+        self._split.update(node for node in counts.split if node in self._nodes)
+
+    def _take_split(self) -> tuple[int, ...]:
+        bucket_s = self._buckets[-1].began_s if self._buckets else 0.0
+        if self._split == self._told_split and (not self._split or bucket_s == self._told_bucket_s):
+            return ()
+        self._told_split, self._told_bucket_s = frozenset(self._split), bucket_s
+        return tuple(self._split)
 
     def _count(self, bucket: _Bucket, path: Sequence[int]) -> None:
         """Count a request's prefixes, down to the first that was not known."""

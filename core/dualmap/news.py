@@ -69,4 +69,5 @@ class News:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell that silence would not tell as well."""
-        return not (self.loads or self.placements or self.bindings or self.wanted or self.hotness.requests)
+        hotness = self.hotness.requests or self.hotness.split
+        return not (self.loads or self.placements or self.bindings or self.wanted or hotness)

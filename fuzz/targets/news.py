@@ -112,7 +112,7 @@ def _news(source: Source) -> News:
                     )
                 )
     return News(
-        hotness=HotnessCounts(requests=requests, nodes=nodes),
+        hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(nodes)[: requests % 4]),
         loads=loads,
         placements=tuple(placements),
         bindings=tuple(bindings),

@@ -198,3 +198,45 @@ def test_a_replaced_pool_keeps_what_peers_said() -> None:
     exchange(0.0, routers)
     mine.on_pool(0.1, replace(slow_pool(1), ring_version=9))
     assert candidates(decide(mine, "2", text_of(100, "b"), 0.2)) == {"m-0": 3000}
+
+
+def ask_share(router: PoolRouter, hot: float, *, began: int, count: int, router_s: float) -> None:
+    """Of ``count`` requests a share ``hot`` has one prefix, evenly spread over a tenth of a second each."""
+    told = 0
+    for n in range(began, began + count):
+        now = router_s + (n - began) * 0.1
+        is_hot = told < hot * (n - began + 1)
+        told += is_hot
+        text = text_of(1024, "hot") + text_of(256, f"tail {n % 16}") if is_hot else text_of(1024, f"cold {n}")
+        decide(router, str(n), text, now)
+        router.on_finished(now, str(n))
+
+
+def key_blocks(router: PoolRouter, now: float, id: str) -> int:
+    decision = decide(router, id, text_of(1024, "hot") + text_of(256, "tail 1"), now)
+    router.on_finished(now, id)
+    return decision.receipt.key.blocks
+
+
+def test_a_prefix_between_the_thresholds_has_one_length_everywhere() -> None:
+    # Split when hot, and not merged before it is cold: what has happened decides, not what can be counted now.
+    warm, cold = replicas(slow_pool(8))
+    ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
+    ask_share(warm, 0.09, began=1000, count=1200, router_s=30.0)
+    cold.on_news(150.0, "warm", warm.take_news(150.0), 0.0)
+    ask_share(warm, 0.09, began=3000, count=10, router_s=150.0)
+    cold.on_news(151.0, "warm", warm.take_news(151.0), 0.0)
+    assert key_blocks(warm, 151.0, "probe") > 2
+    assert key_blocks(cold, 151.0, "probe") == key_blocks(warm, 151.0, "again")
+
+
+def test_what_one_replica_merges_is_not_split_again_by_old_news() -> None:
+    warm, cold = replicas(slow_pool(8))
+    ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
+    old = warm.take_news(30.0)
+    cold.on_news(30.0, "warm", old, 0.0)
+    ask_share(cold, 0.0, began=1000, count=1200, router_s=31.0)
+    cold.on_news(151.0, "warm", old, 121.0)
+    assert key_blocks(cold, 152.0, "probe") == 2
+    cold.on_news(152.0, "warm", replace(old, hotness=replace(old.hotness, requests=0, nodes={})), 0.0)
+    assert key_blocks(cold, 152.0, "again") == 2

@@ -19,7 +19,7 @@ from waiting import until
 
 POOL = "llm/qwen"
 NEWS = News(
-    hotness=HotnessCounts(requests=7, nodes={2**64 - 1: 3, 5: 4}),
+    hotness=HotnessCounts(requests=7, nodes={2**64 - 1: 3, 5: 4}, split=(5, 2**64 - 1)),
     loads={
         "m-0": SharedLoad(pending_prefill_tokens=9000, backlog_s=1.25, held_s=0.5, in_flight=3, active_kv_tokens=12)
     },

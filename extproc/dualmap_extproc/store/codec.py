@@ -36,6 +36,7 @@ def encode_news(news: News) -> bytes:
         _VERSION_AND_REQUESTS.pack(_VERSION, min(news.hotness.requests, _U32_MAX)),
         _hashes(tuple(nodes)),
         struct.pack(f"<{len(nodes)}I", *(min(requests, _U32_MAX) for requests in nodes.values())),
+        _hashes(news.hotness.split),
         _COUNT.pack(len(news.loads)),
     ]
     for member, load in news.loads.items():
@@ -68,8 +69,9 @@ def decode_news(data: bytes) -> News:
             raise UnreadableNews(f"version {version}")
         nodes = reader.hashes()
         counts = reader.array(len(nodes), "I", 4)
+        split = reader.hashes()
         news = News(
-            hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True))),
+            hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True)), split=split),
             loads=dict(reader.load() for _ in range(reader.count())),
             placements=tuple(reader.placement() for _ in range(reader.count())),
             bindings=tuple(reader.binding() for _ in range(reader.count())),

@@ -51,7 +51,7 @@ class Unsent:
     def add(self, now: float, news: News) -> None:
         """Take what the router told."""
         self._loads = dict(news.loads)
-        if news.hotness.requests or news.hotness.nodes:
+        if news.hotness.requests or news.hotness.nodes or news.hotness.split:
             self._hotness.append((now, news.hotness))
         while self._hotness and self._hotness[0][0] < now - HOTNESS_S:
             self._hotness.popleft()
@@ -105,8 +105,9 @@ class Unsent:
             # The rarely met are those that no decision hangs on.
             nodes = dict(sorted(nodes.items(), key=lambda item: -item[1])[:NODES_MAX])
         requests = sum(counts.requests for _, counts in self._hotness)
+        split = dict.fromkeys(node for _, counts in self._hotness for node in counts.split)
         return News(
-            hotness=HotnessCounts(requests=requests, nodes=nodes),
+            hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(islice(split, NODES_MAX))),
             loads=self._loads,
             placements=tuple(self._placements),
             bindings=_as_of(now, self._held),
