@@ -20,6 +20,8 @@ class Membership:
         self.members: dict[str, Member] = {member.id: member for member in pool.members}
         self.suspended: frozenset[str] = frozenset()
         self._pool = pool
+        # Every response asks who served it; where two share an endpoint, the first is meant.
+        self._at = {member.endpoint: member for member in reversed(pool.members)}
         self._rings: dict[frozenset[str] | None, DualRing] = {}
         self._ring = self._build(None)
         self.size = len(self._ring.members)
@@ -39,7 +41,7 @@ class Membership:
 
     def at(self, endpoint: str) -> Member | None:
         """Return the member at ``ip:port``, if there is one."""
-        return next((member for member in self.members.values() if member.endpoint == endpoint), None)
+        return self._at.get(endpoint)
 
     def suspend(self, members: Iterable[str]) -> None:
         """Leave exactly these members out of the rings."""

@@ -76,15 +76,16 @@ class Stream:
         self._begun = False
         self.ended = False
         self.deadline_s: float | None = None
-        self._reset(0.0)
+        self._reset()
 
     def receive(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         """Take one message of Envoy's; return the answers to send, in order."""
         if self.ended:
             return []
         self.deadline_s = None
-        if not self._begun:
-            self._begun = True
+        first, self._begun = not self._begun, True
+        if first:
+            self._arrive(now)
             if message.HasField("protocol_config"):
                 self._configure(message.protocol_config)
         kind = message.WhichOneof("request")
@@ -93,6 +94,10 @@ class Stream:
             self._release(now, Ending.ABORTED)
         match kind:
             case "request_headers":
+                if not first:
+                    self._release(now, Ending.ABORTED)
+                    self._reset()
+                    self._arrive(now)
                 return self._on_request_headers(now, message)
             case "request_body":
                 return self._on_request_body(now, message)
@@ -139,14 +144,17 @@ class Stream:
         self._echo_response = config.response_body_mode == wire.FULL_DUPLEX_STREAMED
         self._whole_response = self._response_whole = config.response_body_mode in _WHOLE_BODY_MODES
 
-    def _reset(self, now: float) -> None:
-        """Forget the request, if there was one, and be ready for the one that arrives now."""
+    def _arrive(self, now: float) -> None:
+        """Take note of when the request came."""
+        self._arrived_s = self._heard_s = now
+        self._news_due_s = now + self._limits.news_s
+
+    def _reset(self) -> None:
+        """Forget the request, if there was one, and be ready for another."""
         # The id of the request that is in the picker's books and ours to close; empty when there is none.
         self._booked = ""
         self._held = False
         self._head = RequestHead()
-        self._arrived_s = self._heard_s = now
-        self._news_due_s = now + self._limits.news_s
         self._chunks: list[bytes] = []
         self._size_bytes = 0
         # What is answered last, and whether Envoy may try again: both known once the choice is asked for.
@@ -165,8 +173,6 @@ class Stream:
         self._response_begun = False
 
     def _on_request_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
-        self._release(now, Ending.ABORTED)
-        self._reset(now)
         headers = message.request_headers
         head = self._head
         head.read(headers.headers, self._limits, self._picker.session_headers)
@@ -318,14 +324,8 @@ class Stream:
     def _refuse(self, refused: Refused) -> list[wire.ProcessingResponse]:
         self.ended = True
         self._chunks = []
-        return [
-            answers.refusal(
-                status=refused.status,
-                body=refused.body(),
-                code=refused.code,
-                retry_after_s=refused.retry_after_s,
-            )
-        ]
+        status, after_s = refused.status, refused.retry_after_s
+        return [answers.refusal(status=status, body=refused.body(), code=refused.code, retry_after_s=after_s)]
 
     def _on_response_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         headers = message.response_headers
@@ -339,9 +339,8 @@ class Stream:
         self.ended = headers.end_of_stream and not self._echo_response
         if self._receipt is None:
             return [answers.PLAIN_RESPONSE_HEADERS]
-        answer = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
-        mutation = answer.response_headers.response.header_mutation
-        answers.set_header(mutation, DECISION_HEADER, self._receipt)
+        answer = wire.ProcessingResponse()
+        answers.set_header(answer.response_headers.response.header_mutation, DECISION_HEADER, self._receipt)
         return [answer]
 
     def _read_response_headers(self, headers: wire.HttpHeaders) -> None:
