@@ -11,7 +11,8 @@ from dataclasses import asdict
 from aiohttp import web
 
 from dualmap.requests import PoolStatus
-from dualmap_extproc.metrics import CONTENT_TYPE, Metrics, Traffic
+from dualmap_extproc.counts import Traffic
+from dualmap_extproc.metrics import CONTENT_TYPE, Metrics
 
 
 class StatusServer:

@@ -12,9 +12,10 @@ from dualmap.receipt import Key, Receipt
 from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus, Reason, Refusal
 from dualmap.router import PoolRouter
 from dualmap_extproc.access_log import AccessLogObserver
+from dualmap_extproc.counts import Traffic
 from dualmap_extproc.endpoints import DiscoveryObserver
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
-from dualmap_extproc.metrics import Metrics, Traffic
+from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
