@@ -277,9 +277,9 @@ def test_whatever_happens_to_streams_that_wait_for_each_other(steps, max_held, m
             told[index], begun[index], one.delivered[:] = [], 0, []
         else:
             kinds = kinds_of_requests(step)
-            # A body that comes before any headers is a request as well.
-            requests = [kind for kind in kinds if kind in ("request_headers", "request_body")]
-            headless = not begun[index] and requests[:1] == ["request_body"]
+            # A body or trailers that come before any headers are a request as well.
+            parts = [kind for kind in kinds if kind.startswith("request_")]
+            headless = not begun[index] and parts[:1] not in ([], ["request_headers"])
             begun[index] += kinds.count("request_headers") + headless
             told[index] += one.send(*step)
         deadline_s = talk.picker.next_deadline()
