@@ -2,18 +2,20 @@
 
 import asyncio
 import json
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
 import grpc
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dualmap_extproc.envoy.settings import Mode
 from harness.clients import http1, in_halves, opened, sha256
 from harness.deployment import CHAT, Deployment
-from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, sse
+from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Answer, Received, sse
 from harness.waiting import until
 from harness.world import World, chat, document, member_of, padded, prompt_of, receipt
 
@@ -92,6 +94,43 @@ async def test_a_large_body_is_retried_whole(world: World, deployment: Deploymen
         if retried == 2:
             break
     assert retried
+
+
+async def unavailable(request: web.Request, received: Received) -> web.StreamResponse:
+    return web.json_response({}, status=503)
+
+
+async def reset(request: web.Request, received: Received) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize("failing", [unavailable, reset], ids=["503", "reset"])
+async def test_what_an_engine_answers_nothing_of_is_asked_of_the_other_whole(
+    world: World, deployment: Deployment, failing: Answer
+) -> None:
+    tried = 0
+    world.left.answer = failing
+    for number in range(40):
+        # Large and chunked, large, small and chunked, small.
+        text = f"{deployment.mode} {failing.__name__} {number} " + "x" * (5_000_000 if number % 4 < 2 else 5_000)
+        body = json.dumps(chat("scripted", text)).encode()
+        reply = await deployment.ask(body, chunk_bytes=100_000 if number % 2 else 0)
+        assert (reply.status, reply.headers[ENGINE_HEADER]) == (200, "right")
+        assert reply.headers[DIGEST_HEADER] == sha256(body)
+        tried += receipt(reply)["chosen"] == "left"
+        if tried == 4:
+            break
+    assert tried, "40 new prompts never chose the failing member first"
+    world.reset()
+
+    async def back() -> bool:
+        reply = await deployment.ask(chat("scripted", f"{deployment.mode} back {time.monotonic()}"))
+        return reply.headers[ENGINE_HEADER] == "left"
+
+    # It is left alone for a while by now; whoever comes next shall find both.
+    await until(back, "the member that failed is used again", timeout_s=40.0)
 
 
 async def streams_let_go(deployment: Deployment) -> int:

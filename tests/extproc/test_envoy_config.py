@@ -181,6 +181,27 @@ def test_every_pool_has_a_route_by_name_and_the_first_takes_what_has_none(tmp_pa
     assert "retry_policy" not in default["route"]
 
 
+def test_a_request_that_nothing_was_answered_of_is_tried_once_more(tmp_path: Path) -> None:
+    policies = [route["route"].get("retry_policy") for route in routes(config("--pool", pool_file(tmp_path)))[:2]]
+    (policy,) = [policy for policy in policies if policy is not None]
+    assert policy["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
+    assert (policy["retriable_status_codes"], policy["num_retries"]) == ([503], 1)
+
+
+def test_a_router_that_hangs_is_noticed_and_its_access_log_is_kept_for_it(tmp_path: Path) -> None:
+    found = clusters(config("--pool", pool_file(tmp_path)))
+    (check,) = found["dualmap-routers"]["health_checks"]
+    assert "grpc_health_check" in check
+    assert http2_options(found["dualmap-routers"])["connection_keepalive"]["timeout"] == "2s"
+    assert http2_options(found["dualmap-access-log-0"]) == {}
+
+
+def http2_options(cluster: dict[str, Any]) -> dict[str, Any]:
+    (options,) = cluster["typed_extension_protocol_options"].values()
+    found: dict[str, Any] = options["explicit_http_config"]["http2_protocol_options"]
+    return found
+
+
 def test_the_router_is_asked_only_about_requests_with_a_route(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     first = manager(document)["http_filters"][0]
