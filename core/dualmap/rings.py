@@ -120,7 +120,8 @@ class DualRing:
 
     def __init__(self, members: Iterable[Member], spec: Ring) -> None:
         self.members = tuple(sorted((m for m in members if m.takes_new_keys), key=lambda member: member.id))
-        self.ids = frozenset(member.id for member in self.members)
+        self._positions = {member.id: position for position, member in enumerate(self.members)}
+        self.ids = frozenset(self._positions)
         self._spec = spec
         self._rings = (self._ring(1), self._ring(2)) if len(self.members) > 1 else None
         # Conversations ask for the same keys again and again; the answer for a key never changes within a snapshot.
@@ -151,8 +152,7 @@ class DualRing:
         """Return the position in ``members`` of each, in the order the key meets them on ring 1."""
         if self._rings is None:
             return iter(range(len(self.members)))
-        positions = {member.id: position for position, member in enumerate(self.members)}
-        return (positions[each] for each in self._rings[0].walk(key))
+        return map(self._positions.__getitem__, self._rings[0].walk(key))
 
     @staticmethod
     def _find_pair(key: int, ring_1: HashRing, ring_2: HashRing) -> Pair:

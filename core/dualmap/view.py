@@ -134,9 +134,11 @@ class Everyone:
     def matched_tokens(self) -> list[int]:
         """Return how much of the prompt each member is believed to have cached."""
         positions, chain = self._roster.positions, self._view.chain
+        held = self._view.tree.holders(self._view.path)
+        # Members that hold a prompt mostly hold equally much of it.
+        tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
         matched_tokens = [0] * len(positions)
-        for index, blocks in self._view.tree.holders(self._view.path).items():
-            position = positions.get(index)
-            if position is not None:
-                matched_tokens[position] = chain.tokens_of(blocks)
+        for index, blocks in held.items():
+            if index in positions:
+                matched_tokens[positions[index]] = tokens[blocks]
         return matched_tokens

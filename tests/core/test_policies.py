@@ -4,6 +4,7 @@ What they do to whole workloads is for the simulator to show; the other systems'
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -190,6 +191,14 @@ def test_every_policy_is_there_and_names_its_source() -> None:
     assert set(POLICIES) == set(NAMED.split())
     for name, policy in POLICIES.items():
         assert (policy.name, bool(policy.source), bool(policy.summary)) == (name, True, True)
+
+
+def test_every_policy_has_its_row_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [(name.strip("`"), source) for name, _, source in rows] == [
+        (policy.name, policy.source) for policy in POLICIES.values()
+    ]
 
 
 class TestAblations:

@@ -22,7 +22,7 @@ class AibrixPrefix:
     """
 
     name: ClassVar[str] = "aibrix_prefix"
-    source: ClassVar[str] = "AIBrix, prefix-cache routing (seed 004 section 3)"
+    source: ClassVar[str] = "AIBrix, prefix-cache routing"
     summary: ClassVar[str] = "best match within mean + 1 sigma of the requests, else fewest requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False

@@ -32,10 +32,11 @@ class LlmdDefault:
         shortest = min(pending_tokens)
         # Costs are the scores' complements, so that equal queues all cost nothing.
         queue = _QUEUE_WEIGHT / max(1, max(pending_tokens) - shortest)
-        kv, prefix = 1 / max(1, situation.room_tokens), _PREFIX_WEIGHT / max(1, situation.prompt_tokens)
+        room = max(1, situation.room_tokens)
+        kv, prefix = _KV_WEIGHT / room, _PREFIX_WEIGHT / max(1, situation.prompt_tokens)
         columns = zip(pending_tokens, everyone.placed_tokens(), everyone.matched_tokens(), strict=True)
         costs = [
-            (pending - shortest) * queue + _KV_WEIGHT * min(1.0, placed * kv) - matched * prefix
+            (pending - shortest) * queue + (placed if placed < room else room) * kv - matched * prefix
             for pending, placed, matched in columns
         ]
         return Choice(situation.cheapest(costs), _BEST_SCORE)

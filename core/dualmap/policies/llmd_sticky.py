@@ -31,11 +31,12 @@ class LlmdSticky:
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the fewest tokens in flight, if possible one that holds the prompt."""
         everyone = situation.everyone
-        placed_tokens, ttfts_s = everyone.placed_tokens(), everyone.costs_s(_TTFT)
+        placed_tokens = everyone.placed_tokens()
         least_matched = max(1.0, _STICKY_SHARE * situation.prompt_tokens)
         holds = [matched >= least_matched for matched in everyone.matched_tokens()]
         if not any(holds):
             return Choice(situation.cheapest(placed_tokens), _NO_MATCH)
+        ttfts_s = everyone.costs_s(_TTFT)
         holders_s = min([ttft_s for ttft_s, held in zip(ttfts_s, holds, strict=True) if held])
         if holders_s - min(ttfts_s) > _MOST_PENALTY_S:
             return Choice(situation.cheapest(placed_tokens), _PENALTY)
