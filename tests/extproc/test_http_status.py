@@ -10,8 +10,8 @@ import pytest
 import builders
 from dualmap.requests import PoolStatus
 from dualmap.router import PoolRouter
-from dualmap_extproc.http_status import StatusServer, pool_document
 from dualmap_extproc.counts import Traffic
+from dualmap_extproc.http_status import StatusServer, pool_document
 from dualmap_extproc.metrics import Metrics
 
 
