@@ -38,7 +38,9 @@ def test_power_of_two_takes_the_less_busy_of_two_distinct_ones() -> None:
 
 def test_cache_affinity_global_knows_no_load() -> None:
     warm = candidate("c", matched=640, queue_s=99.0, pending=99_000, requests=99)
-    assert decide("cache_affinity_global", candidate("a"), candidate("b", matched=512), warm) == ("c", "longest-prefix")
+    for n in range(20):
+        chosen = decide("cache_affinity_global", candidate("a"), candidate("b", matched=512), warm, id=f"r{n}")
+        assert chosen == ("c", "longest-prefix")
     # Nor between equals.
     busy, idle = candidate("a", matched=512, requests=9), candidate("b", matched=512)
     assert {decide("cache_affinity_global", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"a", "b"}
@@ -50,7 +52,7 @@ class TestPreble:
         assert decide("preble", candidate("b", matched=384), busy) == ("a", "exploit")
 
     def test_of_equal_matches_the_least_loaded(self) -> None:
-        busy, less = candidate("a", matched=640, pending=20), candidate("b", matched=640, pending=10)
+        busy, less = candidate("a", matched=640, pending=20), candidate("b", matched=640, pending=10, requests=5)
         assert decide("preble", busy, less, candidate("c", matched=512)) == ("b", "exploit")
 
     def test_half_or_less_goes_by_load_and_recomputation(self) -> None:
@@ -188,6 +190,7 @@ class TestLlmdSticky:
         ((2, 2, 2), ("c", "affinity")),  # ceil(1.25 * 7 / 3) = 3.
         ((3, 1, 1), ("b", "bounded")),  # ceil(1.25 * 6 / 3) = 3.
         ((3, 3, 0), ("a", "bounded")),  # ceil(1.25 * 7 / 3) = 3.
+        ((2, 1, 1), ("c", "affinity")),  # ceil(1.25 * 5 / 3) = 3.
         ((0, 9, 9), ("c", "affinity")),
         ((1, 0, 0), ("b", "bounded")),  # ceil(1.25 * 2 / 3) = 1.
     ],

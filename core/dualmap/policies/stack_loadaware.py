@@ -28,5 +28,6 @@ class StackLoadaware:
         mean = sum(requests) / len(requests)
         scale = _LOAD_WEIGHT / max(1.0, mean)
         columns = zip(requests, everyone.matched_tokens(), strict=True)
-        costs = [(count - mean) * scale - matched / prompt for count, matched in columns]
+        # Less the mean or not: it takes the same from every score.
+        costs = [count * scale - matched / prompt for count, matched in columns]
         return Choice(situation.cheapest(costs), _BEST_SCORE)
