@@ -104,7 +104,7 @@ async def test_a_hung_engine_is_killed(stage: Stage) -> None:
         incident = traffic.incident()
         engine.pause()
         await traffic.flowing(80)
-        waiting = {each.number for each in incident.everyone if each.outcome is None and not each.began}
+        waiting = {each.number for each in incident.everyone if each.outcome is None and not each.status}
         await traffic.flowing(24)
         prefilling = [each for each in incident.everyone if each.number in waiting and each.outcome is None]
         await engine.kill()
