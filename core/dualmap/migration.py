@@ -6,7 +6,7 @@ follow and is not waited for: the new host computes it again.
 
 Deviations: hot is relative, since a fixed threshold thrashes when all are hot (ARCHITECTURE): the host is hot when the
 predicted TTFT there exceeds the share of the SLO at which the ``dualmap`` policy leaves a pair, and a target must have
-less than ``hot_ratio`` of the host's pending prefill tokens.
+less than ``hot_ratio`` of the host's pending prefill tokens. The policy ``ear`` is the rule as published.
 """
 
 from dualmap.situation import Candidate, Choice, Rule, Situation
