@@ -4,6 +4,7 @@ A replica's word is good for PEER_TTL_S; then it is taken to be gone, and its lo
 """
 
 from collections.abc import Mapping, Sequence
+
 from dualmap.news import SharedLoad
 
 # Replicas speak ten times a second; thirty silences in a row mean that one is gone, or cut off.
