@@ -68,19 +68,11 @@ class Stage:
         await self.replicas.wait_for_release(self.before)
 
     async def __aenter__(self) -> Self:
-        self.redis.start()
-        self._stack.callback(self.redis.kill)
-        self._stack.push_async_callback(self._stop_engines)
-        await asyncio.gather(*(engine.start() for engine in self.engines))
-        pools = {POOL: self.document(*self.engines)}
-        arguments = ("--redis", self.redis.url)
-        self.replicas = Replicas(pools, directory=self._directory, router_arguments=arguments)
-        await self._stack.enter_async_context(self.replicas)
-        traffic = self.traffic()
-        async with traffic.running():
-            await traffic.flowing(40)
-        await self.replicas.wait_for_rest()
-        self.before = self.replicas.holdings()
+        try:
+            await self._start()
+        except BaseException:  # whatever kept it from starting, nothing may be left running
+            await self._stack.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -98,6 +90,21 @@ class Stage:
     def _engine(self, number: int, speed: str, *, port: int = 0) -> Engine:
         arguments = ("--model", f"{POOL}-model", "--speed", speed)
         return Engine(directory=self._directory, name=f"engine-{number}", port=port, arguments=arguments)
+
+    async def _start(self) -> None:
+        self._stack.callback(self.redis.kill)
+        self.redis.start()
+        self._stack.push_async_callback(self._stop_engines)
+        await asyncio.gather(*(engine.start() for engine in self.engines))
+        pools = {POOL: self.document(*self.engines)}
+        arguments = ("--redis", self.redis.url)
+        self.replicas = Replicas(pools, directory=self._directory, router_arguments=arguments)
+        await self._stack.enter_async_context(self.replicas)
+        traffic = self.traffic()
+        async with traffic.running():
+            await traffic.flowing(40)
+        await self.replicas.wait_for_rest()
+        self.before = self.replicas.holdings()
 
     async def _stop_engines(self) -> None:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
