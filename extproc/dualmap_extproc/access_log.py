@@ -1,13 +1,13 @@
 """Envoy's access log as the router's news of how requests ended (gRPC ALS): status, flags, usage.
 
-``envoy/`` has every Envoy send every entry to every router, in batches; an entry becomes an AccessLogEntry (pure, the
-upper half of the module), and ``main`` hands those to the picker, which knows its own requests among them. What
-arrives is not trusted: absent or odd fields become None, an unreadable batch is counted and dropped.
+``envoy/`` has every Envoy send every entry to every router, in batches; an entry about one of this router's requests
+becomes an AccessLogEntry (pure, the upper half of the module), and ``wiring`` hands those to the picker. What arrives
+is not trusted: absent or odd fields become None, an unreadable batch is counted and dropped.
 """
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -92,19 +92,16 @@ class AccessLogEntry:
         return Ending.FAILED if FAILED_FLAGS.intersection(self.flags) else ending_of(self.status)
 
 
-def read_entries(entries: Sequence[wire.HTTPAccessLogEntry]) -> tuple[AccessLogEntry, ...]:
-    """Return the entries that bear a request id of a router's; never raises."""
-    read = (read_entry(entry) for entry in entries)
-    return tuple(entry for entry in read if entry is not None)
-
-
-def read_entry(entry: wire.HTTPAccessLogEntry) -> AccessLogEntry | None:
-    """Read one entry; None when it bears no request id: no router picked for that request. Never raises."""
+def read_id(entry: wire.HTTPAccessLogEntry) -> str:
+    """Return the request id that an entry bears; empty when it bears none: no router picked for that request."""
     common = entry.common_properties
-    tags = common.custom_tags
-    request_id = _tag(tags, TAG_REQUEST_ID) or _metadata_id(common)
-    if not request_id or len(request_id) > ID_CHARACTERS:
-        return None
+    request_id = _tag(common.custom_tags, TAG_REQUEST_ID) or _metadata_id(common)
+    return request_id if len(request_id) <= ID_CHARACTERS else ""
+
+
+def read_entry(entry: wire.HTTPAccessLogEntry, request_id: str) -> AccessLogEntry:
+    """Read one entry, whose id was read before; never raises."""
+    common = entry.common_properties
     flags: tuple[str, ...] = ()
     if common.HasField("response_flags"):
         flags = tuple(field.name for field, _ in common.response_flags.ListFields())
@@ -113,7 +110,7 @@ def read_entry(entry: wire.HTTPAccessLogEntry) -> AccessLogEntry | None:
         status=entry.response.response_code.value if entry.response.HasField("response_code") else None,
         flags=flags,
         served_endpoint=_served_endpoint(common),
-        usage=_usage(tags),
+        usage=_usage(common.custom_tags),
     )
 
 
@@ -128,11 +125,22 @@ class AccessLogObserver(Protocol):
 
 
 class AccessLogSink:
-    """The access log service: hands the entries of each batch to ``on_entries``, on the event loop."""
+    """The access log service: hands the entries of each batch to ``on_entries``, on the event loop.
 
-    def __init__(self, on_entries: Callable[[tuple[AccessLogEntry, ...]], None], observer: AccessLogObserver) -> None:
+    Only those whose ids begin with ``id_prefix``: every router gets all routers' entries, and knowing another's by its
+    id costs 1 us where reading it costs 10.
+    """
+
+    def __init__(
+        self,
+        on_entries: Callable[[tuple[AccessLogEntry, ...]], None],
+        observer: AccessLogObserver,
+        *,
+        id_prefix: str = "",
+    ) -> None:
         self._on_entries = on_entries
         self._observer = observer
+        self._id_prefix = id_prefix
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """Return the service as grpc.aio registers it."""
@@ -154,9 +162,11 @@ class AccessLogSink:
             entries = batch.http_logs.log_entry
             for start in range(0, len(entries), ENTRIES_AT_ONCE):
                 some = entries[start : start + ENTRIES_AT_ONCE]
-                known = read_entries(some)
-                self._observer.access_log_entries(known=len(known), others=len(some) - len(known))
-                self._on_entries(known)
+                ids = [read_id(entry) for entry in some]
+                without = ids.count("")
+                self._observer.access_log_entries(known=len(ids) - without, others=without)
+                ours = [each for each in zip(some, ids, strict=True) if each[1] and each[1].startswith(self._id_prefix)]
+                self._on_entries(tuple(read_entry(entry, request_id) for entry, request_id in ours))
                 # Requests waiting for their pick go first.
                 await asyncio.sleep(0)
         return wire.StreamAccessLogsResponse()

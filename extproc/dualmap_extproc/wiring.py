@@ -71,7 +71,7 @@ async def serve(settings: Settings) -> None:
     servers = GrpcServers(
         ExternalProcessor(picker, metrics, settings.limits),
         services=(discovery.handler(),),
-        access_log=(AccessLogSink(take_entries, metrics).handler(),),
+        access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
     )
     status = StatusServer(router=settings.replica_id, statuses=picker.statuses, metrics=metrics)

@@ -6,7 +6,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from dualmap_extproc import names
-from dualmap_extproc.access_log import AccessLogEntry, read_entries, read_entry
+from dualmap_extproc.access_log import AccessLogEntry, read_entry, read_id
 from dualmap_extproc.ending import Ending
 from dualmap_extproc.wire import access_log_pb2 as wire
 from fuzz.source import Source
@@ -41,11 +41,12 @@ def check(data: bytes) -> None:
     entries = [_entry(Source(data))]
     with suppress(DecodeError):
         entries.extend(wire.StreamAccessLogsMessage.FromString(data).http_logs.log_entry)
-    read = read_entries(entries)
-    assert read == read_entries(entries)
-    assert len(read) == sum(read_entry(entry) is not None for entry in entries)
-    for each in read:
-        _check_entry(each)
+    for entry in entries:
+        request_id = read_id(entry)
+        read = read_entry(entry, request_id)
+        assert (request_id, read) == (read_id(entry), read_entry(entry, request_id))
+        if request_id:
+            _check_entry(read)
 
 
 def _check_entry(entry: AccessLogEntry) -> None:

@@ -15,8 +15,8 @@ from dualmap_extproc.access_log import (
     FAILED_FLAGS,
     AccessLogEntry,
     AccessLogSink,
-    read_entries,
     read_entry,
+    read_id,
 )
 from dualmap_extproc.ending import Ending
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
@@ -41,9 +41,9 @@ def entry(request_id: str = "r-1", *, status: int | None = 200, **tags: str) -> 
 
 
 def read(message: wire.HTTPAccessLogEntry) -> AccessLogEntry:
-    result = read_entry(message)
-    assert result is not None
-    return result
+    request_id = read_id(message)
+    assert request_id
+    return read_entry(message, request_id)
 
 
 class TestReading:
@@ -68,10 +68,10 @@ class TestReading:
         assert read(message).ending is Ending.ABORTED
 
     @pytest.mark.parametrize("request_id", ["", "-"])
-    def test_requests_that_no_router_picked_for_are_left_out(self, request_id: str) -> None:
-        assert read_entry(entry(request_id)) is None
-        assert read_entry(wire.HTTPAccessLogEntry()) is None
-        assert [each.request_id for each in read_entries([entry(request_id), entry("r")])] == ["r"]
+    def test_requests_that_no_router_picked_for_have_no_id(self, request_id: str) -> None:
+        assert read_id(entry(request_id)) == ""
+        assert read_id(wire.HTTPAccessLogEntry()) == ""
+        assert read_id(entry("r")) == "r"
 
     def test_the_id_may_come_as_metadata_alone(self) -> None:
         message = wire.HTTPAccessLogEntry()
@@ -82,12 +82,12 @@ class TestReading:
     def test_an_id_of_another_type_is_none(self, odd: Any) -> None:
         message = wire.HTTPAccessLogEntry()
         message.common_properties.metadata.filter_metadata["dualmap"].update({"id": odd})
-        assert read_entry(message) is None
+        assert read_id(message) == ""
 
     def test_reading_changes_nothing(self) -> None:
         message = entry("-")
         before = message.SerializeToString(deterministic=True)
-        read_entry(message)
+        read_entry(message, read_id(message))
         assert message.SerializeToString(deterministic=True) == before
 
     @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ class TestReading:
 
     @pytest.mark.parametrize(("length", "known"), [(512, True), (513, False)])
     def test_an_id_longer_than_any_routers_is_none(self, length: int, *, known: bool) -> None:
-        assert (read_entry(entry("r" * length)) is not None) is known
+        assert (read_id(entry("r" * length)) != "") is known
 
     @pytest.mark.parametrize(
         ("ending", "statuses"),
@@ -201,7 +201,7 @@ class TestReading:
                 message.common_properties.custom_tags[name] = text
             except UnicodeEncodeError:
                 return  # A surrogate cannot arrive in a protobuf string.
-        read_entry(message)
+        read_entry(message, read_id(message))
 
     @given(st.binary(max_size=300))
     def test_bytes_of_any_kind_never_raise(self, data: bytes) -> None:
@@ -210,7 +210,7 @@ class TestReading:
             message.ParseFromString(data)
         except Exception:  # noqa: BLE001  # whatever protobuf calls it, this is no message to read
             return
-        read_entry(message)
+        read_entry(message, read_id(message))
 
 
 class Counts:
@@ -230,11 +230,11 @@ Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 
 @asynccontextmanager
 async def serving(
-    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts
+    on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, id_prefix: str = ""
 ) -> AsyncIterator[Callable[[], Stream]]:
     """A sink on a port of its own; yields what opens streams to it that take raw bytes."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts).handler(),))
+    server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, id_prefix=id_prefix).handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -269,6 +269,19 @@ class TestServing:
                 f"{number}-c",
             ]
         assert (counts.known, counts.others, counts.unreadable) == (9, 3, 0)
+
+    async def test_another_routers_entries_are_counted_and_not_handed_over(self) -> None:
+        received: list[str] = []
+        counts = Counts()
+        async with serving(
+            lambda some: received.extend(each.request_id for each in some), counts, id_prefix="b-1f"
+        ) as opened:
+            stream = opened()
+            await stream.write(batch(entry("a-1f-0"), entry("b-1f-0"), entry("-"), entry("b-2e-0"), entry("b-1f-1")))
+            await stream.done_writing()
+            await stream
+        assert received == ["b-1f-0", "b-1f-1"]
+        assert (counts.known, counts.others) == (4, 1)
 
     async def test_an_unreadable_batch_costs_only_itself(self, caplog: pytest.LogCaptureFixture) -> None:
         received: list[str] = []
@@ -323,4 +336,4 @@ class TestServing:
 def test_metadata_of_the_namespace_without_an_id_is_none() -> None:
     message = wire.HTTPAccessLogEntry()
     message.common_properties.metadata.filter_metadata["dualmap"].CopyFrom(struct_pb2.Struct())
-    assert read_entry(message) is None
+    assert read_id(message) == ""
