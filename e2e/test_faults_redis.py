@@ -68,8 +68,8 @@ async def lost_and_found(
         for router, before in zip(stage.replicas.routers, errors, strict=True):
             assert await router.metric("dualmap_store_errors_total", kind=kind) > before
         await asyncio.to_thread(mend)
-    for sentence, before in zip((LOST, BACK), told, strict=True):
-        assert lines(stage, sentence) == [count + 1 for count in before], "one line for each"
+    for sentence, counts in zip((LOST, BACK), told, strict=True):
+        assert lines(stage, sentence) == [count + 1 for count in counts], "one line for each"
 
 
 async def test_redis_killed_and_restarted_empty(stage: Stage) -> None:

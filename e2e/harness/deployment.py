@@ -10,9 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 from click.testing import CliRunner
-from prometheus_client.parser import text_string_to_metric_families
 
 from dualmap_cli.main import main
 from dualmap_extproc.envoy.settings import Mode
@@ -117,10 +115,7 @@ class Deployment:
 
     async def page(self, pool: str) -> dict[str, dict[str, Any]]:
         """Return what ``GET /pools/llm/POOL`` says of the endpoints, by member id."""
-        url = f"http://127.0.0.1:{self.router.ports['metrics']}/pools/llm/{pool}"
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            document = await response.json()
-        return {endpoint["id"]: endpoint for endpoint in document["endpoints"]}
+        return await self.router.page(pool)
 
     async def load(self, pool: str) -> tuple[int, int]:
         """Return the pool's requests in flight and its pending prefill tokens, over all endpoints."""
@@ -144,13 +139,7 @@ class Deployment:
 
     async def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples with these labels."""
-        url = f"http://127.0.0.1:{self.router.ports['metrics']}/metrics"
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            text = await response.text()
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return sum(
-            sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return await self.router.metric(name, **labels)
 
     async def wait_for_metric(self, name: str, value: float, **labels: str) -> None:
         """Wait until a metric has this value."""
