@@ -1,4 +1,4 @@
-"""What matters to routing of a request's headers and metadata: read once, bounded, for ``stream``.
+"""What matters to routing of a request's headers and metadata, and of its response's: read once, for ``stream``.
 
 The message's headers themselves are let go: only those that a pool names its sessions by are kept, and nothing else of
 a header outlives its reading.
@@ -6,6 +6,7 @@ a header outlives its reading.
 
 from collections.abc import Container
 
+from dualmap_extproc.ending import Ending, ending_of
 from dualmap_extproc.errors import (
     Refused,
     encoding_unsupported,
@@ -91,3 +92,22 @@ class RequestHead:
     def expects_prompt(self, body_bytes: int) -> bool:
         """Whether the request is one that has a prompt; ``body_bytes`` of its body have arrived."""
         return self.method in _METHODS_WITH_PROMPT or (not self.method and body_bytes > 0)
+
+
+def read_response(headers: base.HeaderMap, ending: Ending) -> tuple[Ending, bool]:
+    """Return what a response's headers say: how the request ends, and whether the body comes in one go.
+
+    Without a status the ending is the one given.
+    """
+    whole = False
+    for header in headers.headers:
+        key = header.key.lower()
+        if key == ":status":
+            status = answers.header_value(header)
+            ending = ending_of(int(status[:4]) if status.isdigit() else None)
+            # A redirect or the like may have a body, but no tokens.
+            whole |= not status.startswith(b"2")
+        elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
+            # A JSON answer is written when all its tokens are there: its first chunk is no first token.
+            whole = True
+    return ending, whole

@@ -29,9 +29,9 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from dualmap_extproc.body import may_go_on
-from dualmap_extproc.ending import Ending, ending_of
+from dualmap_extproc.ending import Ending
 from dualmap_extproc.errors import Refused, body_too_large, trailers_unsupported
-from dualmap_extproc.head import RequestHead
+from dualmap_extproc.head import RequestHead, read_response
 from dualmap_extproc.names import DECISION_HEADER
 from dualmap_extproc.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
@@ -59,6 +59,15 @@ class Stream:
     shall end the stream; ``decided`` that a body was read and the choice made. ``close`` must be called once the
     stream is over, however it went.
     """
+
+    # So many attributes are found faster in slots: 2 us a request.
+    __slots__ = (
+        *("_arrived_s", "_begun", "_bodies_unanswered", "_booked", "_chunks", "_deliver", "_echo_response", "_ending"),
+        *("_head", "_headers_unanswered", "_heard_s", "_held", "_limits", "_mode", "_news_due_s", "_no_body"),
+        *("_picker", "_receipt", "_request_done", "_response_begun", "_response_whole", "_retries"),
+        *("_shown_response_body", "_size_bytes", "_trailers", "_whole_body", "_whole_response"),
+        *("deadline_s", "decided", "ended"),
+    )
 
     def __init__(
         self, picker: Picker, limits: Limits, deliver: Callable[[list[wire.ProcessingResponse]], None]
@@ -329,7 +338,8 @@ class Stream:
 
     def _on_response_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         headers = message.response_headers
-        self._read_response_headers(headers)
+        self._ending, whole = read_response(headers.headers, self._ending)
+        self._response_whole |= whole
         if self._booked and message.HasField("metadata_context"):
             served = answers.served_endpoint(message.metadata_context)
             if served:
@@ -342,18 +352,6 @@ class Stream:
         answer = wire.ProcessingResponse()
         answers.set_header(answer.response_headers.response.header_mutation, DECISION_HEADER, self._receipt)
         return [answer]
-
-    def _read_response_headers(self, headers: wire.HttpHeaders) -> None:
-        for header in headers.headers.headers:
-            key = header.key.lower()
-            if key == ":status":
-                status = answers.header_value(header)
-                self._ending = ending_of(int(status[:4]) if status.isdigit() else None)
-                # A redirect or the like may have a body, but no tokens.
-                self._response_whole |= not status.startswith(b"2")
-            elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
-                # A JSON answer is written when all its tokens are there: its first chunk is no first token.
-                self._response_whole = True
 
     def _on_response_body(self, now: float, message: wire.HttpBody) -> list[wire.ProcessingResponse]:
         first = bool(message.body) and not self._response_begun
