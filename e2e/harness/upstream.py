@@ -86,6 +86,11 @@ class Upstream:
     async def stop(self) -> None:
         """Close the port and every connection."""
         if self._runner is not None:
+            for site in list(self._runner.sites):
+                await site.stop()
+            # Connections that were just accepted become the runner's within a few turns of the loop; it closes those.
+            for _ in range(5):
+                await asyncio.sleep(0)
             await self._runner.cleanup()
             self._runner = None
 
