@@ -10,6 +10,7 @@ from xxhash import xxh3_64_intdigest
 from dualmap.fleet import Fleet
 from dualmap.held import Waiting
 from dualmap.hotness import HotnessTree
+from dualmap.ledger import Entry
 from dualmap.migration import session_choice
 from dualmap.policies import POLICIES
 from dualmap.pool import Pool
@@ -109,6 +110,11 @@ class Chooser:
     def rebalances(self) -> bool:
         """Whether held requests are moved within their pair when both of it are overloaded."""
         return self._policy.rebalances and self._pool.routing.rebalance.enabled
+
+    def bind(self, now: float, entry: Entry) -> None:
+        """Remember where the KV of a request's session lies from now on."""
+        if entry.session is not None:
+            self.sessions.bind(now, entry.session, host=entry.member, tokens=entry.chain.tokens)
 
     def alternative(self, now: float, waiting: Waiting) -> Candidate | None:
         """Return the other member of a held request's pair, if it may take requests."""

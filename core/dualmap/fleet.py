@@ -110,9 +110,9 @@ class Fleet:
         if member is not None:
             self._instances[member.id].index.add(placement.hashes)
 
-    def failed(self, now: float, member: str) -> None:
-        """Count a request that its instance failed."""
-        if self.ledger.load(member).failed(now):
+    def failed(self, now: float, member: str, dispatched_s: float) -> None:
+        """Count a request that its instance failed, to which it was handed over at ``dispatched_s``."""
+        if self.ledger.load(member).failed(now, dispatched_s):
             self.update_suspended(now)
 
     def succeeded(self, now: float, member: str) -> None:

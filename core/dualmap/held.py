@@ -6,6 +6,7 @@ that is handed work late is handed the right work. The order is the pool's: ``Fc
 MAX_OVERTAKEN times, so that nobody starves.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -47,7 +48,9 @@ class HeldQueue:
     def __init__(self) -> None:
         self.tokens = 0
         self.compute_s = 0.0
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
+        # Those not yet seen to be too late: who is, stays so, and need not be looked at again.
+        self._hopeful: OrderedDict[str, Waiting] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -57,27 +60,34 @@ class HeldQueue:
 
     def add(self, waiting: Waiting) -> None:
         """Append a request."""
-        self._waiting[waiting.request.id] = waiting
+        self._waiting[waiting.request.id] = self._hopeful[waiting.request.id] = waiting
         self.tokens += waiting.new_tokens
         self.compute_s += waiting.compute_s
 
     def remove(self, waiting: Waiting) -> None:
         """Take a request out, wherever it stands."""
         del self._waiting[waiting.request.id]
+        self._hopeful.pop(waiting.request.id, None)
         self.tokens -= waiting.new_tokens
         # Summed floats do not come back to nothing by themselves.
         self.compute_s = self.compute_s - waiting.compute_s if self._waiting else 0.0
 
-    def next(self, now: float, *, by_deadline: bool, slo_ttft_s: float) -> Waiting:
-        """Return the request whose turn it is; the queue must not be empty. It stays in the queue."""
+    def next(self, now: float, *, within_s: float | None) -> Waiting:
+        """Return the request whose turn it is; the queue must not be empty. It stays in the queue.
+
+        ``within_s`` is given for the order by deadline: how long after its arrival a request may have waited and be
+        computed to meet the SLO, behind what its instance has to do before.
+        """
         oldest = next(iter(self._waiting.values()))
-        if not by_deadline or oldest.overtaken >= MAX_OVERTAKEN:
+        if within_s is None or oldest.overtaken >= MAX_OVERTAKEN:
             return oldest
-        for waiting in self._waiting.values():
-            if now - waiting.request.arrived_s + waiting.compute_s <= slo_ttft_s:
+        while self._hopeful:
+            request_id, waiting = next(iter(self._hopeful.items()))
+            if now - waiting.request.arrived_s + waiting.compute_s <= within_s:
                 if waiting is not oldest:
                     oldest.overtaken += 1
                 return waiting
+            del self._hopeful[request_id]
         return oldest
 
 
@@ -91,7 +101,7 @@ class HeldRequests:
         self.homeless: dict[str, Request] = {}
         self._placed: dict[str, Waiting] = {}
         # In the order of being first held: a request that moves to another queue keeps its place here.
-        self._since_s: dict[str, float] = {}
+        self._since_s: OrderedDict[str, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._since_s)

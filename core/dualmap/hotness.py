@@ -15,6 +15,7 @@ are compared at every request instead of between windows, over the window and ov
 splits on fewer than MIN_SPLIT_REQUESTS.
 """
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,11 +112,10 @@ class HotnessTree:
 
     def merge(self, said_s: float, counts: HotnessCounts) -> None:
         """Add what another replica counted around ``said_s``; nothing of it if the window has passed that by."""
-        bucket = self._bucket_at(said_s)
-        if bucket.began_s > said_s:
-            if said_s <= bucket.began_s - self._window_s:
-                return
-            bucket = next(each for each in self._buckets if each.began_s > said_s - self._bucket_s)
+        newest = self._bucket_at(said_s)
+        if said_s <= newest.began_s - self._window_s:
+            return
+        bucket = newest if said_s >= newest.began_s else self._bucket_before(newest, said_s)
         bucket.requests += counts.requests
         self._requests += counts.requests
         for node, requests in counts.nodes.items():
@@ -171,9 +171,9 @@ class HotnessTree:
         return len(path)
 
     def _add(self, bucket: _Bucket, node: int, requests: int) -> bool:
-        """Add to a node's count; False when it is new and the tree is full."""
+        """Add to a node's count; False when there is nothing to add, or the node is new and the tree is full."""
         before = self._nodes.get(node)
-        if before is None and len(self._nodes) >= MAX_NODES:
+        if requests <= 0 or (before is None and len(self._nodes) >= MAX_NODES):
             return False
         self._nodes[node] = (before or 0) + requests
         bucket.nodes[node] += requests
@@ -188,6 +188,14 @@ class HotnessTree:
         if not self._buckets or self._buckets[-1].began_s < began_s:
             self._buckets.append(_Bucket(began_s))
         return self._buckets[-1]
+
+    def _bucket_before(self, newest: _Bucket, said_s: float) -> _Bucket:
+        """Return the bucket of a time before the newest one's, which may have had no requests until now."""
+        began_s = said_s - said_s % self._bucket_s
+        at = bisect_left(self._buckets, began_s, key=lambda each: each.began_s)
+        if self._buckets[at].began_s != began_s:
+            self._buckets.insert(at, _Bucket(began_s))
+        return self._buckets[at]
 
     def _forget(self, bucket: _Bucket) -> None:
         self._requests -= bucket.requests

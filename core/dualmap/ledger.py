@@ -45,6 +45,7 @@ class Entry:
     streamed: bool = True
     prefilled: bool = False
     alone: bool = True
+    session: int | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -93,6 +94,7 @@ class MemberLoad:
         outdated[self] = None
         self.suspended_until_s: float | None = None
         self._failures = 0
+        self._suspended_s = -inf
         # Prefills not yet seen to end, in the order they were handed over: engines serve first come first served.
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         self._pending_compute_s = 0.0
@@ -210,12 +212,18 @@ class MemberLoad:
             return self._head_since_s + over_s
         return None if head.streamed else max(self._head_since_s, head.dispatched_s) + head.compute_s
 
-    def failed(self, now: float) -> bool:
-        """Count a request that the instance failed; return whether it is now to be left alone for a while."""
+    def failed(self, now: float, dispatched_s: float) -> bool:
+        """Count a request that the instance failed; return whether it is now to be left alone for a while.
+
+        What had been handed over before it was left alone says nothing new when it fails too.
+        """
+        if dispatched_s < self._suspended_s:
+            return False
         self._failures += 1
         excess = self._failures - FAILURES_IN_A_ROW
         if excess < 0:
             return False
+        self._suspended_s = now
         self.suspended_until_s = now + min(FIRST_SUSPENSION_S * 2.0 ** min(excess, 10), LONGEST_SUSPENSION_S)
         return True
 

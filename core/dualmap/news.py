@@ -65,9 +65,3 @@ class News:
     placements: tuple[Placement, ...] = ()
     bindings: tuple[SharedBinding, ...] = ()
     wanted: tuple[int, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to tell that silence would not tell as well."""
-        hotness = self.hotness.requests or self.hotness.split
-        return not (self.loads or self.placements or self.bindings or self.wanted or hotness)

@@ -33,7 +33,7 @@ class Peers:
     def expire(self, now: float) -> set[str]:
         """Forget the replicas that have fallen silent; return the members whose sums may have changed."""
         changed: set[str] = set()
-        for peer in [peer for peer, heard_s in self._heard_s.items() if now - heard_s >= PEER_TTL_S]:
+        for peer in [peer for peer, heard_s in self._heard_s.items() if heard_s + PEER_TTL_S <= now]:
             changed.update(self._loads.pop(peer))
             del self._heard_s[peer]
         return changed

@@ -78,15 +78,16 @@ class PoolRouter:
         chosen, served = self._fleet.membership.members.get(entry.member), self._fleet.membership.at(endpoint)
         if served is None or served is chosen:
             return False
-        left = entry.member
+        left, dispatched_s = entry.member, entry.dispatched_s
         self._fleet.take_back(left, entry.chain, entry.matched_tokens)
         candidate = self._fleet.view(now, entry.chain).candidate(served.id)
         self._fleet.ledger.move(
             now, entry, to=served.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
         )
         self._fleet.will_hold(served.id, entry.chain)
+        self._chooser.bind(now, entry)
         # Envoy goes to another only when it could not speak to the chosen one.
-        self._on_failure(now, left)
+        self._on_failure(now, left, dispatched_s)
         self._pump(now, left)
         return True
 
@@ -125,7 +126,7 @@ class PoolRouter:
         entry = self._fleet.ledger.leave(now, request_id)
         if entry is None:
             return None
-        self._on_failure(now, entry.member)
+        self._on_failure(now, entry.member, entry.dispatched_s)
         return self._broken_off(now, entry)
 
     def on_heard(self, now: float, request_id: str) -> None:
@@ -280,12 +281,14 @@ class PoolRouter:
         """Find the held requests of members that have left or may not be used, and the homeless, a place again."""
         ring = self._fleet.membership.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
-        for member in [each for each in self._holding if each not in usable]:
-            for waiting in list(self._holding[member].held):
-                self._unqueue(waiting)
-                self._fleet.take_back(member, waiting.request.chain, waiting.matched_tokens)
-                self._settle(self._place(now, waiting.request, waiting.key))
-        if ring.members:
+        # All leave their queues before the first is placed: placing one may hand over others.
+        leaving = [waiting for member, load in self._holding.items() if member not in usable for waiting in load.held]
+        for waiting in leaving:
+            self._unqueue(waiting)
+            self._fleet.take_back(waiting.member, waiting.request.chain, waiting.matched_tokens)
+        for waiting in leaving:
+            self._settle(self._place(now, waiting.request, waiting.key))
+        if ring.members or not self._pool.routing.queue.hold_when_empty:
             for request in list(self._held.homeless.values()):
                 self._settle(self._place(now, request, None))
 
@@ -296,9 +299,9 @@ class PoolRouter:
         if not isinstance(outcome, Held):
             self._outcomes.append(outcome)
 
-    def _on_failure(self, now: float, member: str) -> None:
+    def _on_failure(self, now: float, member: str, dispatched_s: float) -> None:
         """Count a failure; once a member is suspended, what is held for it goes elsewhere."""
-        self._fleet.failed(now, member)
+        self._fleet.failed(now, member, dispatched_s)
         if member in self._fleet.membership.suspended:
             self._replace_held(now, self._fleet.membership.members)
 
@@ -325,11 +328,11 @@ class PoolRouter:
             compute_s=waiting.compute_s,
             heard_s=now,
             streamed=request.streamed,
+            session=request.session,
             alone=not self._fleet.ledger.load(waiting.member).peers.backlog_s,
         )
         self._fleet.ledger.enter(now, entry)
-        if request.session is not None:
-            self._chooser.sessions.bind(now, request.session, host=waiting.member, tokens=chain.tokens)
+        self._chooser.bind(now, entry)
         endpoint = self._fleet.endpoint(waiting.member)
         assert endpoint is not None, "requests are placed at members"
         if self._shares and waiting.new_tokens >= chain.block_tokens:
@@ -376,7 +379,8 @@ class PoolRouter:
             return
         queue = self._pool.routing.queue
         while load.held and self._fleet.is_open(now, member):
-            waiting = load.held.next(now, by_deadline=queue.order == "Deadline", slo_ttft_s=self._pool.slo.ttft_s)
+            left_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member)
+            waiting = load.held.next(now, within_s=left_s if queue.order == "Deadline" else None)
             self._unqueue(waiting)
             self._outcomes.append(self._hand_over(now, waiting))
 

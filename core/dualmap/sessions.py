@@ -11,12 +11,15 @@ holds. The table is bounded; the least recently used binding goes first, and eac
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 
 from xxhash import xxh3_64_intdigest
 
 from dualmap.news import SharedBinding
 
 MAX_SESSIONS = 65_536
+# The store says what it knows of a session within a tenth of a second or so; what comes much later is other news.
+GUESS_S = 5.0
 
 
 @dataclass(slots=True)
@@ -24,7 +27,8 @@ class Binding:
     """Where a session's KV lies: on member ``host``.
 
     ``hint_tokens`` of its context are believed cached there although this router has not seen them go there: the
-    binding came from the store, and the prefix index knows nothing of it.
+    binding came from the store, and the prefix index knows nothing of it. ``guessed_s`` is when the session was bound
+    without knowing what others know of it.
     """
 
     host: str
@@ -33,6 +37,7 @@ class Binding:
     moved_s: float
     used_s: float
     hint_tokens: int = 0
+    guessed_s: float = -inf
 
 
 def session_key(name: str, root: int) -> int:
@@ -66,7 +71,9 @@ class SessionTable:
         """Record that a turn of ``tokens`` prompt tokens went to ``host``."""
         known = self._bindings.get(session)
         if known is None:
-            self._bindings[session] = Binding(host=host, tokens=tokens, version=0, moved_s=now, used_s=now)
+            self._bindings[session] = Binding(
+                host=host, tokens=tokens, version=0, moved_s=now, used_s=now, guessed_s=now
+            )
             self._trim(now)
         else:
             if known.host != host:
@@ -78,9 +85,18 @@ class SessionTable:
             self._changed[session] = None
 
     def adopt(self, now: float, shared: SharedBinding, *, hinted: bool) -> None:
-        """Take a binding from elsewhere unless the one known here is newer; ``hinted``: it is all that is known."""
+        """Take a binding from elsewhere unless the one known here is newer; ``hinted``: the store says so.
+
+        A turn that went somewhere before this router knew where the session was has moved it: that counts as one
+        move more than what the store knows.
+        """
         known = self._bindings.get(shared.session)
         if known is not None and known.version > shared.version:
+            return
+        if known is not None and known.host != shared.host and hinted and now - known.guessed_s < GUESS_S:
+            known.version, known.guessed_s = shared.version + 1, -inf
+            if self._shares:
+                self._changed[shared.session] = None
             return
         self._bindings[shared.session] = Binding(
             host=shared.host,

@@ -44,12 +44,13 @@ def candidates(decision: Decision) -> dict[str, int]:
 
 
 def test_a_quiet_router_has_nothing_to_tell() -> None:
+    nothing = News(hotness=NOTHING, loads={})
     router = PoolRouter(pool(), shares=True)
-    assert router.take_news(0.0).empty
+    assert router.take_news(0.0) == nothing
     decide(router, "1", text_of(500, "a"))
-    assert not router.take_news(1.0).empty
+    assert router.take_news(1.0) != nothing
     router.on_finished(2.0, "1")
-    assert router.take_news(3.0).empty
+    assert router.take_news(3.0) == nothing
 
 
 def test_one_that_shares_with_nobody_keeps_nothing_to_tell() -> None:
@@ -240,3 +241,31 @@ def test_what_one_replica_merges_is_not_split_again_by_old_news() -> None:
     assert key_blocks(cold, 152.0, "probe") == 2
     cold.on_news(152.0, "warm", replace(old, hotness=replace(old.hotness, requests=0, nodes={})), 0.0)
     assert key_blocks(cold, 152.0, "again") == 2
+
+
+def test_what_nobody_would_write_is_not_counted() -> None:
+    mine, _ = replicas(slow_pool(8))
+    for n in range(40):
+        mine.on_news(n * 5.0, "odd", News(hotness=HotnessCounts(requests=1, nodes={7: 0, 9: n % 2}), loads={}), 0.0)
+    assert mine.status().hotness_nodes == 1
+
+
+def test_counts_that_come_late_leave_the_window_with_their_time() -> None:
+    mine, yours = replicas(slow_pool(8))
+    ask_share(yours, 1.0, began=0, count=100, router_s=0.0)
+    told = yours.take_news(10.0)
+    decide(mine, "own", text_of(1024, "own"), 55.0)
+    mine.on_news(55.0, "yours", told, 50.0)
+    assert mine.status().hotness_nodes > 1
+    decide(mine, "later", text_of(1024, "own"), 75.0)
+    assert mine.status().hotness_nodes <= 2
+
+
+def test_a_silent_replica_expires_at_the_deadline_that_was_asked_for() -> None:
+    for tenth in range(200):
+        mine, _ = replicas(slow_pool(1))
+        mine.on_news(tenth * 0.1, "yours", News(hotness=NOTHING, loads={}), 0.037)
+        deadline = mine.next_deadline()
+        assert deadline is not None
+        mine.on_deadline(deadline)
+        assert mine.status().peers == 0

@@ -87,6 +87,33 @@ class TestBinding:
         decision = decide(cold, turn("1", text_of(2048, "chat") + text_of(100, "more")))
         assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (pair[1], 2048)
 
+    def test_a_turn_taken_before_the_binding_was_known_counts_as_a_move(self) -> None:
+        table = SessionTable(100.0, shares=True)
+        assert table.get(0.0, 1) is None
+        table.bind(0.0, 1, host="mine", tokens=9)
+        (claim,) = table.take_changes(0.1)
+        assert claim.version == 0
+        table.adopt(0.2, SharedBinding(session=1, host="theirs", tokens=5, version=3, moved_ago_s=60.0), hinted=True)
+        known = table.get(0.2, 1)
+        assert known is not None
+        assert known.host == "mine"
+        (claim,) = table.take_changes(0.3)
+        assert (claim.host, claim.version) == ("mine", 4)
+        table.adopt(0.4, SharedBinding(session=1, host="third", tokens=5, version=4, moved_ago_s=0.0), hinted=True)
+        known = table.get(0.4, 1)
+        assert known is not None
+        assert known.host == "third", "whoever was first with a version holds it"
+
+    def test_with_ears_rule_the_next_turn_goes_to_the_last_one_not_to_where_the_store_was(self) -> None:
+        cold = PoolRouter(migrating(), shares=True)
+        first = decide(cold, turn("1", text_of(2048, "chat"))).receipt.chosen
+        cold.on_first_token(1.0, "1")
+        cold.on_finished(2.0, "1")
+        stale = next(each.id for each in cold.pool.members if each.id != first)
+        cold.on_bindings(0.2, [SharedBinding(session=NAME, host=stale, tokens=1024, version=0, moved_ago_s=9.0)])
+        second = decide(cold, turn("2", text_of(2048, "chat") + "and?", now=3.0))
+        assert (second.receipt.chosen, second.receipt.matched_tokens) == (first, 2048)
+
     def test_a_session_whose_host_drains_moves_at_its_next_turn(self) -> None:
         router = PoolRouter(migrating())
         first = decide(router, turn("1", text_of(2048, "chat")))
