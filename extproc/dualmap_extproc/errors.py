@@ -101,9 +101,9 @@ def refused_by_router(pool: str, refusal: Refusal) -> Refused:
         case Reason.NO_ENDPOINT:
             return no_endpoint(pool)
         case Reason.QUEUE_FULL:
-            message = "All instances are busy and too many requests are waiting already; try again later"
+            message = "Too many requests are waiting for an instance already; try again later"
         case Reason.WAITED_TOO_LONG:
-            message = "All instances are busy and the request has waited too long for one; try again later"
+            message = "The request has waited too long for an instance; try again later"
         case _:
             assert_never(refusal.reason)
     wait_s = min(max(1.0, refusal.retry_after_s or 1.0), _RETRY_AFTER_MAX_S)

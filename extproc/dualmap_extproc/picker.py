@@ -139,7 +139,7 @@ class Picker:
     def hold_no_more(self, now: float) -> None:
         """Send on what is held and hold nothing back any longer, since this router is about to end.
 
-        Only requests of a pool without members go on waiting: there is nowhere to send them.
+        Requests of a pool without members are refused: another router, or a later try, may have a place for them.
         """
         self._holds = False
         self.set_pools(now, self.pools)
@@ -394,6 +394,6 @@ class Picker:
 
 
 def _never_holding(pool: Pool) -> Pool:
-    """Return a pool whose requests are handed over whatever their instances have to do."""
-    queue = replace(pool.routing.queue, dispatch_window_s=inf)
+    """Return a pool whose requests are handed over whatever their instances have to do, and do not wait for one."""
+    queue = replace(pool.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
     return replace(pool, routing=replace(pool.routing, queue=queue))

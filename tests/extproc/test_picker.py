@@ -529,15 +529,28 @@ def test_the_first_member_takes_who_waited_for_it():
     assert picked.request_id == outcome.request_id
 
 
-def test_once_nothing_is_held_nothing_is_again_but_for_want_of_a_member():
+def test_once_nothing_is_held_nothing_is_again():
     desk = Queue(crowded_pool(hold_when_empty=True), crowded_pool("empty", members=0, hold_when_empty=True))
     desk.picker.hold_no_more(11.0)
 
     assert isinstance(desk.ask(), Picked)
     desk.picker.set_pools(12.0, (crowded_pool(members=0, hold_when_empty=True),))
-    assert isinstance(desk.ask(), Waiting)
+    refused = desk.ask()
+    assert isinstance(refused, Refused)
+    assert refused.status == 503
     desk.picker.set_pools(13.0, (crowded_pool(members=1),))
     assert isinstance(desk.ask(), Picked)
+
+
+def test_who_waits_for_a_first_member_is_told_when_the_router_ends():
+    desk = Desk(crowded_pool(members=0, hold_when_empty=True))
+    assert isinstance(desk.ask(), Waiting)
+
+    desk.picker.hold_no_more(11.0)
+
+    (refused,) = desk.resumed
+    assert isinstance(refused, Refused)
+    assert refused.status == 503
 
 
 def test_the_first_request_that_is_held_is_announced_with_its_deadline():

@@ -68,3 +68,15 @@ def test_a_long_list_is_cut(caplog):
     assert isinstance(added, list)
     assert len(added) == 21
     assert added[-1] == "and 30 more"
+
+
+@pytest.mark.parametrize(("max_wait_s", "warnings"), [(31.0, 1), (30.0, 0), (1.0, 0)])
+def test_a_longer_wait_needs_envoy_config_again(caplog, max_wait_s, warnings):
+    before = pool()
+    queue = replace(before.routing.queue, max_wait_s=max_wait_s)
+
+    log_changes((before,), (replace(before, routing=replace(before.routing, queue=queue)),))
+
+    warned = [sentence for level, sentence, _ in said(caplog) if level == "WARNING"]
+    assert len(warned) == warnings
+    assert all("maxWait" in sentence and "envoy-config: run it again" in sentence for sentence in warned)

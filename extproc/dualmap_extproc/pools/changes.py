@@ -9,7 +9,7 @@ from dualmap_extproc.logs import get_logger
 
 # A pool may have tens of thousands of members; a line names so many and counts the rest.
 _IDS_SHOWN: Final = 20
-_ENVOY_HINT: Final = "Envoy's clusters come from envoy-config: run it again"
+_ENVOY_HINT: Final = "Envoy's configuration comes from envoy-config: run it again"
 # Said in words of their own, beside the settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
 _log = get_logger(__name__)
@@ -43,6 +43,10 @@ def _log_change(old: Pool, new: Pool) -> None:
             if field.name not in _NOT_SETTINGS and getattr(old, field.name) != getattr(new, field.name)
         ],
     )
+    wait_s = new.routing.queue.max_wait_s
+    if wait_s > old.routing.queue.max_wait_s:
+        # Envoy's timeout for an answer of the router's is made of it, and what waits longer is sent on unrouted.
+        _log.warning(f"spec.routing.queue.maxWait grew; {_ENVOY_HINT}", pool=new.id, max_wait_s=wait_s)
     # 0 is what a pool without a version has.
     if 0 < new.ring_version < old.ring_version:
         _log.warning(
