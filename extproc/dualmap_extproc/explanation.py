@@ -6,6 +6,7 @@ where there is a Redis, what the others tell there.
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from dualmap.pool import Pool
@@ -15,7 +16,7 @@ from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
 from dualmap_extproc.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.contract import Failure, Question, StoreError
-from dualmap_extproc.store.exchange import tell
+from dualmap_extproc.store.exchange import Teller, history_s
 from dualmap_extproc.store.target import target_of
 
 # Any time will do that leaves room for the ages of what others have told.
@@ -114,19 +115,22 @@ async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
     from dualmap_extproc.store.redis import RedisStore  # Here, because it takes 0.4 s and is not always needed.
 
     store = RedisStore(target_of(redis))
+    tellers = {pool.id: Teller(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
+    questions = [
+        Question(pool=pool.id, window_s=history_s(pool), wanted=wanted.get(pool.id, ())) for pool in picker.pools
+    ]
     try:
-        async with asyncio.timeout(HEAR_S):
-            questions = [
-                Question(pool=pool.id, window_s=pool.routing.prefix.window_s, wanted=wanted.get(pool.id, ()))
-                for pool in picker.pools
-            ]
-            answers = await store.hear(_NAME, questions)
+        while questions:
+            async with asyncio.timeout(HEAR_S):
+                answers = await store.hear(_NAME, questions)
+            answered = list(zip(questions, answers, strict=True))
+            for question, answer in answered:
+                await tellers[question.pool].tell(answer)
+            questions = [replace(each, cursor=answer.cursor, wanted=()) for each, answer in answered if answer.more]
     except TimeoutError:
         raise StoreError(Failure.TIMEOUT, f"no answer within {HEAR_S:g} s") from None
     finally:
         await store.close()
-    for question, answer in zip(questions, answers, strict=True):
-        await tell(picker, lambda: _NOW_S, question.pool, answer)
 
 
 def in_words(receipt: Receipt) -> str:

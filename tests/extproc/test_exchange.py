@@ -13,15 +13,16 @@ import redis
 import builders
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.peers import PEER_TTL_S
 from dualmap.pool import Pool
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store import exchange as exchange_module
-from dualmap_extproc.store.contract import Failure, Store
-from dualmap_extproc.store.exchange import HEARTBEAT_S, Exchange
+from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Question, Store
+from dualmap_extproc.store.exchange import INTERVAL_S, SHORTEST_HISTORY_S, Exchange
 from dualmap_extproc.store.memory import MemoryStore
-from dualmap_extproc.store.redis import RedisStore, session_key, stream_key
+from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, session_key
 from dualmap_extproc.store.target import target_of
-from dualmap_extproc.store.unsent import HOTNESS_S, PLACEMENT_HASHES_MAX
+from dualmap_extproc.store.unsent import HEARTBEAT_S, HOTNESS_S, LOADS_INTERVAL_S, PLACEMENT_HASHES_MAX
 from redis_server import RedisServer, redis_server
 from waiting import until
 
@@ -101,6 +102,7 @@ class Joined:
 
     def __init__(self, name: str, store: Store, clock: Clock | None = None, *pools: Pool) -> None:
         self.name = name
+        self.store = store
         self.replica = Replica(*pools)
         self.observed = Observed()
         time = clock or asyncio.get_running_loop().time
@@ -130,32 +132,56 @@ class TestWhatIsTold:
         assert await one.exchange.exchange()
         assert await other.exchange.exchange()
         assert await one.exchange.exchange()
-        ((pool, peer, news, age_s),) = other.replica.heard
-        assert (pool, peer, age_s) == (POOL.id, "one", 0.0)
+        assert [(pool, peer, age_s) for pool, peer, _, age_s in other.replica.heard] == [(POOL.id, "one", 0.0)] * 2
+        # First what it said of its loads, and then its news, which is its word on both.
+        assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, LOADS]
+        assert other.replica.heard[0][2] == replace(QUIET, loads=LOADS)
+        news = other.replica.heard[1][2]
         assert news.hotness == HotnessCounts(requests=3, nodes={7: 3})
         assert news.placements[0].hashes == (1, 2)
-        assert news.loads == LOADS
         assert all(peer == "other" for _, peer, _, _ in one.replica.heard)
 
-    async def test_a_replica_that_joins_hears_of_the_last_window_with_ages(self, pair, clock):
+    async def test_a_replica_that_joins_hears_the_news_of_minutes_and_the_loads_of_seconds(self, pair, clock):
         one, other = pair
+        for number in range(1, 7):
+            one.replica.tell(placements=(Placement(endpoint=f"10.0.0.{number}:8000", hashes=(number,)),), loads=LOADS)
+            await one.exchange.exchange()
+            clock.now += 80.0
+        clock.now -= 78.0
+        await other.exchange.exchange()
+        heard = [(news.placements, news.loads, age_s) for _, _, news, age_s in other.replica.heard]
+        assert heard[0] == ((), LOADS, 2.0)
+        told = [(placements[0].hashes[0], loads, age_s) for placements, loads, age_s in heard[1:]]
+        # Oldest first; old news says nothing of loads.
+        assert told == [(3, {}, 242.0), (4, {}, 162.0), (5, {}, 82.0), (6, LOADS, 2.0)]
+        late = Joined("late", one.store, clock)
+        clock.now += PEER_TTL_S - 2.0
+        await late.exchange.exchange()
+        assert all(news.loads == {} for _, _, news, _ in late.replica.heard)
+
+    async def test_a_longer_window_of_hotness_is_read_back_whole(self, clock):
+        routing = replace(POOL.routing, prefix=replace(POOL.routing.prefix, window_s=2 * SHORTEST_HISTORY_S))
+        pool = replace(POOL, routing=routing)
+        store = MemoryStore(clock)
+        one, other = Joined("one", store, clock, pool), Joined("other", store, clock, pool)
         for requests in (1, 2, 3):
             one.replica.tell_requests(requests)
             await one.exchange.exchange()
-            clock.now += POOL.routing.prefix.window_s / 2
+            clock.now += SHORTEST_HISTORY_S + 1.0
         await other.exchange.exchange()
-        window_s = POOL.routing.prefix.window_s
-        assert [(news.hotness.requests, age_s) for _, _, news, age_s in other.replica.heard] == [
-            (2, window_s),
-            (3, window_s / 2),
-        ]
+        assert other.replica.requests == 3
+        clock.now -= 2.0
+        late = Joined("late", store, clock, pool)
+        await late.exchange.exchange()
+        assert late.replica.requests == 2 + 3
 
     async def test_silence_is_told_once_a_second(self, pair, clock):
         one, other = pair
         for _ in range(20):
             await one.exchange.exchange()
+            await other.exchange.exchange()
+            assert all(news == QUIET for _, _, news, _ in other.replica.heard)
             clock.now += HEARTBEAT_S / 8
-        await other.exchange.exchange()
         assert len(other.replica.heard) == 3
 
     async def test_loads_are_told_when_they_change_and_as_heartbeats(self, pair, clock):
@@ -163,9 +189,34 @@ class TestWhatIsTold:
         for loads in (LOADS, LOADS, {}, {}, LOADS):
             one.replica.tell(loads=loads)
             await one.exchange.exchange()
-            clock.now += HEARTBEAT_S / 8
-        await other.exchange.exchange()
+            await other.exchange.exchange()
+            clock.now += LOADS_INTERVAL_S
         assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, {}, LOADS]
+
+    async def test_loads_are_not_told_more_often_than_every_quarter_of_a_second(self, pair, clock):
+        one, other = pair
+        told_s: list[float] = []
+        for tick in range(64):
+            one.replica.tell(loads={"m-0": SharedLoad(in_flight=tick)})
+            one.replica.tell_requests(1)
+            await one.exchange.exchange()
+            (answer,) = await one.store.hear("listener", [Question(pool=POOL.id, window_s=0.0)])
+            told_s += [clock.now for entry in answer.loads if entry.age_s == 0.0]
+            clock.now += 1 / 16
+        assert told_s == [1000.0 + LOADS_INTERVAL_S * number for number in range(16)]
+        # What is new is told every time.
+        await other.exchange.exchange()
+        assert other.replica.requests == 64
+
+    async def test_news_between_two_words_on_loads_does_not_make_them_forgotten(self, pair, clock):
+        one, other = pair
+        one.replica.tell(loads=LOADS)
+        for _ in range(3):
+            one.replica.tell_requests(1)
+            await one.exchange.exchange()
+            await other.exchange.exchange()
+            clock.now += LOADS_INTERVAL_S / 4
+        assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS] * 4
 
     async def test_a_binding_that_holds_is_told_and_one_that_lost_is_replaced(self, pair):
         one, other = pair
@@ -205,16 +256,17 @@ class TestWhatIsTold:
             one.replica.tell(pool, hotness=HotnessCounts(requests=1, nodes={}))
         await one.exchange.exchange()
         await other.exchange.exchange()
-        assert [pool for pool, *_ in other.replica.heard] == [b.id]
+        assert {pool for pool, *_ in other.replica.heard} == {b.id}
         other.replica.pools = (a,)
         other.replica.news = {a.id: QUIET}
         await other.exchange.exchange()
-        assert [pool for pool, *_ in other.replica.heard] == [b.id, a.id]
+        assert {pool for pool, *_ in other.replica.heard} == {b.id, a.id}
 
     async def test_one_who_leaves_says_that_no_load_is_left(self, pair):
         one, other = pair
         one.replica.tell(loads=LOADS)
         await one.exchange.exchange()
+        await other.exchange.exchange()
         await one.exchange.leave()
         await other.exchange.exchange()
         assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, {}]
@@ -236,7 +288,35 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         task.cancel()
         assert other.replica.requests == 200
-        assert turns >= 5
+        assert turns >= 200 // 4
+
+    async def test_a_history_of_many_pages_is_read_at_once_where_there_is_time(self, pair):
+        one, other = pair
+        for _ in range(3 * PAGE_ENTRIES + 1):
+            one.replica.tell_requests(1)
+            await one.exchange.exchange()
+        await other.exchange.exchange()
+        assert other.replica.requests == 3 * PAGE_ENTRIES + 1
+
+    async def test_a_router_that_reads_a_long_history_tells_its_own_news_meanwhile(self, pair, clock):
+        one, other = pair
+        for _ in range(3 * PAGE_ENTRIES):
+            one.replica.tell_requests(1)
+            await one.exchange.exchange()
+        taken = other.replica.on_news
+
+        def takes_long(*arguments: object) -> None:
+            clock.now += INTERVAL_S / PAGE_ENTRIES
+            taken(*arguments)
+
+        other.replica.on_news = takes_long
+        other.replica.tell_requests(1000)
+        assert await other.exchange.exchange()
+        assert other.replica.requests == PAGE_ENTRIES
+        await one.exchange.exchange()
+        assert one.replica.requests == 1000
+        while other.replica.requests < 3 * PAGE_ENTRIES:
+            assert await other.exchange.exchange()
 
 
 class AwayStore(MemoryStore):
@@ -272,7 +352,7 @@ class TestWhileTheStoreIsAway:
         await other.exchange.exchange()
         assert await one.exchange.exchange()
         await other.exchange.exchange()
-        ((_, _, news, _),) = other.replica.heard
+        _, (_, _, news, _) = other.replica.heard
         assert news.hotness == HotnessCounts(requests=7, nodes={7: 7})
         assert news.loads == LOADS
         assert [each.moved_ago_s for each in news.bindings] == [7.0]
@@ -294,7 +374,7 @@ class TestWhileTheStoreIsAway:
         store.away = False
         await one.exchange.exchange()
         await other.exchange.exchange()
-        ((_, _, news, _),) = other.replica.heard
+        _, (_, _, news, _) = other.replica.heard
         assert news.hotness.requests == 4
         assert [each.endpoint for each in news.placements] == [f"10.0.0.{number}:8000" for number in (6, 7, 8, 9)]
         assert len(news.bindings) == 1024
@@ -349,19 +429,20 @@ async def was_lost_and_is_back(caplog: pytest.LogCaptureFixture, *replicas: Join
         assert len(lines) // 2 <= len(replica.observed.failures) - 2
 
 
-def put_strings(admin: redis.Redis, stream: str, session: str) -> None:
-    admin.set(stream, "junk")
-    admin.set(session, "junk")
+def put_strings(admin: redis.Redis, streams: tuple[str, str], session: str) -> None:
+    for key in (*streams, session):
+        admin.set(key, "junk")
 
 
-def put_lists(admin: redis.Redis, stream: str, session: str) -> None:
-    admin.delete(stream)
-    admin.lpush(stream, "junk")
-    admin.lpush(session, "junk")
+def put_lists(admin: redis.Redis, streams: tuple[str, str], session: str) -> None:
+    for key in (*streams, session):
+        admin.delete(key)
+        admin.lpush(key, "junk")
 
 
-def put_an_entry(admin: redis.Redis, stream: str, session: str) -> None:
-    admin.xadd(stream, {"p": "one", "n": b"\x01junk"})
+def put_an_entry(admin: redis.Redis, streams: tuple[str, str], session: str) -> None:
+    for stream in streams:
+        admin.xadd(stream, {"p": "one", "n": b"\x01junk"})
     admin.set(session, b"\xff 1 2 3")
 
 
@@ -437,16 +518,16 @@ class TestFaultsOfRedis:
 
     @pytest.mark.parametrize("spoil", [put_strings, put_lists, put_an_entry], ids=lambda spoil: spoil.__name__)
     async def test_junk_under_our_keys(self, server, spoil):
-        stream, session = stream_key(POOL.id), session_key(POOL.id, 1)
+        streams, session = (news_key(POOL.id), loads_key(POOL.id)), session_key(POOL.id, 1)
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
             with server.admin as admin:
-                spoil(admin, stream, session)
+                spoil(admin, streams, session)
                 await reaches(one, other)
                 await reaches(other, one)
                 one.replica.tell(bindings=(binding("m-0"),))
                 await until(lambda: admin.exists(session) and admin.pttl(session) > 0)
-                assert admin.type(stream) == b"stream"
+                await until(lambda: [admin.type(stream) for stream in streams] == [b"stream"] * 2)
             other.replica.tell(wanted=(1,))
             await until(lambda: other.replica.hosts == ["m-0"])
         # All of it is mended on the way. Only a busy machine makes failures of other kinds.

@@ -140,7 +140,7 @@ class TestWithRedis:
     def tell(self, server: RedisServer, news: News, *bindings: SharedBinding) -> None:
         async def publish() -> None:
             store = RedisStore(target_of(RedisSettings(url=server.url, password=server.password)))
-            await store.publish("router-0", [Post(pool="llm/qwen", keep_s=60.0, news=news)])
+            await store.publish("router-0", [Post(pool="llm/qwen", keep_s=60.0, news=news, loads=news.loads)])
             if bindings:
                 await store.settle([Claim(pool="llm/qwen", ttl_s=60.0, bindings=bindings)])
             await store.close()

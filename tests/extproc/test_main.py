@@ -25,7 +25,7 @@ from dualmap_extproc.main import router
 from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.store.codec import decode_news
-from dualmap_extproc.store.redis import stream_key
+from dualmap_extproc.store.redis import loads_key
 from dualmap_extproc.wire import discovery_pb2
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
@@ -369,7 +369,7 @@ async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
                 served.stop()
                 assert await served.exited() == 0
                 with redis.admin as admin:
-                    (_, last), *_ = admin.xrevrange(stream_key("llm/qwen"), count=1)
+                    (_, last), *_ = admin.xrevrange(loads_key("llm/qwen"), count=1)
             finally:
                 redis.kill()
         assert served.process.stderr is not None
@@ -383,7 +383,7 @@ async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
     ]
     assert lines[0]["store"] == redis.url
     # Its last word is that it has no load any more.
-    assert decode_news(last[b"n"]).empty
+    assert decode_news(last[b"n"]).loads == {}
 
 
 async def test_two_routers_know_of_each_other(tmp_path):

@@ -2,15 +2,25 @@
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.peers import PEER_TTL_S
 from dualmap_extproc.settings import RedisSettings
-from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Answer, Claim, Post, Question, Store
+from dualmap_extproc.store.contract import (
+    HISTORY_ENTRIES_MAX,
+    PAGE_ENTRIES,
+    Answer,
+    Claim,
+    Entry,
+    Post,
+    Question,
+    Store,
+)
 from dualmap_extproc.store.memory import MemoryStore
 from dualmap_extproc.store.redis import RedisStore
 from dualmap_extproc.store.target import target_of
@@ -20,12 +30,14 @@ from waiting import until
 POOL = "llm/qwen"
 NEWS = News(
     hotness=HotnessCounts(requests=7, nodes={2**64 - 1: 3, 5: 4}, split=(5, 2**64 - 1)),
-    loads={
-        "m-0": SharedLoad(pending_prefill_tokens=9000, backlog_s=1.25, held_s=0.5, in_flight=3, active_kv_tokens=12)
-    },
+    loads={},
     placements=(Placement(endpoint="10.0.0.1:8000", hashes=(1, 2, 2**63)),),
     bindings=(SharedBinding(session=2**64 - 2, host="m-0", tokens=1000, version=2, moved_ago_s=1.5),),
 )
+LOADS = {
+    "m-0": SharedLoad(pending_prefill_tokens=9000, backlog_s=1.25, held_s=0.5, in_flight=3, active_kv_tokens=12),
+    "m-1": SharedLoad(in_flight=1),
+}
 QUIET = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
 
 
@@ -58,7 +70,11 @@ def told(number: int) -> News:
 
 
 def numbers(answer: Answer) -> list[int]:
-    return [entry.news.hotness.requests for entry in answer.entries]
+    return numbers_of(answer.entries)
+
+
+def numbers_of(entries: Sequence[Entry]) -> list[int]:
+    return [entry.news.hotness.requests for entry in entries]
 
 
 def bound(
@@ -71,6 +87,22 @@ async def hear(store: Store, peer: str, cursor: str | None = None, *, wanted: tu
     question = Question(pool=POOL, window_s=60.0, cursor=cursor, wanted=wanted)
     (answer,) = await store.hear(peer, [question])
     return answer
+
+
+async def hear_all(store: Store, peer: str, cursor: str | None = None) -> tuple[list[Entry], str]:
+    """Page by page; also return the cursor behind it."""
+    entries: list[Entry] = []
+    while True:
+        answer = await hear(store, peer, cursor)
+        assert len(answer.entries) <= PAGE_ENTRIES
+        entries += answer.entries
+        cursor = answer.cursor
+        if not answer.more:
+            return entries, cursor
+
+
+async def say(store: Store, peer: str, loads: Mapping[str, SharedLoad]) -> None:
+    await store.publish(peer, [Post(pool=POOL, keep_s=60.0, loads=loads)])
 
 
 async def publish(store: Store, peer: str, *news: News, keep_s: float = 60.0) -> None:
@@ -144,32 +176,98 @@ class TestNews:
         (entry,) = (await hear(other, "other")).entries
         assert entry.news.wanted == ()
 
-    async def test_a_long_history_is_told_whole_and_a_longer_one_from_its_newer_end(self, join):
+    async def test_a_long_history_is_told_in_pages(self, join):
         one = join()
-        count = HISTORY_ENTRIES_MAX + 104
-        for start in range(0, count, 100):
-            posts = [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(start, start + 100)]
-            await one.publish("one", posts)
-        answer = await hear(join(), "other")
-        heard = numbers(answer)
-        assert heard == list(range(count - len(heard), count))
-        assert HISTORY_ENTRIES_MAX <= len(heard) < HISTORY_ENTRIES_MAX + 100
-        await publish(one, "one", told(count))
-        assert numbers(await hear(one, "other", answer.cursor)) == [count]
+        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(1000)])
+        entries, cursor = await hear_all(join(), "other")
+        assert numbers_of(entries) == list(range(1000))
+        await publish(one, "one", told(1000))
+        assert numbers(await hear(one, "other", cursor)) == [1000]
 
-    async def test_a_replica_that_lagged_hears_everything(self, join):
+    @pytest.mark.parametrize("count", [PAGE_ENTRIES - 1, PAGE_ENTRIES, 300])
+    async def test_a_replica_that_lagged_hears_everything(self, join, count):
         one, other = join(), join()
         cursor = (await hear(other, "other")).cursor
-        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(300)])
-        assert numbers(await hear(other, "other", cursor)) == list(range(300))
+        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(count)])
+        await publish(other, "other", told(0))
+        entries, _ = await hear_all(other, "other", cursor)
+        assert numbers_of(entries) == list(range(count))
 
     async def test_times_without_end_are_told_as_very_long(self, join):
         one, other = join(), join()
-        load = SharedLoad(backlog_s=math.inf)
-        await publish(one, "one", replace(QUIET, loads={"m-0": load}, bindings=(bound(ago=math.inf),)))
-        (entry,) = (await hear(other, "other")).entries
-        assert entry.news.loads["m-0"].backlog_s >= 1e9
-        assert entry.news.bindings[0].moved_ago_s >= 1e9
+        await publish(one, "one", replace(QUIET, bindings=(bound(ago=math.inf),)))
+        await say(one, "one", {"m-0": SharedLoad(backlog_s=math.inf)})
+        answer = await hear(other, "other")
+        assert answer.entries[0].news.bindings[0].moved_ago_s >= 1e9
+        assert answer.loads[0].loads["m-0"].backlog_s >= 1e9
+
+
+class TestLoads:
+    async def test_arrive_whole_and_once_with_their_teller_and_age(self, join):
+        began = time.monotonic()
+        one, other = join(), join()
+        await say(one, "one", LOADS)
+        answer = await hear(other, "other")
+        (entry,) = answer.loads
+        assert (entry.peer, entry.loads, answer.entries) == ("one", LOADS, ())
+        assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
+        assert (await hear(other, "other", answer.cursor)).loads == ()
+        assert (await hear(one, "one")).loads == ()
+
+    async def test_of_several_words_of_a_replica_the_last_one_is_told(self, join):
+        one, other = join(), join()
+        cursor = (await hear(other, "other")).cursor
+        for loads in (LOADS, {}):
+            await say(one, "one", loads)
+            await say(one, "two", LOADS)
+        for since in (None, cursor):
+            heard = {entry.peer: entry.loads for entry in (await hear(other, "other", since)).loads}
+            assert heard == {"one": {}, "two": LOADS}
+
+    async def test_are_no_part_of_news(self, join):
+        one, other = join(), join()
+        await publish(one, "one", replace(told(1), loads=LOADS))
+        answer = await hear(other, "other")
+        assert (answer.loads, answer.entries[0].news.loads) == ((), {})
+
+    async def test_are_told_beside_a_long_history_at_once(self, join):
+        one, other = join(), join()
+        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(200)])
+        await say(one, "one", LOADS)
+        first = await hear(other, "other")
+        assert first.more
+        assert [entry.loads for entry in first.loads] == [LOADS]
+        assert (await hear(other, "other", first.cursor)).loads == ()
+
+    async def test_of_one_pool_are_not_told_to_another(self, join):
+        one, other = join(), join()
+        await say(one, "one", LOADS)
+        (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
+        assert answer.loads == ()
+
+
+class TestHistory:
+    """Of the store in memory, whose clock can be the test's own; test_store_redis has Redis's."""
+
+    async def test_minutes_of_news_and_seconds_of_loads_are_told_to_a_replica_that_joins(self):
+        now = 1000.0
+        store = MemoryStore(lambda: now)
+        for number in range(1, 4):
+            post = Post(pool=POOL, keep_s=305.0, news=told(number), loads=LOADS)
+            await store.publish(f"router-{number}", [post])
+            now += 120.0 if number < 3 else 2.0
+        (answer,) = await store.hear("late", [Question(pool=POOL, window_s=240.0)])
+        assert [(entry.news.hotness.requests, entry.age_s) for entry in answer.entries] == [(2, 122.0), (3, 2.0)]
+        assert [(entry.peer, entry.age_s) for entry in answer.loads] == [("router-3", 2.0)]
+        now += PEER_TTL_S - 2.0
+        assert (await hear(store, "late")).loads == ()
+
+    async def test_the_oldest_of_too_many_entries_are_dropped(self):
+        store = MemoryStore(lambda: 1000.0)
+        count = HISTORY_ENTRIES_MAX + 200
+        await store.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(count)])
+        entries, _ = await hear_all(store, "other")
+        assert numbers_of(entries) == list(range(200, count))
 
 
 class TestBindings:
@@ -212,12 +310,12 @@ class TestBindings:
         assert replace(found, moved_ago_s=2.0) == first
         assert found.moved_ago_s >= 2.0
 
-    async def test_they_are_found_beside_a_long_history_and_once(self, join):
+    async def test_they_are_found_beside_a_long_history_at_once(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(200)])
         await settle(one, bound())
         answer = await hear(other, "other", wanted=(1,))
-        assert (len(answer.entries), len(answer.bindings)) == (200, 1)
+        assert (len(answer.entries), len(answer.bindings), answer.more) == (PAGE_ENTRIES, 1, True)
 
     async def test_they_belong_to_a_pool(self, join):
         one = join()

@@ -11,11 +11,20 @@ import pytest
 import redis
 
 from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding
+from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.peers import PEER_TTL_S
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.codec import encode_news
-from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError
-from dualmap_extproc.store.redis import RedisStore, session_key, stream_key
+from dualmap_extproc.store.contract import (
+    HISTORY_ENTRIES_MAX,
+    Answer,
+    Claim,
+    Failure,
+    Post,
+    Question,
+    StoreError,
+)
+from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, session_key
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.tls import self_signed
 from redis_server import RedisServer, redis_cluster, redis_server
@@ -25,9 +34,11 @@ POOL = "llm/qwen"
 NEWS = News(hotness=HotnessCounts(requests=7, nodes={5: 4}), loads={})
 BINDING = SharedBinding(session=255, host="m-0", tokens=10, version=1, moved_ago_s=0.0)
 QUESTION = Question(pool=POOL, window_s=60.0)
-POST = Post(pool=POOL, keep_s=60.0, news=NEWS)
+LOADS = {"m-0": SharedLoad(in_flight=1)}
+POST = Post(pool=POOL, keep_s=60.0, news=NEWS, loads=LOADS)
 CLAIM = Claim(pool=POOL, ttl_s=60.0, bindings=(BINDING,))
 STREAM = "dualmap:1:{llm/qwen}:news"
+LOADS_STREAM = "dualmap:1:{llm/qwen}:loads"
 SESSION = "dualmap:1:{llm/qwen}:session:00000000000000ff"
 
 
@@ -86,6 +97,7 @@ async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
     questions = [replace(QUESTION, pool=pool, wanted=(BINDING.session,)) for pool in pools]
     for answer in await store.hear("listener", questions):
         assert [entry.news for entry in answer.entries] == [NEWS]
+        assert [entry.loads for entry in answer.loads] == [LOADS]
         assert [binding.host for binding in answer.bindings] == ["m-0"]
 
 
@@ -94,31 +106,60 @@ class TestKeys:
         async with opened(server.url) as store:
             await works(store)
         with server.admin as admin:
-            assert set(admin.scan_iter()) == {STREAM.encode(), SESSION.encode()}
+            assert {key.decode() for key in admin.scan_iter()} == {STREAM, LOADS_STREAM, SESSION}
             assert 0 < admin.pttl(STREAM) <= 60_000
+            assert 0 < admin.pttl(LOADS_STREAM) <= 9_000
             assert 0 < admin.pttl(SESSION) <= 60_000
-        assert (stream_key(POOL), session_key(POOL, 255)) == (STREAM, SESSION)
-        assert STREAM in (document := (Path(__file__).parents[2] / "docs/state.md").read_text())
-        assert SESSION in document
+        assert (news_key(POOL), loads_key(POOL), session_key(POOL, 255)) == (STREAM, LOADS_STREAM, SESSION)
+        document = (Path(__file__).parents[2] / "docs/state.md").read_text()
+        assert all(f"`{key}`" in document for key in (STREAM, LOADS_STREAM, SESSION))
 
     async def test_a_stream_is_trimmed_by_age(self, server):
         with server.admin as admin:
             for number in range(1, 1001):
-                admin.xadd(STREAM, {"n": "old"}, id=f"{number}-0")
+                for stream in (STREAM, LOADS_STREAM):
+                    admin.xadd(stream, {"n": "old"}, id=f"{number}-0")
             async with opened(server.url) as store:
                 await store.publish("teller", [POST])
             # Redis trims whole blocks of a hundred entries.
-            assert admin.xlen(STREAM) <= 101
+            assert max(admin.xlen(STREAM), admin.xlen(LOADS_STREAM)) <= 101
 
-    async def test_a_stream_is_trimmed_by_length_when_the_servers_clock_was_set_back(self, server):
+    async def test_streams_are_trimmed_by_length_when_the_servers_clock_was_set_back(self, server):
         with server.admin as admin:
             pipeline = admin.pipeline()
-            for number in range(17_000):
-                pipeline.xadd(STREAM, {"n": "ahead"}, id=f"{2**45}-{number}")
+            for stream, count in ((STREAM, HISTORY_ENTRIES_MAX + 1000), (LOADS_STREAM, 5096)):
+                for number in range(count):
+                    pipeline.xadd(stream, {"n": "ahead"}, id=f"{2**45}-{number}")
             pipeline.execute()
             async with opened(server.url) as store:
                 await store.publish("teller", [POST])
-            assert admin.xlen(STREAM) <= 16_500
+            assert admin.xlen(STREAM) <= HISTORY_ENTRIES_MAX + 100
+            assert admin.xlen(LOADS_STREAM) <= 4196
+
+    async def test_a_stream_is_trimmed_by_bytes(self, server):
+        # As large as an entry of a busy router can be, and a bit more than 128 KiB.
+        placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(2**14)))
+        large = Post(pool=POOL, keep_s=60.0, news=replace(NEWS, placements=(placement,)))
+        async with opened(server.url) as store:
+            await store.publish("teller", [POST, *[large] * 511])
+            with server.admin as admin:
+                assert admin.xlen(STREAM) == 512
+                (oldest,) = admin.xrange(STREAM, count=1)
+                await store.publish("teller", [large])
+                # Some more than what is too much, so that it is not done at every time.
+                assert 490 < admin.xlen(STREAM) < 512
+                assert not admin.xrange(STREAM, oldest[0], oldest[0])
+                assert admin.xlen(LOADS_STREAM) == 1
+
+    @pytest.mark.parametrize("bytes_told", [b"1" * 400, b"-5", b"inf", b"9" * 15, b"", b"junk"])
+    async def test_junk_for_the_count_of_bytes_does_not_last(self, server, bytes_told):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                await store.publish("teller", [POST])
+                admin.xadd(STREAM, {"p": "teller", "n": encode_news(NEWS), "b": bytes_told})
+                for _ in range(5):
+                    await store.publish("teller", [POST])
+                assert admin.xlen(STREAM) >= 5
 
     async def test_a_database_is_chosen_by_the_url(self, server):
         async with opened(f"{server.url}/3") as store:
@@ -126,7 +167,7 @@ class TestKeys:
         with server.admin as admin:
             assert not admin.keys()
             admin.select(3)
-            assert len(admin.keys()) == 2
+            assert len(admin.keys()) == 3
 
 
 class TestJunk:
@@ -134,11 +175,13 @@ class TestJunk:
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(STREAM, "a string")
+                admin.set(LOADS_STREAM, "a string")
                 admin.lpush(SESSION, "a list")
                 answer = await hear(store, wanted=(255,))
-                assert (answer.entries, answer.bindings, answer.unreadable) == ((), (), 2)
+                assert (answer.entries, answer.loads, answer.bindings, answer.unreadable) == ((), (), (), 3)
                 assert (await hear(store, answer.cursor, wanted=(255,))).unreadable == 1
                 admin.set(STREAM, "a string")
+                admin.set(LOADS_STREAM, "a string")
             await works(store)
             assert (await hear(store, wanted=(255,))).unreadable == 0
 
@@ -158,10 +201,22 @@ class TestJunk:
             await store.publish("teller", [POST])
             with server.admin as admin:
                 admin.xadd(STREAM, fields)
+                admin.xadd(LOADS_STREAM, fields)
+            assert [entry.loads for entry in (await hear(store)).loads] == [LOADS]
             await store.publish("teller", [POST])
             answer = await hear(store)
-            assert (len(answer.entries), answer.unreadable) == (2, 1)
+            assert (len(answer.entries), len(answer.loads), answer.unreadable) == (2, 1, 2)
             assert (await hear(store, answer.cursor)).unreadable == 0
+
+    async def test_each_stream_is_taken_for_its_own_kind_only(self, server):
+        everything = {"p": "teller", "n": encode_news(replace(NEWS, loads=LOADS))}
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                admin.xadd(STREAM, everything)
+                admin.xadd(LOADS_STREAM, everything)
+            answer = await hear(store)
+        assert [entry.news for entry in answer.entries] == [NEWS]
+        assert [entry.loads for entry in answer.loads] == [LOADS]
 
     @pytest.mark.parametrize("value", [b"", b"nonsense", b"1 2 3 4", b"1 a b c host", b"9 1 2 3 host", b"\xff" * 50])
     async def test_a_binding_that_is_none_is_unknown_and_overwritten(self, server, value):
@@ -194,15 +249,39 @@ class TestJunk:
     async def test_a_cursor_of_a_clock_that_was_ahead_does_not_make_deaf(self, server, emptied):
         async with opened(server.url) as store:
             with server.admin as admin:
-                admin.xadd(STREAM, {"p": "teller", "n": encode_news(NEWS)}, id=f"{2**45}-5")
+                for stream in (STREAM, LOADS_STREAM):
+                    news = encode_news(replace(NEWS, loads=LOADS))
+                    admin.xadd(stream, {"p": "teller", "n": news}, id=f"{2**45}-5")
                 ahead = await hear(store)
-                assert len(ahead.entries) == 1
+                assert (len(ahead.entries), len(ahead.loads)) == (1, 1)
                 if emptied:
-                    admin.delete(STREAM)
+                    admin.delete(STREAM, LOADS_STREAM)
             again = await hear(store, ahead.cursor)
             await store.publish("teller", [POST])
-            assert again.entries == ()
-            assert len((await hear(store, again.cursor)).entries) == 1
+            assert (again.entries, again.loads) == ((), ())
+            later = await hear(store, again.cursor)
+            assert (len(later.entries), len(later.loads)) == (1, 1)
+
+
+class TestAges:
+    """By the server's clock: entries are put there with the times that they shall have."""
+
+    async def test_a_replica_that_joins_hears_minutes_of_news_and_seconds_of_loads(self, server):
+        async with opened(server.url) as store:
+            with server.admin as admin:
+                seconds, microseconds = admin.time()
+                now_ms = 1000 * seconds + microseconds // 1000
+                for ago_s in (400, 240, 20):
+                    told = {"p": f"before-{ago_s}", "n": encode_news(NEWS)}
+                    admin.xadd(STREAM, told, id=f"{now_ms - 1000 * ago_s}-0")
+                for peer, ago_s in (("gone", 4.0), ("there", 2.5), ("there", 1.0)):
+                    told = {"p": peer, "n": encode_news(replace(NEWS, loads=LOADS if ago_s < 2 else {}))}
+                    admin.xadd(LOADS_STREAM, told, id=f"{int(now_ms - 1000 * ago_s)}-0")
+            (answer,) = await store.hear("late", [Question(pool=POOL, window_s=300.0)])
+        assert [entry.peer for entry in answer.entries] == ["before-240", "before-20"]
+        assert 240 <= answer.entries[0].age_s < 260
+        assert [(entry.peer, entry.loads) for entry in answer.loads] in ([("there", LOADS)], [])
+        assert all(1.0 <= entry.age_s < PEER_TTL_S for entry in answer.loads)
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +410,7 @@ class TestCluster:
                         await works_again(store, pool)
                 with node.admin as admin:
                     counts.append(len(admin.keys()))
-            assert sum(counts) == 2 * len(pools)
+            assert sum(counts) == 3 * len(pools)
             assert 0 not in counts
 
     async def test_a_node_that_is_gone_is_a_failure_in_bounded_time(self, tmp_path):
@@ -423,7 +502,7 @@ class TestFailures:
             async with opened(server.url) as store:
                 await works(store)
             admin.replicaof("127.0.0.1", server.port)
-            await until(lambda: admin.exists(STREAM, SESSION) == 2)
+            await until(lambda: admin.exists(STREAM, LOADS_STREAM, SESSION) == 3)
             async with opened(replica.url) as store:
                 for write in (store.publish("teller", [POST]), store.settle([CLAIM])):
                     with pytest.raises(StoreError) as caught:

@@ -17,7 +17,9 @@ def test_of_too_many_nodes_the_most_met_are_told() -> None:
     often = {-node: 2 for node in range(1, 101)}
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=NODES_MAX + 100, nodes=rare)))
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=200, nodes=often)))
-    hotness = unsent.news(0.0).hotness
+    news = unsent.news(0.0)
+    assert news is not None
+    hotness = news.hotness
     assert len(hotness.nodes) == NODES_MAX
     assert hotness.nodes.items() >= often.items()
     assert hotness.requests == NODES_MAX + 300
@@ -26,14 +28,14 @@ def test_of_too_many_nodes_the_most_met_are_told() -> None:
 def test_a_binding_is_told_once_it_holds_and_until_it_was_told() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
-    assert unsent.news(0.0).bindings == ()
+    assert unsent.news(0.0) is None
     assert unsent.settled(1.0, unsent.claims(1.0)) == ()
     assert unsent.claims(1.0) == ()
-    assert [each.host for each in unsent.news(2.0).bindings] == ["a"]
-    assert unsent.worth_telling(2.0, heartbeat_s=99.0)
-    unsent.published(2.0)
-    assert unsent.news(2.0).bindings == ()
-    assert not unsent.worth_telling(2.5, heartbeat_s=99.0)
+    news = unsent.news(2.0)
+    assert news is not None
+    assert [each.host for each in news.bindings] == ["a"]
+    unsent.told_news()
+    assert unsent.news(2.0) is None
 
 
 def test_a_binding_that_lost_is_not_told() -> None:
@@ -41,16 +43,35 @@ def test_a_binding_that_lost_is_not_told() -> None:
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     winner = binding("b", version=1)
     assert unsent.settled(0.0, (winner,)) == (winner,)
-    assert unsent.news(0.0).bindings == ()
+    assert unsent.news(0.0) is None
 
 
-def test_loads_that_are_as_they_were_told_are_worth_a_heartbeat_only() -> None:
+def test_loads_are_told_at_most_four_times_a_second_and_once_a_second_unchanged() -> None:
     unsent = Unsent()
-    loads = {"m-0": SharedLoad(in_flight=1)}
-    unsent.add(0.0, replace(QUIET, loads=loads))
-    unsent.published(0.0)
-    unsent.add(0.5, replace(QUIET, loads=dict(loads)))
-    assert not unsent.worth_telling(0.5, heartbeat_s=1.0)
-    assert unsent.worth_telling(1.0, heartbeat_s=1.0)
-    unsent.add(0.6, QUIET)
-    assert unsent.worth_telling(0.6, heartbeat_s=1.0)
+    assert unsent.loads(0.0) == {}
+    told: list[tuple[float, int]] = []
+    for tick in range(48):
+        now = tick / 16
+        # They change all the time in the first second, and not any more after that.
+        in_flight = min(tick, 17)
+        unsent.add(now, replace(QUIET, loads={"m-0": SharedLoad(in_flight=in_flight)}))
+        if (loads := unsent.loads(now)) is not None:
+            told.append((now, loads["m-0"].in_flight))
+            unsent.told_loads(now, loads)
+    assert told == [(0.0, 0), (0.25, 4), (0.5, 8), (0.75, 12), (1.0, 16), (1.25, 17), (2.25, 17)]
+
+
+def test_loads_that_could_not_be_told_are_still_to_be_told() -> None:
+    unsent = Unsent()
+    unsent.told_loads(0.0, {})
+    unsent.add(0.5, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
+    assert unsent.loads(0.5) == unsent.loads(0.6) == {"m-0": SharedLoad(in_flight=1)}
+
+
+def test_loads_are_no_news() -> None:
+    unsent = Unsent()
+    unsent.add(0.0, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
+    assert unsent.news(0.0) is None
+    unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=1, nodes={}), loads={"m-0": SharedLoad()}))
+    assert (news := unsent.news(0.0)) is not None
+    assert news.loads == {}

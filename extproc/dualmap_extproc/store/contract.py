@@ -1,19 +1,22 @@
 """What a store of shared state does, as the exchange asks it and ``memory`` and ``redis`` answer.
 
-A store keeps two things per pool: a stream of news entries, each forgotten after a while, and one binding per session,
-forgotten when it is not refreshed. It never decides anything but which of two bindings holds (``dualmap.news``).
-Replicas share no clock, so everything that comes out of a store has an age by the store's clock.
+A store keeps three things per pool: a stream of news, kept for minutes so that a replica that starts can read it back;
+what each replica last said of its load, which is whole each time and worthless after seconds; and one binding per
+session, forgotten when it is not refreshed. It never decides anything but which of two bindings holds
+(``dualmap.news``). Replicas share no clock, so everything that comes out of a store has an age by the store's clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from dualmap.news import News, SharedBinding
+from dualmap.news import News, SharedBinding, SharedLoad
 
-HISTORY_ENTRIES_MAX: Final = 4096
-"""The most entries that a replica without a cursor reads back: a minute of about seven busy routers."""
+HISTORY_ENTRIES_MAX: Final = 32_768
+"""About the most entries of news that are kept of a pool: five minutes of ten busy routers."""
+PAGE_ENTRIES: Final = 16
+"""The most entries of news in an answer: to unpack them takes 3 ms, in which requests have to wait."""
 
 
 class Failure(StrEnum):
@@ -51,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the replica ``peer`` told ``age_s`` seconds ago. ``wanted`` of its news is always empty."""
+    """What the replica ``peer`` told ``age_s`` seconds ago. ``wanted`` and ``loads`` of its news are always empty."""
 
     peer: str
     news: News
@@ -59,15 +62,28 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a store has to a Question: entries of other replicas, oldest first, and the bindings it knows.
+class LoadEntry:
+    """What the replica ``peer`` said of its load ``age_s`` seconds ago; as in News it is whole."""
 
-    ``unreadable`` counts entries and bindings that were left out because they are not what a router wrote.
+    peer: str
+    loads: Mapping[str, SharedLoad]
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a store has to a Question: at most PAGE_ENTRIES of other replicas, oldest first, and the bindings it knows.
+
+    ``more`` says that there are further entries to ask for at once. ``loads`` are the last words of each replica that
+    has said anything since the last answer and less than PEER_TTL_S ago (``dualmap.peers``). ``unreadable`` counts
+    entries and bindings that were left out because they are not what a router wrote.
     """
 
     cursor: str
     entries: tuple[Entry, ...]
+    loads: tuple[LoadEntry, ...]
     bindings: tuple[SharedBinding, ...]
+    more: bool = False
     unreadable: int = 0
 
 
@@ -82,11 +98,16 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """News for the other replicas of a pool, kept for at least ``keep_s``; what it wants is not part of it."""
+    """What a replica has to tell the others of a pool; None is what it does not speak of now.
+
+    ``news`` is kept for at least ``keep_s``; its loads and what it wants are no part of it. ``loads`` take the place of
+    those told before.
+    """
 
     pool: str
     keep_s: float
-    news: News
+    news: News | None = None
+    loads: Mapping[str, SharedLoad] | None = None
 
 
 class Store(Protocol):
@@ -103,7 +124,7 @@ class Store(Protocol):
         """
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Append news of ``peer`` to the streams of their pools."""
+        """Tell the other replicas what ``peer`` has to tell."""
 
     async def close(self) -> None:
         """Let go of connections."""

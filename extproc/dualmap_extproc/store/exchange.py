@@ -1,32 +1,35 @@
 """The task that tells the other routers what happened here and this one what happened there, ten times a second.
 
 The picker is asked what is new, the store is told and asked, and what it answers goes into the picker: a request never
-waits for any of it. While the store is away routing goes on, what is worth telling is kept (``unsent``), and the store
-is tried again at least once a second. One log line says that it was lost, and one that it is back.
+waits for any of it. A router that starts reads the last minutes back page by page, oldest first, while it routes. While
+the store is away routing goes on, what is worth telling is kept (``unsent``), and the store is tried again at least
+once a second. One log line says that it was lost, and one that it is back.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Protocol
 
 from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding
+from dualmap.news import News, SharedBinding, SharedLoad
+from dualmap.peers import PEER_TTL_S
 from dualmap.pool import Pool
 from dualmap_extproc.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
 from dualmap_extproc.store.unsent import Unsent
 
 INTERVAL_S: Final = 0.1
-HEARTBEAT_S: Final = 1.0
-"""How often a router with nothing to tell says so; the others forget one that is silent for 3 s (dualmap.peers)."""
+SHORTEST_HISTORY_S: Final = 300.0
+"""How far a router that starts reads back at least: a conversation's turns are minutes apart (results/replicas.md)."""
 LONGEST_PAUSE_S: Final = 1.0
 """Between two tries at a store that does not answer."""
 LEAVE_S: Final = 1.0
-# Entries are this much older than the window before they are dropped, for replicas that read them late.
+# Entries are this much older than what is read back before they are dropped, for replicas that read them late.
 _KEEP_LONGER_S: Final = 5.0
-# Taking an entry costs tens of microseconds and more: requests have their turn after this many.
-_ENTRIES_AT_ONCE: Final = 32
-_NO_NEWS: Final = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+# Taking an entry costs up to a millisecond: requests have their turn after this many.
+_ENTRIES_AT_ONCE: Final = 4
+_NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 _log = get_logger(__name__)
 
 
@@ -87,6 +90,7 @@ class Exchange:
         self._shown = shown
         self._unsent: dict[str, Unsent] = {}
         self._cursors: dict[str, str] = {}
+        self._tellers: dict[str, Teller] = {}
         # Since when the store is away; None while it is there, and until the first try has shown it.
         self._lost_s: float | None = None
 
@@ -130,7 +134,7 @@ class Exchange:
         try:
             async with asyncio.timeout(LEAVE_S):
                 if pools:
-                    nothing = [Post(pool=pool.id, keep_s=_keep_s(pool), news=_NO_NEWS) for pool in pools]
+                    nothing = [Post(pool=pool.id, keep_s=_keep_s(pool), loads={}) for pool in pools]
                     await self._store.publish(self._peer, nothing)
                 await self._store.close()
         except (StoreError, TimeoutError):
@@ -141,22 +145,28 @@ class Exchange:
         now = self._clock()
         for gone in self._unsent.keys() - pools.keys():
             del self._unsent[gone]
+            del self._tellers[gone]
             self._cursors.pop(gone, None)
-        for pool in pools:
-            self._unsent.setdefault(pool, Unsent())
+        for pool in pools.keys() - self._unsent.keys():
+            self._unsent[pool] = Unsent()
+            self._tellers[pool] = Teller(self._sharer, self._clock, pool)
         for pool, news in self._sharer.take_news(now):
             self._unsent[pool].add(now, news)
         self._observer.dropped(sum(unsent.take_dropped() for unsent in self._unsent.values()))
 
     async def _hear(self, pools: dict[str, Pool]) -> None:
-        """Ask what is new, and for the bindings that the router met requests of without knowing them."""
+        """Hear what is new; of what is more than a page as much as there is time for until others want to hear."""
+        until_s = self._clock() + INTERVAL_S
+        while await self._hear_a_page(pools) and self._clock() < until_s:
+            pass
+
+    async def _hear_a_page(self, pools: dict[str, Pool]) -> bool:
+        """Ask what is new, and for the bindings that the router met requests of without knowing them.
+
+        Returns whether there is more.
+        """
         questions = [
-            Question(
-                pool=id_,
-                window_s=pool.routing.prefix.window_s,
-                cursor=self._cursors.get(id_),
-                wanted=self._unsent[id_].wanted,
-            )
+            Question(pool=id_, window_s=history_s(pool), cursor=self._cursors.get(id_), wanted=self._unsent[id_].wanted)
             for id_, pool in pools.items()
         ]
         answers = await self._store.hear(self._peer, questions)
@@ -164,7 +174,8 @@ class Exchange:
             self._cursors[question.pool] = answer.cursor
             self._unsent[question.pool].answered()
             self._observer.unreadable(answer.unreadable)
-            await tell(self._sharer, self._clock, question.pool, answer)
+            await self._tellers[question.pool].tell(answer)
+        return any(answer.more for answer in answers)
 
     async def _settle(self, pools: dict[str, Pool]) -> None:
         """Claim the bindings made here; those that lost are replaced by what they lost to."""
@@ -183,28 +194,63 @@ class Exchange:
 
     async def _publish(self, pools: dict[str, Pool]) -> None:
         now = self._clock()
-        telling = {id_: unsent for id_, unsent in self._unsent.items() if unsent.worth_telling(now, HEARTBEAT_S)}
-        if not telling:
+        posts = [
+            Post(pool=id_, keep_s=_keep_s(pools[id_]), news=unsent.news(now), loads=unsent.loads(now))
+            for id_, unsent in self._unsent.items()
+        ]
+        posts = [post for post in posts if post.news is not None or post.loads is not None]
+        if not posts:
             return
-        posts = [Post(pool=id_, keep_s=_keep_s(pools[id_]), news=unsent.news(now)) for id_, unsent in telling.items()]
         await self._store.publish(self._peer, posts)
-        for unsent in telling.values():
-            unsent.published(now)
+        for post in posts:
+            if post.news is not None:
+                self._unsent[post.pool].told_news()
+            if post.loads is not None:
+                self._unsent[post.pool].told_loads(now, post.loads)
 
 
-async def tell(sharer: Sharer, clock: Callable[[], float], pool: str, answer: Answer) -> None:
-    """Give what a store answered to the sharer, letting requests have their turn in between."""
-    # What was heard ages while the sharer takes it.
-    heard_s = clock()
-    for number, entry in enumerate(answer.entries, start=1):
-        now = clock()
-        sharer.on_news(now, pool, entry.peer, entry.news, entry.age_s + now - heard_s)
-        if number % _ENTRIES_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    if answer.bindings:
-        sharer.on_bindings(clock(), pool, answer.bindings)
+class Teller:
+    """Gives a sharer what a store answers of one pool.
+
+    News is told apart from loads, but the sharer takes a replica's News as its word on both: what it last said of its
+    loads goes with its news, for as long as that word is good.
+    """
+
+    def __init__(self, sharer: Sharer, clock: Callable[[], float], pool: str) -> None:
+        self._sharer = sharer
+        self._clock = clock
+        self._pool = pool
+        # Of each replica, with when it said so.
+        self._loads: dict[str, tuple[float, Mapping[str, SharedLoad]]] = {}
+
+    async def tell(self, answer: Answer) -> None:
+        """Give an answer to the sharer, letting requests have their turn in between."""
+        # What was heard ages while the sharer takes it.
+        heard_s = self._clock()
+        for said in answer.loads:
+            self._loads[said.peer] = heard_s - said.age_s, said.loads
+            news = News(hotness=_NOTHING_COUNTED, loads=said.loads)
+            self._sharer.on_news(heard_s, self._pool, said.peer, news, said.age_s)
+        for number, entry in enumerate(answer.entries, start=1):
+            now = self._clock()
+            age_s = entry.age_s + now - heard_s
+            news = replace(entry.news, loads=self._loads_of(now, entry.peer)) if age_s < PEER_TTL_S else entry.news
+            self._sharer.on_news(now, self._pool, entry.peer, news, age_s)
+            if number % _ENTRIES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if answer.bindings:
+            self._sharer.on_bindings(self._clock(), self._pool, answer.bindings)
+
+    def _loads_of(self, now: float, peer: str) -> Mapping[str, SharedLoad]:
+        for silent in [each for each, (said_s, _) in self._loads.items() if now - said_s >= PEER_TTL_S]:
+            del self._loads[silent]
+        return self._loads[peer][1] if peer in self._loads else {}
+
+
+def history_s(pool: Pool) -> float:
+    """Return how much of a pool's news a router reads back that starts, in seconds."""
+    return max(pool.routing.prefix.window_s, SHORTEST_HISTORY_S)
 
 
 def _keep_s(pool: Pool) -> float:
-    """Return for how long a pool's news is worth keeping: for a router that starts, and reads back a window."""
-    return pool.routing.prefix.window_s + _KEEP_LONGER_S
+    return history_s(pool) + _KEEP_LONGER_S

@@ -6,11 +6,22 @@ tell anything.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
-from dualmap.news import News, SharedBinding
-from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Answer, Claim, Entry, Post, Question
+from dualmap.news import News, SharedBinding, SharedLoad
+from dualmap.peers import PEER_TTL_S
+from dualmap_extproc.store.contract import (
+    HISTORY_ENTRIES_MAX,
+    PAGE_ENTRIES,
+    Answer,
+    Claim,
+    Entry,
+    LoadEntry,
+    Post,
+    Question,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +29,13 @@ class _Told:
     number: int
     peer: str
     news: News
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToldLoads:
+    number: int
+    loads: Mapping[str, SharedLoad]
     at_s: float
 
 
@@ -36,6 +54,8 @@ class _Shelf:
     """One pool's share."""
 
     told: deque[_Told] = field(default_factory=lambda: deque(maxlen=HISTORY_ENTRIES_MAX))
+    loads: dict[str, _ToldLoads] = field(default_factory=dict)
+    # Both are numbered in the order in which they were told.
     numbers: int = 0
     bindings: dict[int, _Kept] = field(default_factory=dict)
 
@@ -56,14 +76,20 @@ class MemoryStore:
         return tuple(tuple(self._settle(claim, binding) for binding in claim.bindings) for claim in claims)
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Append news to the streams of their pools (Store)."""
+        """Tell the other replicas (Store)."""
         now = self._clock()
         for post in posts:
             shelf = self._shelf(post.pool)
             while shelf.told and shelf.told[0].at_s < now - post.keep_s:
                 shelf.told.popleft()
+            for silent in [each for each, told in shelf.loads.items() if now - told.at_s >= PEER_TTL_S]:
+                del shelf.loads[silent]
             shelf.numbers += 1
-            shelf.told.append(_Told(number=shelf.numbers, peer=peer, news=replace(post.news, wanted=()), at_s=now))
+            if post.news is not None:
+                news = replace(post.news, loads={}, wanted=())
+                shelf.told.append(_Told(number=shelf.numbers, peer=peer, news=news, at_s=now))
+            if post.loads is not None:
+                shelf.loads[peer] = _ToldLoads(number=shelf.numbers, loads=post.loads, at_s=now)
 
     async def close(self) -> None:
         """Do nothing: there are no connections (Store)."""
@@ -71,14 +97,23 @@ class MemoryStore:
     def _answer(self, peer: str, question: Question) -> Answer:
         now = self._clock()
         shelf = self._shelf(question.pool)
-        after = 0 if question.cursor is None else int(question.cursor)
+        after, loads_after = (0, 0) if question.cursor is None else map(int, question.cursor.split())
         since_s = now - question.window_s if question.cursor is None else -math.inf
-        heard = (told for told in shelf.told if told.number > after and told.at_s >= since_s and told.peer != peer)
+        # From the newer end: a replica that listens all the time has few new ones to hear, of thousands that are kept.
+        new = takewhile(lambda told: told.number > after and told.at_s >= since_s, reversed(shelf.told))
+        heard = [told for told in new if told.peer != peer][::-1]
+        more, page = len(heard) > PAGE_ENTRIES, heard[:PAGE_ENTRIES]
         kept = (shelf.bindings.get(session) for session in question.wanted)
         return Answer(
-            cursor=str(shelf.numbers),
-            entries=tuple(Entry(peer=told.peer, news=told.news, age_s=now - told.at_s) for told in heard),
+            cursor=f"{page[-1].number if more else shelf.numbers} {shelf.numbers}",
+            entries=tuple(Entry(peer=told.peer, news=told.news, age_s=now - told.at_s) for told in page),
+            loads=tuple(
+                LoadEntry(peer=each, loads=told.loads, age_s=now - told.at_s)
+                for each, told in shelf.loads.items()
+                if told.number > loads_after and now - told.at_s < PEER_TTL_S and each != peer
+            ),
             bindings=tuple(each.at(now) for each in kept if each is not None and each.until_s > now),
+            more=more,
         )
 
     def _settle(self, claim: Claim, binding: SharedBinding) -> SharedBinding:

@@ -5,9 +5,9 @@ The client is made at the first call and made anew after every failure, so that 
 """
 
 import asyncio
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from redis.asyncio import Redis, RedisCluster
@@ -17,14 +17,18 @@ from redis.exceptions import AuthenticationError, MovedError, NoPermissionError,
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from dualmap.news import SharedBinding
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, SharedBinding
+from dualmap.peers import PEER_TTL_S
 from dualmap_extproc.store.codec import LONGEST_S, UnreadableNews, decode_news, encode_news
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
+    PAGE_ENTRIES,
     Answer,
     Claim,
     Entry,
     Failure,
+    LoadEntry,
     Post,
     Question,
     StoreError,
@@ -37,9 +41,15 @@ REPLY_S: Final = 0.5
 # Over the library's own timeouts, which are for one step each: a cluster's map has to be read before it is asked.
 _CALL_S: Final = 2.0
 _CLUSTER_RETRIES: Final = 3
-_PAGE_ENTRIES: Final = 64
-# Entries are trimmed by age; this bounds a stream whose server's clock was set back.
-_STREAM_ENTRIES_MAX: Final = 4 * HISTORY_ENTRIES_MAX
+# Five minutes of 350 requests a second of 8000 tokens.
+_NEWS_BYTES_MAX: Final = 64 * 2**20
+# Some time longer than they are good for, so that a router's last word is there for those who read late.
+_LOADS_KEEP_S: Final = 3 * PEER_TTL_S
+# Entries are trimmed by age; these bound a stream whose server's clock was set back.
+_LOADS_ENTRIES_MAX: Final = 4096
+_LOADS_BYTES_MAX: Final = 16 * 2**20
+_LOADS_PAGE_ENTRIES: Final = 256
+_NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 # Above what any binding counts, below what the codec can write.
 _VERSIONS: Final = 2**31
 _TOKENS: Final = 2**53
@@ -74,13 +84,9 @@ class RedisStore:
 
     async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
         """Answer each question (Store)."""
-        hearings = [_Hearing(peer, question) for question in questions]
-        unfinished = hearings
-        while unfinished:
-            replies = await self._run([hearing.command() for hearing in unfinished])
-            with _replies_as_scripted():
-                unfinished = [each for each, reply in zip(unfinished, replies, strict=True) if each.take_reply(reply)]
-        return tuple(hearing.answer() for hearing in hearings)
+        replies = await self._run([_hear(question) for question in questions])
+        with _replies_as_scripted():
+            return tuple(_answer(peer, *each) for each in zip(questions, replies, strict=True))
 
     async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
         """Return the bindings that hold (Store)."""
@@ -96,7 +102,7 @@ class RedisStore:
             )
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Append news to the streams of their pools (Store)."""
+        """Tell the other replicas (Store)."""
         await self._run([_publish(peer, post) for post in posts])
 
     async def close(self) -> None:
@@ -169,9 +175,14 @@ def _replies_as_scripted() -> Iterator[None]:
         raise StoreError(Failure.REPLY, "the server's reply has another form than Redis's") from None
 
 
-def stream_key(pool: str) -> str:
-    """Return the key of a pool's stream; ``pool`` is ``namespace/name``."""
+def news_key(pool: str) -> str:
+    """Return the key of the stream of a pool's news; ``pool`` is ``namespace/name``."""
     return f"dualmap:1:{{{pool}}}:news"
+
+
+def loads_key(pool: str) -> str:
+    """Return the key of the stream of what its routers say of their loads."""
+    return f"dualmap:1:{{{pool}}}:loads"
 
 
 def session_key(pool: str, session: int) -> str:
@@ -179,82 +190,54 @@ def session_key(pool: str, session: int) -> str:
     return f"dualmap:1:{{{pool}}}:session:{session:016x}"
 
 
-class _Hearing:
-    """Reads a stream page by page: forward from a cursor, or backward from its end as far as the window goes."""
+def _hear(question: Question) -> _Command:
+    news_cursor, _, loads_cursor = (question.cursor or "").partition(" ")
+    sessions = (session_key(question.pool, session) for session in question.wanted)
+    keys = (news_key(question.pool), loads_key(question.pool), *sessions)
+    news = (news_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
+    loads = (loads_cursor, int(1000 * PEER_TTL_S), _LOADS_PAGE_ENTRIES)
+    return ("EVAL", HEAR, len(keys), *keys, *news, *loads)
 
-    def __init__(self, peer: str, question: Question) -> None:
-        self._peer = peer
-        self._question = question
-        self._cursor = question.cursor or ""
-        self._oldest = ""
-        self._heard = 0
-        self._entries: list[Entry] = []
-        self._bindings: list[SharedBinding] = []
-        self._unreadable = 0
 
-    def command(self) -> _Command:
-        """Return the command that reads the next page, and with the first one the bindings."""
-        question = self._question
-        sessions = [session_key(question.pool, session) for session in self._wanted()]
-        if question.cursor is None:
-            page = ("XREVRANGE", f"({self._oldest}" if self._oldest else "+", "-")
-        else:
-            page = ("XRANGE", f"({self._cursor}", "+")
-        cursor_ms = self._cursor.partition("-")[0] or 0
-        keys = (stream_key(question.pool), *sessions)
-        return ("EVAL", HEAR, len(keys), *keys, *page, _PAGE_ENTRIES, cursor_ms)
+def _answer(peer: str, question: Question, reply: Any) -> Answer:
+    """Return the answer that a reply holds, without what ``peer`` itself told."""
+    now, unreadable, (news_cursor, news), (loads_cursor, loads), values = reply
+    now_ms = int(now)
+    entries: list[Entry] = []
+    for id_, fields in news:
+        told = _told(fields)
+        if told is None:
+            unreadable += 1
+        elif told[0] != peer:
+            # Loads are no part of it: if there are any, nobody knows for how long they have been so.
+            age_s = _age_s(id_, now_ms)
+            entries.append(Entry(peer=told[0], news=replace(told[1], loads={}), age_s=age_s))
+    spoken: dict[str, LoadEntry] = {}
+    for id_, fields in loads:
+        told = _told(fields)
+        if told is None:
+            unreadable += 1
+        elif told[0] != peer and (age_s := _age_s(id_, now_ms)) < PEER_TTL_S:
+            spoken[told[0]] = LoadEntry(peer=told[0], loads=told[1].loads, age_s=age_s)
+    bindings = [_binding(session, value, now_ms) for session, value in zip(question.wanted, values, strict=True)]
+    known = tuple(binding for binding in bindings if binding is not None)
+    return Answer(
+        cursor=f"{news_cursor.decode()} {loads_cursor.decode()}",
+        entries=tuple(entries),
+        loads=tuple(spoken.values()),
+        bindings=known,
+        more=len(news) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES,
+        unreadable=unreadable + sum(value is not None for value in values) - len(known),
+    )
 
-    def take_reply(self, reply: Any) -> bool:
-        """Take a page; say whether there may be another."""
-        now, mended, newest, entries, values = reply
-        now_ms = int(now)
-        self._unreadable += mended
-        for session, value in zip(self._wanted(), values, strict=True):
-            binding = _binding(session, value, now_ms)
-            if binding is not None:
-                self._bindings.append(binding)
-            elif value is not None:
-                self._unreadable += 1
-        backward = self._question.cursor is None
-        since_ms = now_ms - 1000 * self._question.window_s if backward else -math.inf
-        for id_, fields in entries:
-            if _milliseconds(id_) < since_ms:
-                break
-            self._take_entry(_milliseconds(id_), fields, now_ms)
-        first = not self._heard
-        self._heard += len(entries)
-        if entries and (first or not backward):
-            self._cursor = entries[0 if backward else -1][0].decode()
-        elif newest and newest.decode() != self._cursor:
-            self._cursor = newest.decode()
-        if entries:
-            self._oldest = entries[-1][0].decode()
-        reached = backward and entries and _milliseconds(entries[-1][0]) < since_ms
-        return len(entries) == _PAGE_ENTRIES and self._heard < HISTORY_ENTRIES_MAX and not reached
 
-    def answer(self) -> Answer:
-        """Return what was read."""
-        if self._question.cursor is None:
-            self._entries.reverse()
-        return Answer(
-            cursor=self._cursor or "0-0",
-            entries=tuple(self._entries),
-            bindings=tuple(self._bindings),
-            unreadable=self._unreadable,
-        )
-
-    def _wanted(self) -> tuple[int, ...]:
-        return () if self._heard else self._question.wanted
-
-    def _take_entry(self, at_ms: int, fields: list[bytes], now_ms: int) -> None:
-        values = dict(zip(fields[::2], fields[1::2], strict=False))
-        try:
-            peer = values[b"p"].decode()
-            if peer != self._peer:
-                news = decode_news(values[b"n"])
-                self._entries.append(Entry(peer=peer, news=news, age_s=max(0, now_ms - at_ms) / 1000))
-        except (KeyError, UnicodeDecodeError, UnreadableNews):
-            self._unreadable += 1
+def _told(fields: list[bytes]) -> tuple[str, News] | None:
+    """Return who told what by an entry's fields, or None if that was no router."""
+    values = dict(zip(fields[::2], fields[1::2], strict=False))
+    try:
+        return values[b"p"].decode(), decode_news(values[b"n"])
+    except (KeyError, UnicodeDecodeError, UnreadableNews):
+        return None
 
 
 def _client(target: Target, *, clustered: bool) -> Redis | RedisCluster:
@@ -286,8 +269,18 @@ def _settle(claim: Claim) -> _Command:
 
 
 def _publish(peer: str, post: Post) -> _Command:
-    keep_ms = max(1, int(1000 * post.keep_s))
-    return ("EVAL", PUBLISH, 1, stream_key(post.pool), keep_ms, _STREAM_ENTRIES_MAX, peer, encode_news(post.news))
+    keys: list[str] = []
+    streams: list[int | bytes] = []
+    # Loads first: where they cannot be told, nor is the news, which would count twice when it is told again.
+    if post.loads is not None:
+        keys.append(loads_key(post.pool))
+        told = encode_news(News(hotness=_NOTHING_COUNTED, loads=post.loads))
+        streams += [int(1000 * _LOADS_KEEP_S), _LOADS_ENTRIES_MAX, _LOADS_BYTES_MAX, told]
+    if post.news is not None:
+        keys.append(news_key(post.pool))
+        told = encode_news(replace(post.news, loads={}))
+        streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _NEWS_BYTES_MAX, told]
+    return ("EVAL", PUBLISH, len(keys), *keys, peer, *streams)
 
 
 def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | None:
@@ -308,8 +301,8 @@ def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | 
     return binding if form == "1" and within else None
 
 
-def _milliseconds(id_: bytes) -> int:
-    return int(id_.partition(b"-")[0])
+def _age_s(id_: bytes, now_ms: int) -> float:
+    return max(0, now_ms - int(id_.partition(b"-")[0])) / 1000
 
 
 def _failure(error: Exception, text: str) -> Failure:

@@ -18,34 +18,48 @@ end
 HEAR: Final = (
     _BEGIN
     + """
--- KEYS: the stream, then session keys. ARGV: command, from, to, count, the cursor's milliseconds.
-local mended, newest = 0, ''
-local entries = redis.pcall(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 'COUNT', ARGV[4])
-if is_of_another_type(entries) then
-  -- A replica cannot; the next publication will.
-  redis.pcall('DEL', KEYS[1])
-  mended, entries = 1, {}
+-- KEYS: two streams, then session keys. ARGV, for either stream: the cursor, without one how many ms back, the count.
+local mended = 0
+local function read(key, cursor, window_ms, count)
+  local from = '(' .. cursor
+  if cursor == '' then
+    cursor = string.format('%.0f-0', math.max(0, now_ms - window_ms))
+    from = cursor
+  end
+  local entries = redis.pcall('XRANGE', key, from, '+', 'COUNT', count)
+  if is_of_another_type(entries) then
+    -- A replica cannot; the next publication will.
+    redis.pcall('DEL', key)
+    mended, entries = mended + 1, {}
+  end
+  if entries.err then return entries end
+  if #entries > 0 then
+    cursor = entries[#entries][1]
+  elseif tonumber(string.match(cursor, '^%d+')) > now_ms then
+    -- The cursor is of a clock that was ahead. Unless the stream is as well, its entries would never be heard.
+    local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
+    cursor = #last > 0 and last[1][1] or '0-0'
+  end
+  return {cursor, entries}
 end
-if entries.err then return entries end
-if #entries == 0 and tonumber(ARGV[5]) > now_ms then
-  -- The cursor is of a clock that was ahead. Unless the stream is as well, its entries would never be heard.
-  local last = redis.pcall('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
-  newest = #last > 0 and last[1][1] or '0-0'
-end
+local news = read(KEYS[1], ARGV[1], ARGV[2], ARGV[3])
+if news.err then return news end
+local loads = read(KEYS[2], ARGV[4], ARGV[5], ARGV[6])
+if loads.err then return loads end
 local bindings = {}
-for i = 2, #KEYS do
+for i = 3, #KEYS do
   local value = redis.pcall('GET', KEYS[i])
   if is_of_another_type(value) then value = '' end
   if type(value) == 'table' then return value end
-  bindings[i - 1] = value
+  bindings[i - 2] = value
 end
-return {string.format('%.0f', now_ms), mended, newest, entries, bindings}
+return {string.format('%.0f', now_ms), mended, news, loads, bindings}
 """
 )
-"""Read entries of a stream and session bindings, by the server's clock. A replica that takes no writes answers it too.
+"""Read on in two streams, and session bindings, by the server's clock. A replica that takes no writes answers it too.
 
-Returns the server's milliseconds, whether the stream's key had to be mended, where the newest entry is when the cursor
-lies in the future, the entries, and a value or nil per session key.
+Returns the server's milliseconds, how many streams' keys had to be mended, for either stream the cursor behind what was
+read and the entries, oldest first, and a value or nil per session key.
 """
 
 SETTLE: Final = (
@@ -82,20 +96,46 @@ return {string.format('%.0f', now_ms), held}
 PUBLISH: Final = (
     _BEGIN
     + """
--- KEYS: the stream. ARGV: keep for ms, entries at most, the replica, its news.
-local function add()
-  local oldest = string.format('%.0f', now_ms - ARGV[1])
-  return redis.pcall('XADD', KEYS[1], 'MINID', '~', oldest, '*', 'p', ARGV[3], 'n', ARGV[4])
+-- KEYS: streams. ARGV: the replica, then per key: keep for ms, entries at most, bytes at most, what is told.
+local function bytes_up_to(entry)
+  local fields = entry and entry[2] or {}
+  for i = 1, #fields - 1, 2 do
+    -- Fifteen digits at most: what others left there must not become more than a number can count.
+    if fields[i] == 'b' and #fields[i + 1] < 16 and string.match(fields[i + 1], '^%d+$') then
+      return tonumber(fields[i + 1])
+    end
+  end
+  return 0
 end
-local done = add()
-if is_of_another_type(done) then
-  redis.call('DEL', KEYS[1])
-  done = add()
+for i, key in ipairs(KEYS) do
+  local keep_ms, most, most_bytes, told = ARGV[4 * i - 2], ARGV[4 * i - 1], tonumber(ARGV[4 * i]), ARGV[4 * i + 1]
+  local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
+  if is_of_another_type(newest) then
+    redis.call('DEL', key)
+    newest = {}
+  end
+  if newest.err then return newest end
+  local bytes = bytes_up_to(newest[1]) + #told
+  local since = string.format('%.0f', math.max(0, now_ms - keep_ms))
+  local count = string.format('%.0f', bytes)
+  local done = redis.pcall('XADD', key, 'MINID', '~', since, '*', 'p', ARGV[1], 'n', told, 'b', count)
+  if done.err then return done end
+  redis.call('XTRIM', key, 'MAXLEN', '~', most)
+  local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)
+  while bytes - bytes_up_to(oldest[1]) > most_bytes do
+    oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 16)
+    -- Whatever the counts say: the newest stays, and this ends.
+    if #oldest == 1 then break end
+    oldest = {oldest[#oldest]}
+    redis.call('XTRIM', key, 'MINID', oldest[1][1])
+  end
+  redis.call('PEXPIRE', key, keep_ms)
 end
-if done.err then return done end
-redis.call('XTRIM', KEYS[1], 'MAXLEN', '~', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[1])
-return done
+return 'OK'
 """
 )
-"""Append an entry to a stream, drop those that are too old or too many, and put off the stream's expiry."""
+"""Append an entry to each stream, drop those that are too old or too many, and put off the streams' expiry.
+
+An entry says besides (``b``) how many bytes have been told in its stream until its end, by which they are bounded.
+Where a stream refuses its entry, the later ones get none.
+"""

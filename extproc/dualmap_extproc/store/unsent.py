@@ -1,12 +1,15 @@
 """What one pool's router has told and the store has not taken yet: everything is bounded, what is oldest goes first.
 
 Usually that is a tenth of a second's worth. While the store is away it is what is worth telling when it is back: the
-last loads, recent traffic, the newest placements and bindings.
+last loads, recent traffic, the newest placements and bindings. Loads are whole each time and by far the largest part
+of what there is to tell, so that they are told less often than what is new.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import Final, TypeVar
 
 from dualmap.hotness import HotnessCounts
@@ -18,6 +21,10 @@ NODES_MAX: Final = 4096
 PLACEMENT_HASHES_MAX: Final = 8192
 """Block hashes per entry (64 KiB): ten million prompt tokens a second, at 128 to a block."""
 BINDINGS_MAX: Final = 1024
+LOADS_INTERVAL_S: Final = 0.25
+"""How often loads are told while they change: ten times a second is no better (bench/results/replicas.md)."""
+HEARTBEAT_S: Final = 1.0
+"""How often loads are told that have not changed; the others forget a router that is silent for 3 s (dualmap.peers)."""
 
 _Value = TypeVar("_Value")
 
@@ -35,8 +42,8 @@ class Unsent:
         self._claims: dict[int, tuple[float, SharedBinding]] = {}
         self._held: dict[int, tuple[float, SharedBinding]] = {}
         self._wanted: dict[int, None] = {}
-        self._published_s: float | None = None
-        self._published_loads: dict[str, SharedLoad] = {}
+        self._told_loads_s: float | None = None
+        self._told_loads: Mapping[str, SharedLoad] = {}
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -89,14 +96,16 @@ class Unsent:
         self._dropped += _bound(self._held)
         return tuple(lost)
 
-    def worth_telling(self, now: float, heartbeat_s: float) -> bool:
-        """Say whether there is news, or the last was told so long ago that it is time to say that nothing changed."""
-        if self._published_s is None or now - self._published_s >= heartbeat_s:
-            return True
-        return bool(self._hotness or self._placements or self._held) or self._loads != self._published_loads
+    def loads(self, now: float) -> Mapping[str, SharedLoad] | None:
+        """Return the loads if it is time to tell them: they have changed, or were told so long ago."""
+        since_s = inf if self._told_loads_s is None else now - self._told_loads_s
+        interval_s = HEARTBEAT_S if self._loads == self._told_loads else LOADS_INTERVAL_S
+        return self._loads if since_s >= interval_s else None
 
-    def news(self, now: float) -> News:
-        """Return all that is there to tell; of bindings only those that hold."""
+    def news(self, now: float) -> News | None:
+        """Return all that is new, without the loads; of bindings only those that hold. None where nothing is."""
+        if not (self._hotness or self._placements or self._held):
+            return None
         nodes: dict[int, int] = {}
         for _, counts in self._hotness:
             for node, requests in counts.nodes.items():
@@ -108,14 +117,17 @@ class Unsent:
         split = dict.fromkeys(node for _, counts in self._hotness for node in counts.split)
         return News(
             hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(islice(split, NODES_MAX))),
-            loads=self._loads,
+            loads={},
             placements=tuple(self._placements),
             bindings=_as_of(now, self._held),
         )
 
-    def published(self, now: float) -> None:
-        """Take note that the store has taken ``news``."""
-        self._published_s, self._published_loads = now, self._loads
+    def told_loads(self, now: float, loads: Mapping[str, SharedLoad]) -> None:
+        """Take note that the store has taken what ``loads`` returned."""
+        self._told_loads_s, self._told_loads = now, loads
+
+    def told_news(self) -> None:
+        """Take note that the store has taken what ``news`` returned."""
         self._hotness.clear()
         self._placements.clear()
         self._placed_hashes = 0
