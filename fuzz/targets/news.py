@@ -28,7 +28,8 @@ _TEXTS: Final = ("", "a", "10.0.0.1:8000", "[fd00::1]:8000", "é\N{SNOWMAN}", "x
 def check(data: bytes) -> None:
     """Bytes are refused by UnreadableNews or are news within bounds, and news come back as they were sent.
 
-    The bytes are read twice: as an entry of the store, and as choices by which news are put together.
+    The bytes are read twice: as an entry of the store's streams, whose form is the same for news and loads, and as
+    choices by which news are put together.
     """
     with suppress(UnreadableNews):
         news = decode_news(data)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis.asyncio.client import Pipeline
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
@@ -482,6 +483,20 @@ class TestFailures:
                 running.resume()
                 ((held,),) = await store.settle([CLAIM])
                 assert held.host == "m-0"
+
+    async def test_a_cancellation_that_the_library_loses_is_none_the_less_one(self, server, monkeypatch):
+        async def answered_at_that_moment(pipeline: Pipeline, *, raise_on_error: bool) -> list[object]:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+            return []
+
+        monkeypatch.setattr(Pipeline, "execute", answered_at_that_moment)
+        async with opened(server.url) as store:
+            call = asyncio.create_task(store.hear("listener", []))
+            await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
 
     async def test_a_full_server_can_still_be_heard(self, server):
         async with opened(server.url) as store:

@@ -16,7 +16,7 @@ from dualmap_extproc.picker import Picked, Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
-from dualmap_extproc.store.redis import RedisStore, news_key
+from dualmap_extproc.store.redis import RedisStore, loads_key, news_key
 from dualmap_extproc.store.target import target_of
 from redis_server import RedisServer, redis_server
 from waiting import until
@@ -123,6 +123,29 @@ async def test_a_router_that_joins_agrees_too(server):
             await until(lambda: admin.xlen(news_key(POOL.id)) >= 1)
         async with routers(server, "late") as (late,):
             await until(lambda: late.explain(prompt).key == one.explain(prompt).key)
+
+
+async def test_a_router_that_starts_knows_where_a_prompt_went_four_minutes_ago_and_no_load_of_four_seconds_ago(server):
+    prompt = builders.text_of(4096, "old")
+    ages_s = {news_key(POOL.id): 240, loads_key(POOL.id): 4}
+    with server.admin as admin:
+        async with routers(server, "one", pool=FIXED) as (one,):
+            one.pick(prompt)
+            await until(lambda: all(admin.xlen(key) for key in ages_s))
+            streams = {key: admin.xrange(key) for key in ages_s}
+            assert one.observer.receipt is not None
+            chosen = one.observer.receipt.chosen
+        seconds, _ = admin.time()
+        for key, entries in streams.items():
+            admin.delete(key)
+            for number, (_, fields) in enumerate(entries, start=1):
+                admin.xadd(key, fields, id=f"{1000 * (seconds - ages_s[key])}-{number}")
+    late = Router("late", server, FIXED)
+    assert await late.exchange.exchange()
+    candidates = late.explain(prompt).candidates
+    await late.exchange.leave()
+    assert [each.id for each in candidates if each.matched_tokens] == [chosen]
+    assert all(each.in_flight == 0 for each in candidates)
 
 
 async def test_a_session_bound_at_one_is_known_at_the_other(server):

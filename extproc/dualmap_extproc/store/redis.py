@@ -117,12 +117,14 @@ class RedisStore:
         try:
             async with asyncio.timeout(_CALL_S):
                 try:
-                    return await self._send(commands)
+                    replies = await self._send(commands)
                 except MovedError:
                     # One node of a cluster tells so when it is asked for another's keys.
                     await self.close()
                     self._clustered = True
-                    return await self._send(commands)
+                    replies = await self._send(commands)
+            _raise_if_cancelled()
+            return replies
         # Whatever the library meets: where there is no Redis at all, its parser raises more than its own errors.
         except Exception as error:  # noqa: BLE001
             await self._drop()
@@ -160,7 +162,10 @@ class RedisStore:
 
 
 def _raise_if_cancelled() -> None:
-    """Raise CancelledError if the task was cancelled: the library can take that for a timeout of its own."""
+    """Raise CancelledError if the task was cancelled.
+
+    The library can take that for a timeout of its own, and loses it where it comes at the same moment as a reply.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
