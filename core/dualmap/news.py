@@ -56,12 +56,13 @@ class SharedBinding:
 class News:
     """What one replica tells the others about a pool.
 
-    ``loads`` is whole each time, by member id: a member it leaves out has none of this replica's load. The rest is
-    what is new since the last News. ``wanted`` are sessions that this replica met without knowing their binding.
+    ``loads`` is whole each time, by member id: a member it leaves out has none of this replica's load; None says
+    nothing of loads. The rest is what is new since the last News. ``wanted`` are sessions that this replica met
+    without knowing their binding.
     """
 
     hotness: HotnessCounts
-    loads: Mapping[str, SharedLoad]
+    loads: Mapping[str, SharedLoad] | None = None
     placements: tuple[Placement, ...] = ()
     bindings: tuple[SharedBinding, ...] = ()
     wanted: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dualmap.news import SharedLoad
 
-# Replicas speak ten times a second; thirty silences in a row mean that one is gone, or cut off.
+# Replicas speak at least once a second; three silences in a row mean that one is gone, or cut off.
 PEER_TTL_S = 3.0
 NO_LOAD = SharedLoad()
 

@@ -157,7 +157,7 @@ class PoolRouter:
     def on_news(self, now: float, peer: str, news: News, age_s: float) -> None:
         """Take what another replica told ``age_s`` ago."""
         said_s = now - age_s
-        if age_s < PEER_TTL_S:
+        if news.loads is not None and age_s < PEER_TTL_S:
             self._fleet.hear(said_s, peer, news.loads)
         self._chooser.tree.merge(said_s, news.hotness)
         for placement in news.placements:

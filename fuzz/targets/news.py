@@ -90,7 +90,7 @@ def _news(source: Source) -> News:
     while source.more:
         match source.number() % 4:
             case 0:
-                nodes[source.number(8)] = source.number(4)
+                nodes[source.number(8)] = source.number(4) or 1
             case 1:
                 loads[source.pick(_TEXTS)] = SharedLoad(
                     pending_prefill_tokens=source.number(8),

@@ -88,6 +88,13 @@ class TestLoads:
         exchange(1.1, routers)
         assert candidates(decide(mine, "2", text_of(100, "b"), 1.1)) == {"m-0": 0}
 
+    def test_news_that_says_nothing_of_loads_leaves_them(self) -> None:
+        (mine,) = replicas(slow_pool(1), 1)
+        load = SharedLoad(pending_prefill_tokens=1000, backlog_s=1.0, in_flight=1)
+        mine.on_news(10.0, "yours", News(hotness=NOTHING, loads={"m-0": load}), 0.0)
+        mine.on_news(10.1, "yours", News(hotness=NOTHING), 0.0)
+        assert candidates(decide(mine, "2", text_of(100, "b"), 10.2)) == {"m-0": 1000}
+
     def test_a_silent_replica_owes_nothing(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))

@@ -1,4 +1,5 @@
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
-from dualmap_extproc.store.codec import UnreadableNews, decode_news, encode_news
+from dualmap_extproc.store.codec import NODES_MAX, UnreadableNews, decode_news, encode_news
 
 HASHES = st.integers(0, 2**64 - 1)
 COUNTS = st.integers(0, 2**32 - 1)
@@ -24,7 +25,7 @@ LOADS = st.builds(
 BINDINGS = st.builds(SharedBinding, session=HASHES, host=NAMES, tokens=TOKENS, version=COUNTS, moved_ago_s=SECONDS)
 NEWS = st.builds(
     News,
-    hotness=st.builds(HotnessCounts, requests=COUNTS, nodes=st.dictionaries(HASHES, COUNTS, max_size=20)),
+    hotness=st.builds(HotnessCounts, requests=COUNTS, nodes=st.dictionaries(HASHES, COUNTS.filter(bool), max_size=20)),
     loads=st.dictionaries(NAMES, LOADS, max_size=5),
     placements=st.lists(
         st.builds(Placement, endpoint=NAMES, hashes=st.lists(HASHES, max_size=20).map(tuple)), max_size=5
@@ -96,3 +97,16 @@ def test_a_prompt_of_eight_thousand_tokens_takes_about_five_hundred_bytes() -> N
     placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(64)))
     empty, one = (len(encode_news(News(hotness=EMPTY.hotness, loads={}, placements=p))) for p in ((), (placement,)))
     assert one - empty < 64 * 8 + 32
+
+
+MANY = dict.fromkeys(range(NODES_MAX + 1), 1)
+
+
+@pytest.mark.parametrize("nodes", [{7: 0}, {7: 1, 8: 0}, MANY], ids=["none", "some", "too many"])
+def test_counts_that_no_router_tells_are_refused(nodes):
+    with pytest.raises(UnreadableNews):
+        decode_news(encode_news(News(hotness=HotnessCounts(requests=1, nodes=nodes))))
+
+
+def test_news_without_a_word_on_loads_is_sent_as_news_of_none():
+    assert decode_news(encode_news(replace(EMPTY, loads=None))) == EMPTY

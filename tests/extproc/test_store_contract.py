@@ -30,7 +30,6 @@ from waiting import until
 POOL = "llm/qwen"
 NEWS = News(
     hotness=HotnessCounts(requests=7, nodes={2**64 - 1: 3, 5: 4}, split=(5, 2**64 - 1)),
-    loads={},
     placements=(Placement(endpoint="10.0.0.1:8000", hashes=(1, 2, 2**63)),),
     bindings=(SharedBinding(session=2**64 - 2, host="m-0", tokens=1000, version=2, moved_ago_s=1.5),),
 )
@@ -38,7 +37,7 @@ LOADS = {
     "m-0": SharedLoad(pending_prefill_tokens=9000, backlog_s=1.25, held_s=0.5, in_flight=3, active_kv_tokens=12),
     "m-1": SharedLoad(in_flight=1),
 }
-QUIET = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +227,7 @@ class TestLoads:
         one, other = join(), join()
         await publish(one, "one", replace(told(1), loads=LOADS))
         answer = await hear(other, "other")
-        assert (answer.loads, answer.entries[0].news.loads) == ((), {})
+        assert (answer.loads, answer.entries[0].news.loads) == ((), None)
 
     async def test_are_told_beside_a_long_history_at_once(self, join):
         one, other = join(), join()

@@ -32,7 +32,7 @@ from redis_server import RedisServer, redis_cluster, redis_server
 from waiting import until
 
 POOL = "llm/qwen"
-NEWS = News(hotness=HotnessCounts(requests=7, nodes={5: 4}), loads={})
+NEWS = News(hotness=HotnessCounts(requests=7, nodes={5: 4}))
 BINDING = SharedBinding(session=255, host="m-0", tokens=10, version=1, moved_ago_s=0.0)
 QUESTION = Question(pool=POOL, window_s=60.0)
 LOADS = {"m-0": SharedLoad(in_flight=1)}

@@ -4,7 +4,7 @@ from dualmap.hotness import HotnessCounts
 from dualmap.news import News, SharedBinding, SharedLoad
 from dualmap_extproc.store.unsent import NODES_MAX, Unsent
 
-QUIET = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
 
 
 def binding(host: str, version: int = 0) -> SharedBinding:
@@ -74,4 +74,4 @@ def test_loads_are_no_news() -> None:
     assert unsent.news(0.0) is None
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=1, nodes={}), loads={"m-0": SharedLoad()}))
     assert (news := unsent.news(0.0)) is not None
-    assert news.loads == {}
+    assert news.loads is None

@@ -13,6 +13,8 @@ from typing import Any, Final
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
 
+NODES_MAX: Final = 4096
+"""Prefixes whose counts one entry may hold: a router's tree of them is bounded, and no entry may fill it."""
 _VERSION: Final = 1
 _VERSION_AND_REQUESTS: Final = struct.Struct("<BI")
 _COUNT: Final = struct.Struct("<I")
@@ -31,15 +33,15 @@ class UnreadableNews(Exception):
 
 def encode_news(news: News) -> bytes:
     """Return everything of ``news`` but what it wants, which is no business of the other replicas."""
-    nodes = news.hotness.nodes
+    nodes, loads = news.hotness.nodes, news.loads or {}
     parts = [
         _VERSION_AND_REQUESTS.pack(_VERSION, min(news.hotness.requests, _U32_MAX)),
         _hashes(tuple(nodes)),
         struct.pack(f"<{len(nodes)}I", *(min(requests, _U32_MAX) for requests in nodes.values())),
         _hashes(news.hotness.split),
-        _COUNT.pack(len(news.loads)),
+        _COUNT.pack(len(loads)),
     ]
-    for member, load in news.loads.items():
+    for member, load in loads.items():
         packed = _LOAD.pack(
             load.pending_prefill_tokens,
             _bounded(load.backlog_s),
@@ -69,6 +71,8 @@ def decode_news(data: bytes) -> News:
             raise UnreadableNews(f"version {version}")
         nodes = reader.hashes()
         counts = reader.array(len(nodes), "I", 4)
+        if len(nodes) > NODES_MAX or 0 in counts:
+            raise UnreadableNews(f"{len(nodes)} prefixes, {counts.count(0)} of them without requests")
         split = reader.hashes()
         news = News(
             hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True)), split=split),

@@ -7,13 +7,11 @@ once a second. One log line says that it was lost, and one that it is back.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding, SharedLoad
-from dualmap.peers import PEER_TTL_S
+from dualmap.news import News, SharedBinding
 from dualmap.pool import Pool
 from dualmap_extproc.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
@@ -210,41 +208,27 @@ class Exchange:
 
 
 class Teller:
-    """Gives a sharer what a store answers of one pool.
-
-    News is told apart from loads, but the sharer takes a replica's News as its word on both: what it last said of its
-    loads goes with its news, for as long as that word is good.
-    """
+    """Gives a sharer what a store answers of one pool."""
 
     def __init__(self, sharer: Sharer, clock: Callable[[], float], pool: str) -> None:
         self._sharer = sharer
         self._clock = clock
         self._pool = pool
-        # Of each replica, with when it said so.
-        self._loads: dict[str, tuple[float, Mapping[str, SharedLoad]]] = {}
 
     async def tell(self, answer: Answer) -> None:
         """Give an answer to the sharer, letting requests have their turn in between."""
         # What was heard ages while the sharer takes it.
         heard_s = self._clock()
         for said in answer.loads:
-            self._loads[said.peer] = heard_s - said.age_s, said.loads
             news = News(hotness=_NOTHING_COUNTED, loads=said.loads)
             self._sharer.on_news(heard_s, self._pool, said.peer, news, said.age_s)
         for number, entry in enumerate(answer.entries, start=1):
             now = self._clock()
-            age_s = entry.age_s + now - heard_s
-            news = replace(entry.news, loads=self._loads_of(now, entry.peer)) if age_s < PEER_TTL_S else entry.news
-            self._sharer.on_news(now, self._pool, entry.peer, news, age_s)
+            self._sharer.on_news(now, self._pool, entry.peer, entry.news, entry.age_s + now - heard_s)
             if number % _ENTRIES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         if answer.bindings:
             self._sharer.on_bindings(self._clock(), self._pool, answer.bindings)
-
-    def _loads_of(self, now: float, peer: str) -> Mapping[str, SharedLoad]:
-        for silent in [each for each, (said_s, _) in self._loads.items() if now - said_s >= PEER_TTL_S]:
-            del self._loads[silent]
-        return self._loads[peer][1] if peer in self._loads else {}
 
 
 def history_s(pool: Pool) -> float:

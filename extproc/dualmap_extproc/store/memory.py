@@ -86,7 +86,7 @@ class MemoryStore:
                 del shelf.loads[silent]
             shelf.numbers += 1
             if post.news is not None:
-                news = replace(post.news, loads={}, wanted=())
+                news = replace(post.news, loads=None, wanted=())
                 shelf.told.append(_Told(number=shelf.numbers, peer=peer, news=news, at_s=now))
             if post.loads is not None:
                 shelf.loads[peer] = _ToldLoads(number=shelf.numbers, loads=post.loads, at_s=now)

@@ -216,14 +216,14 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
         elif told[0] != peer:
             # Loads are no part of it: if there are any, nobody knows for how long they have been so.
             age_s = _age_s(id_, now_ms)
-            entries.append(Entry(peer=told[0], news=replace(told[1], loads={}), age_s=age_s))
+            entries.append(Entry(peer=told[0], news=replace(told[1], loads=None), age_s=age_s))
     spoken: dict[str, LoadEntry] = {}
     for id_, fields in loads:
         told = _told(fields)
         if told is None:
             unreadable += 1
         elif told[0] != peer and (age_s := _age_s(id_, now_ms)) < PEER_TTL_S:
-            spoken[told[0]] = LoadEntry(peer=told[0], loads=told[1].loads, age_s=age_s)
+            spoken[told[0]] = LoadEntry(peer=told[0], loads=told[1].loads or {}, age_s=age_s)
     bindings = [_binding(session, value, now_ms) for session, value in zip(question.wanted, values, strict=True)]
     known = tuple(binding for binding in bindings if binding is not None)
     return Answer(
@@ -283,7 +283,7 @@ def _publish(peer: str, post: Post) -> _Command:
         streams += [int(1000 * _LOADS_KEEP_S), _LOADS_ENTRIES_MAX, _LOADS_BYTES_MAX, told]
     if post.news is not None:
         keys.append(news_key(post.pool))
-        told = encode_news(replace(post.news, loads={}))
+        told = encode_news(post.news)
         streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _NEWS_BYTES_MAX, told]
     return ("EVAL", PUBLISH, len(keys), *keys, peer, *streams)
 

@@ -14,10 +14,10 @@ from typing import Final, TypeVar
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap_extproc.store.codec import NODES_MAX
 
 HOTNESS_S: Final = 10.0
 """Counts that are older are dropped: told late, they would count as traffic of just now."""
-NODES_MAX: Final = 4096
 PLACEMENT_HASHES_MAX: Final = 8192
 """Block hashes per entry (64 KiB): ten million prompt tokens a second, at 128 to a block."""
 BINDINGS_MAX: Final = 1024
@@ -57,7 +57,7 @@ class Unsent:
 
     def add(self, now: float, news: News) -> None:
         """Take what the router told."""
-        self._loads = dict(news.loads)
+        self._loads = dict(news.loads or {})
         if news.hotness.requests or news.hotness.nodes or news.hotness.split:
             self._hotness.append((now, news.hotness))
         while self._hotness and self._hotness[0][0] < now - HOTNESS_S:
@@ -117,7 +117,6 @@ class Unsent:
         split = dict.fromkeys(node for _, counts in self._hotness for node in counts.split)
         return News(
             hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(islice(split, NODES_MAX))),
-            loads={},
             placements=tuple(self._placements),
             bindings=_as_of(now, self._held),
         )
