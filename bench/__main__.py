@@ -1,7 +1,10 @@
-"""``python -m bench [NAME] [OPTIONS]``: the benchmarks. Results are recorded in bench/results/.
+"""python -m bench [NAME] [OPTIONS]: the benchmarks. Results are recorded in bench/results/.
 
-Without a name, the short ones of the core run one after the other. Those of their own
-options (``--help``) are ``gateway``, ``window`` and ``replicas``.
+  rings, decisions, memory   of the core; all three (about five minutes) without a name
+  gateway                    through a real Envoy (about six minutes; --quick: two)
+  window, replicas           in virtual time (about twenty minutes; --quick: a minute or three)
+
+The last three have options of their own: python -m bench gateway --help.
 """
 
 import os
@@ -15,6 +18,8 @@ VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 def main(names: list[str]) -> None:
     """Run the benchmarks of these names, all of the core's without any."""
+    if names[:1] in (["--help"], ["-h"]):
+        sys.exit(print(__doc__))
     if names[:1] == ["gateway"]:
         # Imported here: Envoy's types take seconds that the core's benchmarks need not wait for.
         from bench.gateway.command import gateway
@@ -28,6 +33,7 @@ def main(names: list[str]) -> None:
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     for name in names or CORE:
+        print(f"running {name}", file=sys.stderr)
         CORE[name]()
 
 

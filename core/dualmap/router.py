@@ -188,13 +188,13 @@ class PoolRouter:
         self._fleet.expire_peers(now)
         self._fleet.resume(now)
         self._pump_all(now)
-        for request_id in self._held.expired(now, self._pool.routing.queue.max_wait_s):
+        max_wait_s = self._pool.routing.queue.max_wait_s
+        for request_id in self._held.expired(now, max_wait_s):
             waiting = self._held.placed(request_id)
-            retry_after_s = None if waiting is None else self._fleet.queue_s(now, waiting.member)
+            # Whatever the backlog: those who wait now are served or refused by then.
+            retry_s = None if waiting is None else min(self._fleet.queue_s(now, waiting.member), max_wait_s)
             self._drop_held(request_id)
-            self._outcomes.append(
-                Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_after_s)
-            )
+            self._outcomes.append(Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_s))
         return expired
 
     def status(self) -> PoolStatus:
@@ -232,7 +232,7 @@ class PoolRouter:
             self._fleet.will_hold(member, placed.request.chain)
             return self._hand_over(now, placed)
         if placed.request.id not in self._held and len(self._held) >= queue.max_held:
-            retry_after_s = self._fleet.queue_s(now, member)
+            retry_after_s = min(self._fleet.queue_s(now, member), queue.max_wait_s)
             return Refusal(request_id=placed.request.id, reason=Reason.QUEUE_FULL, retry_after_s=retry_after_s)
         self._fleet.will_hold(member, placed.request.chain)
         self._hold(now, placed)

@@ -5,10 +5,12 @@ quick, and has the page written by a thread, which for a thousand endpoints is n
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from dualmap.requests import PoolStatus
 from dualmap_extproc.counts import Traffic
@@ -31,7 +33,7 @@ class StatusServer:
             ]
         )
         # Requests here take milliseconds: at the end none is worth waiting aiohttp's usual minute for.
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=_logger())
 
     async def start(self, host: str, port: int) -> int:
         """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError when it cannot be bound."""
@@ -68,6 +70,17 @@ class StatusServer:
         return web.json_response(
             {"error": f"this router serves no pool {pool}; GET /pools lists those it does"}, status=404
         )
+
+
+def _logger() -> logging.Logger:
+    """Return a log for what goes wrong here; what is no HTTP is answered 400, and is its sender's to mend."""
+    logger = logging.getLogger(f"{__name__}.aiohttp")
+    logger.addFilter(_by_us)
+    return logger
+
+
+def _by_us(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """``dualmap router``: the command. Settings are parsed here, once; ``wiring`` runs what they describe."""
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -104,6 +105,9 @@ def router(
 
     SIGTERM turns readiness off first, serves what is open, and exits 0.
     """
+    # Before gRPC is loaded: it would write a line of its own, past our logs, for every connection that TLS refuses, and
+    # whoever is refused may try all day. There is no other way to tell it.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
     from dualmap_extproc.wiring import run  # Here, because gRPC and aiohttp take a second that --help need not.
 
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})

@@ -46,6 +46,8 @@ _SILENCE_POLL_S = 0.02
 # Deadlines closer together than this are kept in one go.
 _DEADLINE_PAUSE_S = 0.005
 _NO_END_S = 1e6
+# As many as a pool may hold (docs/pool.md); above what Envoy's circuit breakers let through.
+_STREAMS_PENDING_MAX = 100_000
 _log = get_logger(__name__)
 
 
@@ -219,6 +221,10 @@ class GrpcServers:
             ("grpc.max_send_message_length", -1),
             # A port in use is an error, not a port shared with whoever has it.
             ("grpc.so_reuseport", 0),
+            # Held requests are open streams. Of more than 1000 that come at once gRPC refuses some by itself, without a
+            # word to us, and Envoy sends those on unrouted.
+            ("grpc.server.max_pending_requests", _STREAMS_PENDING_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", _STREAMS_PENDING_MAX),
             # Envoy's keepalive pings are welcome at any pace.
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_permit_without_calls", 1),

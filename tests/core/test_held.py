@@ -186,6 +186,17 @@ class TestBounds:
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s > 5.0
 
+    def test_nobody_is_told_to_stay_away_for_longer_than_anybody_waits(self) -> None:
+        router = PoolRouter(slow_pool(max_held=1, max_wait_s=3.0))
+        for n in range(2):
+            ask(router, str(n), 40_000)
+        full = ask(router, "full")
+        router.on_deadline(3.0)
+        (late,) = router.take_outcomes()
+        for refusal in (full, late):
+            assert isinstance(refusal, Refusal)
+            assert refusal.retry_after_s == 3.0
+
     def test_nobody_waits_for_longer_than_agreed(self) -> None:
         router = PoolRouter(slow_pool(max_wait_s=3.0))
         ask(router, "1", 20_000)

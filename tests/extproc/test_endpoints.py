@@ -19,6 +19,7 @@ from dualmap_extproc.endpoints import (
 )
 from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, EDS_METHOD, EDS_SERVICE
 from dualmap_extproc.wire import base_pb2, discovery_pb2
+from waiting import until
 
 METHOD = f"/{EDS_SERVICE}/{EDS_METHOD}"
 QWEN, LLAMA = "llm/qwen", "llm/llama"
@@ -350,6 +351,7 @@ class TestServing:
             await call.write(request(QWEN, nonce=response.nonce, version="before", error="malformed"))
             # Its next news is the next change, not the refused one again.
             await call.write(request(QWEN, nonce=response.nonce, version="before"))
+            await until(lambda: service.counts.rejected == 1)
             service.discovery.publish([pool(count=2)])
             assert len(hosts(await receive(call))[QWEN]) == 2
         assert service.counts.rejected == 1

@@ -122,6 +122,17 @@ async def test_nothing_here_can_be_written_to() -> None:
         assert response.status == 405
 
 
+async def test_what_is_no_http_is_refused_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as session:
+        url = session._base_url
+        assert url is not None
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert caplog.records == []
+
+
 async def test_a_page_that_takes_long_holds_up_nobody() -> None:
     metrics = Held()
     async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:

@@ -119,6 +119,17 @@ async def test_a_request_from_its_headers_to_the_first_chunk(router):
     assert router.observer.events[1][1] > 0
 
 
+async def test_more_streams_at_once_than_grpc_takes_by_itself_are_all_ours(router):
+    calls = [router.stream() for _ in range(2000)]
+    for call in calls:
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()))
+    for call in calls:
+        (pick, _) = await answers(call, 2)
+        assert destination(pick)
+        call.cancel()
+
+
 @pytest.mark.parametrize(("size", "status"), [(12_000_000, None), (17_000_000, 413), (40_000_000, 413)])
 async def test_large_bodies_in_one_message_are_for_us_to_judge_not_for_grpc(router, size, status):
     call = router.stream()

@@ -186,6 +186,23 @@ class TestJunk:
             await works(store)
             assert (await hear(store, wanted=(255,))).unreadable == 0
 
+    @pytest.mark.parametrize("stream", [STREAM, LOADS_STREAM], ids=["news", "loads"])
+    async def test_the_last_id_there_is_ends_nothing(self, server, stream):
+        async with opened(server.url) as store:
+            answer = await hear(store)
+            with server.admin as admin:
+                admin.xadd(stream, {"p": "q", "n": "z"}, id="18446744073709551615-18446744073709551614")
+            # Whoever hears of it first, and whoever writes first.
+            for _ in range(3):
+                answer = await hear(store, answer.cursor)
+            await works(store)
+            with server.admin as admin:
+                admin.delete(stream)
+                admin.xadd(stream, {"p": "q", "n": "z"}, id="18446744073709551615-18446744073709551615")
+            await store.publish("teller", [POST])
+            for _ in range(3):
+                answer = await hear(store, answer.cursor)
+
     @pytest.mark.parametrize(
         "fields",
         [

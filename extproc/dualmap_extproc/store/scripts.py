@@ -27,6 +27,11 @@ local function read(key, cursor, window_ms, count)
     from = cursor
   end
   local entries = redis.pcall('XRANGE', key, from, '+', 'COUNT', count)
+  if entries.err and string.match(cursor, '^18446744073709551615%-') then
+    -- Somebody wrote the last id there is. Nothing can come after it, so the stream begins anew.
+    redis.pcall('DEL', key)
+    return {'0-0', {}}
+  end
   if is_of_another_type(entries) then
     -- A replica cannot; the next publication will.
     redis.pcall('DEL', key)
@@ -118,7 +123,15 @@ for i, key in ipairs(KEYS) do
   local bytes = bytes_up_to(newest[1]) + #told
   local since = string.format('%.0f', math.max(0, now_ms - keep_ms))
   local count = string.format('%.0f', bytes)
-  local done = redis.pcall('XADD', key, 'MINID', '~', since, '*', 'p', ARGV[1], 'n', told, 'b', count)
+  local function add()
+    return redis.pcall('XADD', key, 'MINID', '~', since, '*', 'p', ARGV[1], 'n', told, 'b', count)
+  end
+  local done = add()
+  if done.err and string.find(done.err, 'exhausted', 1, true) then
+    -- Somebody wrote the last id there is.
+    redis.call('DEL', key)
+    done = add()
+  end
   if done.err then return done end
   redis.call('XTRIM', key, 'MAXLEN', '~', most)
   local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)
