@@ -36,7 +36,7 @@ demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside r
 	@$(BIN)/dualmap demo $(ARGS)
 
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
-	@$(BIN)/pytest tests/cli tests/contract tests/packaging e2e
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile tests/cli tests/contract tests/packaging e2e
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
 	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests)

@@ -62,6 +62,8 @@ async def test_a_dead_first_candidate_is_retried_at_the_second(world: World, dep
 async def test_the_books_follow_to_where_a_request_was_served(world: World, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     world.left.answer = sse(EVENTS, first_after=first, then=rest)
+    # It may be left alone for what other tests have seen of it.
+    await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/halved", endpoint="dead")
     async with AsyncExitStack() as clients:
         chosen: list[str] = []
         while "dead" not in chosen and len(chosen) < 40:
