@@ -19,7 +19,8 @@ VIRTUAL = {"window": window.main, "replicas": replicas.main}
 def main(names: list[str]) -> None:
     """Run the benchmarks of these names, all of the core's without any."""
     if names[:1] in (["--help"], ["-h"]):
-        sys.exit(print(__doc__))
+        print(__doc__)
+        return
     if names[:1] == ["gateway"]:
         # Imported here: Envoy's types take seconds that the core's benchmarks need not wait for.
         from bench.gateway.command import gateway

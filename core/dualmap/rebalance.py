@@ -40,8 +40,8 @@ def relieve(
         # In a pool that is overloaded as a whole, nearly all others are out of the question by their queue alone.
         if all(queue_s(each) >= slo_ttft_s for each in waiting.pair if each != waiting.member):
             continue
-        benefit_s = _benefit_s(now, waiting, ttft_s, alternative, slo_ttft_s)
-        if benefit_s > 0.0:
+        benefit_s, other = _benefit(now, waiting, ttft_s, alternative, slo_ttft_s)
+        if other is not None:
             benefits_s.append((benefit_s, waiting))
     benefits_s.sort(key=lambda each: -each[0])
     moved = 0
@@ -49,9 +49,8 @@ def relieve(
         if all(ttft_s <= slo_ttft_s for _, ttft_s in ttfts_s):
             break
         ttft_s = next(ttft_s for each, ttft_s in ttfts_s if each is waiting)
-        if _benefit_s(now, waiting, ttft_s, alternative, slo_ttft_s) > 0.0:
-            other = alternative(waiting)
-            assert other is not None, "who has a benefit has an alternative"
+        _, other = _benefit(now, waiting, ttft_s, alternative, slo_ttft_s)
+        if other is not None:
             move(waiting, other)
             moved += 1
             ttfts_s = _ttfts_s(now, queue, ahead_s)
@@ -67,16 +66,18 @@ def _ttfts_s(now: float, queue: HeldQueue, ahead_s: float) -> list[tuple[Waiting
     return expected
 
 
-def _benefit_s(
+def _benefit(
     now: float,
     waiting: Waiting,
     ttft_s: float,
     alternative: Callable[[Waiting], Candidate | None],
     slo_ttft_s: float,
-) -> float:
-    """Return B of eq. 6, or 0 where the request may not move."""
+) -> tuple[float, Candidate | None]:
+    """Return B of eq. 6 and where the request gains it; None where it may not move or gains nothing."""
     other = None if waiting.moved else alternative(waiting)
     if other is None:
-        return 0.0
+        return 0.0, None
     other_ttft_s = now - waiting.request.arrived_s + other.ttft_s
-    return ttft_s - other_ttft_s if other_ttft_s < slo_ttft_s else 0.0
+    if other_ttft_s >= min(slo_ttft_s, ttft_s):
+        return 0.0, None
+    return ttft_s - other_ttft_s, other

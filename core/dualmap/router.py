@@ -377,10 +377,11 @@ class PoolRouter:
         load = self._holding.get(member)
         if load is None:
             return
-        queue = self._pool.routing.queue
+        by_deadline, within_s = self._pool.routing.queue.order == "Deadline", None
         while load.held and self._fleet.is_open(now, member):
-            left_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member)
-            waiting = load.held.next(now, within_s=left_s if queue.order == "Deadline" else None)
+            if by_deadline:
+                within_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member)
+            waiting = load.held.next(now, within_s=within_s)
             self._unqueue(waiting)
             self._outcomes.append(self._hand_over(now, waiting))
 
