@@ -18,6 +18,7 @@ from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replic
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.summary import Summary, summarise
 from dualmap_sim.workloads.mooncake import read_mooncake
+from dualmap_sim.workloads.sessions import label_sessions
 from dualmap_sim.workloads.synthetic import default_workload
 from dualmap_sim.workloads.trace import Trace
 
@@ -121,7 +122,7 @@ def _trace(workload: str, sample: int, requests: int) -> Trace:
     if workload == "default":
         trace = default_workload(requests, seed=sample)
     else:
-        trace = _in_sessions(read_mooncake(CONVERSATION, start=sample * REQUESTS, limit=requests))
+        trace = label_sessions(read_mooncake(CONVERSATION, start=sample * REQUESTS, limit=requests))
     return trace.capped(ENGINE.input_tokens_max)
 
 
@@ -131,17 +132,3 @@ def _arrivals(workload: str, sample: int, requests: int, rate: float, sessions: 
     if not sessions:
         trace = replace(trace, requests=tuple(replace(request, session=None) for request in trace.requests))
     return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)
-
-
-def _in_sessions(trace: Trace) -> Trace:
-    """Label a trace that names no sessions: a prompt that holds a session's last one is that session's next turn."""
-    sessions_by_end: dict[int, int] = {}
-    requests = []
-    for number, request in enumerate(trace.requests):
-        full = request.blocks[: request.input_tokens // trace.block_tokens]
-        end = next((block for block in reversed(full) if block in sessions_by_end), None)
-        session = number if end is None else sessions_by_end.pop(end)
-        if full:
-            sessions_by_end[full[-1]] = session
-        requests.append(replace(request, session=session))
-    return replace(trace, requests=tuple(requests))

@@ -55,6 +55,48 @@ class TestTrace:
         assert trace(request()).longer_than(cap) == longer
 
 
+class TestClosedLoop:
+    """Three sessions; the second pauses, the third asks for nothing more."""
+
+    def closed(self) -> Trace:
+        return Trace(
+            name="t",
+            block_tokens=100,
+            closed_loop=True,
+            requests=(
+                request(10.0, session=1),
+                request(10.0, session=1, turn=1),
+                request(12.0, session=2),
+                request(13.0, session=2, turn=1, pause_s=1.0),
+                request(20.0, session=3),
+            ),
+        )
+
+    def test_rate_scales_the_starts_of_sessions_and_not_their_pauses(self):
+        scaled = self.closed().at_rate(1.0)
+
+        assert [r.arrival_s for r in scaled.requests] == [0.0, 0.0, 1.0, 2.0, 5.0]
+        assert scaled.requests[3].pause_s == 1.0
+        assert scaled.closed_loop
+
+    def test_requests_are_in_order_again_when_starts_come_closer(self):
+        scaled = self.closed().at_rate(5.0)
+
+        assert [(r.arrival_s, r.session, r.turn) for r in scaled.requests] == [
+            (0.0, 1, 0),
+            (0.0, 1, 1),
+            (0.0, 2, 0),
+            (0.0, 3, 0),
+            (1.0, 2, 1),
+        ], "the pause of a second alone takes the time of five requests"
+
+    def test_pauses_too_long_for_a_rate_leave_all_sessions_to_start_at_once(self):
+        assert [r.arrival_s for r in self.closed().at_rate(100.0).requests] == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+    def test_speeding_up_leaves_pauses(self):
+        assert [r.arrival_s for r in self.closed().sped_up(2).requests] == [5.0, 5.0, 6.0, 7.0, 10.0]
+
+
 class TestText:
     def test_equal_ids_give_equal_text_of_the_estimated_length(self):
         assert block_text(7, tokens=128) == block_text(7, tokens=128)

@@ -1,0 +1,63 @@
+"""The workloads by name, and one as a value: what a command is asked for and what a process of a sweep is handed.
+
+Neighbours: the generators and ``mooncake`` make the traces, ``sessions`` labels the recorded ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Protocol
+
+from dualmap_sim.workloads.mooncake import read_mooncake
+from dualmap_sim.workloads.sessions import label_sessions
+from dualmap_sim.workloads.synthetic import default_workload
+from dualmap_sim.workloads.trace import Trace
+
+
+class Generator(Protocol):
+    """What makes a workload."""
+
+    def __call__(self, requests: int, *, seed: int = 0) -> Trace:
+        """Return a trace of so many requests; equal arguments give equal traces, everywhere."""
+
+
+WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType({"default": default_workload})
+"""The generated workloads by name."""
+
+
+class UnknownWorkload(Exception):
+    """No workload has that name; ``str()`` says which there are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"workload: {name!r} is not accepted; give one of {', '.join(WORKLOADS)}, or a trace")
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Which requests to replay: ``requests`` of them from the ``start``-th on.
+
+    They are those of a recorded ``trace`` in Mooncake's form where one is given, else of the generated workload
+    ``name`` from ``seed``.
+    """
+
+    name: str = "default"
+    trace: Path | None = None
+    requests: int = 4000
+    start: int = 0
+    seed: int = 0
+
+    def load(self) -> Trace:
+        """Return the trace, neither capped nor scaled to a rate. A recorded one is labelled with its sessions.
+
+        A recorded trace may hold fewer requests than asked for. Raises UnknownWorkload, or TraceError for a trace that
+        cannot be read.
+        """
+        if self.trace is not None:
+            return label_sessions(read_mooncake(self.trace, start=self.start, limit=self.requests))
+        generator = WORKLOADS.get(self.name)
+        if generator is None:
+            raise UnknownWorkload(self.name)
+        whole = generator(self.start + self.requests, seed=self.seed)
+        return replace(whole, requests=whole.requests[self.start :])

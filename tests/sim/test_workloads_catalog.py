@@ -1,0 +1,94 @@
+"""Workloads by name and by file, windows of them, and the sessions of a trace that names none."""
+
+import json
+import pickle
+
+import pytest
+
+from dualmap_sim.workloads.catalog import WORKLOADS, UnknownWorkload, Workload
+from dualmap_sim.workloads.mooncake import TraceError
+from dualmap_sim.workloads.sessions import label_sessions
+from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Five requests: a conversation of three turns, with another of one, and a fork of the first."""
+    prompts = [(1, 2), (1, 9), (1, 2, 3), (1, 2, 4), (1, 2, 3, 5)]
+    path = tmp_path / "recorded.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": n, "input_length": 512 * len(ids), "output_length": 5, "hash_ids": ids}) + "\n"
+            for n, ids in enumerate(prompts)
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+class TestGenerated:
+    def test_loads_as_many_as_asked_for_always_the_same(self, name):
+        workload = Workload(name=name, requests=40)
+
+        assert len(workload.load().requests) == 40
+        assert workload.load() == workload.load()
+        assert workload.load() != Workload(name=name, requests=40, seed=1).load()
+
+    def test_a_later_window_drops_what_comes_before(self, name):
+        assert (
+            Workload(name=name, requests=30, start=10).load().requests
+            == (Workload(name=name, requests=40).load().requests[10:])
+        )
+
+    def test_is_a_value_that_other_processes_can_have(self, name):
+        workload = Workload(name=name, requests=40)
+
+        assert pickle.loads(pickle.dumps(workload)) == workload
+        assert {workload: 1}[Workload(name=name, requests=40)] == 1
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(UnknownWorkload, match=r"'nosuch' is not accepted; give one of default, .*"):
+        Workload(name="nosuch").load()
+
+
+def test_a_recorded_trace_is_read_in_its_window_and_labelled(recorded):
+    trace = Workload(trace=recorded, start=1, requests=3).load()
+
+    assert trace.name == "recorded.jsonl"
+    assert [(r.blocks, r.session, r.turn) for r in trace.requests] == [
+        ((1, 9), 0, 0),
+        ((1, 2, 3), 1, 0),
+        ((1, 2, 4), 2, 0),
+    ]
+
+
+def test_a_recorded_trace_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(TraceError, match="readable file"):
+        Workload(trace=tmp_path / "missing").load()
+
+
+class TestLabelSessions:
+    def labelled(self, *prompts: tuple[tuple[int, ...], int]) -> list[tuple[int | None, int]]:
+        requests = tuple(
+            TraceRequest(arrival_s=0.0, blocks=blocks, input_tokens=tokens, output_tokens=1)
+            for blocks, tokens in prompts
+        )
+        return [
+            (r.session, r.turn) for r in label_sessions(Trace(name="t", block_tokens=100, requests=requests)).requests
+        ]
+
+    def test_a_prompt_that_holds_a_sessions_last_one_is_its_next_turn(self):
+        assert self.labelled(((1, 2), 200), ((1, 9), 200), ((1, 2, 3), 300), ((1, 2, 3, 4), 400)) == [
+            (0, 0),
+            (1, 0),
+            (0, 1),
+            (0, 2),
+        ]
+
+    def test_of_two_that_go_on_from_one_prompt_the_first_continues_it(self):
+        assert self.labelled(((1, 2), 200), ((1, 2, 3), 300), ((1, 2, 4), 300)) == [(0, 0), (0, 1), (2, 0)]
+
+    def test_a_block_in_part_ends_no_prompt(self):
+        assert self.labelled(((1, 2), 150), ((1, 2, 3), 300)) == [(0, 0), (0, 1)], "known by its first block"
+        assert self.labelled(((2,), 50), ((2, 3), 150)) == [(0, 0), (1, 0)], "too short to be known"
