@@ -1,0 +1,190 @@
+"""One experiment: a workload at a rate, a policy, engines and an objective, replayed in virtual time.
+
+An ``Experiment`` is a value: equal ones give equal outcomes on any machine, it can be sent to another process, and
+``dataclasses.replace`` makes a variant. What stands in it is what the paper varies (ALGORITHMS sections 6 and 7).
+
+Neighbours: ``cluster`` and ``oracles`` replay, ``summary`` does the sums, ``goodput`` searches over rates,
+``parallel`` runs many. Traces and prompts are kept per process, so runs that differ in policy or rate share them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
+
+from dualmap.pool import Engine, Member, Model, Pool, Routing, Slo
+from dualmap_sim.arrivals import Arrival, arrivals
+from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
+from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.summary import Summary, summarise
+from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.workloads.trace import Trace
+
+_KEPT: Final = 4
+"""Traces and prompts kept per process: an evaluation goes through the windows of one or two workloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """What is replayed, how fast, on what, under which policy, and which of it is counted.
+
+    The trace's prompts are cut to the engine's longest (paper, A.2.1). Members are called ``qwen-0``, ``qwen-1``, ...
+    """
+
+    requests_per_s: float
+    workload: Workload = field(default_factory=Workload)
+    policy: str = "dualmap"
+    """A name of ``dualmap.policies.POLICIES``."""
+    instances: int = 8
+    engine: EngineConfig = PRESETS["7b"]
+    engines: tuple[tuple[str, EngineConfig], ...] = ()
+    """Members whose engine is another than ``engine``."""
+    slo_ttft_s: float = 5.0
+    warmup: int = 500
+    """The first so many requests of the trace are served but not counted."""
+    routers: int = 1
+    view_delay_s: float = 0.1
+    """How old, on average, a router's knowledge of what the others did is."""
+    feedback_delay_s: float = 0.0
+    """How long after the fact a router hears of a first token or an end."""
+    report_loss: float = 0.0
+    """Share of first tokens and ends that no router ever hears of."""
+    routing: Routing = field(default_factory=Routing)
+    """All of the pool's ``spec.routing`` but the policy and the block length, which are the experiment's."""
+    block_tokens: int | None = None
+    """Block length of the routers' keys and indexes; None: the trace's, which loses nothing and costs least."""
+    sessions: bool = True
+    """Whether requests name their session, where the workload knows it."""
+    kv_moves: bool = False
+    """Whether a session's KV may be brought from the engine that served it last."""
+    believed_tokens_per_s: float | None = None
+    """Prefill speed that the pool's object states for every member; None: the truth about ``engine``."""
+    sample_s: float | None = 1.0
+    """Virtual seconds between two samples of the engines' loads; None takes none, and there is no CV then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an experiment. ``summary`` is over the requests behind the warm-up, ``records`` has them all.
+
+    With ``gave_up`` the run was ended when it could no longer succeed, and the figures are those until then.
+    """
+
+    summary: Summary
+    records: tuple[Record, ...]
+    gave_up: bool
+
+
+def run_experiment(experiment: Experiment, *, stop_below: float | None = None) -> Outcome:
+    """Replay an experiment to its end.
+
+    With ``stop_below`` a run ends as soon as that share of the counted requests can no longer meet the SLO.
+    Raises TraceError where the workload cannot be had, ValueError where nothing is left to count behind the warm-up.
+    """
+    trace = load_trace(experiment)
+    if not 0 <= experiment.warmup < len(trace.requests):
+        raise ValueError(
+            f"a warm-up of {experiment.warmup} leaves nothing to count of {len(trace.requests)} requests; give fewer"
+        )
+    asked = _arrivals(experiment, trace)
+    records = _replay(experiment, asked)
+    counted = [record for record in records if int(record.arrival.request_id) >= experiment.warmup]
+    return Outcome(
+        summary=summarise(counted, slo_ttft_s=experiment.slo_ttft_s),
+        records=records,
+        gave_up=False,
+    )
+
+
+def load_trace(experiment: Experiment) -> Trace:
+    """Return an experiment's trace with its prompts cut, at the rate at which it was recorded. Raises TraceError."""
+    return _trace(experiment.workload, experiment.engine.input_tokens_max)
+
+
+def member_ids(instances: int) -> tuple[str, ...]:
+    """Return the names of the members of a pool of that size."""
+    return tuple(f"qwen-{number}" for number in range(instances))
+
+
+def _replay(experiment: Experiment, asked: Sequence[Arrival]) -> tuple[Record, ...]:
+    cluster = Cluster(
+        ClusterConfig(
+            pool=_pool(experiment),
+            engine=experiment.engine,
+            replicas=(Replica(),) * experiment.routers,
+            exchange=_exchange(experiment),
+            feedback_delay_s=experiment.feedback_delay_s,
+        )
+    )
+    return cluster.run(asked)
+
+
+def _exchange(experiment: Experiment) -> Exchange | None:
+    """Return how several routers tell each other; one alone has nobody to tell.
+
+    What a router knows of its peers is as old as the news' way takes, plus half a period on average since they were
+    collected: with a period of the wanted age and half of it on the way, that age in the mean.
+    """
+    if experiment.routers == 1:
+        return None
+    return Exchange(period_s=experiment.view_delay_s, delay_s=experiment.view_delay_s / 2)
+
+
+def _pool(experiment: Experiment) -> Pool:
+    trace = load_trace(experiment)
+    block_tokens = experiment.block_tokens or trace.block_tokens
+    believed = experiment.believed_tokens_per_s or experiment.engine.prefill.tokens_per_s
+    return Pool(
+        namespace="simulation",
+        name="qwen",
+        model=Model(name="qwen"),
+        engine=Engine(prefill_tokens_per_second=believed, cache_tokens=experiment.engine.cache_tokens),
+        slo=Slo(ttft_s=experiment.slo_ttft_s),
+        routing=replace(
+            experiment.routing,
+            policy=experiment.policy,
+            prefix=replace(experiment.routing.prefix, block_tokens=block_tokens),
+        ),
+        members=tuple(
+            Member(id=name, address=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}", port=8000)
+            for number, name in enumerate(member_ids(experiment.instances))
+        ),
+    )
+
+
+def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
+    """Return the requests as they arrive at the experiment's rate."""
+    paced = trace.at_rate(experiment.requests_per_s)
+    router_block_tokens = experiment.block_tokens or trace.block_tokens
+    engine_block_tokens = experiment.engine.block_tokens
+    if not experiment.sessions:
+        paced = replace(paced, requests=tuple(replace(request, session=None) for request in paced.requests))
+    if trace.closed_loop:
+        # Another rate may bring another order, and with it other numbers.
+        return arrivals(paced, router_block_tokens=router_block_tokens, engine_block_tokens=engine_block_tokens)
+    prompts = _prompts(
+        experiment.workload,
+        experiment.engine.input_tokens_max,
+        router_block_tokens,
+        engine_block_tokens,
+        experiment.sessions,
+    )
+    return tuple(
+        replace(prompt, at_s=request.arrival_s) for prompt, request in zip(prompts, paced.requests, strict=True)
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _trace(workload: Workload, input_tokens_max: int) -> Trace:
+    return workload.load().capped(input_tokens_max)
+
+
+@lru_cache(maxsize=_KEPT)
+def _prompts(
+    workload: Workload, input_tokens_max: int, router_block_tokens: int, engine_block_tokens: int, sessions: bool
+) -> tuple[Arrival, ...]:
+    """Return the trace's requests with their prompts' blocks named, which takes longer than to bring them in time."""
+    trace = _trace(workload, input_tokens_max)
+    if not sessions:
+        trace = replace(trace, requests=tuple(replace(request, session=None) for request in trace.requests))
+    return arrivals(trace, router_block_tokens=router_block_tokens, engine_block_tokens=engine_block_tokens)

@@ -1,0 +1,127 @@
+"""Goodput: the highest rate at which a share of the requests still gets its first token within the SLO.
+
+The paper's measure (section 5.1; ALGORITHMS section 6). Attainment falls as the rate rises, but not at every step: a
+slightly higher rate is another run, in which chance puts other requests side by side. So there may be several rates
+where attainment crosses the wanted share, and what is found is one of them: a rate that attains it whose next higher
+one does not, a relative ``tolerance`` apart. Rates are those of one fixed grid whatever the search begins with, so
+that different policies are tried at the very same rates. Several windows and seeds show how much of it is chance.
+
+Neighbours: ``experiment`` does the runs, ``parallel`` several searches at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import log
+from typing import Final
+
+from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
+
+_FIRST_STEP: Final = 1.2
+"""How far the first step goes from the guess; each further one goes twice as many grid points."""
+_SPARSEST: Final = 1 / 200
+"""Share of the ideal capacity below which no rate is tried: every request then has an instance to itself."""
+_DENSEST_SLO_SHARE: Final = 0.01
+"""Share of the SLO within which everything has arrived at the highest rate tried: at once, for all that matters."""
+
+
+class NoGoodput(Exception):
+    """The search has no end: the rate makes no difference. ``str()`` says at which rates and what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """What a search found: the rate, how many runs it took, and the bracket it stands in.
+
+    The upper end of ``bracket`` is the next rate of the grid, which did not attain the share.
+    """
+
+    requests_per_s: float
+    runs: int
+    bracket: tuple[float, float]
+
+
+def goodput(
+    experiment: Experiment,
+    *,
+    attainment: float = 0.9,
+    tolerance: float = 0.01,
+    guess: float | None = None,
+    on_try: Callable[[float], None] | None = None,
+) -> Goodput:
+    """Return the highest rate at which ``attainment`` of the counted requests meet the SLO, to ``tolerance``.
+
+    The experiment's own rate plays no role. The search begins at ``guess``, by default what an ideal cache would admit.
+    ``on_try`` is called with each rate before it is tried. Raises NoGoodput, and what ``run_experiment`` raises.
+    """
+    search = _Search(experiment, attainment=attainment, tolerance=tolerance, on_try=on_try)
+    good, bad = search.bracket(ideal_capacity(experiment) if guess is None else guess)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if search.attains(middle):
+            good = middle
+        else:
+            bad = middle
+    rate = search.rate(good)
+    return Goodput(requests_per_s=rate, runs=search.runs, bracket=(rate, search.rate(bad)))
+
+
+def ideal_capacity(experiment: Experiment) -> float:
+    """Return the requests per second that the engines could compute if every reusable token were reused."""
+    trace, engine = load_trace(experiment), experiment.engine
+    work_s = prefill_work_s(trace, engine.prefill, ideally_cached=True) + decode_work_s(trace, engine)
+    return experiment.instances * len(trace.requests) / work_s
+
+
+class _Search:
+    """Rates as points of a geometric grid, ``(1 + tolerance) ** step``, each tried once at most."""
+
+    def __init__(
+        self, experiment: Experiment, *, attainment: float, tolerance: float, on_try: Callable[[float], None] | None
+    ) -> None:
+        self._experiment = replace(experiment, sample_s=None)
+        self._attainment = attainment
+        self._ratio = 1 + tolerance
+        self._on_try = on_try
+        self._tried: dict[int, bool] = {}
+
+    @property
+    def runs(self) -> int:
+        """How many runs there were."""
+        return len(self._tried)
+
+    def rate(self, step: int) -> float:
+        """Return a grid point's requests per second."""
+        return float(self._ratio**step)
+
+    def attains(self, step: int) -> bool:
+        """Return whether the share is attained at a grid point."""
+        if step not in self._tried:
+            rate = self.rate(step)
+            if self._on_try is not None:
+                self._on_try(rate)
+            outcome = run_experiment(replace(self._experiment, requests_per_s=rate), stop_below=self._attainment)
+            self._tried[step] = not outcome.gave_up and outcome.summary.slo_attainment >= self._attainment
+        return self._tried[step]
+
+    def bracket(self, guess: float) -> tuple[int, int]:
+        """Return a grid point that attains the share and a higher one that does not. Raises NoGoodput."""
+        experiment, trace = self._experiment, load_trace(self._experiment)
+        lowest = self._step(min(guess, ideal_capacity(experiment)) * _SPARSEST)
+        highest = self._step(max(guess, len(trace.requests) / (experiment.slo_ttft_s * _DENSEST_SLO_SHARE)))
+        here, stride = self._step(guess), max(1, self._step(_FIRST_STEP))
+        upwards = self.attains(here)
+        while lowest <= here <= highest:
+            there = here + stride if upwards else here - stride
+            if self.attains(there) is not upwards:
+                return (here, there) if upwards else (there, here)
+            here, stride = there, 2 * stride
+        attained = "at least" if upwards else "never"
+        raise NoGoodput(
+            f"{experiment.policy}: {attained} {self._attainment:.0%} of the requests have their first token within "
+            f"{experiment.slo_ttft_s:g} s, whatever the rate (tried to {self.rate(here):.3g} requests/s); "
+            + ("give more requests or fewer instances" if upwards else "give a longer SLO or faster engines")
+        )
+
+    def _step(self, rate: float) -> int:
+        return round(log(rate) / log(self._ratio))

@@ -1,0 +1,142 @@
+"""Runs in parallel processes: results in order, the garbage collector off, nothing left behind whatever happens.
+
+The workers are forked, so they share what the parent has loaded. Each is handed one item at a time through a pipe of
+its own: a worker that dies is noticed, and workers whose parent dies end with the item under way. Neighbours:
+``experiment`` and ``goodput`` are what runs here.
+"""
+
+import gc
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Tell = Callable[[object], None]
+
+_TOLD, _DONE, _FAILED = range(3)
+
+
+class WorkerError(Exception):
+    """A worker process raised or died; ``str()`` ends with its traceback where there is one."""
+
+
+def run_parallel(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    processes: int,
+    on_done: Callable[[int, Result], None] | None = None,
+) -> list[Result]:
+    """Apply a function to items in forked processes; return the results in the items' order.
+
+    ``on_done`` is called here with each item's number and result as it is done. Raises WorkerError.
+    """
+    return run_telling(partial(_silently, function), items, processes=processes, on_done=on_done)
+
+
+def run_telling(
+    function: Callable[[Item, Tell], Result],
+    items: Sequence[Item],
+    *,
+    processes: int,
+    on_done: Callable[[int, Result], None] | None = None,
+    on_told: Callable[[int, Any], None] | None = None,
+) -> list[Result]:
+    """Do the same with a function that gets, beside each item, a way to tell how it gets on.
+
+    ``on_told`` is called here with the item's number and whatever the function told.
+    """
+    workers: list[_Worker[Item, Result]] = []
+    results: dict[int, Result] = {}
+    numbers = iter(range(len(items)))
+    try:
+        for number in range(min(processes, len(items))):
+            workers.append(_Worker(function, inherited=[worker.pipe for worker in workers]))
+            workers[-1].begin(next(numbers), items[number])
+        by_pipe = {worker.pipe: worker for worker in workers}
+        while len(results) < len(items):
+            for pipe in wait(list(by_pipe)):
+                assert isinstance(pipe, Connection)
+                worker = by_pipe[pipe]
+                kind, value = worker.hear()
+                if kind == _TOLD:
+                    if on_told is not None:
+                        on_told(worker.number, value)
+                    continue
+                results[worker.number] = value
+                if on_done is not None:
+                    on_done(worker.number, value)
+                following = next(numbers, None)
+                if following is not None:
+                    worker.begin(following, items[following])
+    finally:
+        for worker in workers:
+            worker.end()
+    return [results[number] for number in range(len(items))]
+
+
+class _Worker(Generic[Item, Result]):
+    """A process and the parent's end of its pipe; ``number`` is that of the item it works on."""
+
+    def __init__(self, function: Callable[[Item, Tell], Result], *, inherited: Sequence[Connection]) -> None:
+        context = get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.number = -1
+        self._process = context.Process(
+            target=_work, args=(function, theirs, (*inherited, self.pipe)), name="dualmap-run", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def begin(self, number: int, item: Item) -> None:
+        """Hand over the next item."""
+        self.number = number
+        self.pipe.send(item)
+
+    def hear(self) -> tuple[int, Any]:
+        """Return what the worker says; raises WorkerError when it has failed or is gone."""
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise WorkerError(f"a worker process died with exit code {self._process.exitcode}") from None
+        if kind == _FAILED:
+            raise WorkerError(f"a run failed:\n{value}")
+        return kind, value
+
+    def end(self) -> None:
+        """Stop the process, whatever it does, and wait until it is gone."""
+        self._process.terminate()
+        self._process.join()
+        self.pipe.close()
+
+
+def _silently(function: Callable[[Item], Result], item: Item, _tell: Tell) -> Result:
+    return function(item)
+
+
+def _work(function: Callable[[Item, Tell], Result], pipe: Connection, inherited: Sequence[Connection]) -> None:
+    """Work off items until the parent closes its end; runs in the worker."""
+    # Ctrl-C reaches every process of the terminal; the parent decides what becomes of the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Were the parent's ends left open here, no worker would see that the parent is gone.
+    for each in inherited:
+        each.close()
+    gc.disable()  # The collector finds nothing in a run: what there is lives until its end.
+    while True:
+        try:
+            item = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[int, object] = (_DONE, function(item, lambda told: pipe.send((_TOLD, told))))
+        except Exception:  # noqa: BLE001 - Whatever it is, the parent raises it.
+            answer = (_FAILED, traceback.format_exc())
+        gc.collect()  # Between runs nothing is under way, and what went round in circles can go.
+        pipe.send(answer)
