@@ -4,6 +4,7 @@ Neighbours: ``workloads`` makes traces, ``cluster`` replays what this makes of t
 and engine cut and hash, each with its own block length; here the trace's block ids stand for the text.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -16,12 +17,18 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request of a workload: when it arrives, and what router and engine get of it."""
+    """One request of a workload: when it arrives, and what router and engine get of it.
+
+    In a closed loop a session's later requests each come ``pause_s`` after the end of the request that they follow,
+    named by its id; their ``at_s`` is nominal, what an infinitely fast system would give.
+    """
 
     at_s: float
     chain: BlockChain
     session: int | None
     work: EngineRequest
+    follows: str | None = None
+    pause_s: float = 0.0
 
     @property
     def request_id(self) -> str:
@@ -47,9 +54,22 @@ def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int
                 output_tokens=request.output_tokens,
                 blocks=_prefix_names(request, trace.block_tokens, every_tokens=engine_block_tokens),
             ),
+            follows=follows,
+            pause_s=request.pause_s if follows is not None else 0.0,
         )
-        for number, request in enumerate(trace.requests)
+        for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True))
     )
+
+
+def _followed(trace: Trace) -> Iterator[str | None]:
+    """Return, per request, the one before it in its session where the trace is a closed loop; None where none is."""
+    last: dict[int, str] = {}
+    for number, request in enumerate(trace.requests):
+        if not trace.closed_loop or request.session is None:
+            yield None
+        else:
+            yield last.get(request.session)
+            last[request.session] = str(number)
 
 
 def _prefix_names(request: TraceRequest, trace_block_tokens: int, *, every_tokens: int) -> tuple[int, ...]:

@@ -1,163 +1,137 @@
-"""A cluster in virtual time: routers, engines, and what passes between them, as discrete events on a heap.
+"""A cluster in virtual time: routers, engines, and what passes between them, as discrete events on a timeline.
 
 The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the very objects that serve in wall-clock time;
 this module drives them, as ``extproc/server.py`` and ``engine_driver.py`` do elsewhere. What production cannot know at
-once is late here too: first tokens and ends reach a router after ``feedback_delay_s``, other routers' news after the
-exchange's period and delay. Everything follows from the configuration and the arrivals: equal ones give equal records
-on any machine.
+once is late here too: first tokens and ends reach a router after ``feedback_delay_s`` or never, other routers' news
+after the exchange's period and delay. Everything follows from the configuration and the arrivals: equal ones give equal
+records on any machine.
 
-Neighbours: ``arrivals`` makes what is replayed, ``summary`` measures what came of it.
+Neighbours: ``arrivals`` makes what is replayed, ``records`` is what is written down, ``summary`` measures what came of
+it; ``instances``, ``exchange`` and ``events`` are parts of this.
 """
 
-import heapq
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.news import News, SharedBinding
 from dualmap.pool import Pool
-from dualmap.requests import Decision, Held, Reason, Refusal, Request, Usage
+from dualmap.requests import Decision, Held, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.engine import Engine, Finished, FirstToken
+from dualmap_sim.engine import Finished, FirstToken
+from dualmap_sim.events import Event, Fail, PoolChange, Recover
+from dualmap_sim.exchange import Exchange, Grapevine, Replica, everything
+from dualmap_sim.instances import Instance, Instances
 from dualmap_sim.presets import EngineConfig
+from dualmap_sim.records import LoadSample, Record
+from dualmap_sim.timeline import Timeline
 
+__all__ = ["Cluster", "ClusterConfig", "Exchange", "LoadSample", "Record", "Replica", "everything"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """One router: when it begins to take its share of the requests, knowing nothing.
-
-    Unless it is told the news its peers made in the ``replay_s`` seconds before.
-    """
-
-    at_s: float = 0.0
-    replay_s: float = 0.0
-
-
-def everything(news: News) -> News:
-    """Return the news as it is: what an exchange carries by default."""
-    return news
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """How the routers' news travels: taken every ``period_s``, with the others ``delay_s`` later.
-
-    The delay is half a period by default, since in production they look for news as often as they tell theirs.
-    ``carries`` may leave parts out. Bindings go through a store that sees one at a time and answers at once.
-    """
-
-    period_s: float = 0.1
-    delay_s: float = 0.05
-    carries: Callable[[News], News] = everything
+_TWO_64: Final = 2.0**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """A pool with an engine of one kind behind every member, and the routers before it.
+    """A pool with an engine behind every member, the routers before it, and what happens to them.
 
     Without an ``exchange`` the routers share nothing. Each takes an equal share of the requests, drawn by their ids.
     """
 
     pool: Pool
     engine: EngineConfig
+    engines: Mapping[str, EngineConfig] = field(default_factory=dict)
+    """Members, by id, whose engine is another than ``engine``."""
+    events: tuple[Event, ...] = ()
     replicas: tuple[Replica, ...] = (Replica(),)
     exchange: Exchange | None = None
     feedback_delay_s: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Record:
-    """One request's way. Times are None, and ``refused`` is, where that never happened."""
-
-    arrival: Arrival
-    router: int
-    held: bool = False
-    dispatched_s: float | None = None
-    endpoint: str | None = None
-    rule: str | None = None
-    cached_tokens: int = 0
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    refused: Reason | None = None
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Seconds from the arrival at the router to the first token; None when there was none."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival.at_s
+    """How long after the fact a router hears of a first token, an end, or that an instance could not be reached."""
+    report_loss: float = 0.0
+    """Share (0 to 1) of first tokens and of ends that no router ever hears of, drawn by the requests' ids."""
+    kv_moves: bool = False
+    """Whether a request may pull its session's KV from the engine that the session's last request went to."""
+    sample_s: float | None = None
+    """Seconds between two samples of the load; None takes none."""
+    gives_up: Callable[[Record], bool] | None = None
+    """Asked at each first token, refusal and failure; True ends the run at once."""
 
 
 class Cluster:
-    """One run of a cluster. ``routers`` may be looked at afterwards."""
+    """One run of a cluster. ``routers`` and ``samples`` may be looked at afterwards."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
-        shares = config.exchange is not None
-        self.routers = tuple(PoolRouter(config.pool, shares=shares) for _ in config.replicas)
-        self._engines = {member.endpoint: Engine(config.engine) for member in config.pool.members}
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-        # What is to come but ticks of the exchange, which go on for ever and would hide that a request was lost.
-        self._to_come = 0
-        self._now = 0.0
+        self.routers = tuple(PoolRouter(config.pool, shares=config.exchange is not None) for _ in config.replicas)
+        self.samples: list[LoadSample] = []
+        self.gave_up = False
+        """Whether ``gives_up`` ended the run."""
+        self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
+        self._timeline = Timeline()
         self._records: dict[str, Record] = {}
-        # Requests of whose end their router has not heard, the next one to arrive included.
+        # Requests of whose end their router has not heard and may yet hear, the next one to arrive included.
         self._open = 0
-        # When each router and engine will be woken; wake-ups that came to be superseded do nothing.
+        self._arrivals: Iterator[Arrival] = iter(())
+        self._followers: dict[str, list[Arrival]] = {}
+        # When each router will be woken; wake-ups that came to be superseded do nothing.
         self._router_wakes_s = [inf] * len(self.routers)
-        self._engine_wakes_s = dict.fromkeys(self._engines, inf)
-        self._told: deque[tuple[float, int, News]] = deque()
-        self._remembered_s = max(replica.replay_s for replica in config.replicas)
-        self._bindings: dict[int, tuple[float, SharedBinding]] = {}
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[Record, ...]:
-        """Replay requests in order of arrival until the last has ended; return a record of each, in that order."""
-        self._arrivals = iter(arrivals)
+        """Replay requests until the last has ended; return a record of each, in the order in which they came.
+
+        ``arrivals`` are in order of ``at_s``. One that follows another comes ``pause_s`` after that one has ended: was
+        finished, refused or failed, since a client goes on whatever the answer was.
+        """
+        for arrival in arrivals:
+            if arrival.follows is not None:
+                self._followers.setdefault(arrival.follows, []).append(arrival)
+        self._arrivals = (arrival for arrival in arrivals if arrival.follows is None)
         self._next_arrival()
-        exchange = self._config.exchange
-        if exchange is not None:
-            for router, replica in enumerate(self._config.replicas):
-                # Routers do not tick together; the first tick of one that joins is its replay.
-                phase_s = exchange.period_s * router / len(self.routers)
-                self._at(replica.at_s, partial(self._replay, router), ticks=True)
-                self._at(replica.at_s + phase_s, partial(self._tick, router), ticks=True)
-        while self._open:
-            assert self._to_come, f"{self._open} requests never end"
-            self._now, _, act = heapq.heappop(self._agenda)
-            act()
+        for event in self._config.events:
+            self._timeline.at(event.at_s, self._happen, event)
+        if self._config.exchange is not None:
+            Grapevine(
+                self._config.exchange,
+                replicas=self._config.replicas,
+                routers=self.routers,
+                timeline=self._timeline,
+                after=self._after,
+            ).begin()
+        if self._config.sample_s is not None:
+            self._timeline.at(0.0, self._sample, self._config.sample_s, ticks=True)
+        while self._open and not self.gave_up:
+            assert not self._timeline.is_over, f"{self._open} requests never end"
+            self._timeline.step()
+        assert self.gave_up or not self._followers, "a request follows one that never came"
         return tuple(self._records.values())
-
-    def _at(self, at_s: float, act: Callable[[], None], *, ticks: bool = False) -> None:
-        if not ticks:
-            self._to_come += 1
-            act = partial(self._come, act)
-        heapq.heappush(self._agenda, (at_s, next(self._order), act))
-
-    def _come(self, act: Callable[[], None]) -> None:
-        self._to_come -= 1
-        act()
 
     def _next_arrival(self) -> None:
         arrival = next(self._arrivals, None)
         if arrival is not None:
             self._open += 1
-            self._at(arrival.at_s, partial(self._arrive, arrival))
+            self._timeline.at(arrival.at_s, self._arrive_next, arrival)
+
+    def _arrive_next(self, arrival: Arrival) -> None:
+        self._next_arrival()
+        self._arrive(arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self._next_arrival()
-        request_id = arrival.request_id
-        present = [number for number, replica in enumerate(self._config.replicas) if replica.at_s <= self._now]
-        router = present[xxh3_64_intdigest(b"share " + request_id.encode()) % len(present)]
+        now, request_id = self._timeline.now_s, arrival.work.request_id
+        router = self._router_of(now, request_id)
         assert request_id not in self._records, f"two requests are called {request_id}"
         self._records[request_id] = Record(arrival=arrival, router=router)
-        request = Request(id=request_id, chain=arrival.chain, arrived_s=self._now, session=arrival.session)
-        self._decided(self.routers[router].on_request(self._now, request))
+        request = Request(id=request_id, chain=arrival.chain, arrived_s=now, session=arrival.session)
+        self._decided(self.routers[router].on_request(now, request))
         self._after(router)
+
+    def _router_of(self, now: float, request_id: str) -> int:
+        if len(self.routers) == 1:
+            return 0
+        present = [number for number, replica in enumerate(self._config.replicas) if replica.at_s <= now]
+        return present[xxh3_64_intdigest(b"share " + request_id.encode()) % len(present)]
 
     def _decided(self, outcome: Decision | Held | Refusal) -> None:
         record = self._records[outcome.request_id]
@@ -168,61 +142,102 @@ class Cluster:
         elif isinstance(outcome, Refusal):
             record.refused = outcome.reason
             self._open -= 1
+            self._may_give_up(record)
+            self._ended(record)
         else:
-            record.dispatched_s = self._now
+            record.dispatched_s = self._timeline.now_s
             record.endpoint = outcome.endpoints[0]
             record.rule = outcome.receipt.rule
-            self._engines[record.endpoint].submit(self._now, record.arrival.work)
-            self._wake_engine(record.endpoint)
+            self._hand_over(record, self._instances.at(record.endpoint))
+
+    def _hand_over(self, record: Record, instance: Instance) -> None:
+        now = self._timeline.now_s
+        if not instance.alive:
+            self._timeline.at(now + self._config.feedback_delay_s, self._fail, record)
+            return
+        instance.submit(now, record.arrival.work, weighed=self._config.sample_s is not None)
+        self._wake_engine(instance)
+
+    def _ended(self, record: Record) -> None:
+        """Have those come that waited for a request's end, which is now."""
+        for follower in self._followers.pop(record.arrival.work.request_id, ()):
+            at_s = self._timeline.now_s + follower.pause_s
+            self._open += 1
+            self._timeline.at(at_s, self._arrive, replace(follower, at_s=at_s))
+
+    def _may_give_up(self, record: Record) -> None:
+        gives_up = self._config.gives_up
+        if gives_up is not None and gives_up(record):
+            self.gave_up = True
 
     def _after(self, router: int) -> None:
         """Collect what a call of a router set free, and see to it that it is woken in time."""
         for outcome in self.routers[router].take_outcomes():
             self._decided(outcome)
         due_s = self.routers[router].next_deadline()
-        if due_s is None:
-            return
-        due_s = max(due_s, self._now)
-        if due_s < self._router_wakes_s[router]:
-            self._router_wakes_s[router] = due_s
-            self._at(due_s, partial(self._router_due, router, due_s))
+        if due_s is not None and due_s < self._router_wakes_s[router]:
+            due_s = max(due_s, self._timeline.now_s)
+            if due_s < self._router_wakes_s[router]:
+                self._router_wakes_s[router] = due_s
+                self._timeline.at(due_s, self._router_due, router)
 
-    def _router_due(self, router: int, due_s: float) -> None:
-        if self._router_wakes_s[router] != due_s:
+    def _router_due(self, router: int) -> None:
+        now = self._timeline.now_s
+        if self._router_wakes_s[router] != now:
             return
         self._router_wakes_s[router] = inf
         deadline_s = self.routers[router].next_deadline()
-        if deadline_s is not None and deadline_s <= self._now:
-            self.routers[router].on_deadline(self._now)
+        if deadline_s is not None and deadline_s <= now:
+            self.routers[router].on_deadline(now)
         self._after(router)
 
-    def _wake_engine(self, endpoint: str) -> None:
-        due_s = self._engines[endpoint].next_event_s()
-        if due_s is not None and due_s != self._engine_wakes_s[endpoint]:
-            self._engine_wakes_s[endpoint] = due_s
-            self._at(due_s, partial(self._engine_due, endpoint, due_s))
+    def _wake_engine(self, instance: Instance) -> None:
+        due_s = instance.engine.next_event_s()
+        if due_s is not None and due_s != instance.wakes_s:
+            instance.wakes_s = due_s
+            self._timeline.at(due_s, self._engine_due, instance)
 
-    def _engine_due(self, endpoint: str, due_s: float) -> None:
-        if self._engine_wakes_s[endpoint] != due_s:
+    def _engine_due(self, instance: Instance) -> None:
+        if instance.wakes_s != self._timeline.now_s:
             return
-        self._engine_wakes_s[endpoint] = inf
-        for event in self._engines[endpoint].advance(self._now):
-            heard = self._hear_first_token if isinstance(event, FirstToken) else self._hear_end
-            self._note(event)
-            self._at(self._now + self._config.feedback_delay_s, partial(heard, self._records[event.request_id]))
-        self._wake_engine(endpoint)
+        instance.wakes_s = inf
+        self._advance(instance)
+        self._wake_engine(instance)
 
-    def _note(self, event: FirstToken | Finished) -> None:
-        record = self._records[event.request_id]
-        if isinstance(event, FirstToken):
-            assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
-            record.first_token_s, record.cached_tokens = event.at_s, event.cached_tokens
-        else:
-            assert record.finished_s is None, f"{event.request_id} finished twice"
-            record.finished_s = event.at_s
+    def _advance(self, instance: Instance) -> None:
+        now, report_s = self._timeline.now_s, self._timeline.now_s + self._config.feedback_delay_s
+        for event in instance.engine.advance(now):
+            record = self._records[event.request_id]
+            if isinstance(event, FirstToken):
+                self._note_first_token(record, event)
+                instance.prefilled(event.request_id)
+                if not self._is_lost(b"first ", event.request_id):
+                    self._timeline.at(report_s, self._hear_first_token, record)
+            else:
+                self._note_end(record, event)
+                instance.ended(event.request_id)
+                if self._is_lost(b"end ", event.request_id):
+                    self._open -= 1
+                else:
+                    self._timeline.at(report_s, self._hear_end, record)
+
+    def _is_lost(self, kind: bytes, request_id: str) -> bool:
+        loss = self._config.report_loss
+        return loss > 0.0 and xxh3_64_intdigest(kind + request_id.encode()) < loss * _TWO_64
+
+    def _note_first_token(self, record: Record, event: FirstToken) -> None:
+        assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
+        record.first_token_s, record.cached_tokens = event.at_s, event.cached_tokens
+        self._may_give_up(record)
+
+    def _note_end(self, record: Record, event: Finished) -> None:
+        assert record.finished_s is None, f"{event.request_id} finished twice"
+        assert not record.failed, f"{event.request_id} finished after it had failed"
+        record.finished_s = event.at_s
+        self._ended(record)
 
     def _hear_first_token(self, record: Record) -> None:
-        self.routers[record.router].on_first_token(self._now, record.arrival.request_id)
+        self.routers[record.router].on_first_token(self._timeline.now_s, record.arrival.work.request_id)
         self._after(record.router)
 
     def _hear_end(self, record: Record) -> None:
@@ -231,53 +246,45 @@ class Cluster:
         usage = Usage(
             prompt_tokens=work.prompt_tokens, completion_tokens=work.output_tokens, cached_tokens=record.cached_tokens
         )
-        self.routers[record.router].on_finished(self._now, work.request_id, usage)
+        self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
         self._after(record.router)
 
-    def _tick(self, router: int) -> None:
-        exchange = self._config.exchange
-        assert exchange is not None
-        self._at(self._now + exchange.period_s, partial(self._tick, router), ticks=True)
-        news = exchange.carries(self.routers[router].take_news(self._now))
-        if self._remembered_s:
-            self._told.append((self._now, router, news))
-            while self._told[0][0] < self._now - self._remembered_s:
-                self._told.popleft()
-        for peer, replica in enumerate(self._config.replicas):
-            if peer != router and replica.at_s <= self._now:
-                self._at(self._now + exchange.delay_s, partial(self._hear_news, peer, router, news), ticks=True)
-        answers = self._store(news)
-        if answers:
-            self._at(self._now + exchange.delay_s, partial(self._hear_bindings, router, answers), ticks=True)
+    def _fail(self, record: Record) -> None:
+        """End a request whose engine died or was dead; its router hears of it now."""
+        assert not record.failed, f"{record.arrival.request_id} failed twice"
+        record.failed = True
+        self._open -= 1
+        self._may_give_up(record)
+        self._ended(record)
+        self.routers[record.router].on_failed(self._timeline.now_s, record.arrival.request_id)
+        self._after(record.router)
 
-    def _store(self, news: News) -> tuple[SharedBinding, ...]:
-        """Answer what is wanted, then compare and set: the newer version holds, of equal ones the first.
+    def _happen(self, event: Event) -> None:
+        now = self._timeline.now_s
+        if isinstance(event, PoolChange):
+            self._instances.adopt(event.pool)
+            for number, router in enumerate(self.routers):
+                router.on_pool(now, event.pool)
+                self._after(number)
+        elif isinstance(event, Fail):
+            self._die(self._instances.of(event.member))
+        elif isinstance(event, Recover):
+            self._instances.recover(event.member)
+        else:
+            self._instances.change_speed(event.member, event.engine)
 
-        Return what was wanted and known, and the winners over what was not set.
-        """
-        answers = [self._bindings[session] for session in news.wanted if session in self._bindings]
-        for binding in news.bindings:
-            held = self._bindings.get(binding.session)
-            if held is None or held[1].version < binding.version:
-                self._bindings[binding.session] = (self._now, binding)
-            elif held[1].host != binding.host:
-                answers.append(held)
-        return tuple(
-            replace(binding, moved_ago_s=binding.moved_ago_s + self._now - stored_s) for stored_s, binding in answers
-        )
+    def _die(self, instance: Instance) -> None:
+        if instance.alive:
+            # What it did until this very moment it has done.
+            self._advance(instance)
+            for request_id in instance.die():
+                self._fail(self._records[request_id])
 
-    def _hear_news(self, router: int, peer: int, news: News) -> None:
-        delay_s = self._config.exchange.delay_s if self._config.exchange is not None else 0.0
-        self.routers[router].on_news(self._now, f"router-{peer}", news, delay_s)
-        self._after(router)
-
-    def _hear_bindings(self, router: int, bindings: tuple[SharedBinding, ...]) -> None:
-        self.routers[router].on_bindings(self._now, bindings)
-        self._after(router)
-
-    def _replay(self, router: int) -> None:
-        since_s = self._now - self._config.replicas[router].replay_s
-        for told_s, peer, news in self._told:
-            if told_s > since_s:
-                self.routers[router].on_news(self._now, f"router-{peer}", news, self._now - told_s)
-        self._after(router)
+    def _sample(self, every_s: float) -> None:
+        now = self._timeline.now_s
+        self._timeline.at(now + every_s, self._sample, every_s, ticks=True)
+        pending_tokens = self._instances.pending_tokens()
+        for router in self.routers:
+            for endpoint in router.status().endpoints:
+                pending_tokens[endpoint.id] += endpoint.held_prefill_tokens
+        self.samples.append(LoadSample(at_s=now, pending_tokens=pending_tokens))

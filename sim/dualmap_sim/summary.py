@@ -3,46 +3,69 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, nan
+from math import ceil, nan, sqrt
 
-from dualmap_sim.cluster import Record
+from dualmap_sim.records import LoadSample, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Figures over some of a run's requests; shares are 0 to 1.
 
-    TTFT and hit rate are over the requests that were served; a refused one counts as one that missed the SLO.
-    ``rules`` says how many were sent by each of the policy's rules.
+    TTFT, E2E (arrival to last token) and hit rate are over the requests that were served; one that was refused or
+    failed counts as one that missed the SLO. ``pending_cv`` is how unevenly prompt tokens still to be computed lay on
+    the members: standard deviation over mean, itself the mean over all samples with any such tokens. ``rules`` says how
+    many were sent by each of the policy's rules.
     """
 
     requests: int
     refused: int
+    failed: int
     slo_attainment: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
+    ttft_p999_s: float
+    e2e_p50_s: float
+    e2e_p90_s: float
     hit_rate: float
+    pending_cv: float
     held_share: float
     rules: Mapping[str, int]
 
 
-def summarise(records: Sequence[Record], *, slo_ttft_s: float) -> Summary:
-    """Return the figures of some ended requests, at least one; NaN where none was served."""
+def summarise(records: Sequence[Record], *, slo_ttft_s: float, samples: Sequence[LoadSample] = ()) -> Summary:
+    """Return the figures of some ended requests, at least one; NaN where none was served, or nothing was sampled."""
     served = [record for record in records if record.finished_s is not None]
     ttft_s = sorted(record.ttft_s for record in served if record.ttft_s is not None)
+    e2e_s = sorted(r.finished_s - r.arrival.at_s for r in served if r.finished_s is not None)
     prompt_tokens = sum(record.arrival.work.prompt_tokens for record in served)
     return Summary(
         requests=len(records),
         refused=sum(record.refused is not None for record in records),
+        failed=sum(record.failed for record in records),
         slo_attainment=sum(each <= slo_ttft_s for each in ttft_s) / len(records),
         ttft_p50_s=percentile(ttft_s, 0.5),
         ttft_p90_s=percentile(ttft_s, 0.9),
         ttft_p99_s=percentile(ttft_s, 0.99),
+        ttft_p999_s=percentile(ttft_s, 0.999),
+        e2e_p50_s=percentile(e2e_s, 0.5),
+        e2e_p90_s=percentile(e2e_s, 0.9),
         hit_rate=sum(record.cached_tokens for record in served) / prompt_tokens if prompt_tokens else nan,
+        pending_cv=_pending_cv(samples),
         held_share=sum(record.held for record in records) / len(records),
         rules=Counter(record.rule for record in served if record.rule is not None),
     )
+
+
+def _pending_cv(samples: Sequence[LoadSample]) -> float:
+    cvs = []
+    for sample in samples:
+        tokens = sample.pending_tokens.values()
+        if any(tokens):
+            mean = sum(tokens) / len(tokens)
+            cvs.append(sqrt(sum((each - mean) ** 2 for each in tokens) / len(tokens)) / mean)
+    return sum(cvs) / len(cvs) if cvs else nan
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

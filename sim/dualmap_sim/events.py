@@ -1,0 +1,49 @@
+"""What may happen to a cluster during a run, besides requests: values that ``ClusterConfig.events`` holds."""
+
+from dataclasses import dataclass
+
+from dualmap.pool import Pool
+from dualmap_sim.presets import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChange:
+    """Every router is given another version of the pool: members join, drain, leave, change their weight.
+
+    The engine of a new member starts cold; that of one that has left finishes what it has. A member with another
+    address under the same id is a new one.
+    """
+
+    at_s: float
+    pool: Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """A member's engine dies: its requests fail at once, and whatever is sent to it until it recovers."""
+
+    at_s: float
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recover:
+    """A member's engine that had died starts again, with nothing in its cache."""
+
+    at_s: float
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A member's engine becomes slower or faster; what it is computing at that moment ends at the old speed.
+
+    Of ``engine`` only the costs of prefill and decode may differ from what the member has, not its memory or blocks.
+    """
+
+    at_s: float
+    member: str
+    engine: EngineConfig
+
+
+Event = PoolChange | Fail | Recover | Speed

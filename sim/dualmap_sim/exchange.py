@@ -1,0 +1,122 @@
+"""How the routers of a simulated cluster tell each other their news, late as in production.
+
+``cluster`` owns the routers and the timeline; this module lets news pass between them, and stands for the store that
+settles which replica's binding of a session holds (``dualmap_extproc.store.exchange`` does this in production).
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dualmap.news import News, SharedBinding
+from dualmap.router import PoolRouter
+from dualmap_sim.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One router: when it begins to take its share of the requests, knowing nothing.
+
+    Unless it is told the news its peers made in the ``replay_s`` seconds before.
+    """
+
+    at_s: float = 0.0
+    replay_s: float = 0.0
+
+
+def everything(news: News) -> News:
+    """Return the news as it is: what an exchange carries by default."""
+    return news
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How the routers' news travels: taken every ``period_s``, with the others ``delay_s`` later.
+
+    The delay is half a period by default, since in production they look for news as often as they tell theirs.
+    ``carries`` may leave parts out. Bindings go through a store that sees one at a time and answers at once.
+    """
+
+    period_s: float = 0.1
+    delay_s: float = 0.05
+    carries: Callable[[News], News] = everything
+
+
+class Grapevine:
+    """The exchange between the routers of one run; ``after`` is called with the number of each that heard anything."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        replicas: Sequence[Replica],
+        routers: Sequence[PoolRouter],
+        timeline: Timeline,
+        after: Callable[[int], None],
+    ) -> None:
+        self._exchange = exchange
+        self._replicas = replicas
+        self._routers = routers
+        self._timeline = timeline
+        self._after = after
+        self._told: deque[tuple[float, int, News]] = deque()
+        self._remembered_s = max(replica.replay_s for replica in replicas)
+        self._bindings: dict[int, tuple[float, SharedBinding]] = {}
+
+    def begin(self) -> None:
+        """Have every router tell its news from when it joins."""
+        for router, replica in enumerate(self._replicas):
+            # Routers do not tick together; the first tick of one that joins is its replay.
+            phase_s = self._exchange.period_s * router / len(self._routers)
+            self._timeline.at(replica.at_s, self._replay, router, ticks=True)
+            self._timeline.at(replica.at_s + phase_s, self._tick, router, ticks=True)
+
+    def _tick(self, router: int) -> None:
+        exchange, timeline = self._exchange, self._timeline
+        now = timeline.now_s
+        timeline.at(now + exchange.period_s, self._tick, router, ticks=True)
+        news = exchange.carries(self._routers[router].take_news(now))
+        if self._remembered_s:
+            self._told.append((now, router, news))
+            while self._told[0][0] < now - self._remembered_s:
+                self._told.popleft()
+        for peer, replica in enumerate(self._replicas):
+            if peer != router and replica.at_s <= now:
+                timeline.at(now + exchange.delay_s, self._hear_news, (peer, router, news), ticks=True)
+        answers = self._store(now, news)
+        if answers:
+            timeline.at(now + exchange.delay_s, self._hear_bindings, (router, answers), ticks=True)
+
+    def _store(self, now: float, news: News) -> tuple[SharedBinding, ...]:
+        """Answer what is wanted, then compare and set: the newer version holds, of equal ones the first.
+
+        Return what was wanted and known, and the winners over what was not set.
+        """
+        answers = [self._bindings[session] for session in news.wanted if session in self._bindings]
+        for binding in news.bindings:
+            held = self._bindings.get(binding.session)
+            if held is None or held[1].version < binding.version:
+                self._bindings[binding.session] = (now, binding)
+            elif held[1].host != binding.host:
+                answers.append(held)
+        return tuple(
+            replace(binding, moved_ago_s=binding.moved_ago_s + now - stored_s) for stored_s, binding in answers
+        )
+
+    def _hear_news(self, heard: tuple[int, int, News]) -> None:
+        router, peer, news = heard
+        self._routers[router].on_news(self._timeline.now_s, f"router-{peer}", news, self._exchange.delay_s)
+        self._after(router)
+
+    def _hear_bindings(self, heard: tuple[int, tuple[SharedBinding, ...]]) -> None:
+        router, bindings = heard
+        self._routers[router].on_bindings(self._timeline.now_s, bindings)
+        self._after(router)
+
+    def _replay(self, router: int) -> None:
+        now = self._timeline.now_s
+        since_s = now - self._replicas[router].replay_s
+        for told_s, peer, news in self._told:
+            if told_s > since_s:
+                self._routers[router].on_news(now, f"router-{peer}", news, now - told_s)
+        self._after(router)

@@ -1,0 +1,102 @@
+"""The engines behind a simulated cluster's members, as members come and go, fail, and change their speed.
+
+``cluster`` hands requests to these and lets them advance; the engine model itself is ``engine.Engine``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+
+from dualmap.pool import Pool
+from dualmap_sim.engine import Engine, EngineRequest
+from dualmap_sim.presets import EngineConfig
+
+
+class Instance:
+    """One engine from its start to its end: of a member that leaves and comes back there are two."""
+
+    __slots__ = ("alive", "engine", "live", "pending_tokens", "wakes_s")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.alive = True
+        # When it will be advanced next; wake-ups that came to be superseded do nothing.
+        self.wakes_s = inf
+        # Its requests that have not ended, each with what it counts for in `pending_tokens`.
+        self.live: dict[str, int] = {}
+        self.pending_tokens = 0
+
+    def submit(self, now: float, work: EngineRequest, *, weighed: bool) -> None:
+        """Take a request. ``weighed`` counts its uncomputed tokens as pending, which takes a look at the cache."""
+        uncomputed = 0
+        if weighed:
+            uncomputed = work.prompt_tokens - self.engine.cached_tokens(work)
+            self.pending_tokens += uncomputed
+        self.live[work.request_id] = uncomputed
+        self.engine.submit(now, work)
+
+    def prefilled(self, request_id: str) -> None:
+        """Count a request's prompt no longer as pending."""
+        self.pending_tokens -= self.live[request_id]
+        self.live[request_id] = 0
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request that ended."""
+        del self.live[request_id]
+
+    def die(self) -> tuple[str, ...]:
+        """Drop everything; return the requests that had not ended."""
+        dropped = tuple(self.live)
+        self.alive, self.wakes_s = False, inf
+        self.live.clear()
+        self.pending_tokens = 0
+        return dropped
+
+
+class Instances:
+    """The instances of a pool's present members; those that have left live on where their requests are."""
+
+    def __init__(self, pool: Pool, *, engine: EngineConfig, engines: Mapping[str, EngineConfig]) -> None:
+        self._engine = engine
+        self._engines = dict(engines)
+        self._at: dict[str, Instance] = {}
+        self._endpoints: dict[str, str] = {}
+        self.adopt(pool)
+
+    def at(self, endpoint: str) -> Instance:
+        """Return the instance behind an ``ip:port`` of the pool."""
+        return self._at[endpoint]
+
+    def adopt(self, pool: Pool) -> None:
+        """Take a new version of the pool: who is new starts cold."""
+        present, self._at, self._endpoints = self._at, {}, {}
+        for member in pool.members:
+            instance = present.get(member.endpoint)
+            self._at[member.endpoint] = self._start(member.id) if instance is None else instance
+            self._endpoints[member.id] = member.endpoint
+
+    def of(self, member: str) -> Instance:
+        """Return the instance of a member of the pool."""
+        return self._at[self._endpoints[member]]
+
+    def recover(self, member: str) -> None:
+        """Start a member's engine again; one that is alive goes on."""
+        endpoint = self._endpoints[member]
+        if not self._at[endpoint].alive:
+            self._at[endpoint] = self._start(member)
+
+    def change_speed(self, member: str, engine: EngineConfig) -> None:
+        """Let a member's engine take other costs from its next prefill or decode run on."""
+        self._engines[member] = engine
+        changed = self._at[self._endpoints[member]].engine
+        config = changed.config
+        assert engine == replace(config, prefill=engine.prefill, decode=engine.decode), "only speeds may change"
+        assert (engine.decode is None) == (config.decode is None), "an engine either decodes or it does not"
+        changed.config = engine
+
+    def pending_tokens(self) -> dict[str, int]:
+        """Return what every member was handed over and has not prefilled, in tokens, by id."""
+        return {member: self._at[endpoint].pending_tokens for member, endpoint in self._endpoints.items()}
+
+    def _start(self, member: str) -> Instance:
+        return Instance(Engine(self._engines.get(member, self._engine)))
