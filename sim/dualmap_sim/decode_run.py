@@ -23,6 +23,23 @@ class DecodeRun:
         """Return when the run's first ``steps`` steps are over."""
         return self.start_s + self._cost.steps_s(steps, requests=self._requests, kv_tokens=self._kv_tokens)
 
+    @property
+    def end_s(self) -> float:
+        """When its last step is over."""
+        return self.end_of_s(self.steps)
+
+    def boundary_s(self, now: float) -> float:
+        """Return when the step under way at ``now`` is over: ``now`` itself between two steps."""
+        return self.end_of_s(self._begun_at(now))
+
+    def cut(self, now: float) -> None:
+        """Make it end with the step under way at ``now``."""
+        self.steps = min(self.steps, self._begun_at(now))
+
+    def _begun_at(self, now: float) -> int:
+        done = self.done_at(now)
+        return done if self.end_of_s(done) >= now else done + 1
+
     def done_at(self, now: float) -> int:
         """Return how many of its steps are over at ``now``."""
         guess = self._cost.steps_within(

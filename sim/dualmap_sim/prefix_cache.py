@@ -9,14 +9,16 @@ from collections.abc import Sequence
 
 
 class PrefixCache:
-    """LRU over chained block hashes, bounded in blocks, leaves evicted before the blocks they hang on.
+    """LRU over chained block hashes, bounded in blocks or not, leaves evicted before the blocks they hang on.
 
     A chain is refreshed from its last block to its first, so every block is older than the one before it in
     its chain. The oldest block of all therefore never has a descendant in the cache: plain LRU order *is*
     leaf-first order, without a tree.
+
+    Several engines may share one: each sees what the others have put in.
     """
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int | None) -> None:
         self._capacity_blocks = capacity_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
@@ -46,5 +48,6 @@ class PrefixCache:
                 blocks.move_to_end(block)
             else:
                 blocks[block] = None
-        while len(blocks) > self._capacity_blocks:
-            blocks.popitem(last=False)
+        if self._capacity_blocks is not None:
+            while len(blocks) > self._capacity_blocks:
+                blocks.popitem(last=False)

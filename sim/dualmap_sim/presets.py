@@ -6,7 +6,7 @@ so that results can be compared with others' of the same model. Every number is 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from types import MappingProxyType
 from typing import Final
@@ -17,7 +17,11 @@ TRACE_BLOCK_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds one prefill takes: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``."""
+    """Seconds one prefill takes: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``.
+
+    Of ``h`` tokens that need not be computed, those pulled from another engine are not loaded at ``l``; what pulling
+    takes comes on top.
+    """
 
     overhead_s: float
     """``o``: paid by every prefill, whatever its length."""
@@ -28,10 +32,11 @@ class PrefillCost:
     load_tokens_per_s: float
     """``l``: speed at which the KV of cached tokens is brought in."""
 
-    def seconds(self, *, new_tokens: int, cached_tokens: int) -> float:
-        """Return the duration of a prefill of ``n`` new tokens behind ``h`` cached ones."""
-        total = new_tokens + cached_tokens
-        attended = self.attention / 2 * (total * total - cached_tokens * cached_tokens)
+    def seconds(self, *, new_tokens: int, cached_tokens: int, pulled_tokens: int = 0) -> float:
+        """Return the duration of a prefill of new tokens behind cached and pulled ones, the pulling left out."""
+        before = cached_tokens + pulled_tokens
+        total = new_tokens + before
+        attended = self.attention / 2 * (total * total - before * before)
         return self.overhead_s + (new_tokens + attended) / self.tokens_per_s + cached_tokens / self.load_tokens_per_s
 
 
@@ -78,6 +83,32 @@ class EngineConfig:
     """Longest prompt: the paper caps its traces here; whoever makes requests applies it, and so does the server."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     """Length of a prefix block; only whole blocks are cached and reused."""
+    pull_tokens_per_s: float | None = None
+    """Speed at which KV can be brought from another engine; None: it cannot."""
+
+
+def slowed(config: EngineConfig, factor: float) -> EngineConfig:
+    """Return an engine that takes ``factor`` times as long for everything it does.
+
+    Its memory is the same, and so is the speed of pulling KV, which is the network's.
+    """
+    prefill, decode = config.prefill, config.decode
+    return replace(
+        config,
+        prefill=PrefillCost(
+            overhead_s=prefill.overhead_s * factor,
+            tokens_per_s=prefill.tokens_per_s / factor,
+            attention=prefill.attention,
+            load_tokens_per_s=prefill.load_tokens_per_s / factor,
+        ),
+        decode=None
+        if decode is None
+        else DecodeCost(
+            step_s=decode.step_s * factor,
+            per_kv_token_s=decode.per_kv_token_s * factor,
+            per_request_s=decode.per_request_s * factor,
+        ),
+    )
 
 
 PRESETS: Final[Mapping[str, EngineConfig]] = MappingProxyType(

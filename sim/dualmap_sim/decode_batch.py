@@ -1,0 +1,73 @@
+"""The requests that decode together: how many, what they hold, and which of them is done next.
+
+``engine.py`` decides when the batch takes its steps and ``decode_run.py`` knows how long they take. Requests come and
+go between steps only, in O(log batch) each.
+"""
+
+from heapq import heappop, heappush
+
+from dualmap_sim.decode_run import DecodeRun
+from dualmap_sim.engine_jobs import Job, JobState
+from dualmap_sim.presets import DecodeCost
+
+
+class DecodeBatch:
+    """A batch, and the decode steps it has taken. Every member gains one token with each."""
+
+    __slots__ = ("_by_last_step", "_joins", "_leaving", "kv_tokens", "size", "steps")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.steps = 0
+        """Steps taken, ever, by whoever was in the batch."""
+        self.kv_tokens = 0
+        """KV tokens that its members hold after those steps."""
+        # Aborted ones stay in the heap until they come up.
+        self._by_last_step: list[tuple[int, int, Job]] = []
+        self._joins = 0
+        self._leaving: list[Job] = []
+
+    def join(self, job: Job) -> None:
+        """Take in a job that has its first token and lacks others."""
+        job.state = JobState.DECODING
+        job.joined_step = self.steps
+        job.finish_step = self.steps + job.output_tokens - 1
+        self._joins += 1
+        heappush(self._by_last_step, (job.finish_step, self._joins, job))
+        self.size += 1
+        self.kv_tokens += job.request.prompt_tokens + 1
+
+    def leave(self, job: Job) -> None:
+        """Have an aborted job leave with the next ``take``."""
+        self._leaving.append(job)
+
+    def run(self, cost: DecodeCost, *, start_s: float) -> DecodeRun:
+        """Return the steps until the first member is done, as a run from ``start_s``. There must be a member."""
+        heap = self._by_last_step
+        while heap[0][2].state is JobState.GONE:
+            heappop(heap)
+        return DecodeRun(
+            cost, start_s=start_s, steps=heap[0][0] - self.steps, requests=self.size, kv_tokens=self.kv_tokens
+        )
+
+    def take(self, steps: int) -> list[Job]:
+        """Take some steps, at most until the first member is done; return who left, ``DECODING`` if it is done.
+
+        No steps at all only let the aborted go.
+        """
+        self.steps += steps
+        self.kv_tokens += steps * self.size
+        left, self._leaving = self._leaving, []
+        for job in left:
+            job.state = JobState.GONE
+        heap = self._by_last_step
+        while heap and heap[0][0] <= self.steps:
+            job = heappop(heap)[2]
+            if job.state is JobState.DECODING:
+                left.append(job)
+        self.size -= len(left)
+        for job in left:
+            self.kv_tokens -= job.request.prompt_tokens + 1 + self.steps - job.joined_step
+        if not self.size:
+            heap.clear()  # What is left are aborted ones whose last step will never come.
+        return left

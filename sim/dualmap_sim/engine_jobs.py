@@ -1,0 +1,91 @@
+"""One engine's books on its requests: what each has come to, and who waits in which order.
+
+``engine.py`` moves the jobs, ``decode_batch.py`` holds those that decode.
+"""
+
+from collections.abc import Iterator
+from enum import Enum, auto
+from heapq import heappop, heappush
+from math import inf
+
+from dualmap_sim.engine_requests import EngineRequest
+
+
+class JobState(Enum):
+    """How far a request has come."""
+
+    WAITING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    GONE = auto()
+
+
+class Job:
+    """One request on its way through the engine."""
+
+    __slots__ = (
+        "arrived_s",
+        "cached_tokens",
+        "finish_step",
+        "joined_step",
+        "need_tokens",
+        "output_tokens",
+        "prefill_started_s",
+        "pulled_tokens",
+        "request",
+        "state",
+    )
+
+    def __init__(self, request: EngineRequest, *, need_tokens: int, arrived_s: float) -> None:
+        self.request = request
+        self.need_tokens = need_tokens
+        self.output_tokens = need_tokens - request.prompt_tokens
+        self.arrived_s = arrived_s
+        self.state = JobState.WAITING
+        self.prefill_started_s = inf
+        self.cached_tokens = 0
+        self.pulled_tokens = 0
+        self.joined_step = 0
+        self.finish_step = 0
+
+
+class WaitingJobs:
+    """The jobs that have not begun their prefill, by priority and then by arrival."""
+
+    __slots__ = ("_arrivals", "_heap", "_size")
+
+    def __init__(self) -> None:
+        # Aborted ones stay in the heap until they come up.
+        self._heap: list[tuple[int, int, Job]] = []
+        self._arrivals = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Job]:
+        """Yield them in no particular order."""
+        return (job for _, _, job in self._heap if job.state is JobState.WAITING)
+
+    def push(self, job: Job) -> None:
+        """Let a job wait."""
+        self._arrivals += 1
+        self._size += 1
+        heappush(self._heap, (job.request.priority, self._arrivals, job))
+
+    def head(self) -> Job | None:
+        """Return the job whose turn it is."""
+        heap = self._heap
+        while heap and heap[0][2].state is JobState.GONE:
+            heappop(heap)
+        return heap[0][2] if heap else None
+
+    def pop_head(self) -> None:
+        """Remove what ``head`` has just returned."""
+        heappop(self._heap)
+        self._size -= 1
+
+    def drop(self, job: Job) -> None:
+        """Remove a job from wherever it waits."""
+        job.state = JobState.GONE
+        self._size -= 1
