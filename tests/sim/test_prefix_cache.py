@@ -61,6 +61,15 @@ def test_no_capacity_means_no_cache() -> None:
     assert cache.match([1, 2]) == 0
 
 
+def test_without_a_limit_nothing_is_ever_evicted() -> None:
+    cache = PrefixCache(None)
+    for start in range(0, 1000, 10):
+        cache.insert(range(start, start + 10))
+
+    assert len(cache) == 1000
+    assert cache.match(range(10)) == 10
+
+
 # Paths in a ternary tree, as chains of block hashes: a block's name is the path to it.
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=60)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap_sim.presets import PRESETS, DecodeCost
+from dualmap_sim.presets import PRESETS, DecodeCost, slowed
 
 DECODE = DecodeCost(step_s=0.03, per_kv_token_s=1e-7, per_request_s=2e-4)
 
@@ -56,3 +56,21 @@ def test_presets_cannot_be_changed_in_place() -> None:
         PRESETS["7b"].cache_tokens = 1  # type: ignore[misc]  # the assignment under test
     with pytest.raises(TypeError):
         PRESETS["mine"] = PRESETS["7b"]  # type: ignore[index]  # the assignment under test
+
+
+@given(factor=st.floats(0.1, 10), new=st.integers(1, 20_000), cached=st.integers(0, 20_000))
+def test_a_slowed_engine_takes_as_many_times_as_long(factor: float, new: int, cached: int) -> None:
+    engine = PRESETS["14b"]
+    slow = slowed(engine, factor)
+
+    prefill_s = engine.prefill.seconds(new_tokens=new, cached_tokens=cached)
+    assert slow.prefill.seconds(new_tokens=new, cached_tokens=cached) == pytest.approx(factor * prefill_s)
+    assert engine.decode is not None
+    assert slow.decode is not None
+    step_s = engine.decode.steps_s(7, requests=3, kv_tokens=new)
+    assert slow.decode.steps_s(7, requests=3, kv_tokens=new) == pytest.approx(factor * step_s)
+    assert (slow.kv_memory_tokens, slow.cache_tokens) == (engine.kv_memory_tokens, engine.cache_tokens)
+
+
+def test_a_slowed_prefill_only_engine_still_does_not_decode() -> None:
+    assert slowed(PRESETS["pd"], 2.0).decode is None
