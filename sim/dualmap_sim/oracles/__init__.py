@@ -1,0 +1,126 @@
+"""Bounds that no router can reach, because they see what none can: every cache, every queue, every prompt's true cost.
+
+They replay the same arrivals on the same engine model as ``cluster`` and leave the same records, so ``summary``
+measures them as it measures a policy: how far a policy is from ``limit`` is how much routing leaves to gain.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from dualmap_sim.arrivals import Arrival
+from dualmap_sim.engine import Engine
+from dualmap_sim.oracles.all_cached import AllCached
+from dualmap_sim.oracles.full_scan import FullScan
+from dualmap_sim.oracles.replay import Discipline, Instance, OracleRun, Replay
+from dualmap_sim.oracles.single_queue import SingleQueue
+from dualmap_sim.oracles.waiting_lines import HopefulFirst, InOrder
+from dualmap_sim.prefix_cache import PrefixCache
+from dualmap_sim.presets import EngineConfig
+from dualmap_sim.records import Record
+
+__all__ = ["ORACLES", "OracleInfo", "OracleRun", "run_oracle"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """What an oracle is built for: ``instances`` engines of one kind, and an objective."""
+
+    engine: EngineConfig
+    instances: int
+    slo_ttft_s: float
+
+    def with_caches_of_their_own(self) -> tuple[Instance, ...]:
+        """Return fresh instances."""
+        return tuple(Instance(f"instance-{number}", Engine(self.engine)) for number in range(self.instances))
+
+    def sharing(self, cache: PrefixCache) -> tuple[Instance, ...]:
+        """Return fresh instances that share a cache."""
+        return tuple(
+            Instance(f"instance-{number}", Engine(self.engine, cache=cache)) for number in range(self.instances)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleInfo:
+    """An oracle by its name, with where it comes from; ``build`` makes one for a run."""
+
+    name: str
+    source: str
+    summary: str
+    build: Callable[[Pool], Discipline]
+
+
+def run_oracle(
+    name: str,
+    *,
+    engine: EngineConfig,
+    instances: int,
+    arrivals: Sequence[Arrival],
+    slo_ttft_s: float = 5.0,
+    gives_up: Callable[[Record], bool] | None = None,
+    sample_s: float | None = None,
+) -> OracleRun:
+    """Replay requests, in order of arrival, on ``instances`` engines under an oracle of ``ORACLES``.
+
+    ``gives_up`` is asked at each first token; True ends the run at once. The SLO matters to those that serve by it.
+    Raises RequestDoesNotFit for a request larger than an engine's memory.
+    """
+    discipline = ORACLES[name].build(Pool(engine=engine, instances=instances, slo_ttft_s=slo_ttft_s))
+    return Replay(discipline, gives_up=gives_up, sample_s=sample_s).run(arrivals)
+
+
+def _limit(pool: Pool) -> Discipline:
+    return SingleQueue(pool.sharing(PrefixCache(None)), InOrder())
+
+
+def _limit_pooled(pool: Pool) -> Discipline:
+    pooled = PrefixCache(pool.instances * pool.engine.cache_tokens // pool.engine.block_tokens)
+    return SingleQueue(pool.sharing(pooled), InOrder())
+
+
+def _limit_deadline(pool: Pool) -> Discipline:
+    instances = pool.sharing(PrefixCache(None))
+    # The cache is the same everywhere, so any instance can tell.
+    return SingleQueue(instances, HopefulFirst(instances[0].prefill_s, slo_ttft_s=pool.slo_ttft_s))
+
+
+ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
+    {
+        info.name: info
+        for info in (
+            OracleInfo(
+                name="limit",
+                source="DualMap, section A.2.2 (one shared cache without a limit); here the queue is shared too",
+                summary="One cache without a limit and one queue for all instances, first come, first served.",
+                build=_limit,
+            ),
+            OracleInfo(
+                name="limit_pooled",
+                source="limit, with the cache memory that there is",
+                summary="One LRU cache as large as all instances' together, one queue, first come, first served.",
+                build=_limit_pooled,
+            ),
+            OracleInfo(
+                name="limit_deadline",
+                source="limit, in another order",
+                summary="As limit, but who can still meet the SLO goes first; the oldest is passed over 20 times.",
+                build=_limit_deadline,
+            ),
+            OracleInfo(
+                name="full_scan_oracle",
+                source="ALGORITHMS section 5; DualMap, eq. 1, over all instances and without error",
+                summary="At once to the instance with the least true T_q + T_c, by its own cache and queue.",
+                build=lambda pool: FullScan(pool.with_caches_of_their_own()),
+            ),
+            OracleInfo(
+                name="all_cached",
+                source="ALGORITHMS section 5 (no queue, all cached)",
+                summary="An engine for each request, which has its prompt cached: no TTFT is below this.",
+                build=lambda pool: AllCached(pool.engine),
+            ),
+        )
+    }
+)
+"""Every oracle, by name."""

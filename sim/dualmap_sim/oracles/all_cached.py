@@ -1,0 +1,29 @@
+"""The floor of TTFT: every request has an engine to itself, which holds its prompt but for what is always computed.
+
+ALGORITHMS section 5: no queue, all cached. No cluster of these engines, however large, serves a request sooner.
+"""
+
+from dualmap_sim.engine import Engine
+from dualmap_sim.oracles.replay import HandOver, Instance
+from dualmap_sim.prefix_cache import PrefixCache
+from dualmap_sim.presets import EngineConfig
+from dualmap_sim.records import Record
+
+
+class AllCached:
+    """A fresh engine for each request, with the request's own blocks in its cache."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._engine = engine
+        self.instances: tuple[Instance, ...] = ()
+
+    def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
+        """Hand a request over at once."""
+        work = record.arrival.work
+        cache = PrefixCache(None)
+        # The incomplete last block is cached by nobody, and of a prompt of whole blocks the engine computes the last.
+        cache.insert(work.blocks[: work.prompt_tokens // self._engine.block_tokens])
+        hand_over(record, Instance("alone", Engine(self._engine, cache=cache)))
+
+    def changed(self, now: float, hand_over: HandOver) -> None:
+        """Do nothing: nobody waits here."""

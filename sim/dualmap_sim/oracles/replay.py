@@ -1,0 +1,175 @@
+"""What the oracles share: arrivals and engines on one timeline, with no router between them.
+
+A *discipline* decides where a request goes, knowing everything; this module does what ``cluster`` does around its
+routers, with the same records, samples and assertions, so that a bound and a policy are measured alike. All that
+happens inside an engine is the engine model's own: a discipline only ever submits.
+
+Neighbours: ``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, ``ORACLES`` names them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Protocol
+
+from dualmap_sim.arrivals import Arrival
+from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
+from dualmap_sim.records import LoadSample, Record
+from dualmap_sim.timeline import Timeline
+
+
+class Instance:
+    """An engine with its name, its load and when it will be woken."""
+
+    __slots__ = ("engine", "name", "pending_tokens", "wakes_s")
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.engine = engine
+        self.pending_tokens = 0
+        """Prompt tokens handed over and not yet prefilled, less what the cache held at that moment."""
+        self.wakes_s = inf
+
+    def prefill_s(self, work: EngineRequest) -> float:
+        """Return how long a request's prefill would take here if it began now and had the engine to itself."""
+        cached_tokens = self.engine.cached_tokens(work)
+        return self.engine.config.prefill.seconds(
+            new_tokens=work.prompt_tokens - cached_tokens, cached_tokens=cached_tokens
+        )
+
+
+HandOver = Callable[[Record, Instance], None]
+"""Submits a request to an instance, now."""
+
+
+class Discipline(Protocol):
+    """Who decides. What it decides it does at once, by ``hand_over``."""
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """The instances that requests are spread over."""
+
+    def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
+        """Take a request, or hand it over."""
+
+    def changed(self, now: float, hand_over: HandOver) -> None:
+        """Look again: some engine ended a prefill or a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleRun:
+    """What came of a run: a record of each request in order of arrival, and the samples of the load.
+
+    What waits for no instance in particular is in no sample. ``gave_up`` says that the run was ended early.
+    """
+
+    records: tuple[Record, ...]
+    samples: tuple[LoadSample, ...]
+    gave_up: bool
+
+
+class Replay:
+    """One run of a discipline. ``gives_up`` is asked at each first token; True ends the run at once."""
+
+    def __init__(
+        self,
+        discipline: Discipline,
+        *,
+        gives_up: Callable[[Record], bool] | None = None,
+        sample_s: float | None = None,
+    ) -> None:
+        self._discipline = discipline
+        self._gives_up = gives_up
+        self._gave_up = False
+        self._sample_s = sample_s
+        self._timeline = Timeline()
+        self._records: dict[str, Record] = {}
+        self._samples: list[LoadSample] = []
+        # Who arrives only once another has ended, by the other's id.
+        self._followers: dict[str, list[Arrival]] = {}
+        self._served_by: dict[str, tuple[Instance, int]] = {}
+        self._unfinished = 0
+
+    def run(self, arrivals: Sequence[Arrival]) -> OracleRun:
+        """Replay requests until the last has ended; those that follow no other are in order of arrival."""
+        self._unfinished = len(arrivals)
+        for arrival in arrivals:
+            if arrival.follows is not None:
+                self._followers.setdefault(arrival.follows, []).append(arrival)
+        self._first = (arrival for arrival in arrivals if arrival.follows is None)
+        self._expect_next()
+        if self._sample_s is not None:
+            self._timeline.at(0.0, self._sample, self._sample_s, ticks=True)
+        while self._unfinished and not self._gave_up:
+            assert not self._timeline.is_over, f"{self._unfinished} requests never end"
+            self._timeline.step()
+        return OracleRun(records=tuple(self._records.values()), samples=tuple(self._samples), gave_up=self._gave_up)
+
+    def _expect_next(self) -> None:
+        arrival = next(self._first, None)
+        if arrival is not None:
+            self._timeline.at(arrival.at_s, self._arrive_in_order, arrival)
+
+    def _arrive_in_order(self, arrival: Arrival) -> None:
+        self._expect_next()
+        self._arrive(arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        request_id, now = arrival.request_id, self._timeline.now_s
+        assert request_id not in self._records, f"two requests are called {request_id}"
+        if arrival.follows is not None:
+            arrival = replace(arrival, at_s=now)
+        record = self._records[request_id] = Record(arrival=arrival, router=0)
+        self._discipline.arrive(now, record, self._hand_over)
+        record.held = record.dispatched_s is None
+
+    def _hand_over(self, record: Record, instance: Instance) -> None:
+        work, now = record.arrival.work, self._timeline.now_s
+        assert record.dispatched_s is None, f"{work.request_id} was dispatched twice"
+        record.dispatched_s = now
+        record.endpoint = instance.name
+        uncomputed_tokens = work.prompt_tokens - instance.engine.cached_tokens(work)
+        instance.pending_tokens += uncomputed_tokens
+        self._served_by[work.request_id] = (instance, uncomputed_tokens)
+        instance.engine.submit(now, work)
+        self._wake(instance)
+
+    def _wake(self, instance: Instance) -> None:
+        due_s = instance.engine.next_event_s()
+        if due_s is not None and due_s != instance.wakes_s:
+            instance.wakes_s = due_s
+            self._timeline.at(due_s, self._due, instance)
+
+    def _due(self, instance: Instance) -> None:
+        now = self._timeline.now_s
+        if instance.wakes_s != now:
+            return  # It came to be woken at another time instead.
+        instance.wakes_s = inf
+        events = instance.engine.advance(now)
+        for event in events:
+            self._note(event)
+        self._wake(instance)
+        if events:
+            self._discipline.changed(now, self._hand_over)
+
+    def _note(self, event: FirstToken | Finished) -> None:
+        record = self._records[event.request_id]
+        if isinstance(event, FirstToken):
+            assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
+            record.first_token_s, record.cached_tokens = event.at_s, event.cached_tokens
+            instance, uncomputed_tokens = self._served_by.pop(event.request_id)
+            instance.pending_tokens -= uncomputed_tokens
+            if self._gives_up is not None and self._gives_up(record):
+                self._gave_up = True
+        else:
+            assert record.finished_s is None, f"{event.request_id} finished twice"
+            record.finished_s = event.at_s
+            self._unfinished -= 1
+            for follower in self._followers.pop(event.request_id, ()):
+                self._timeline.at(event.at_s + follower.pause_s, self._arrive, follower)
+
+    def _sample(self, period_s: float) -> None:
+        now = self._timeline.now_s
+        pending_tokens = {instance.name: instance.pending_tokens for instance in self._discipline.instances}
+        self._samples.append(LoadSample(at_s=now, pending_tokens=pending_tokens))
+        self._timeline.at(now + period_s, self._sample, period_s, ticks=True)

@@ -1,0 +1,45 @@
+"""One queue for all instances, and one cache: no request ever waits behind the wrong one or finds the wrong cache.
+
+The paper's theoretical upper bound of reuse is one shared cache without a limit (section A.2.2). With the queue shared
+too there is no choice of instance left to get wrong: what a policy loses against this, it loses by routing.
+
+Neighbour: ``waiting_lines`` says who is next.
+"""
+
+from collections.abc import Sequence
+
+from dualmap_sim.engine import EngineRequest
+from dualmap_sim.oracles.replay import HandOver, Instance
+from dualmap_sim.oracles.waiting_lines import WaitingLine
+from dualmap_sim.records import Record
+
+
+class SingleQueue:
+    """The head of the line goes to an instance that can start it at once; until there is one, all wait.
+
+    At once means that nothing waits or is prefilled there and its memory fits; a decode step under way still ends
+    first. Of several such instances the one with the least KV reserved takes it, then the first.
+    """
+
+    def __init__(self, instances: Sequence[Instance], line: WaitingLine) -> None:
+        self.instances = instances
+        self._line = line
+
+    def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
+        """Let a request wait, and start who can start."""
+        self._line.add(record)
+        self.changed(now, hand_over)
+
+    def changed(self, now: float, hand_over: HandOver) -> None:
+        """Start who can start."""
+        while (record := self._line.head(now)) is not None:
+            instance = self._that_can_start(record.arrival.work)
+            if instance is None:
+                return
+            self._line.take()
+            hand_over(record, instance)
+
+    def _that_can_start(self, work: EngineRequest) -> Instance | None:
+        # An idle engine that cannot start a request never will, and says so when it is given it.
+        able = (each for each in self.instances if each.engine.could_start(work) or not each.engine.running)
+        return min(able, key=lambda each: each.engine.kv_tokens_reserved, default=None)

@@ -1,0 +1,89 @@
+"""Who of those that wait in the single queue is next: the first that came, or the first that can still be in time."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from dualmap_sim.engine import EngineRequest
+from dualmap_sim.records import Record
+
+PASSED_OVER_MAX: Final = 20
+"""How often in a row the oldest waiting request is passed over: with 20, every 21st start at least is in order.
+
+Small enough that nobody starves: who waits behind k others that are too late starts within 21 (k + 1) starts.
+"""
+
+
+class WaitingLine(Protocol):
+    """The requests that wait, and who of them is next."""
+
+    def add(self, record: Record) -> None:
+        """Take a request that arrived after all others here."""
+
+    def head(self, now: float) -> Record | None:
+        """Return who is next, None when nobody waits."""
+
+    def take(self) -> None:
+        """Remove what ``head`` returned last."""
+
+
+class InOrder:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Record] = deque()
+
+    def add(self, record: Record) -> None:
+        """Take a request that arrived after all others here."""
+        self._waiting.append(record)
+
+    def head(self, now: float) -> Record | None:
+        """Return who has waited longest."""
+        return self._waiting[0] if self._waiting else None
+
+    def take(self) -> None:
+        """Remove the head."""
+        self._waiting.popleft()
+
+
+class HopefulFirst:
+    """Who can still meet the SLO goes before who cannot, both in order of arrival.
+
+    All have the same objective, so the order of arrival is that of the deadlines. Serving a late request costs as much
+    as serving one in time and wins nothing, but no late one is passed over for ever: see ``PASSED_OVER_MAX``.
+    ``prefill_s`` says how long a request's prefill would take if it began now.
+    """
+
+    def __init__(self, prefill_s: Callable[[EngineRequest], float], *, slo_ttft_s: float) -> None:
+        self._prefill_s = prefill_s
+        self._slo_ttft_s = slo_ttft_s
+        self._hopeful: deque[Record] = deque()
+        # Older than all hopeful ones, since only the head is ever found to be late.
+        self._late: deque[Record] = deque()
+        self._passed_over = 0
+        self._next_is_late = False
+
+    def add(self, record: Record) -> None:
+        """Take a request that arrived after all others here."""
+        self._hopeful.append(record)
+
+    def head(self, now: float) -> Record | None:
+        """Return the oldest that can still be in time; the oldest of all when there is none or it is its turn."""
+        while self._hopeful and not self._is_hopeful(now, self._hopeful[0]):
+            self._late.append(self._hopeful.popleft())
+        overdue = self._passed_over >= PASSED_OVER_MAX
+        self._next_is_late = bool(self._late) and (overdue or not self._hopeful)
+        waiting = self._late if self._next_is_late else self._hopeful
+        return waiting[0] if waiting else None
+
+    def take(self) -> None:
+        """Remove what ``head`` returned last."""
+        if self._next_is_late:
+            self._late.popleft()
+            self._passed_over = 0
+        else:
+            self._hopeful.popleft()
+            self._passed_over += bool(self._late)
+
+    def _is_hopeful(self, now: float, record: Record) -> bool:
+        return now + self._prefill_s(record.arrival.work) <= record.arrival.at_s + self._slo_ttft_s
