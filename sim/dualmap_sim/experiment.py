@@ -7,15 +7,18 @@ Neighbours: ``cluster`` and ``oracles`` replay, ``summary`` does the sums, ``goo
 ``parallel`` runs many. Traces and prompts are kept per process, so runs that differ in policy or rate share them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
 from dualmap.pool import Engine, Member, Model, Pool, Routing, Slo
 from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
+from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Replica
+from dualmap_sim.lost_runs import LostRun
+from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.summary import Summary, summarise
 from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.trace import Trace
@@ -34,7 +37,7 @@ class Experiment:
     requests_per_s: float
     workload: Workload = field(default_factory=Workload)
     policy: str = "dualmap"
-    """A name of ``dualmap.policies.POLICIES``."""
+    """A name of ``dualmap.policies.POLICIES`` or of ``dualmap_sim.oracles.ORACLES``."""
     instances: int = 8
     engine: EngineConfig = PRESETS["7b"]
     engines: tuple[tuple[str, EngineConfig], ...] = ()
@@ -65,35 +68,49 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of an experiment. ``summary`` is over the requests behind the warm-up, ``records`` has them all.
+    """What came of an experiment. ``records`` and ``samples`` are of all of it, ``summary`` without the warm-up.
 
     With ``gave_up`` the run was ended when it could no longer succeed, and the figures are those until then.
     """
 
     summary: Summary
     records: tuple[Record, ...]
+    samples: tuple[LoadSample, ...]
     gave_up: bool
 
 
-def run_experiment(experiment: Experiment, *, stop_below: float | None = None) -> Outcome:
+def run_experiment(
+    experiment: Experiment, *, stop_below: float | None = None, on_answer: Callable[[], None] | None = None
+) -> Outcome:
     """Replay an experiment to its end.
 
     With ``stop_below`` a run ends as soon as that share of the counted requests can no longer meet the SLO.
-    Raises TraceError where the workload cannot be had, ValueError where nothing is left to count behind the warm-up.
+    ``on_answer`` is called with every first token or refusal, to show progress. Raises UnknownWorkload or TraceError
+    where the workload cannot be had, ValueError where nothing is left to count behind the warm-up and for an oracle
+    whose engines differ.
     """
     trace = load_trace(experiment)
     if not 0 <= experiment.warmup < len(trace.requests):
-        raise ValueError(
-            f"a warm-up of {experiment.warmup} leaves nothing to count of {len(trace.requests)} requests; give fewer"
-        )
+        raise ValueError(f"a warm-up of {experiment.warmup} leaves none of {len(trace.requests)} requests to count")
     asked = _arrivals(experiment, trace)
-    records = _replay(experiment, asked)
-    counted = [record for record in records if int(record.arrival.request_id) >= experiment.warmup]
-    return Outcome(
-        summary=summarise(counted, slo_ttft_s=experiment.slo_ttft_s),
-        records=records,
-        gave_up=False,
-    )
+    lost = None
+    if stop_below is not None:
+        lost = LostRun(
+            asked,
+            warmup=experiment.warmup,
+            slo_ttft_s=experiment.slo_ttft_s,
+            attainment=stop_below,
+            in_order=not trace.closed_loop,
+        )
+
+    def answered(record: Record) -> bool:
+        if on_answer is not None:
+            on_answer()
+        return lost is not None and lost.gives_up(record)
+
+    replay = _replay_oracle if experiment.policy in ORACLES else _replay
+    records, samples, gave_up = replay(experiment, asked, answered)
+    return Outcome(summary=_summarise(experiment, records, samples), records=records, samples=samples, gave_up=gave_up)
 
 
 def load_trace(experiment: Experiment) -> Trace:
@@ -106,17 +123,57 @@ def member_ids(instances: int) -> tuple[str, ...]:
     return tuple(f"qwen-{number}" for number in range(instances))
 
 
-def _replay(experiment: Experiment, asked: Sequence[Arrival]) -> tuple[Record, ...]:
+_Replayed = tuple[tuple[Record, ...], tuple[LoadSample, ...], bool]
+
+
+def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     cluster = Cluster(
         ClusterConfig(
             pool=_pool(experiment),
             engine=experiment.engine,
+            engines=dict(experiment.engines),
             replicas=(Replica(),) * experiment.routers,
             exchange=_exchange(experiment),
             feedback_delay_s=experiment.feedback_delay_s,
+            report_loss=experiment.report_loss,
+            kv_moves=experiment.kv_moves,
+            sample_s=experiment.sample_s,
+            gives_up=gives_up,
         )
     )
-    return cluster.run(asked)
+    records = cluster.run(asked)
+    return records, tuple(cluster.samples), cluster.gave_up
+
+
+def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
+    """Replay without routers: what they are told, and when, means nothing to an oracle."""
+    if experiment.engines:
+        raise ValueError(f"{experiment.policy} is an oracle for equal engines, these differ")
+    run = run_oracle(
+        experiment.policy,
+        engine=experiment.engine,
+        instances=experiment.instances,
+        arrivals=asked,
+        slo_ttft_s=experiment.slo_ttft_s,
+        gives_up=gives_up,
+        sample_s=experiment.sample_s,
+    )
+    return run.records, run.samples, run.gave_up
+
+
+def _summarise(experiment: Experiment, records: Sequence[Record], samples: Sequence[LoadSample]) -> Summary:
+    """Return the figures over what is counted, of the load those from its first arrival to its last.
+
+    While the last requests drain, the load is uneven whatever the policy does. A run that was given up before anything
+    counted has come is measured over what there is.
+    """
+    counted = [record for record in records if int(record.arrival.request_id) >= experiment.warmup] or records
+    first_s, last_s = counted[0].arrival.at_s, counted[-1].arrival.at_s
+    return summarise(
+        counted,
+        slo_ttft_s=experiment.slo_ttft_s,
+        samples=[sample for sample in samples if first_s <= sample.at_s <= last_s],
+    )
 
 
 def _exchange(experiment: Experiment) -> Exchange | None:

@@ -25,15 +25,16 @@ _DENSEST_SLO_SHARE: Final = 0.01
 """Share of the SLO within which everything has arrived at the highest rate tried: at once, for all that matters."""
 
 
-class NoGoodput(Exception):
-    """The search has no end: the rate makes no difference. ``str()`` says at which rates and what to change."""
+class NeverOverloaded(Exception):
+    """The share is attained however fast the requests come; ``str()`` says so, and what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """What a search found: the rate, how many runs it took, and the bracket it stands in.
 
-    The upper end of ``bracket`` is the next rate of the grid, which did not attain the share.
+    The upper end of ``bracket`` is the next rate of the grid, which did not attain the share. Where not even requests
+    that have the engines to themselves attain it, the rate is 0.
     """
 
     requests_per_s: float
@@ -52,17 +53,17 @@ def goodput(
     """Return the highest rate at which ``attainment`` of the counted requests meet the SLO, to ``tolerance``.
 
     The experiment's own rate plays no role. The search begins at ``guess``, by default what an ideal cache would admit.
-    ``on_try`` is called with each rate before it is tried. Raises NoGoodput, and what ``run_experiment`` raises.
+    ``on_try`` is called with each rate before it is tried. Raises NeverOverloaded, and what ``run_experiment`` raises.
     """
     search = _Search(experiment, attainment=attainment, tolerance=tolerance, on_try=on_try)
     good, bad = search.bracket(ideal_capacity(experiment) if guess is None else guess)
-    while bad - good > 1:
+    while good is not None and bad - good > 1:
         middle = (good + bad) // 2
         if search.attains(middle):
             good = middle
         else:
             bad = middle
-    rate = search.rate(good)
+    rate = 0.0 if good is None else search.rate(good)
     return Goodput(requests_per_s=rate, runs=search.runs, bracket=(rate, search.rate(bad)))
 
 
@@ -104,11 +105,11 @@ class _Search:
             self._tried[step] = not outcome.gave_up and outcome.summary.slo_attainment >= self._attainment
         return self._tried[step]
 
-    def bracket(self, guess: float) -> tuple[int, int]:
-        """Return a grid point that attains the share and a higher one that does not. Raises NoGoodput."""
-        experiment, trace = self._experiment, load_trace(self._experiment)
+    def bracket(self, guess: float) -> tuple[int | None, int]:
+        """Return a grid point that attains the share, None if there is none, and a higher one that does not."""
+        experiment, requests = self._experiment, len(load_trace(self._experiment).requests)
         lowest = self._step(min(guess, ideal_capacity(experiment)) * _SPARSEST)
-        highest = self._step(max(guess, len(trace.requests) / (experiment.slo_ttft_s * _DENSEST_SLO_SHARE)))
+        highest = self._step(max(guess, requests / (experiment.slo_ttft_s * _DENSEST_SLO_SHARE)))
         here, stride = self._step(guess), max(1, self._step(_FIRST_STEP))
         upwards = self.attains(here)
         while lowest <= here <= highest:
@@ -116,11 +117,12 @@ class _Search:
             if self.attains(there) is not upwards:
                 return (here, there) if upwards else (there, here)
             here, stride = there, 2 * stride
-        attained = "at least" if upwards else "never"
-        raise NoGoodput(
-            f"{experiment.policy}: {attained} {self._attainment:.0%} of the requests have their first token within "
-            f"{experiment.slo_ttft_s:g} s, whatever the rate (tried to {self.rate(here):.3g} requests/s); "
-            + ("give more requests or fewer instances" if upwards else "give a longer SLO or faster engines")
+        if not upwards:
+            return None, here
+        raise NeverOverloaded(
+            f"{experiment.policy}: {self._attainment:.0%} of the {requests} requests have their first token within "
+            f"{experiment.slo_ttft_s:g} s at any rate (tried to {self.rate(here):.3g} requests/s); "
+            "give more requests or fewer instances"
         )
 
     def _step(self, rate: float) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.cluster import Record
+from dualmap_sim.records import Record
 
 _ROUNDING_S: Final = 1e-6
 """Far more than the error of adding times, far less than anything that takes time."""
