@@ -8,7 +8,7 @@ so none can go negative or leak. What other router replicas owe the same instanc
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nan
 
 from dualmap.blocks import BlockChain
 from dualmap.estimate import PrefillModel, Speed
@@ -97,9 +97,14 @@ class MemberLoad:
         self._suspended_s = -inf
         # Prefills not yet seen to end, in the order they were handed over: engines serve first come first served.
         self._pending: OrderedDict[str, Entry] = OrderedDict()
+        # The first of them: it is asked for several times with every event.
+        self._head: Entry | None = None
         self._pending_compute_s = 0.0
         # When the prefill at the head of the queue can have begun: the last one's end, or its own dispatch.
         self._head_since_s = 0.0
+        # What `opens_s` said since the last change, and of which window; NaN is none.
+        self._opens_s: float | None = None
+        self._opens_window_s = nan
 
     @property
     def speed(self) -> Speed:
@@ -145,13 +150,14 @@ class MemberLoad:
 
     def _changed(self) -> None:
         self.standing.until_s = -inf
+        self._opens_window_s = nan
         self._outdated[self] = None
 
     def _update(self, now: float, decode_stall_s: float) -> None:
         """Bring the standing up to date; its T_q is ``queue_s``, told as a function of the time to come."""
         standing, peers, held, speed = self.standing, self._peers, self.held, self.speed
         others_s = peers.backlog_s + held.compute_s + peers.held_s
-        head = next(iter(self._pending.values()), None)
+        head = self._head
         standing.ends_s, standing.least_queue_s, standing.until_s = -inf, others_s, inf
         if head is not None:
             began_s, behind_s = self._head_since_s, max(0.0, self._pending_compute_s - head.compute_s)
@@ -175,7 +181,7 @@ class MemberLoad:
 
     def settle(self, now: float) -> None:
         """Release the prefills that should have ended by now and whose end nobody will see."""
-        while (head := next(iter(self._pending.values()), None)) is not None and not head.streamed:
+        while (head := self._head) is not None and not head.streamed:
             ended_s = max(self._head_since_s, head.dispatched_s) + head.compute_s
             if ended_s > now:
                 break
@@ -183,7 +189,7 @@ class MemberLoad:
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
         """Return T_q: seconds until the prefill of a request that is placed here now would begin."""
-        return self.backlog_s(now, decode_stall_s) + self.held.compute_s + self.peers.held_s
+        return self.backlog_s(now, decode_stall_s) + self.held.compute_s + self._peers.held_s
 
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
         """Return how many seconds of prefill are handed over and not yet seen to end, by all replicas.
@@ -193,21 +199,26 @@ class MemberLoad:
         completed prefill is added (section A.7). Deviation: the paper compares the whole interval with T, which
         flags every prefill that legitimately takes longer than T, as one of 20 000 tokens does.
         """
-        head = next(iter(self._pending.values()), None)
+        head = self._head
         if head is None:
-            return self.peers.backlog_s
+            return self._peers.backlog_s
         interval_s = max(0.0, now - self._head_since_s)
         queue_s = self._pending_compute_s - min(interval_s, head.compute_s)
         if interval_s > head.compute_s + decode_stall_s:
             queue_s += interval_s
-        return max(0.0, queue_s) + self.peers.backlog_s
+        return max(0.0, queue_s) + self._peers.backlog_s
 
     def opens_s(self, window_s: float) -> float | None:
         """Return when passing time alone brings the backlog down to ``window_s``, or None when it takes an event."""
-        head = next(iter(self._pending.values()), None)
+        if self._opens_window_s != window_s:
+            self._opens_s, self._opens_window_s = self._find_opens_s(window_s), window_s
+        return self._opens_s
+
+    def _find_opens_s(self, window_s: float) -> float | None:
+        head = self._head
         if head is None:
             return None
-        over_s = self._pending_compute_s + self.peers.backlog_s - window_s
+        over_s = self._pending_compute_s + self._peers.backlog_s - window_s
         if over_s <= head.compute_s:
             return self._head_since_s + over_s
         return None if head.streamed else max(self._head_since_s, head.dispatched_s) + head.compute_s
@@ -234,14 +245,14 @@ class MemberLoad:
 
     def is_head(self, entry: Entry) -> bool:
         """Whether a request's prefill is the one handed over first of those that have not ended."""
-        return next(iter(self._pending), None) == entry.request_id
+        return self._head is entry
 
     def enter(self, now: float, entry: Entry) -> None:
         """Count a request that was handed to this instance."""
         if not entry.prefilled:
-            if not self._pending:
+            if self._head is None:
                 # Other replicas' prefills that are there already come first.
-                self._head_since_s = now + self.peers.backlog_s
+                self._head, self._head_since_s = entry, now + self._peers.backlog_s
                 self._pending_compute_s = 0.0  # Sheds the rounding error of earlier sums.
             self._pending[entry.request_id] = entry
             self._pending_compute_s += entry.compute_s
@@ -256,7 +267,7 @@ class MemberLoad:
         self._release_prefill(entry)
         entry.prefilled = True
         # Other replicas' prefills are taken to be spread evenly among what is left of ours.
-        self._head_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
+        self._head_since_s = now + self._peers.backlog_s / (len(self._pending) + 1)
         self._changed()
         return now - busy_since_s
 
@@ -273,6 +284,8 @@ class MemberLoad:
 
     def _release_prefill(self, entry: Entry) -> None:
         del self._pending[entry.request_id]
+        if self._head is entry:
+            self._head = next(iter(self._pending.values()), None)
         self._pending_compute_s -= entry.compute_s
         self.pending_prefill_tokens -= entry.new_tokens
 
