@@ -4,7 +4,8 @@ A *discipline* decides where a request goes, knowing everything; this module doe
 routers, with the same records, samples and assertions, so that a bound and a policy are measured alike. All that
 happens inside an engine is the engine model's own: a discipline only ever submits.
 
-Neighbours: ``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, ``ORACLES`` names them.
+Neighbours: ``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, ``ORACLES`` names them; ``cluster``
+does with routers what this does without.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,23 +13,21 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
+from dualmap_sim import instances
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
 from dualmap_sim.records import LoadSample, Record
 from dualmap_sim.timeline import Timeline
 
 
-class Instance:
-    """An engine with its name, its load and when it will be woken."""
+class Instance(instances.Instance):
+    """An instance of a cluster, by name, and what it could do for a request."""
 
-    __slots__ = ("engine", "name", "pending_tokens", "wakes_s")
+    __slots__ = ("name",)
 
     def __init__(self, name: str, engine: Engine) -> None:
+        super().__init__(engine)
         self.name = name
-        self.engine = engine
-        self.pending_tokens = 0
-        """Prompt tokens handed over and not yet prefilled, less what the cache held at that moment."""
-        self.wakes_s = inf
 
     def prefill_s(self, work: EngineRequest) -> float:
         """Return how long a request's prefill would take here if it began now and had the engine to itself."""
@@ -87,7 +86,6 @@ class Replay:
         self._samples: list[LoadSample] = []
         # Who arrives only once another has ended, by the other's id.
         self._followers: dict[str, list[Arrival]] = {}
-        self._served_by: dict[str, tuple[Instance, int]] = {}
         self._unfinished = 0
 
     def run(self, arrivals: Sequence[Arrival]) -> OracleRun:
@@ -128,10 +126,7 @@ class Replay:
         assert record.dispatched_s is None, f"{work.request_id} was dispatched twice"
         record.dispatched_s = now
         record.endpoint = instance.name
-        uncomputed_tokens = work.prompt_tokens - instance.engine.cached_tokens(work)
-        instance.pending_tokens += uncomputed_tokens
-        self._served_by[work.request_id] = (instance, uncomputed_tokens)
-        instance.engine.submit(now, work)
+        instance.submit(now, work, weighed=self._sample_s is not None)
         self._wake(instance)
 
     def _wake(self, instance: Instance) -> None:
@@ -147,26 +142,30 @@ class Replay:
         instance.wakes_s = inf
         events = instance.engine.advance(now)
         for event in events:
-            self._note(event)
+            if isinstance(event, FirstToken):
+                instance.prefilled(event.request_id)
+                self._note_first_token(event)
+            else:
+                instance.ended(event.request_id)
+                self._note_end(event)
         self._wake(instance)
         if events:
             self._discipline.changed(now, self._hand_over)
 
-    def _note(self, event: FirstToken | Finished) -> None:
+    def _note_first_token(self, event: FirstToken) -> None:
         record = self._records[event.request_id]
-        if isinstance(event, FirstToken):
-            assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
-            record.first_token_s, record.cached_tokens = event.at_s, event.cached_tokens
-            instance, uncomputed_tokens = self._served_by.pop(event.request_id)
-            instance.pending_tokens -= uncomputed_tokens
-            if self._gives_up is not None and self._gives_up(record):
-                self._gave_up = True
-        else:
-            assert record.finished_s is None, f"{event.request_id} finished twice"
-            record.finished_s = event.at_s
-            self._unfinished -= 1
-            for follower in self._followers.pop(event.request_id, ()):
-                self._timeline.at(event.at_s + follower.pause_s, self._arrive, follower)
+        assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
+        record.first_token_s, record.cached_tokens = event.at_s, event.cached_tokens
+        if self._gives_up is not None and self._gives_up(record):
+            self._gave_up = True
+
+    def _note_end(self, event: Finished) -> None:
+        record = self._records[event.request_id]
+        assert record.finished_s is None, f"{event.request_id} finished twice"
+        record.finished_s = event.at_s
+        self._unfinished -= 1
+        for follower in self._followers.pop(event.request_id, ()):
+            self._timeline.at(event.at_s + follower.pause_s, self._arrive, follower)
 
     def _sample(self, period_s: float) -> None:
         now = self._timeline.now_s
