@@ -1,0 +1,238 @@
+"""The oracles by hand on small cases: who serves whom, when, in which order, from which cache."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dualmap.blocks import BlockChain
+from dualmap_sim.arrivals import Arrival
+from dualmap_sim.engine import Engine
+from dualmap_sim.errors import RequestDoesNotFit
+from dualmap_sim.oracles import ORACLES, run_oracle
+from dualmap_sim.oracles.replay import HandOver, Instance, Replay
+from dualmap_sim.oracles.waiting_lines import PASSED_OVER_MAX
+from dualmap_sim.presets import EngineConfig
+from dualmap_sim.records import LoadSample, Record
+from engines import ROUND, ask
+
+NO_BLOCKS = BlockChain(hashes=(), block_tokens=10, tokens=0)
+PREFILL_ONLY = replace(ROUND, decode=None)
+
+
+def asked(
+    name: str,
+    at_s: float,
+    *,
+    prompt: int = 100,
+    output: int = 2,
+    blocks: Sequence[int] = (),
+    follows: str | None = None,
+) -> Arrival:
+    """A prompt of 100 tokens takes a ROUND engine 1.5 s, each further token of output 0.25 s."""
+    work = ask(name, prompt=prompt, output=output, blocks=blocks)
+    return Arrival(at_s=at_s, chain=NO_BLOCKS, session=None, work=work, follows=follows, pause_s=1.0)
+
+
+def run(
+    oracle: str, *arrivals: Arrival, instances: int = 1, engine: EngineConfig = ROUND, slo_ttft_s: float = 5.0
+) -> dict[str, Record]:
+    replayed = run_oracle(oracle, engine=engine, instances=instances, arrivals=arrivals, slo_ttft_s=slo_ttft_s)
+    assert not replayed.gave_up
+    assert sorted(record.arrival.request_id for record in replayed.records) == sorted(
+        each.request_id for each in arrivals
+    )
+    return {record.arrival.request_id: record for record in replayed.records}
+
+
+def first_token_s(records: dict[str, Record]) -> dict[str, float | None]:
+    return {name: record.first_token_s for name, record in records.items()}
+
+
+def places(records: dict[str, Record]) -> dict[str, str | None]:
+    return {name: record.endpoint for name, record in records.items()}
+
+
+def one_prompt(name: str, at_s: float, blocks: int = 10) -> Arrival:
+    return asked(name, at_s, blocks=range(blocks))
+
+
+def test_the_first_that_came_takes_the_first_instance_that_can_start_it() -> None:
+    records = run("limit", asked("a", 0.0), asked("b", 0.5), asked("c", 0.6), asked("d", 0.7), instances=2)
+
+    assert first_token_s(records) == {"a": 1.5, "b": 2.0, "c": 3.0, "d": 3.5}
+    assert places(records) == {"a": "instance-0", "b": "instance-1", "c": "instance-0", "d": "instance-1"}
+    assert [record.dispatched_s for record in records.values()] == [0.0, 0.5, 1.5, 2.0]
+    assert [record.held for record in records.values()] == [False, False, True, True]
+    assert [record.finished_s for record in records.values()] == [1.5 + 1.5 + 0.25, 2.0 + 1.5 + 0.25, 3.25, 3.75]
+
+
+def test_a_decode_step_under_way_ends_first() -> None:
+    records = run("limit", asked("decodes", 0.0, output=100), asked("b", 1.6))
+
+    assert records["b"].dispatched_s == 1.6
+    assert records["b"].first_token_s == 1.75 + 1.5
+
+
+def test_of_several_instances_the_one_with_the_least_memory_reserved_takes_it_then_the_first() -> None:
+    records = run(
+        "limit",
+        asked("large", 0.0, prompt=200, output=100),
+        asked("small", 0.0, prompt=100, output=100),
+        asked("c", 5.0),
+        asked("d", 5.1),
+        instances=3,
+    )
+    assert places(records) == {"large": "instance-0", "small": "instance-1", "c": "instance-2", "d": "instance-1"}
+
+
+def test_the_head_waits_for_memory_and_all_behind_it_with_it() -> None:
+    records = run(
+        "limit", asked("fills", 0.0, output=801), asked("head", 5.0, output=100), asked("behind", 6.0, prompt=50)
+    )
+
+    # 1.5 s of prefill and 800 steps of a quarter of a second, until 99 tokens are no longer all that is left.
+    assert records["head"].dispatched_s == records["fills"].finished_s == 201.5
+    assert records["behind"].dispatched_s == records["head"].first_token_s == 203.0
+
+
+def test_what_could_never_start_is_refused_like_by_an_engine() -> None:
+    with pytest.raises(RequestDoesNotFit, match="1001 tokens"):
+        run("limit", asked("too large", 0.0, prompt=1000, output=1), instances=2)
+
+
+def test_all_instances_share_one_cache_without_a_limit() -> None:
+    # Blocks of six other prompts are more than the 40 blocks of a ROUND engine's cache.
+    others = [asked(f"other {n}", 10.0 + 2 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(1, 7)]
+    fills = asked("fills instance 0", 2.0, prompt=200, output=1000 - 200)
+    records = run("limit", one_prompt("cold", 0.0), fills, *others, one_prompt("warm", 100.0), instances=2)
+
+    assert places(records)["cold"] == "instance-0"
+    assert places(records)["warm"] == "instance-1"
+    assert [record.cached_tokens for record in records.values()] == [0] * 8 + [90]
+
+
+@pytest.mark.parametrize(("instances", "cached_tokens"), [(1, 0), (2, 90)])
+def test_the_pooled_cache_holds_as_much_as_all_together(instances: int, cached_tokens: int) -> None:
+    # Five other prompts of ten blocks: more than one cache of forty, less than two.
+    others = [asked(f"other {n}", 10.0 + 2 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(1, 6)]
+    records = run("limit_pooled", one_prompt("cold", 0.0), *others, one_prompt("again", 100.0), instances=instances)
+
+    assert records["again"].cached_tokens == cached_tokens
+
+
+def test_who_can_still_be_in_time_passes_who_cannot() -> None:
+    waiting = [asked("late", 0.1, prompt=300), asked("b", 0.2, prompt=50), asked("c", 0.3, prompt=50)]
+    in_order = run("limit", asked("first", 0.0, output=1), *waiting, slo_ttft_s=4.0)
+    hopeful_first = run("limit_deadline", asked("first", 0.0, output=1), *waiting, slo_ttft_s=4.0)
+
+    assert first_token_s(in_order) == {"first": 1.5, "late": 5.0, "b": 6.0, "c": 7.0}
+    assert first_token_s(hopeful_first) == {"first": 1.5, "b": 2.5, "c": 3.5, "late": 7.0}
+
+
+def test_among_those_that_can_still_be_in_time_the_order_is_that_of_arrival() -> None:
+    arrivals = (asked("a", 0.0), asked("long", 0.1, prompt=200), asked("short", 0.2, prompt=10))
+
+    assert first_token_s(run("limit_deadline", *arrivals)) == first_token_s(run("limit", *arrivals))
+
+
+def test_who_is_late_is_passed_over_so_often_and_no_more() -> None:
+    # One engine, one request a second, each of one second and there before the last has ended: only one is ever late.
+    steady = [asked(f"{n}", max(0.0, n - 0.1), prompt=50, output=1) for n in range(2 * PASSED_OVER_MAX)]
+    late = asked("late", 0.5, prompt=400, output=1)
+    records = run("limit_deadline", steady[0], late, *steady[1:], slo_ttft_s=4.0, engine=PREFILL_ONLY)
+
+    started = sorted(records, key=lambda name: records[name].dispatched_s or 0.0)
+    assert started.index("late") == 1 + PASSED_OVER_MAX
+
+
+def test_the_full_scan_goes_where_the_prompt_is_cached_while_that_is_sooner() -> None:
+    def second(at_s: float, *, backlog: int) -> Record:
+        busy = [asked(f"busy {n}", 10.0, prompt=60, output=1) for n in range(backlog)]
+        arrivals = (asked("elsewhere", 0.0, output=1), one_prompt("cold", 0.0), *busy, one_prompt("again", at_s))
+        return run("full_scan_oracle", *arrivals, instances=2)["again"]
+
+    # Cached where the second request went: 0.5 + 0.1 + 0.09 s instead of 1.5 s.
+    assert (second(20.0, backlog=0).endpoint, second(20.0, backlog=0).cached_tokens) == ("instance-1", 90)
+    # Behind 1.1 s of backlog on either instance it is still sooner there; behind 1.1 s there alone it is not.
+    assert second(10.0, backlog=2).endpoint == "instance-1"
+    assert second(10.0, backlog=3).first_token_s == 10.0 + 1.1 + 0.69
+
+
+def test_the_full_scan_has_nobody_wait_outside_an_engine() -> None:
+    records = run("full_scan_oracle", *(asked(f"{n}", 0.0) for n in range(6)), instances=2)
+
+    assert all(record.dispatched_s == 0.0 and not record.held for record in records.values())
+    assert list(places(records).values()) == ["instance-0", "instance-1"] * 3
+
+
+def test_all_cached_computes_the_incomplete_block_or_the_last() -> None:
+    records = run(
+        "all_cached",
+        one_prompt("whole blocks", 0.0),
+        asked("and a half", 0.0, prompt=95, blocks=range(10)),
+        one_prompt("again", 0.0),
+    )
+    assert [record.cached_tokens for record in records.values()] == [90, 90, 90]
+    assert [record.first_token_s for record in records.values()] == pytest.approx([0.69, 0.64, 0.69])
+    assert [record.finished_s for record in records.values()] == pytest.approx([0.94, 0.89, 0.94])
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_who_follows_another_comes_a_pause_after_its_end(oracle: str) -> None:
+    records = run(oracle, asked("a", 0.0), asked("then", 0.1, follows="a"), asked("last", 0.2, follows="then"))
+
+    for before, after in (("a", "then"), ("then", "last")):
+        ended_s = records[before].finished_s
+        assert ended_s is not None
+        assert records[after].arrival.at_s == records[after].dispatched_s == ended_s + 1.0
+        assert records[after].ttft_s == pytest.approx(1.5)
+
+
+def test_a_run_ends_at_the_first_token_at_which_it_is_given_up() -> None:
+    replayed = run_oracle(
+        "limit",
+        engine=ROUND,
+        instances=1,
+        arrivals=[asked(f"{n}", 0.0) for n in range(5)],
+        gives_up=lambda record: record.arrival.request_id == "1",
+    )
+    assert replayed.gave_up
+    assert [record.first_token_s for record in replayed.records] == [1.5, 3.0, None, None, None]
+
+
+def test_samples_show_what_each_instance_has_yet_to_compute() -> None:
+    arrivals = [one_prompt("a", 0.0), asked("b", 0.0), asked("c", 0.0, prompt=20, output=9), one_prompt("d", 1.6)]
+    replayed = run_oracle("full_scan_oracle", engine=ROUND, instances=2, arrivals=arrivals, sample_s=1.75)
+
+    # At 1.6 s "c" is prefilled behind "a" where "d" finds its blocks: it lacks ten tokens of its hundred.
+    assert replayed.samples[1] == LoadSample(at_s=1.75, pending_tokens={"instance-0": 20 + 10, "instance-1": 0})
+    # The first sample is taken at 0 s between the first arrival and the others.
+    assert [sum(sample.pending_tokens.values()) for sample in replayed.samples] == [100, 30, 0]
+
+
+class _Forgets:
+    """A discipline that loses what it takes."""
+
+    instances: tuple[Instance, ...] = ()
+
+    def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
+        pass
+
+    def changed(self, now: float, hand_over: HandOver) -> None:
+        pass
+
+
+class _SendsTwice(_Forgets):
+    def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
+        for name in "ab":
+            hand_over(record, Instance(name, Engine(ROUND)))
+
+
+def test_a_request_that_is_lost_or_sent_twice_stops_the_run() -> None:
+    with pytest.raises(AssertionError, match="1 requests never end"):
+        Replay(_Forgets(), sample_s=1.0).run([asked("a", 0.0)])
+    with pytest.raises(AssertionError, match="a was dispatched twice"):
+        Replay(_SendsTwice()).run([asked("a", 0.0)])
+    with pytest.raises(AssertionError, match="two requests are called a"):
+        Replay(_Forgets()).run([asked("a", 0.0), asked("a", 0.0)])
