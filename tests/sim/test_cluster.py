@@ -2,64 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 import pytest
 
-from builders import pool
+from clusters import (
+    UNLIMITED,
+    assert_books_empty,
+    assert_each_ended_once,
+    busy_config,
+    busy_requests,
+    config,
+    first_tokens,
+    one_block_prompts,
+    small_pool,
+)
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, SharedBinding
-from dualmap.pool import Engine, Pool, Prefix, Queue, Routing
+from dualmap.pool import Engine, Queue
 from dualmap.requests import Decision, Held, Reason, Request
 from dualmap_sim import cluster as cluster_module
-from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
-from dualmap_sim.presets import PRESETS, EngineConfig
+from dualmap_sim.cluster import Cluster, Exchange, Record, Replica
 from dualmap_sim.summary import summarise
-from dualmap_sim.workloads.synthetic import default_workload
-from dualmap_sim.workloads.trace import Trace, TraceRequest
 from engines import ROUND
-
-UNLIMITED = Queue(dispatch_window_s=inf)
-SEVEN_B = PRESETS["7b"]
-
-
-def one_block_prompts(*at_s: float, same: bool = False) -> tuple[Arrival, ...]:
-    """Prompts of 100 tokens, 1.5 s each on a ROUND engine, with two tokens of output (0.25 s)."""
-    requests = tuple(
-        TraceRequest(arrival_s=each, blocks=(0 if same else number,), input_tokens=100, output_tokens=2)
-        for number, each in enumerate(at_s)
-    )
-    return arrivals(
-        Trace(name="by hand", block_tokens=100, requests=requests), router_block_tokens=10, engine_block_tokens=10
-    )
-
-
-def small_pool(members: int, *, policy: str = "least_loaded", queue: Queue = UNLIMITED) -> Pool:
-    routing = Routing(policy=policy, queue=queue, prefix=Prefix(block_tokens=10))
-    return replace(pool(members), routing=routing, engine=Engine(prefill_tokens_per_second=100.0))
-
-
-def config(
-    of: Pool, *, engine: EngineConfig = ROUND, routers: int = 1, exchange: Exchange | None = None
-) -> ClusterConfig:
-    return ClusterConfig(pool=of, engine=engine, replicas=(Replica(),) * routers, exchange=exchange)
-
-
-def first_tokens(records: Sequence[Record]) -> list[float | None]:
-    return [record.first_token_s for record in records]
-
-
-def busy_run(routers: int, queue: Queue, *, exchange: Exchange | None = None) -> tuple[Cluster, tuple[Record, ...]]:
-    """The default workload, faster than eight 7B engines can serve it for long."""
-    asked = arrivals(default_workload(200, seed=1).at_rate(12.0), router_block_tokens=128, engine_block_tokens=512)
-    cluster = Cluster(
-        replace(
-            config(pool(8, routing=Routing(queue=queue)), engine=SEVEN_B, routers=routers, exchange=exchange),
-            feedback_delay_s=0.01,
-        )
-    )
-    return cluster, cluster.run(asked)
 
 
 def test_one_engine_serves_in_order_and_the_times_are_the_engines() -> None:
@@ -176,20 +140,15 @@ def test_the_store_tells_a_router_what_it_wants_to_know_of_sessions(monkeypatch:
 @pytest.mark.parametrize("routers", [1, 3])
 @pytest.mark.parametrize("queue", [UNLIMITED, Queue(dispatch_window_s=0.25), Queue(max_held=5, max_wait_s=1.0)])
 def test_every_request_ends_once_and_nothing_is_left_in_any_router(routers: int, queue: Queue) -> None:
-    cluster, records = busy_run(routers, queue, exchange=Exchange() if routers > 1 else None)
+    asked, cluster = busy_requests(), Cluster(busy_config(routers, queue))
+    records = cluster.run(asked)
     assert [record.arrival.request_id for record in records] == [str(number) for number in range(200)]
-    for record in records:
-        assert (record.finished_s is None) == (record.refused is not None)
-        assert (record.dispatched_s is None) == (record.refused is not None)
-    for router in cluster.routers:
-        status = router.status()
-        assert status.held == 0
-        for endpoint in status.endpoints:
-            assert (endpoint.in_flight, endpoint.pending_prefill_tokens, endpoint.active_kv_tokens) == (0, 0, 0)
+    assert_each_ended_once(asked, records)
+    assert_books_empty(cluster)
 
 
 def test_equal_configurations_give_equal_records() -> None:
-    runs = [busy_run(2, Queue(), exchange=Exchange())[1] for _ in range(2)]
+    runs = [Cluster(busy_config(2, Queue())).run(busy_requests()) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
@@ -203,24 +162,58 @@ def test_a_request_that_a_router_loses_stops_the_run(monkeypatch: pytest.MonkeyP
         Cluster(config(small_pool(1), exchange=Exchange())).run(one_block_prompts(0.0))
 
 
-def two_block_trace(input_tokens: int, blocks: tuple[int, ...]) -> Trace:
-    request = TraceRequest(arrival_s=0.0, blocks=blocks, input_tokens=input_tokens, output_tokens=1)
-    return Trace(name="t", block_tokens=128, requests=(request,))
+def test_a_run_is_given_up_at_the_first_token_that_says_so() -> None:
+    seen: list[str] = []
+
+    def gives_up(record: Record) -> bool:
+        seen.append(record.arrival.request_id)
+        return record.ttft_s is not None and record.ttft_s > 2.0
+
+    cluster = Cluster(replace(config(small_pool(1)), gives_up=gives_up))
+    records = cluster.run(one_block_prompts(0.0, 1.0, 1.1, 1.2, 100.0))
+    assert cluster.gave_up
+    # The third had waited for the other two; the fourth had come, and nothing became of it any more.
+    assert seen == ["0", "1", "2"]
+    assert [record.first_token_s for record in records] == [1.5, 3.0, 4.5, None]
 
 
-def test_prompts_share_block_hashes_exactly_as_far_as_their_ids_agree() -> None:
-    def hashes(input_tokens: int, *blocks: int) -> tuple[int, ...]:
-        (arrival,) = arrivals(two_block_trace(input_tokens, blocks), router_block_tokens=64, engine_block_tokens=256)
-        return arrival.chain.hashes
+def test_a_run_that_nobody_gives_up_on_goes_on_and_refusals_are_asked_about_too() -> None:
+    asked: list[tuple[str, Reason | None]] = []
 
-    assert len(hashes(256, 1, 2)) == 4
-    assert hashes(256, 1, 2)[:2] == hashes(256, 1, 3)[:2]
-    assert not set(hashes(256, 1, 2)[2:]) & set(hashes(256, 1, 3)[2:])
-    assert hashes(200, 1, 2)[:3] == hashes(256, 1, 2)[:3]
-    assert hashes(200, 1, 2)[3] != hashes(256, 1, 2)[3]
+    def gives_up(record: Record) -> bool:
+        asked.append((record.arrival.request_id, record.refused))
+        return False
+
+    queue = Queue(dispatch_window_s=0.1, max_held=1)
+    cluster = Cluster(replace(config(small_pool(1, queue=queue)), gives_up=gives_up))
+    cluster.run(one_block_prompts(0.0, 0.1, 0.2))
+    assert asked == [("2", Reason.QUEUE_FULL), ("0", None), ("1", None)]
+    assert not cluster.gave_up
 
 
-def test_router_and_engine_cut_the_same_prompt_at_their_own_lengths() -> None:
-    (arrival,) = arrivals(two_block_trace(200, (1, 2)), router_block_tokens=50, engine_block_tokens=256)
-    assert (len(arrival.chain.hashes), len(arrival.chain.cacheable), len(arrival.work.blocks)) == (4, 4, 1)
-    assert arrival.chain.tokens == arrival.work.prompt_tokens == 200
+def test_samples_hold_what_is_handed_over_and_held_and_not_prefilled() -> None:
+    held = small_pool(2, policy="round_robin", queue=Queue(dispatch_window_s=0.1))
+    cluster = Cluster(replace(config(held), sample_s=1.0))
+    # 1.5 s each; the third waits in the router until the first is through.
+    cluster.run(one_block_prompts(0.25, 0.3, 0.35))
+    assert [tuple(each.pending_tokens.values()) for each in cluster.samples[:4]] == [
+        (0, 0),
+        (200, 100),
+        (100, 0),
+        (100, 0),
+    ]
+    assert [each.at_s for each in cluster.samples[:4]] == [0.0, 1.0, 2.0, 3.0]
+    assert list(cluster.samples[0].pending_tokens) == ["m-0", "m-1"]
+
+
+def test_samples_do_not_count_what_the_engine_had_cached_when_it_was_handed_over() -> None:
+    cluster = Cluster(replace(config(small_pool(1)), sample_s=0.5))
+    cluster.run(one_block_prompts(0.25, 10.25, same=True))
+    pending = {sample.at_s: sample.pending_tokens["m-0"] for sample in cluster.samples}
+    assert (pending[0.5], pending[10.5]) == (100, 10)
+
+
+def test_a_member_may_have_another_engine() -> None:
+    fast = replace(ROUND, prefill=replace(ROUND.prefill, tokens_per_s=1000.0))
+    of = replace(config(small_pool(2, policy="round_robin")), engines={"m-1": fast})
+    assert [record.ttft_s for record in Cluster(of).run(one_block_prompts(0.0, 10.0))] == [1.5, pytest.approx(0.6)]

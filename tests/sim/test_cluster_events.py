@@ -1,0 +1,236 @@
+"""What happens to members during a run: they fail and recover, join and leave, become slow; every request ends once."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from clusters import (
+    SEVEN_B,
+    assert_books_empty,
+    assert_each_ended_once,
+    busy_config,
+    busy_requests,
+    config,
+    first_tokens,
+    one_block_prompts,
+    small_pool,
+)
+from dualmap.ledger import ENTRY_TTL_S
+from dualmap.pool import MemberState, Pool, Queue
+from dualmap_sim.cluster import Cluster, Record
+from dualmap_sim.events import Event, Fail, PoolChange, Recover, Speed
+from dualmap_sim.presets import EngineConfig
+from dualmap_sim.summary import summarise
+from engines import ROUND
+
+
+def slowed(engine: EngineConfig, factor: float) -> EngineConfig:
+    prefill, decode = engine.prefill, engine.decode
+    assert decode is not None
+    return replace(
+        engine,
+        prefill=replace(prefill, overhead_s=prefill.overhead_s * factor, tokens_per_s=prefill.tokens_per_s / factor),
+        decode=replace(decode, step_s=decode.step_s * factor),
+    )
+
+
+def in_state(pool: Pool, member: str, state: MemberState) -> Pool:
+    members = tuple(replace(each, state=state) if each.id == member else each for each in pool.members)
+    return replace(pool, members=members, ring_version=pool.ring_version + 1)
+
+
+def shares(records: tuple[Record, ...]) -> Counter[str | None]:
+    return Counter(record.endpoint for record in records)
+
+
+def test_the_requests_of_an_engine_that_dies_fail_at_once_and_others_go_on() -> None:
+    cluster = Cluster(config(small_pool(2, policy="round_robin"), events=(Fail(at_s=1.0, member="m-0"),)))
+    records = cluster.run(one_block_prompts(0.0, 0.25, 0.5))
+    assert [record.failed for record in records] == [True, False, True]
+    assert first_tokens(records) == [None, 1.75, None]
+    assert_books_empty(cluster)
+
+
+def test_what_an_engine_had_finished_when_it_died_it_has_finished() -> None:
+    done = Cluster(config(small_pool(1), events=(Fail(at_s=1.75, member="m-0"),))).run(one_block_prompts(0.0))
+    assert [(record.finished_s, record.failed) for record in done] == [(1.75, False)]
+    (almost,) = Cluster(config(small_pool(1), events=(Fail(at_s=1.7, member="m-0"),))).run(one_block_prompts(0.0))
+    assert (almost.first_token_s, almost.finished_s, almost.failed) == (1.5, None, True)
+
+
+def test_what_is_sent_to_a_dead_engine_fails_after_the_delay_and_nothing_is_tried_again() -> None:
+    failed: list[Record] = []
+
+    def note(record: Record) -> bool:
+        failed.append(record)
+        return False
+
+    first, second = one_block_prompts(1.0, 2.0)
+    asked = (first, replace(second, follows="0", pause_s=0.5))
+    dead = replace(config(small_pool(1), events=(Fail(at_s=0.5, member="m-0"),)), feedback_delay_s=0.25, gives_up=note)
+    records = Cluster(dead).run(asked)
+    assert failed == list(records)
+    assert [record.failed for record in records] == [True, True]
+    # The client goes on after its pause, whatever came of the request before.
+    assert records[1].arrival.at_s == 1.0 + 0.25 + 0.5
+
+
+def test_an_engine_that_fails_several_in_a_row_is_left_alone_for_a_while() -> None:
+    dead = config(small_pool(2, policy="round_robin"), events=(Fail(at_s=0.5, member="m-0"),))
+    records = Cluster(dead).run(one_block_prompts(*[1.0 + number / 100 for number in range(20)]))
+    assert sum(record.failed for record in records) == 3
+
+
+def test_an_engine_that_recovers_has_an_empty_cache() -> None:
+    events = (Fail(at_s=20.0, member="m-0"), Recover(at_s=21.0, member="m-0"))
+    records = Cluster(config(small_pool(1), events=events)).run(one_block_prompts(0.0, 10.0, 30.0, 40.0, same=True))
+    assert [record.cached_tokens for record in records] == [0, 90, 0, 90]
+
+
+def test_failing_twice_is_failing_and_recovering_alive_is_nothing() -> None:
+    events = (
+        Recover(at_s=5.0, member="m-0"),
+        Fail(at_s=20.5, member="m-0"),
+        Fail(at_s=20.6, member="m-0"),
+        Recover(at_s=21.0, member="m-0"),
+    )
+    records = Cluster(config(small_pool(1), events=events)).run(one_block_prompts(0.0, 10.0, 20.0, 30.0, same=True))
+    assert [record.failed for record in records] == [False, False, True, False]
+    assert [record.cached_tokens for record in records] == [0, 90, 0, 0]
+
+
+def test_a_member_that_joins_takes_requests_and_starts_cold() -> None:
+    joins = PoolChange(at_s=15.0, pool=small_pool(2, policy="round_robin"))
+    cluster = Cluster(config(small_pool(1, policy="round_robin"), events=(joins,)))
+    records = cluster.run(one_block_prompts(0.0, 10.0, 20.0, 30.0, same=True))
+    assert [record.endpoint for record in records] == ["10.0.0.1:8000"] * 3 + ["10.0.0.2:8000"]
+    assert [record.cached_tokens for record in records] == [0, 90, 90, 0]
+
+
+def test_a_member_that_leaves_finishes_what_it_has_and_comes_back_cold() -> None:
+    two, one = small_pool(2, policy="round_robin"), small_pool(1, policy="round_robin")
+    events = (PoolChange(at_s=0.75, pool=one), PoolChange(at_s=20.0, pool=two))
+    cluster = Cluster(config(two, events=events))
+    records = cluster.run(one_block_prompts(0.0, 0.5, 10.0, 30.0, 40.0, same=True))
+    assert [record.endpoint for record in records] == [f"10.0.0.{each}:8000" for each in (1, 2, 1, 2, 1)]
+    assert records[1].finished_s == 0.5 + 1.75
+    assert [record.cached_tokens for record in records] == [0, 0, 90, 0, 90]
+    assert_books_empty(cluster)
+
+
+def test_a_member_that_drains_gets_nothing_new_and_keeps_its_cache() -> None:
+    two = small_pool(2, policy="round_robin")
+    draining = in_state(two, "m-1", MemberState.DRAINING)
+    events = (PoolChange(at_s=5.0, pool=draining), PoolChange(at_s=35.0, pool=two))
+    records = Cluster(config(two, events=events)).run(one_block_prompts(0.0, 1.0, 10.0, 20.0, 40.0, 50.0, same=True))
+    assert [record.endpoint for record in records] == [f"10.0.0.{each}:8000" for each in (1, 2, 1, 1, 1, 2)]
+    assert records[5].cached_tokens == 90
+
+
+def test_an_engine_takes_another_speed_from_its_next_prefill_on() -> None:
+    slow = Speed(at_s=0.5, member="m-0", engine=slowed(ROUND, 2.0))
+    records = Cluster(config(small_pool(1), events=(slow,))).run(one_block_prompts(0.0, 10.0))
+    assert [record.ttft_s for record in records] == [1.5, 3.0]
+    # Decode steps too: one of a quarter of a second becomes half a second.
+    assert records[1].finished_s == 13.5
+
+
+def test_an_engine_that_recovers_has_the_speed_it_was_given_last() -> None:
+    events = (
+        Speed(at_s=1.0, member="m-0", engine=slowed(ROUND, 2.0)),
+        Fail(at_s=2.0, member="m-0"),
+        Recover(at_s=3.0, member="m-0"),
+    )
+    (record,) = Cluster(config(small_pool(1), events=events)).run(one_block_prompts(10.0))
+    assert record.ttft_s == 3.0
+
+
+def test_an_engine_never_changes_its_memory() -> None:
+    other = Speed(at_s=0.5, member="m-0", engine=replace(ROUND, kv_memory_tokens=500))
+    with pytest.raises(AssertionError, match="only speeds may change"):
+        Cluster(config(small_pool(1), events=(other,))).run(one_block_prompts(0.0))
+
+
+EIGHT = busy_config(1).pool
+SEVEN = replace(EIGHT, members=EIGHT.members[:-1], ring_version=2)
+EVENTS: dict[str, tuple[Event, ...]] = {
+    "fail": (Fail(at_s=3.0, member="m-1"), Fail(at_s=4.0, member="m-2"), Recover(at_s=9.0, member="m-1")),
+    "all fail": tuple(Fail(at_s=5.0, member=member.id) for member in EIGHT.members),
+    "join": (PoolChange(at_s=4.0, pool=EIGHT),),
+    "leave": (PoolChange(at_s=4.0, pool=SEVEN),),
+    "nobody is left": (
+        PoolChange(at_s=4.0, pool=replace(EIGHT, members=(), ring_version=2)),
+        PoolChange(at_s=8.0, pool=replace(EIGHT, ring_version=3)),
+    ),
+    "drain, then leave dead": (
+        PoolChange(at_s=4.0, pool=in_state(EIGHT, "m-7", MemberState.DRAINING)),
+        Fail(at_s=4.5, member="m-7"),
+        PoolChange(at_s=5.0, pool=SEVEN),
+        PoolChange(at_s=9.0, pool=EIGHT),
+    ),
+    "slow": (Speed(at_s=3.0, member="m-3", engine=slowed(SEVEN_B, 5.0)),),
+}
+
+
+@pytest.mark.parametrize("report_loss", [0.0, 0.2])
+@pytest.mark.parametrize("routers", [1, 4])
+@pytest.mark.parametrize("happens", EVENTS)
+def test_every_request_ends_once_whatever_happens(happens: str, routers: int, report_loss: float) -> None:
+    asked = busy_requests()
+    of = replace(
+        busy_config(routers, Queue(dispatch_window_s=0.25, max_wait_s=5.0)),
+        events=EVENTS[happens],
+        report_loss=report_loss,
+    )
+    if happens == "join":
+        of = replace(of, pool=SEVEN)
+    cluster = Cluster(of)
+    records = cluster.run(asked)
+    assert_each_ended_once(asked, records)
+    assert any(record.failed for record in records) == (happens in ("fail", "all fail", "drain, then leave dead"))
+    for router in cluster.routers:
+        # What was never reported is forgotten with time.
+        router.on_deadline(1000.0 + ENTRY_TTL_S)
+    assert_books_empty(cluster)
+
+
+def test_a_slow_instance_gets_less_work_under_dualmap() -> None:
+    asked = busy_requests(400, rate=8.0)
+    even = Cluster(busy_config(1, Queue())).run(asked)
+    slow = Cluster(replace(busy_config(1, Queue()), engines={"m-3": slowed(SEVEN_B, 4.0)})).run(asked)
+    endpoint = EIGHT.members[3].endpoint
+    assert shares(slow)[endpoint] < 0.6 * shares(even)[endpoint]
+
+
+def test_scaling_up_moves_only_the_keys_that_the_new_members_take() -> None:
+    """By ring 1 alone: of four members' keys, a fifth goes to the fifth, and nobody else's change hands."""
+    asked = busy_requests(600, rate=4.0)
+    four, five = busy_config(1, policy="cache_affinity", members=4), busy_config(1, policy="cache_affinity", members=5)
+    before = Cluster(four).run(asked)
+    after = Cluster(replace(four, events=(PoolChange(at_s=50.0, pool=five.pool),))).run(asked)
+    late = [pair for pair in zip(before, after, strict=True) if pair[0].arrival.at_s > 50.0]
+    moved = [new.endpoint for old, new in late if old.endpoint != new.endpoint]
+    assert len(late) > 300
+    assert set(moved) == {five.pool.members[4].endpoint}
+    assert 0.1 < len(moved) / len(late) < 0.35
+    assert all(old.endpoint == new.endpoint for old, new in zip(before, after, strict=True) if new.arrival.at_s < 50.0)
+
+
+def test_attainment_recovers_when_members_join_and_falls_when_they_leave() -> None:
+    asked = busy_requests(900, rate=6.0)
+    # Held for no longer than clients would have it, so that what was too much does not drag on.
+    few = busy_config(1, Queue(max_wait_s=10.0), members=4)
+    more = busy_config(1, Queue(max_wait_s=10.0), members=8).pool
+
+    def attained(events: tuple[Event, ...], *, start: Pool) -> list[float]:
+        records = Cluster(replace(few, pool=start, events=events)).run(asked)
+        return [summarise(records[at : at + 300], slo_ttft_s=5.0).slo_attainment for at in (0, 300, 600)]
+
+    up = attained((PoolChange(at_s=60.0, pool=more),), start=few.pool)
+    stays = attained((), start=few.pool)
+    down = attained((PoolChange(at_s=60.0, pool=few.pool),), start=more)
+    assert up[2] > 0.95
+    assert stays[2] < 0.6
+    assert down[0] > 0.95
+    assert down[2] < 0.6
