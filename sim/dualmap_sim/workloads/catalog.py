@@ -9,9 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from dualmap_sim.workloads import tool_agent
 from dualmap_sim.workloads.mooncake import read_mooncake
 from dualmap_sim.workloads.sessions import label_sessions
+from dualmap_sim.workloads.statistics import Asked, Fact, compare
 from dualmap_sim.workloads.synthetic import default_workload
+from dualmap_sim.workloads.tool_agent import tool_agent_workload
 from dualmap_sim.workloads.trace import Trace
 
 
@@ -22,8 +25,16 @@ class Generator(Protocol):
         """Return a trace of so many requests; equal arguments give equal traces, everywhere."""
 
 
-WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType({"default": default_workload})
+WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType(
+    {
+        "default": default_workload,
+        "tool_agent": tool_agent_workload,
+    }
+)
 """The generated workloads by name."""
+
+ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType({"tool_agent": tool_agent.ASKED})
+"""What each of them was asked for, where it was for figures."""
 
 
 class UnknownWorkload(Exception):
@@ -61,3 +72,7 @@ class Workload:
             raise UnknownWorkload(self.name)
         whole = generator(self.start + self.requests, seed=self.seed)
         return replace(whole, requests=whole.requests[self.start :])
+
+    def facts(self, trace: Trace) -> tuple[Fact, ...]:
+        """Return the statistics of the loaded trace beside those its generator was asked for."""
+        return compare(trace, ASKED.get(self.name, ()) if self.trace is None else ())

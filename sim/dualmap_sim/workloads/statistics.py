@@ -1,13 +1,25 @@
 """What a trace asks for: lengths, how much of it could be reused at best, and the engine time that leaves.
 
+``compare`` puts a trace's figures beside those its generator was asked for (each generator's ``ASKED``).
+
 The reuse bound is one shared cache without a limit (the paper's theoretical upper bound, section A.2.2): what a
 router can at best approach with as many caches as it has engines.
 """
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, nan, sqrt
+from typing import Final
 
 from dualmap_sim.presets import EngineConfig, PrefillCost
 from dualmap_sim.workloads.trace import Trace
+
+_ROUNDING: Final = 1e-9
+"""Keeps a product that is a whole number but for rounding from being rounded up."""
+_WHOLE_FROM: Final = 100
+"""Figures from here on are printed without decimals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +92,150 @@ def decode_work_s(trace: Trace, engine: EngineConfig) -> float:
     batch = max(1, int(engine.kv_memory_tokens / held_tokens))
     step_s = engine.decode.steps_s(1, requests=batch, kv_tokens=int(batch * held_tokens))
     return sum(request.output_tokens - 1 for request in trace.requests) * step_s / batch
+
+
+def ideal_block_tokens(trace: Trace) -> tuple[int, ...]:
+    """Return, per request, its leading tokens in whole blocks of the trace that came before: what engines can reuse."""
+    seen: set[int] = set()
+    cached = []
+    for request in trace.requests:
+        full = request.blocks[: request.input_tokens // trace.block_tokens]
+        run = next((index for index, block in enumerate(full) if block not in seen), len(full))
+        cached.append(run * trace.block_tokens)
+        seen.update(full)
+    return tuple(cached)
+
+
+def ideal_block_hit_rate(trace: Trace) -> float:
+    """Return the share of all prompt tokens that one shared unlimited cache of whole blocks would have."""
+    return sum(ideal_block_tokens(trace)) / sum(request.input_tokens for request in trace.requests)
+
+
+def shared_prefix_rates(trace: Trace) -> tuple[float, ...]:
+    """Return, in increasing order, the share (0 to 1) of each prompt that earlier prompts begin with (paper A.4)."""
+    cached = ideal_block_tokens(trace)
+    return tuple(sorted(reused / request.input_tokens for reused, request in zip(cached, trace.requests, strict=True)))
+
+
+def share_reusing(trace: Trace, least: float) -> float:
+    """Return the share of requests of whose prompt at least ``least`` (0 to 1) is shared with earlier ones."""
+    rates = shared_prefix_rates(trace)
+    return sum(rate >= least for rate in rates) / len(rates)
+
+
+def prefix_share(trace: Trace, *, blocks: int, rank: int) -> float:
+    """Return the share of requests that begin with the ``rank``-th (from 0) most frequent ``blocks`` leading blocks."""
+    prefixes = Counter(request.blocks[blocks - 1] for request in trace.requests if len(request.blocks) >= blocks)
+    ranked = prefixes.most_common(rank + 1)
+    return ranked[rank][1] / len(trace.requests) if len(ranked) > rank else 0.0
+
+
+def input_tokens_mean(trace: Trace) -> float:
+    """Return the mean prompt length in tokens."""
+    return sum(request.input_tokens for request in trace.requests) / len(trace.requests)
+
+
+def output_tokens_mean(trace: Trace) -> float:
+    """Return the mean answer length in tokens."""
+    return sum(request.output_tokens for request in trace.requests) / len(trace.requests)
+
+
+def input_per_output(trace: Trace) -> float:
+    """Return how many prompt tokens there are for each token of the answers."""
+    return input_tokens_mean(trace) / output_tokens_mean(trace)
+
+
+def session_share(trace: Trace, *, top: float) -> float:
+    """Return the share of all prompt tokens that belongs to the largest ``top`` (0 to 1) of the sessions, at least one.
+
+    nan where the trace names no sessions.
+    """
+    sizes: Counter[int] = Counter()
+    for request in trace.requests:
+        if request.session is None:
+            return nan
+        sizes[request.session] += request.input_tokens
+    largest = sorted(sizes.values(), reverse=True)
+    return sum(largest[: ceil(len(largest) * top - _ROUNDING)]) / sum(largest)
+
+
+def intra_session_share(trace: Trace) -> float:
+    """Return which share of the ideally reused tokens their request's own session has had before; nan without reuse."""
+    own: dict[int | None, set[int]] = {}
+    reused = 0
+    for request in trace.requests:
+        full = request.blocks[: request.input_tokens // trace.block_tokens]
+        seen = own.setdefault(request.session, set())
+        if request.session is not None:
+            reused += next((index for index, block in enumerate(full) if block not in seen), len(full))
+        seen.update(full)
+    ideal = sum(ideal_block_tokens(trace))
+    return reused * trace.block_tokens / ideal if ideal else nan
+
+
+def arrival_cv(trace: Trace) -> float:
+    """Return the standard deviation of the gaps between arrivals over their mean: 1 for a Poisson process.
+
+    Of a closed loop only the first request of each session in the trace counts, as the others' arrivals are nominal.
+    """
+    begun: set[int | None] = set()
+    arrivals_s = []
+    for request in trace.requests:
+        if not trace.closed_loop or request.session not in begun:
+            arrivals_s.append(request.arrival_s)
+        begun.add(request.session)
+    gaps_s = [later - earlier for earlier, later in pairwise(arrivals_s)]
+    mean_s = sum(gaps_s) / len(gaps_s) if gaps_s else 0.0
+    return sqrt(sum((gap - mean_s) ** 2 for gap in gaps_s) / len(gaps_s)) / mean_s if mean_s else nan
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One figure that a workload is meant to have, and how it is measured; ``value`` None: it is only shown."""
+
+    name: str
+    value: float | None
+    measured: Callable[[Trace], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One figure of a trace beside what was asked for; None where nothing was."""
+
+    name: str
+    asked: float | None
+    produced: float
+
+
+SHOWN: Final = (
+    Asked("input tokens, mean", None, input_tokens_mean),
+    Asked("output tokens, mean", None, output_tokens_mean),
+    Asked("ideal hit rate, whole blocks", None, ideal_block_hit_rate),
+    Asked("requests that share half their prompt", None, lambda trace: share_reusing(trace, 0.5)),
+    Asked("input tokens of the top 1 % of sessions", None, lambda trace: session_share(trace, top=0.01)),
+    Asked("coefficient of variation of arrivals", None, arrival_cv),
+)
+"""What is worth knowing of any trace, a recorded one included."""
+
+
+def compare(trace: Trace, asked: Sequence[Asked]) -> tuple[Fact, ...]:
+    """Return each figure asked for beside the trace's, then what else is worth knowing of any trace."""
+    names = {one.name for one in asked}
+    return tuple(
+        Fact(name=one.name, asked=one.value, produced=one.measured(trace))
+        for one in (*asked, *(shown for shown in SHOWN if shown.name not in names))
+    )
+
+
+def fact_lines(facts: Sequence[Fact]) -> tuple[str, ...]:
+    """Return a table of facts to print: a heading, then one line for each."""
+    width = max(len(fact.name) for fact in facts)
+    rows = (
+        f"{fact.name:<{width}}  {'' if fact.asked is None else _figure(fact.asked):>10}  {_figure(fact.produced):>10}"
+        for fact in facts
+    )
+    return f"{'':<{width}}  {'asked':>10}  {'produced':>10}", *rows
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= _WHOLE_FROM else f"{value:.3f}"

@@ -1,0 +1,90 @@
+"""The rebuilt Tool&Agent trace: what the paper says of it, seed by seed, and what a router sees of it."""
+
+import hashlib
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from dualmap.hotness import HotnessTree
+from dualmap_sim.arrivals import arrivals
+from dualmap_sim.workloads.statistics import compare
+from dualmap_sim.workloads.tool_agent import ASKED, BATCH_S, LONG_TOOL, SHORT_TOOL, tool_agent_workload
+from dualmap_sim.workloads.trace import Trace
+
+PAPER_REQUESTS = 8000
+TOLERANCES = {
+    "input tokens, mean": 0.02 * 8596,
+    "output tokens, mean": 0.02 * 182,
+    "ideal hit rate, whole blocks": 0.015,
+    "requests behind the longer hot prefix": 0.01,
+    "requests behind the shorter hot prefix": 0.01,
+    "requests that share half their prompt": 0.01,
+}
+
+
+@cache
+def workload(seed: int) -> Trace:
+    return tool_agent_workload(PAPER_REQUESTS, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_meets_what_the_paper_says_of_the_trace(seed):
+    facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
+
+    assert set(TOLERANCES) <= set(facts)
+    for name, tolerance in TOLERANCES.items():
+        assert facts[name].produced == pytest.approx(facts[name].asked, abs=tolerance), name
+
+
+def test_seeds_differ_and_one_seed_gives_the_same_bytes_on_any_machine():
+    assert tool_agent_workload(200) != tool_agent_workload(200, seed=1)
+    digest = hashlib.sha256(repr(tool_agent_workload(200).requests).encode()).hexdigest()
+    assert digest == "a32d3f5fecf5203c7c55d383685065c335fb6e25e7ddd7f3b018a8338be038b7"
+
+
+def test_fewer_requests_are_the_beginning_of_more():
+    assert tool_agent_workload(200).requests == workload(0).requests[:200]
+
+
+def test_requests_come_in_batches_at_a_steady_rate():
+    requests = workload(0).requests
+    minutes = Counter(r.arrival_s // 60 for r in requests)
+    whole = [minutes[minute] for minute in sorted(minutes)[1:-1]]
+
+    assert all(r.arrival_s % BATCH_S == 0 for r in requests)
+    assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(requests))
+    assert min(whole) > 0.8 * sum(whole) / len(whole)
+    assert max(whole) < 1.2 * sum(whole) / len(whole)
+
+
+def test_turns_go_on_from_their_sessions_last():
+    last = {}
+    continued = Counter()
+    for request in workload(0).requests:
+        before = last.get(request.session)
+        assert len(request.blocks) == -(-request.input_tokens // 512)
+        if before is not None:
+            assert request.turn == before.turn + 1
+            assert request.blocks[: len(before.blocks)] == before.blocks
+            assert request.input_tokens > before.input_tokens + before.output_tokens
+            continued[request.blocks[0]] += 1
+        last[request.session] = request
+
+    assert len(continued) == 3, "of the agents behind either tool and of the conversations"
+    assert min(continued.values()) > 200
+
+
+def test_the_adaptive_key_reaches_thirteen_and_six_blocks_behind_the_hot_prefixes():
+    """A.1.1, figure 6: 2, 6 and 13 blocks for 45.2, 14.9 and 37.8 % of the requests; 16 engines, 14.9 % being < 2/8."""
+    tree = HotnessTree(initial_blocks=2, max_blocks=32, window_s=120.0)
+    keys = Counter(
+        tree.key_blocks(one.at_s, one.chain.hashes, split_share=2 / 16, merge_share=1 / 16)
+        for one in arrivals(workload(0), router_block_tokens=512, engine_block_tokens=512)
+    )
+
+    shares = {blocks: requests / PAPER_REQUESTS for blocks, requests in keys.items()}
+    assert shares[LONG_TOOL.prefix_blocks + 1] == pytest.approx(0.378, abs=0.02)
+    assert shares[SHORT_TOOL.prefix_blocks + 1] == pytest.approx(0.149, abs=0.02)
+    assert shares[2] == pytest.approx(0.473, abs=0.03)
