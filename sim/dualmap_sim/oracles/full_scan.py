@@ -1,12 +1,16 @@
 """The router that knows everything and decides at once: what perfect knowledge alone is worth.
 
 ALGORITHMS section 5: each arrival goes to the instance with the least T_q + T_c (paper, eq. 1), both true: the engine's
-own backlog and the cache it really has. It looks at each request by itself, so a policy that spreads prefixes with
-foresight, or holds requests back, can do better.
+own backlog, and the cache it will have when the prefill begins, with the blocks of all that is prefilled before. It
+looks at each request by itself, so a policy that spreads prefixes with foresight, or holds requests back, does better.
+What it does not foresee is that requests end, what will be evicted, and who will wait for memory.
 """
 
+from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import islice
 
+from dualmap_sim.engine import EngineRequest
 from dualmap_sim.oracles.replay import HandOver, Instance
 from dualmap_sim.records import Record
 
@@ -16,16 +20,63 @@ class FullScan:
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.instances = instances
+        self._queues = [_Queue(instance) for instance in instances]
 
     def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
         """Hand a request over at once."""
         work = record.arrival.work
 
-        def cost(instance: Instance) -> tuple[float, int]:
-            ttft_s = instance.engine.backlog_s(now) + instance.prefill_s(work)
-            return ttft_s, instance.engine.kv_tokens_reserved
+        def cost(queue: _Queue) -> tuple[float, int]:
+            return queue.ttft_s(now, work), queue.instance.engine.kv_tokens_reserved
 
-        hand_over(record, min(self.instances, key=cost))
+        chosen = min(self._queues, key=cost)
+        chosen.add(record)
+        hand_over(record, chosen.instance)
 
     def changed(self, now: float, hand_over: HandOver) -> None:
         """Do nothing: nobody waits here."""
+
+
+class _Queue:
+    """What an instance was handed over and has not prefilled, in order, each with what its prefill will take."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self._ahead: deque[tuple[Record, float]] = deque()
+        self._blocks_ahead: Counter[int] = Counter()
+
+    def ttft_s(self, now: float, work: EngineRequest) -> float:
+        """Return after how many seconds a request handed over now has its first token, to a nanosecond."""
+        self._drop_prefilled()
+        engine = self.instance.engine
+        busy_s = engine.backlog_s(now)
+        # The engine counts by the cache that it has now, and so more than it will take those that wait.
+        for record, prefill_s in islice(reversed(self._ahead), engine.waiting):
+            busy_s += prefill_s - self.instance.prefill_s(record.arrival.work)
+        return round(busy_s + self._prefill_s(work), 9)
+
+    def add(self, record: Record) -> None:
+        """Take note of a request that is handed over."""
+        work = record.arrival.work
+        self._ahead.append((record, self._prefill_s(work)))
+        self._blocks_ahead.update(self._whole_blocks(work))
+
+    def _drop_prefilled(self) -> None:
+        while self._ahead and self._ahead[0][0].first_token_s is not None:
+            record, _ = self._ahead.popleft()
+            self._blocks_ahead.subtract(self._whole_blocks(record.arrival.work))
+            if not self._ahead:
+                self._blocks_ahead.clear()
+
+    def _prefill_s(self, work: EngineRequest) -> float:
+        engine = self.instance.engine
+        reused = 0
+        for block in work.blocks[: (work.prompt_tokens - 1) // engine.config.block_tokens]:
+            if block not in engine.cache and not self._blocks_ahead[block]:
+                break
+            reused += 1
+        cached_tokens = reused * engine.config.block_tokens
+        return engine.config.prefill.seconds(new_tokens=work.prompt_tokens - cached_tokens, cached_tokens=cached_tokens)
+
+    def _whole_blocks(self, work: EngineRequest) -> Sequence[int]:
+        return work.blocks[: work.prompt_tokens // self.instance.engine.config.block_tokens]
