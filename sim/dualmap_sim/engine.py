@@ -2,7 +2,8 @@
 
 The model is ALGORITHMS section 7: first come, first served; one prefill at a time, before any decode; a
 request is admitted when its prompt and output fit into the KV memory beside those running, and until it is,
-it keeps everyone behind it waiting; then all running requests decode together, one token each per step.
+it keeps everyone behind it waiting; then all running requests decode together, one token each per step. With
+``chunk_tokens`` prompts are computed in pieces beside the decodes instead (``chunked.py``).
 
 There is no clock, thread, socket or chance in here. Two drivers use the same object: ``engine_driver.py``
 with the wall clock times a speed, and a discrete-event simulation of a cluster with a heap. The latter pushes
@@ -16,6 +17,7 @@ Requests cost O(blocks + log batch); an engine that waits costs nothing.
 
 from math import inf
 
+from dualmap_sim.chunked import ChunkedStep, full_steps_s
 from dualmap_sim.decode_batch import DecodeBatch
 from dualmap_sim.decode_run import DecodeRun
 from dualmap_sim.engine_jobs import Job, JobState, WaitingJobs
@@ -43,9 +45,11 @@ class Engine:
         """The part of them that the prefix cache held."""
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingJobs()
-        self._prefilling: Job | None = None
+        # Those of whose prompts the step under way computes a piece or all.
+        self._prefilling: list[Job] = []
         self._batch = DecodeBatch()
         self._run: DecodeRun | None = None
+        # The end of the step or run under way. What is under way and no run computes prompts.
         self._end_s = inf
         self._generated = 0
         self._kv_reserved = 0
@@ -59,7 +63,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests in prefill or decode."""
-        return self._batch.size + (self._prefilling is not None)
+        return self._batch.size + len(self._prefilling)
 
     @property
     def kv_tokens_reserved(self) -> int:
@@ -68,8 +72,11 @@ class Engine:
 
     @property
     def kv_tokens_held(self) -> int:
-        """KV tokens that admitted requests hold at the last ``now``; the prefix cache does not count."""
-        prefilling = self._prefilling.request.prompt_tokens if self._prefilling is not None else 0
+        """KV tokens that admitted requests hold at the last ``now``; the prefix cache does not count.
+
+        A prompt counts wholly from the beginning of its prefill.
+        """
+        prefilling = sum(job.request.prompt_tokens for job in self._prefilling)
         return self._batch.kv_tokens + prefilling + self._batch.size * self._steps_in_run()
 
     @property
@@ -96,23 +103,23 @@ class Engine:
 
         At once is after the decode step under way: nothing waits or prefills, and its memory is free.
         """
-        return (
-            not self._waiting
-            and self._prefilling is None
-            and self._kv_reserved + self._need_tokens(request) <= self.config.kv_memory_tokens
-        )
+        return not self._waiting and not self._prefilling and self._admits(self._need_tokens(request))
 
     def backlog_s(self, now: float) -> float:
         """Return after how many seconds a request submitted now would begin its prefill, behind all that wait.
 
-        Taken from the cache as it is now; that some may have to wait for memory is not foreseen.
+        Taken from the cache and the batch as they are now; that some may have to wait for memory is not foreseen.
         """
         self._run_until(now)
+        config, batch = self.config, self._batch
         if self._run is not None:
             left_s = self._run.boundary_s(now) - now
         else:
             left_s = self._end_s - now if self._end_s < inf else 0.0
-        return left_s + sum(self._prefill_s(job.request, *self._reused(job.request)) for job in self._waiting)
+        if config.chunk_tokens is not None:
+            prompts = [self._left(job) for job in (*self._prefilling, *self._waiting)]
+            return left_s + full_steps_s(config, prompts, decoding=batch.size, kv_tokens=batch.kv_tokens)
+        return left_s + sum(config.prefill.overhead_s + self._left(job)[1] for job in self._waiting)
 
     def next_event_s(self) -> float | None:
         """Return when ``advance`` is due next, None while nothing is under way.
@@ -150,7 +157,8 @@ class Engine:
     def abort(self, now: float, request_id: str) -> bool:
         """Give up on a request; True when it was still here, and then it will not be ``Finished``.
 
-        A prefill stops at once and caches nothing. A decoding request holds its memory until the step ends.
+        A prefill in a step of its own stops at once and caches nothing. Whoever shares a step with others holds its
+        memory until that ends.
         """
         self._run_until(now)
         job = self._jobs.pop(request_id, None)
@@ -160,16 +168,13 @@ class Engine:
             self._waiting.drop(job)
             self._look_at_queue(now)
         elif job.state is JobState.PREFILLING:
-            job.state = JobState.GONE
-            self._prefilling = None
-            self._kv_reserved -= job.need_tokens
-            self._start_next(now)
+            self._abort_prefill(job, now)
         else:
             self._batch.leave(job)
-            if self._run is None:
-                self._take_steps(0, now)
-            else:
+            if self._run is not None:
                 self._cut_run(now)
+            elif self.config.chunk_tokens is None:  # Otherwise it shares the step under way.
+                self._take_steps(0, now)
         return True
 
     def advance(self, now: float) -> list[EngineEvent]:
@@ -188,8 +193,8 @@ class Engine:
         assert now >= self.now_s, f"time went back from {self.now_s} to {now}"
         while self._end_s <= now:
             end_s = self._end_s
-            if self._prefilling is not None:
-                self._end_prefill(self._prefilling, end_s)
+            if self._run is None:
+                self._end_prefills(end_s)
             else:
                 self._end_run()
             self._start_next(end_s)
@@ -202,12 +207,17 @@ class Engine:
         elif self._run is not None and self._admissible() is not None:
             self._cut_run(now)
 
+    def _admits(self, need_tokens: int) -> bool:
+        """Return whether a prefill of so much memory could begin in a step that begins now."""
+        config = self.config
+        return self._kv_reserved + need_tokens <= config.kv_memory_tokens and (
+            config.chunk_tokens is None or self._batch.size < config.chunk_tokens
+        )
+
     def _admissible(self) -> Job | None:
-        """Return the head of the queue if its memory is free."""
+        """Return the head of the queue if its prefill could begin in a step that begins now."""
         head = self._waiting.head()
-        if head is not None and self._kv_reserved + head.need_tokens <= self.config.kv_memory_tokens:
-            return head
-        return None
+        return head if head is not None and self._admits(head.need_tokens) else None
 
     def _cut_run(self, now: float) -> None:
         """End the run with the step under way: a step, once begun, is finished."""
@@ -217,16 +227,59 @@ class Engine:
         self._run_until(now)
 
     def _start_next(self, now: float) -> None:
-        job = self._admissible()
-        if job is not None:
-            self._waiting.pop_head()
-            self._start_prefill(job, now)
+        if self.config.chunk_tokens is None:
+            prefill_s = self._start_prefill(now)
+        else:
+            prefill_s = self._start_chunks(now)
+        if prefill_s is not None:
+            self._end_s = now + prefill_s
         elif self._batch.size:
             assert self.config.decode is not None
             self._run = self._batch.run(self.config.decode, start_s=now)
             self._end_s = self._run.end_s
         else:
             self._end_s = inf
+
+    def _start_prefill(self, now: float) -> float | None:
+        """Begin the prefill of the queue's head, whole; return what it takes."""
+        job = self._admissible()
+        if job is None:
+            return None
+        self._admit(job, now)
+        new_tokens = job.request.prompt_tokens - job.computed_tokens
+        job.computed_tokens = job.request.prompt_tokens
+        return self.config.prefill_s(
+            new_tokens=new_tokens, cached_tokens=job.cached_tokens, pulled_tokens=job.pulled_tokens
+        )
+
+    def _start_chunks(self, now: float) -> float | None:
+        """Begin a step that computes prompts, in pieces if need be, beside the batch; return what it takes."""
+        step = ChunkedStep(self.config, decoding=self._batch.size, kv_tokens=self._batch.kv_tokens)
+        if not step.left_tokens:
+            return None
+        for job in self._prefilling:
+            self._add_chunk(step, job)
+        while step.left_tokens and (head := self._admissible()) is not None:
+            self._admit(head, now)
+            self._add_chunk(step, head)
+        return step.seconds if self._prefilling else None
+
+    def _add_chunk(self, step: ChunkedStep, job: Job) -> None:
+        step.add(job)
+        if job.computed_tokens == job.request.prompt_tokens:
+            self._store(job.request)
+
+    def _admit(self, job: Job, now: float) -> None:
+        """Take the head of the queue into prefill."""
+        self._waiting.pop_head()
+        self._prefilling.append(job)
+        self._kv_reserved += job.need_tokens
+        job.state = JobState.PREFILLING
+        job.prefill_started_s = now
+        job.cached_tokens, job.pulled_tokens = self._reused(job.request)
+        job.computed_tokens = job.cached_tokens + job.pulled_tokens
+        self.prompt_tokens_total += job.request.prompt_tokens
+        self.cached_tokens_total += job.cached_tokens
 
     def _reused(self, request: EngineRequest) -> tuple[int, int]:
         """Return the prompt tokens that need not be computed: those cached here, and those pulled beyond them."""
@@ -235,34 +288,50 @@ class Engine:
             return cached, 0
         return cached, max(0, min(request.pulled_tokens, request.prompt_tokens - 1) - cached)
 
-    def _prefill_s(self, request: EngineRequest, cached: int, pulled: int) -> float:
-        seconds = self.config.prefill.seconds(
-            new_tokens=request.prompt_tokens - cached - pulled, cached_tokens=cached, pulled_tokens=pulled
-        )
-        return seconds + pulled / self.config.pull_tokens_per_s if self.config.pull_tokens_per_s else seconds
+    def _left(self, job: Job) -> tuple[int, float]:
+        """Return how many prompt tokens there are still to compute, and what that takes without any overhead."""
+        if job.state is JobState.PREFILLING:
+            before, reuse_s = job.computed_tokens, 0.0
+        else:
+            cached, pulled = self._reused(job.request)
+            before, reuse_s = cached + pulled, self.config.reuse_s(cached_tokens=cached, pulled_tokens=pulled)
+        left = job.request.prompt_tokens - before
+        return left, reuse_s + self.config.prefill.compute_s(new_tokens=left, cached_tokens=before)
 
-    def _start_prefill(self, job: Job, now: float) -> None:
-        self._prefilling = job
-        self._kv_reserved += job.need_tokens
-        job.state = JobState.PREFILLING
-        job.prefill_started_s = now
-        job.cached_tokens, job.pulled_tokens = self._reused(job.request)
-        self.prompt_tokens_total += job.request.prompt_tokens
-        self.cached_tokens_total += job.cached_tokens
-        self._end_s = now + self._prefill_s(job.request, job.cached_tokens, job.pulled_tokens)
-
-    def _end_prefill(self, job: Job, now: float) -> None:
-        request = job.request
-        self._prefilling = None
+    def _store(self, request: EngineRequest) -> None:
         self.cache.insert(request.blocks[: request.prompt_tokens // self.config.block_tokens])
+
+    def _abort_prefill(self, job: Job, now: float) -> None:
+        job.state = JobState.GONE
+        if self.config.chunk_tokens is None:  # Otherwise it shares the step under way.
+            self._prefilling.clear()
+            self._kv_reserved -= job.need_tokens
+            self._start_next(now)
+
+    def _end_prefills(self, now: float) -> None:
+        """End a step that computed prompts, and in which the batch took a step of its own if it shared it."""
+        jobs, self._prefilling = self._prefilling, []
+        if self.config.chunk_tokens is None:
+            self._store(jobs[0].request)
+        elif self._batch.size:
+            self._take_steps(1, now)
+        for job in jobs:
+            if job.state is JobState.GONE:
+                self._kv_reserved -= job.need_tokens
+            elif job.computed_tokens < job.request.prompt_tokens:
+                self._prefilling.append(job)
+            else:
+                self._first_token(job, now)
+
+    def _first_token(self, job: Job, now: float) -> None:
         self._generated += 1
         self._events.append(
             FirstToken(
                 at_s=now,
-                request_id=request.request_id,
+                request_id=job.request.request_id,
                 arrived_s=job.arrived_s,
                 prefill_started_s=job.prefill_started_s,
-                prompt_tokens=request.prompt_tokens,
+                prompt_tokens=job.request.prompt_tokens,
                 cached_tokens=job.cached_tokens,
                 pulled_tokens=job.pulled_tokens,
                 decode_step=self._batch.steps,

@@ -26,6 +26,7 @@ class Job:
     __slots__ = (
         "arrived_s",
         "cached_tokens",
+        "computed_tokens",
         "finish_step",
         "joined_step",
         "need_tokens",
@@ -45,6 +46,8 @@ class Job:
         self.prefill_started_s = inf
         self.cached_tokens = 0
         self.pulled_tokens = 0
+        # The leading prompt tokens whose KV is there when the step under way ends.
+        self.computed_tokens = 0
         self.joined_step = 0
         self.finish_step = 0
 

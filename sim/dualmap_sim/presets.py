@@ -17,11 +17,7 @@ TRACE_BLOCK_TOKENS: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCost:
-    """Seconds one prefill takes: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``.
-
-    Of ``h`` tokens that need not be computed, those pulled from another engine are not loaded at ``l``; what pulling
-    takes comes on top.
-    """
+    """Seconds one prefill takes: ``o + (n + a/2 * ((n+h)^2 - h^2)) / r + h / l``."""
 
     overhead_s: float
     """``o``: paid by every prefill, whatever its length."""
@@ -32,12 +28,16 @@ class PrefillCost:
     load_tokens_per_s: float
     """``l``: speed at which the KV of cached tokens is brought in."""
 
-    def seconds(self, *, new_tokens: int, cached_tokens: int, pulled_tokens: int = 0) -> float:
-        """Return the duration of a prefill of new tokens behind cached and pulled ones, the pulling left out."""
-        before = cached_tokens + pulled_tokens
-        total = new_tokens + before
-        attended = self.attention / 2 * (total * total - before * before)
-        return self.overhead_s + (new_tokens + attended) / self.tokens_per_s + cached_tokens / self.load_tokens_per_s
+    def compute_s(self, *, new_tokens: int, cached_tokens: int) -> float:
+        """Return what computing ``n`` tokens takes that attend to ``h`` before them, wherever those came from."""
+        total = new_tokens + cached_tokens
+        attended = self.attention / 2 * (total * total - cached_tokens * cached_tokens)
+        return (new_tokens + attended) / self.tokens_per_s
+
+    def seconds(self, *, new_tokens: int, cached_tokens: int) -> float:
+        """Return the duration of a prefill of ``n`` new tokens behind ``h`` cached ones."""
+        compute_s = self.compute_s(new_tokens=new_tokens, cached_tokens=cached_tokens)
+        return self.overhead_s + compute_s + cached_tokens / self.load_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,23 @@ class EngineConfig:
     """Length of a prefix block; only whole blocks are cached and reused."""
     pull_tokens_per_s: float | None = None
     """Speed at which KV can be brought from another engine; None: it cannot."""
+    chunk_tokens: int | None = None
+    """Most tokens one step computes, those of the decodes included (``chunked.py``); None: a prefill is one step of its
+    own, before any decode."""
+
+    def reuse_s(self, *, cached_tokens: int, pulled_tokens: int) -> float:
+        """Return what it takes to bring in the KV of tokens that need not be computed."""
+        seconds = cached_tokens / self.prefill.load_tokens_per_s
+        if pulled_tokens:
+            assert self.pull_tokens_per_s is not None, "this engine cannot pull"
+            seconds += pulled_tokens / self.pull_tokens_per_s
+        return seconds
+
+    def prefill_s(self, *, new_tokens: int, cached_tokens: int, pulled_tokens: int) -> float:
+        """Return the duration of a prefill in one step of its own, behind cached and pulled tokens."""
+        compute_s = self.prefill.compute_s(new_tokens=new_tokens, cached_tokens=cached_tokens + pulled_tokens)
+        reuse_s = self.reuse_s(cached_tokens=cached_tokens, pulled_tokens=pulled_tokens)
+        return self.prefill.overhead_s + compute_s + reuse_s
 
 
 def slowed(config: EngineConfig, factor: float) -> EngineConfig:

@@ -7,10 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualmap_sim.engine import Engine, EngineEvent, EngineRequest
-from dualmap_sim.presets import EngineConfig
+from dualmap_sim.presets import EngineConfig, PrefillCost
 from engines import GROWING, ask, finishes, first_tokens, run_out
 
 TIGHT = replace(GROWING, kv_memory_tokens=220, cache_tokens=80)
+CROOKED = PrefillCost(overhead_s=0.50137, tokens_per_s=97.131, attention=1.7e-3, load_tokens_per_s=1013.3)
+CHUNKED = replace(TIGHT, prefill=CROOKED, chunk_tokens=13)
+FEW = replace(CHUNKED, chunk_tokens=2)
+"""So few tokens to a step that decodes alone use them up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,91 @@ class Naive:
                 del batch[name]
 
 
+@dataclass(slots=True, kw_only=True)
+class NaiveChunked:
+    """``chunked.py``'s rules written down once more, every step taken."""
+
+    config: EngineConfig
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    def run(self, todo: list[Arrival]) -> None:
+        config, decode = self.config, self.config.decode
+        assert decode is not None
+        assert config.chunk_tokens is not None
+        now, queue = 0.0, [arrival.request for arrival in todo]
+        arrived = {arrival.request.request_id: arrival.at_s for arrival in todo}
+        admitted: dict[str, list[int]] = {}  # request id -> prompt tokens left, KV held, output tokens left
+        cache: list[int] = []  # oldest first
+        needs = {request.request_id: request.prompt_tokens + request.output_tokens for request in queue}
+        while queue or admitted:
+            decoding = [state for state in admitted.values() if not state[0]]
+            room = config.chunk_tokens - len(decoding)
+            kv, prompts_s, computes = sum(state[1] for state in decoding), 0.0, False
+            for name, state in admitted.items():
+                if state[0] and room > 0:
+                    tokens = min(room, state[0])
+                    prompts_s += config.prefill.compute_s(new_tokens=tokens, cached_tokens=state[1])
+                    state[0], state[1], room, computes = state[0] - tokens, state[1] + tokens, room - tokens, True
+                    if not state[0]:
+                        self.first[name] = -1
+                        whole = list(next(a for a in todo if a.request.request_id == name).request.blocks)
+                        cache = ([b for b in cache if b not in whole] + whole[::-1])[-8:]
+            # Whoever finds it idle begins a step at once; those that come at the same moment are too late for it.
+            idle = not admitted and arrived[queue[0].request_id] >= now
+            now = arrived[queue[0].request_id] if idle else now
+            while queue and room > 0 and (idle or arrived[queue[0].request_id] < now):
+                request = queue[0]
+                if sum(needs[name] for name in admitted) + needs[request.request_id] > config.kv_memory_tokens:
+                    break
+                queue.pop(0)
+                idle = False
+                whole, hit = list(request.blocks), 0
+                while hit < min(len(whole), (request.prompt_tokens - 1) // 10) and whole[hit] in cache:
+                    hit += 1
+                tokens = min(room, request.prompt_tokens - 10 * hit)
+                prompts_s += 10 * hit / config.prefill.load_tokens_per_s
+                prompts_s += config.prefill.compute_s(new_tokens=tokens, cached_tokens=10 * hit)
+                held = 10 * hit + tokens
+                admitted[request.request_id] = [request.prompt_tokens - held, held, request.output_tokens]
+                room, computes = room - tokens, True
+                if held == request.prompt_tokens:
+                    self.first[request.request_id] = -1
+                    cache = ([b for b in cache if b not in whole] + whole[::-1])[-8:]
+            now += prompts_s + self._shared_s(len(decoding), kv, computes)
+            for state in decoding:
+                state[1:] = [state[1] + 1, state[2] - 1]
+            for name, at_s in self.first.items():
+                if at_s == -1:
+                    self.first[name] = now
+                    admitted[name][1:] = [admitted[name][1] + 1, admitted[name][2] - 1]
+            for name in [name for name, (_, _, left) in admitted.items() if not left]:
+                self.last[name] = now
+                del admitted[name]
+
+    def _shared_s(self, decoding: int, kv: int, computes: bool) -> float:
+        decode, overhead_s = self.config.decode, self.config.prefill.overhead_s
+        assert decode is not None
+        if not decoding:
+            return overhead_s
+        grows_s = decode.per_kv_token_s * kv + decode.per_request_s * decoding
+        return grows_s + (max(overhead_s, decode.step_s) if computes else decode.step_s)
+
+
+@given(todo=arrivals(aborts=False), config=st.sampled_from([CHUNKED, FEW]))
+@settings(max_examples=300)
+def test_chunked_steps_in_one_go_give_the_times_of_taking_each(todo: list[Arrival], config: EngineConfig) -> None:
+    naive = NaiveChunked(config=config)
+    naive.run(todo)
+    engine = Engine(config)
+    for arrival in todo:
+        engine.submit(arrival.at_s, arrival.request)
+    events = run_out(engine)
+
+    assert first_tokens(events) == pytest.approx(naive.first)
+    assert finishes(events) == pytest.approx(naive.last)
+
+
 @given(todo=arrivals(aborts=False))
 @settings(max_examples=200)
 def test_skipping_over_steps_gives_the_times_of_taking_each(todo: list[Arrival]) -> None:
@@ -93,9 +182,14 @@ def test_skipping_over_steps_gives_the_times_of_taking_each(todo: list[Arrival])
     assert finishes(events) == pytest.approx(naive.last)
 
 
-def play(todo: list[Arrival], *, polls: list[float]) -> tuple[list[EngineEvent], set[str], Engine]:
+CONFIGS = st.sampled_from([TIGHT, CHUNKED, FEW])
+
+
+def play(
+    config: EngineConfig, todo: list[Arrival], *, polls: list[float]
+) -> tuple[list[EngineEvent], set[str], Engine]:
     """Play arrivals, aborts and polls in order of time; return events, the requests aborted, and the engine."""
-    engine = Engine(TIGHT)
+    engine = Engine(config)
     happenings: list[tuple[float, int, Arrival | str | None]] = [(a.at_s, 0, a) for a in todo]
     happenings += [(a.at_s + a.abort_after_s, 1, a.request.request_id) for a in todo if a.abort_after_s is not None]
     happenings += [(at_s, 2, None) for at_s in polls]
@@ -113,10 +207,10 @@ def play(todo: list[Arrival], *, polls: list[float]) -> tuple[list[EngineEvent],
     return events + run_out(engine), aborted, engine
 
 
-@given(todo=arrivals(aborts=True))
+@given(config=CONFIGS, todo=arrivals(aborts=True))
 @settings(max_examples=200)
-def test_every_request_ends_exactly_once_and_leaves_nothing_behind(todo: list[Arrival]) -> None:
-    events, aborted, engine = play(todo, polls=[])
+def test_every_request_ends_exactly_once_and_leaves_nothing_behind(config: EngineConfig, todo: list[Arrival]) -> None:
+    events, aborted, engine = play(config, todo, polls=[])
 
     ended = [event.request_id for event in events if event.request_id in finishes([event])]
     assert sorted([*ended, *aborted]) == sorted(arrival.request.request_id for arrival in todo)
@@ -124,22 +218,22 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(todo: list[Ar
     assert [event.at_s for event in events] == sorted(event.at_s for event in events)
 
 
-@given(todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
+@given(config=CONFIGS, todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
 @settings(max_examples=200)
-def test_being_watched_changes_nothing(todo: list[Arrival], polls: list[float]) -> None:
-    unwatched = play(todo, polls=[])
-    watched = play(todo, polls=polls)
+def test_being_watched_changes_nothing(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
+    unwatched = play(config, todo, polls=[])
+    watched = play(config, todo, polls=polls)
 
     assert watched[:2] == unwatched[:2]
 
 
-@given(todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
+@given(config=CONFIGS, todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
 @settings(max_examples=100)
-def test_memory_is_never_overcommitted(todo: list[Arrival], polls: list[float]) -> None:
-    engine = Engine(TIGHT)
+def test_memory_is_never_overcommitted(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
+    engine = Engine(config)
     for arrival in todo:
         engine.submit(arrival.at_s, arrival.request)
-        assert engine.kv_tokens_held <= engine.kv_tokens_reserved <= TIGHT.kv_memory_tokens
+        assert engine.kv_tokens_held <= engine.kv_tokens_reserved <= config.kv_memory_tokens
     for at_s in sorted(polls):
         engine.advance(max(at_s, engine.now_s))
-        assert engine.kv_tokens_held <= engine.kv_tokens_reserved <= TIGHT.kv_memory_tokens
+        assert engine.kv_tokens_held <= engine.kv_tokens_reserved <= config.kv_memory_tokens

@@ -67,11 +67,12 @@ def test_an_engine_that_cannot_pull_computes_what_it_lacks() -> None:
 
 
 def test_what_is_pulled_is_attended_to_as_if_it_were_cached() -> None:
-    costly = replace(ROUND.prefill, attention=0.01)
+    costly = replace(PULLING, prefill=replace(ROUND.prefill, attention=0.01))
 
-    pulled = costly.seconds(new_tokens=10, cached_tokens=30, pulled_tokens=60)
+    pulled_s = costly.prefill_s(new_tokens=10, cached_tokens=30, pulled_tokens=60)
 
-    assert pulled == pytest.approx(costly.seconds(new_tokens=10, cached_tokens=90) - 60 / costly.load_tokens_per_s)
+    cached_s = costly.prefill.seconds(new_tokens=10, cached_tokens=90)
+    assert pulled_s == pytest.approx(cached_s - 60 / 1000 + 60 / 200)
 
 
 def test_engines_with_one_cache_reuse_what_any_of_them_computed() -> None:

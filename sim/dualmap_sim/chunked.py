@@ -1,0 +1,82 @@
+"""Chunked prefill: one step of an engine that computes a piece of the prompts beside a token of all who decode.
+
+``engine.py`` puts together a step of this kind whenever a prompt is to be computed, and otherwise lets the batch decode
+as if there were no chunks. Who gets what is vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on chunked
+prefill; ``vllm/v1/core/sched/scheduler.py``): a step has a budget of tokens (``max_num_batched_tokens``); every request
+that decodes takes one of it; what is left goes to the prompt begun before, then to those that wait, in order, while
+memory admits them, and the prompt on which it runs out is continued in the next step. So at most one is in pieces,
+and it goes on with every step: whoever joins the decodes had at least one token of prompt in the step before.
+
+What such a step takes is put together from the costs of ALGORITHMS section 7, so that a step without decodes costs what
+a prefill of its tokens does, and one without prompt tokens what a decode step does. What grows with the work adds up:
+each prompt token's share of the linear layers, its attention to all before it, the KV that the decodes read. What does
+not (reading the weights and launching the pass: ``o`` of a prefill, ``d0`` of a decode step) is paid once, by the
+dearer of the two, for sharing one pass of the weights between compute-bound prompts and memory-bound decodes is what
+the same page of vLLM gives as the reason to mix them. Every further step that a prompt is cut into pays ``o`` again.
+
+A prompt's blocks can be reused from the moment its last piece is scheduled, by those next in the same step too (vLLM
+registers blocks as it allocates them: docs.vllm.ai, "Automatic Prefix Caching"). A prompt given up on before that
+leaves nothing, which is simpler than vLLM.
+"""
+
+from collections.abc import Iterable
+
+from dualmap_sim.engine_jobs import Job
+from dualmap_sim.presets import EngineConfig
+
+
+class ChunkedStep:
+    """A step being put together, of an engine with ``chunk_tokens`` and a batch that decodes."""
+
+    __slots__ = ("_config", "_decoding", "_kv_tokens", "_prompts_s", "left_tokens")
+
+    def __init__(self, config: EngineConfig, *, decoding: int, kv_tokens: int) -> None:
+        assert config.chunk_tokens is not None, "this engine does not cut prompts"
+        self._config = config
+        self._decoding = decoding
+        self._kv_tokens = kv_tokens
+        self._prompts_s = 0.0
+        self.left_tokens = max(0, config.chunk_tokens - decoding)
+        """Prompt tokens that the step has room for."""
+
+    def add(self, job: Job) -> None:
+        """Compute as much of a prompt as there is room for."""
+        if job.computed_tokens == job.cached_tokens + job.pulled_tokens:
+            # Its first piece: with it comes all the KV that need not be computed.
+            self._prompts_s += self._config.reuse_s(cached_tokens=job.cached_tokens, pulled_tokens=job.pulled_tokens)
+        tokens = min(self.left_tokens, job.request.prompt_tokens - job.computed_tokens)
+        self._prompts_s += self._config.prefill.compute_s(new_tokens=tokens, cached_tokens=job.computed_tokens)
+        job.computed_tokens += tokens
+        self.left_tokens -= tokens
+
+    @property
+    def seconds(self) -> float:
+        """How long the step takes with what was added to it."""
+        return self._prompts_s + _shared_s(self._config, decoding=self._decoding, kv_tokens=self._kv_tokens)
+
+
+def full_steps_s(config: EngineConfig, prompts: Iterable[tuple[int, float]], *, decoding: int, kv_tokens: int) -> float:
+    """Return how long the steps take that some prompts fill wholly, in turn: the next prompt begins after those.
+
+    ``prompts`` are the tokens to compute and the seconds that takes but for what all in a step share. The decodes are
+    taken to stay as they are.
+    """
+    assert config.chunk_tokens is not None, "this engine does not cut prompts"
+    tokens, seconds = 0, 0.0
+    for prompt_tokens, prompt_s in prompts:
+        tokens += prompt_tokens
+        seconds += prompt_s
+    room = max(1, config.chunk_tokens - decoding)
+    steps = tokens // room
+    if not steps:
+        return 0.0
+    return seconds * (steps * room / tokens) + steps * _shared_s(config, decoding=decoding, kv_tokens=kv_tokens)
+
+
+def _shared_s(config: EngineConfig, *, decoding: int, kv_tokens: int) -> float:
+    overhead_s = config.prefill.overhead_s
+    if not decoding:
+        return overhead_s
+    assert config.decode is not None
+    decode_s = config.decode.steps_s(1, requests=decoding, kv_tokens=kv_tokens)
+    return decode_s + max(0.0, overhead_s - config.decode.step_s)

@@ -1,0 +1,181 @@
+"""Chunked prefill, step by step, with times worked out by hand; the properties test compares it with a naive engine."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualmap_sim.engine import Engine, FirstToken
+from engines import ROUND, ask, finishes, first_tokens, run_out
+
+CHUNKED = replace(ROUND, chunk_tokens=40)
+"""A step takes half a second and a hundredth for each of at most 40 prompt tokens, a quarter without any."""
+
+
+def test_a_prompt_longer_than_a_step_is_computed_in_pieces_each_of_which_pays_the_overhead() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(3.0, ask("a", prompt=100, output=5))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == {"a": pytest.approx(3.0 + 3 * 0.5 + 100 / 100)}
+    assert finishes(events) == {"a": pytest.approx(5.5 + 4 * 0.25)}
+
+
+def test_attention_costs_the_same_in_pieces() -> None:
+    costly = replace(CHUNKED, prefill=replace(ROUND.prefill, attention=0.01))
+    engine = Engine(costly)
+    engine.submit(0.0, ask("a", prompt=100))
+
+    in_one_s = costly.prefill.seconds(new_tokens=100, cached_tokens=0)
+    assert first_tokens(run_out(engine)) == {"a": pytest.approx(in_one_s + 2 * 0.5)}
+
+
+def test_a_step_with_room_for_all_of_it_is_a_prefill_as_without_chunks() -> None:
+    engine = Engine(replace(CHUNKED, chunk_tokens=1000))
+    engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
+    run_out(engine)
+    engine.submit(2.0, ask("b", prompt=200, output=4, blocks=range(20)))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == {"b": pytest.approx(2.0 + 0.5 + 100 / 100 + 100 / 1000)}
+    assert finishes(events) == {"b": pytest.approx(3.6 + 3 * 0.25)}
+
+
+def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_in_turn() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(0.0, ask("a", prompt=30))
+    engine.submit(0.0, ask("b", prompt=10))
+    engine.submit(0.0, ask("c", prompt=50))
+    engine.submit(0.0, ask("d", prompt=10))
+
+    # "a" was alone when its step began; then "b" with 30 tokens of "c", then the other 20 with "d".
+    assert first_tokens(run_out(engine)) == pytest.approx({"a": 0.8, "b": 1.7, "c": 2.5, "d": 2.5})
+
+
+def test_decodes_go_on_while_a_prompt_is_computed_and_take_their_tokens_first() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(0.0, ask("a", prompt=20, output=9))
+    assert first_tokens(engine.advance(0.7)) == {"a": 0.7}
+
+    engine.submit(0.7, ask("b", prompt=50, output=2))
+
+    # 39 tokens beside the decode, then 11; the fixed half second covers the decode's quarter.
+    assert first_tokens(engine.advance(2.21)) == {"b": pytest.approx(0.7 + 0.89 + 0.61)}
+    assert engine.decode_steps == 2
+    assert finishes(run_out(engine)) == {"b": pytest.approx(2.45), "a": pytest.approx(2.2 + 6 * 0.25)}
+
+
+def test_a_step_of_both_kinds_pays_the_dearer_fixed_cost_and_all_that_grows() -> None:
+    assert ROUND.decode is not None
+    config = replace(CHUNKED, decode=replace(ROUND.decode, step_s=0.6, per_kv_token_s=0.001, per_request_s=0.01))
+    engine = Engine(config)
+    engine.submit(0.0, ask("a", prompt=20, output=9))
+    engine.submit(0.0, ask("b", prompt=10))
+
+    # The decode of "a" reads its 21 tokens; "b" came when the first step had begun.
+    assert first_tokens(run_out(engine))["b"] == pytest.approx(0.7 + 0.6 + 0.021 + 0.01 + 10 / 100)
+
+
+def test_prompts_wait_while_the_decodes_alone_fill_a_step() -> None:
+    engine = Engine(replace(CHUNKED, chunk_tokens=2))
+    for name in "ab":
+        engine.submit(0.0, ask(name, prompt=2, output=9))
+    started = engine.advance(1.1)
+    assert first_tokens(started) == {"a": 0.52}
+
+    engine.submit(1.1, ask("c", prompt=4))
+
+    events = [*started, *run_out(engine)]
+    assert first_tokens(events)["c"] > finishes(events)["a"]
+
+
+def test_blocks_are_reused_in_the_very_step_that_completes_them() -> None:
+    engine = Engine(replace(CHUNKED, chunk_tokens=150))
+    engine.submit(0.0, ask("first", prompt=10))
+    for name in "ab":
+        engine.submit(0.0, ask(name, prompt=120, blocks=range(12)))
+
+    events = run_out(engine)
+
+    assert [event.cached_tokens for event in events if isinstance(event, FirstToken)] == [0, 0, 110]
+    assert first_tokens(events)["a"] == first_tokens(events)["b"] == pytest.approx(0.6 + 0.5 + 130 / 100 + 110 / 1000)
+
+
+def test_pulled_and_cached_tokens_come_with_the_first_piece_and_take_no_room() -> None:
+    engine = Engine(replace(CHUNKED, pull_tokens_per_s=200.0))
+    engine.submit(0.0, replace(ask("a", prompt=140), pulled_tokens=60))
+
+    assert first_tokens(run_out(engine)) == {"a": pytest.approx(2 * 0.5 + 80 / 100 + 60 / 200)}
+
+
+def test_a_prompt_that_memory_does_not_admit_is_not_begun_though_there_is_room_in_the_step() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(0.0, ask("big", prompt=100, output=700))
+    engine.submit(0.0, ask("too big for now", prompt=200, output=100))
+    engine.submit(0.0, ask("small", prompt=10))
+
+    events = run_out(engine)
+
+    firsts = {event.request_id: event for event in events if isinstance(event, FirstToken)}
+    assert firsts["too big for now"].prefill_started_s == finishes(events)["big"]
+    assert firsts["small"].at_s >= firsts["too big for now"].at_s
+
+
+def test_a_prefill_only_engine_cuts_prompts_too() -> None:
+    engine = Engine(replace(CHUNKED, decode=None))
+    engine.submit(0.0, ask("a", prompt=60, output=50))
+    engine.submit(0.0, ask("b", prompt=20, output=50))
+
+    events = run_out(engine)
+
+    assert first_tokens(events) == finishes(events) == {"a": pytest.approx(1.8), "b": pytest.approx(1.8)}
+    assert engine.kv_tokens_reserved == 0
+
+
+def test_thousands_of_decode_steps_are_one_event() -> None:
+    engine = Engine(replace(CHUNKED, kv_memory_tokens=1_000_000))
+    engine.submit(0.0, ask("a", prompt=20, output=400_001))
+    engine.advance(0.7)
+
+    assert engine.next_event_s() == pytest.approx(0.7 + 400_000 * 0.25)
+    assert engine.next_step_s() == pytest.approx(0.95)
+
+
+def test_aborting_a_prompt_in_pieces_lets_its_step_end_and_keeps_nothing() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
+    engine.submit(0.0, ask("b", prompt=20))
+
+    assert engine.abort(0.3, "a")
+    assert engine.kv_tokens_reserved == 101
+
+    assert first_tokens(run_out(engine)) == {"b": pytest.approx(0.9 + 0.7)}
+    assert (len(engine.cache), engine.kv_tokens_reserved, engine.running) == (0, 0, 0)
+
+
+def test_aborting_a_decode_beside_a_prompt_frees_its_memory_when_the_step_ends() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(0.0, ask("a", prompt=20, output=9))
+    engine.advance(0.7)
+    engine.submit(0.7, ask("b", prompt=30, output=9))
+
+    assert engine.abort(0.8, "a")
+    assert engine.kv_tokens_reserved == 29 + 39
+
+    assert first_tokens(engine.advance(1.5)) == {"b": pytest.approx(1.5)}
+    assert engine.kv_tokens_reserved == 39
+
+
+def test_the_backlog_is_the_steps_that_those_before_fill() -> None:
+    engine = Engine(CHUNKED)
+    engine.submit(0.0, ask("a", prompt=100))
+    engine.submit(0.0, ask("b", prompt=30))
+
+    # 0.9 for the step under way; 60 and 30 tokens are left: two full steps, and the third has room.
+    backlog_s = engine.backlog_s(0.0)
+    engine.submit(0.0, ask("c", prompt=10))
+
+    assert backlog_s == pytest.approx(0.9 + 2 * 0.5 + 80 / 100)
+    started = {event.request_id: event.prefill_started_s for event in run_out(engine) if isinstance(event, FirstToken)}
+    assert started["c"] == pytest.approx(backlog_s)
