@@ -20,6 +20,7 @@ from dualmap.hotness import HotnessCounts
 from dualmap.news import News, SharedBinding
 from dualmap.pool import Engine, Queue
 from dualmap.requests import Decision, Held, Reason, Request
+from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module
 from dualmap_sim.cluster import Cluster, Exchange, Record, Replica
 from dualmap_sim.summary import summarise
@@ -116,7 +117,7 @@ def test_a_router_that_joins_knows_what_was_replayed_to_it(replay_s: float, bloc
 def test_the_store_tells_a_router_what_it_wants_to_know_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, SharedBinding]] = []
 
-    class Listens(cluster_module.PoolRouter):
+    class Listens(PoolRouter):
         def on_bindings(self, now: float, bindings: Sequence[SharedBinding]) -> None:
             told.extend((now, binding) for binding in bindings)
             super().on_bindings(now, bindings)
@@ -153,7 +154,7 @@ def test_equal_configurations_give_equal_records() -> None:
 
 
 def test_a_request_that_a_router_loses_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loses(cluster_module.PoolRouter):
+    class Loses(PoolRouter):
         def on_request(self, now: float, request: Request) -> Decision | Held:  # type: ignore[override]  # narrower
             return Held(request_id=request.id)
 

@@ -1,0 +1,170 @@
+"""What routers hear late or never, closed loops, and the bytes of a run."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+import pytest
+
+from clusters import (
+    assert_books_empty,
+    assert_each_ended_once,
+    busy_config,
+    busy_requests,
+    config,
+    one_block_prompts,
+    small_pool,
+)
+from dualmap.ledger import ENTRY_TTL_S
+from dualmap.pool import Queue
+from dualmap_sim.arrivals import Arrival, arrivals
+from dualmap_sim.cluster import Cluster, Record
+from dualmap_sim.events import Fail, Recover
+from dualmap_sim.summary import summarise
+from dualmap_sim.workloads.synthetic import default_workload
+
+
+def in_flight(cluster: Cluster) -> int:
+    return sum(endpoint.in_flight for router in cluster.routers for endpoint in router.status().endpoints)
+
+
+def test_lost_reports_are_a_share_and_are_forgotten_with_time() -> None:
+    asked = busy_requests(rate=8.0)
+    cluster = Cluster(replace(busy_config(1), report_loss=0.1))
+    records = cluster.run(asked)
+    assert_each_ended_once(asked, records)
+    assert all(record.finished_s is not None for record in records)
+    assert 10 <= in_flight(cluster) <= 30
+    last_s = max(record.finished_s for record in records if record.finished_s is not None)
+    (router,) = cluster.routers
+    router.on_deadline(last_s)
+    assert in_flight(cluster) > 0
+    router.on_deadline(last_s + ENTRY_TTL_S + 1.0)
+    assert_books_empty(cluster)
+
+
+def test_a_router_that_never_hears_of_an_end_goes_by_the_ttl() -> None:
+    cluster = Cluster(replace(config(small_pool(1)), report_loss=1.0))
+    records = cluster.run(one_block_prompts(0.0, 100.0, ENTRY_TTL_S + 50.0))
+    assert [record.finished_s is not None for record in records] == [True] * 3
+    # The first is forgotten by the time the third comes.
+    assert in_flight(cluster) == 2
+    cluster.routers[0].on_deadline(2 * ENTRY_TTL_S + 50.0)
+    assert_books_empty(cluster)
+
+
+def test_late_reports_of_requests_that_failed_meanwhile_change_nothing() -> None:
+    events = (Fail(at_s=1.6, member="m-0"), Recover(at_s=2.0, member="m-0"))
+    late = replace(config(small_pool(1), events=events), feedback_delay_s=0.5)
+    cluster = Cluster(late)
+    first, second = cluster.run(one_block_prompts(0.0, 3.0))
+    assert (first.first_token_s, first.failed) == (1.5, True)
+    assert second.ttft_s == 1.5
+    assert_books_empty(cluster)
+
+
+def test_several_routers_with_stale_views_serve_everything_but_less_well_than_with_fresh_ones() -> None:
+    asked = busy_requests(400, rate=10.0)
+    fresh, stale = (busy_config(4, policy="least_loaded") for _ in range(2))
+    assert stale.exchange is not None
+    stale = replace(stale, exchange=replace(stale.exchange, period_s=2.0, delay_s=1.0))
+    runs = [Cluster(of).run(asked) for of in (fresh, stale)]
+    for records in runs:
+        assert_each_ended_once(asked, records)
+        assert {record.router for record in records} == {0, 1, 2, 3}
+    p90_s = [summarise(records, slo_ttft_s=5.0).ttft_p90_s for records in runs]
+    assert p90_s[0] < p90_s[1]
+
+
+def closed(requests: int, *, rate: float) -> tuple[Arrival, ...]:
+    """The default workload with each turn 2 s after its session's last one has ended."""
+    trace = default_workload(requests, seed=3).at_rate(rate)
+    paused = tuple(replace(request, pause_s=2.0) for request in trace.requests)
+    looped = replace(trace, requests=paused, closed_loop=True)
+    return arrivals(looped, router_block_tokens=128, engine_block_tokens=512)
+
+
+def makespan_s(asked: Sequence[Arrival], members: int) -> float:
+    records = Cluster(busy_config(1, Queue(max_wait_s=1000.0), members=members)).run(asked)
+    assert_each_ended_once(asked, records)
+    return max(record.finished_s for record in records if record.finished_s is not None)
+
+
+def test_a_follower_comes_its_pause_after_the_end_of_the_one_before_and_no_sooner() -> None:
+    asked = closed(300, rate=6.0)
+    cluster = Cluster(busy_config(1, Queue()))
+    records = cluster.run(asked)
+    assert_each_ended_once(asked, records)
+    by_id = {record.arrival.request_id: record for record in records}
+    following = [record for record in records if record.arrival.follows is not None]
+    assert len(following) > 100
+    for record in following:
+        assert record.arrival.follows is not None
+        before = by_id[record.arrival.follows]
+        assert before.finished_s is not None
+        assert record.arrival.at_s == before.finished_s + 2.0
+    arrived_s = [record.arrival.at_s for record in records]
+    assert arrived_s == sorted(arrived_s)
+    assert_books_empty(cluster)
+
+
+def test_a_session_goes_on_after_a_refusal() -> None:
+    queue = Queue(dispatch_window_s=0.1, max_held=1)
+    zeroth, first, second, third = one_block_prompts(0.0, 0.1, 0.2, 0.2)
+    asked = (zeroth, first, second, replace(third, follows="2", pause_s=10.0))
+    records = Cluster(config(small_pool(1, queue=queue))).run(asked)
+    assert records[2].refused is not None
+    assert records[3].arrival.at_s == 0.2 + 10.0
+    assert records[3].ttft_s == 1.5
+
+
+def test_who_follows_nobody_that_comes_is_an_error() -> None:
+    first, second = one_block_prompts(0.0, 1.0)
+    with pytest.raises(AssertionError, match="follows one that never came"):
+        Cluster(config(small_pool(1))).run((first, replace(second, follows="7")))
+
+
+def test_in_a_closed_loop_load_stretches_the_wall_clock() -> None:
+    """Sessions take longer the fewer engines there are, while an open loop's requests would come all the same."""
+    asked = closed(300, rate=20.0)
+    spans_s = [makespan_s(asked, members) for members in (8, 3, 2)]
+    assert spans_s == sorted(spans_s)
+    assert spans_s[2] > 1.3 * spans_s[0]
+
+
+def digest(records: Sequence[Record]) -> str:
+    """The digest of everything a run wrote down; floats by repr, so to the last bit."""
+    lines = [
+        repr(
+            (
+                record.arrival.request_id,
+                record.arrival.at_s,
+                record.router,
+                record.held,
+                record.dispatched_s,
+                record.endpoint,
+                record.rule,
+                record.cached_tokens,
+                record.first_token_s,
+                record.finished_s,
+                record.refused and record.refused.value,
+                record.failed,
+            )
+        )
+        for record in records
+    ]
+    return sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("round_robin", "457ed46d5b9bdbee"), ("min_ttft", "89baa23043554352"), ("preble", "273132324365e357")],
+)
+def test_the_same_seed_gives_the_same_bytes_on_any_machine(policy: str, expected: str) -> None:
+    """Pinned: another digest means that results published before are no longer those of this code. Say why."""
+    of = replace(
+        busy_config(3, Queue(dispatch_window_s=0.5), policy=policy),
+        events=(Fail(at_s=5.0, member="m-1"), Recover(at_s=8.0, member="m-1")),
+        report_loss=0.02,
+    )
+    assert digest(Cluster(of).run(closed(200, rate=10.0))) == expected
