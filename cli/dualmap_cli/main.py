@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "explain": ("dualmap_extproc.explain", "explain", "Say which instance a request would go to, and why."),
     "policies": ("dualmap_extproc.explain", "policies", "List every routing policy with its source."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
+    "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
+    "goodput": ("dualmap_cli.simulate.goodput_command", "goodput", "Find the highest rate each policy copes with."),
     "demo": ("dualmap_cli.demo.command", "demo", "Replay a workload through a real Envoy, once per policy."),
 }
 
@@ -64,4 +66,5 @@ def main() -> None:
     Run a router:        dualmap router --pool pool.yaml
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
     Ask why:             dualmap explain --pool pool.yaml --request request.json
+    Plan capacity:       dualmap goodput --policy round_robin,dualmap
     """

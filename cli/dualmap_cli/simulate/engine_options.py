@@ -1,0 +1,98 @@
+"""The engine's parameters as the command line sets them: ``--set r=3500`` under the names of ALGORITHMS section 7."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+import click
+
+from dualmap_sim.presets import EngineConfig
+
+_HINT: Final = "--set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One number of the engine model: what it is, the least it may be, and how a config gets it."""
+
+    meaning: str
+    least: float
+    whole: bool
+    change: Callable[[EngineConfig, float], EngineConfig]
+
+
+def _prefill(field: str, meaning: str, least: float) -> Parameter:
+    def change(config: EngineConfig, value: float) -> EngineConfig:
+        return replace(config, prefill=replace(config.prefill, **{field: value}))
+
+    return Parameter(meaning=meaning, least=least, whole=False, change=change)
+
+
+def _decode(field: str, meaning: str, least: float) -> Parameter:
+    def change(config: EngineConfig, value: float) -> EngineConfig:
+        if config.decode is None:
+            raise click.BadParameter(
+                "a prefill-only engine has no decode steps; give another --model", param_hint=_HINT
+            )
+        return replace(config, decode=replace(config.decode, **{field: value}))
+
+    return Parameter(meaning=meaning, least=least, whole=False, change=change)
+
+
+def _whole(field: str, meaning: str, least: int) -> Parameter:
+    def change(config: EngineConfig, value: float) -> EngineConfig:
+        fields: dict[str, Any] = {field: int(value)}
+        return replace(config, **fields)
+
+    return Parameter(meaning=meaning, least=least, whole=True, change=change)
+
+
+def _pull(config: EngineConfig, value: float) -> EngineConfig:
+    return replace(config, pull_tokens_per_s=value)
+
+
+PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType(
+    {
+        "r": _prefill("tokens_per_s", "new prompt tokens computed per second", 1.0),
+        "a": _prefill("attention", "growth of a token's cost with each token before it", 0.0),
+        "o": _prefill("overhead_s", "seconds that every prefill takes beside its tokens", 0.0),
+        "l": _prefill("load_tokens_per_s", "cached tokens loaded per second", 1.0),
+        "m": _whole("kv_memory_tokens", "KV memory of admitted requests, in tokens", 1),
+        "c": _whole("cache_tokens", "prefix cache, in tokens", 0),
+        "cap": _whole("input_tokens_max", "longest prompt; longer ones are cut", 1),
+        "d0": _decode("step_s", "seconds of a decode step", 1e-6),
+        "d1": _decode("per_kv_token_s", "... and for each KV token held", 0.0),
+        "d2": _decode("per_request_s", "... and for each request of the batch", 0.0),
+        "block": _whole("block_tokens", "block of the prefix cache, in tokens", 1),
+        "chunk": _whole("chunk_tokens", "chunked prefill: tokens per step", 1),
+        "pull": Parameter(
+            meaning="tokens per second at which a session's KV follows it to another engine",
+            least=1.0,
+            whole=False,
+            change=_pull,
+        ),
+    }
+)
+"""By the names of ALGORITHMS section 7 where it has one."""
+
+
+def described() -> str:
+    """Return the parameters for ``--help``, one a line."""
+    return "\n".join(f"  {name:<6} {parameter.meaning}" for name, parameter in PARAMETERS.items())
+
+
+def changed(config: EngineConfig, values: Iterable[tuple[str, float]]) -> EngineConfig:
+    """Return an engine with some parameters set. Raises click.BadParameter for what is none, or not a value of one."""
+    for name, value in values:
+        parameter = PARAMETERS.get(name)
+        if parameter is None:
+            raise click.BadParameter(f"{name!r} is not accepted; give one of {', '.join(PARAMETERS)}", param_hint=_HINT)
+        if not parameter.least <= value < math.inf or (parameter.whole and value != int(value)):
+            what = "a whole number" if parameter.whole else "a number"
+            raise click.BadParameter(
+                f"{name}={value:g} is not accepted; give {what} of at least {parameter.least:g}", param_hint=_HINT
+            )
+        config = parameter.change(config, value)
+    return config

@@ -1,0 +1,127 @@
+"""``dualmap goodput``: the highest rate that each policy copes with, in virtual time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualmap_cli.simulate.engine_options import described
+from dualmap_cli.simulate.options import with_options
+from dualmap_cli.simulate.plan import Plan, make_plan
+from dualmap_cli.simulate.running import command_errors, require_matplotlib
+from dualmap_cli.simulate.values import numbers
+from dualmap_sim.option_checks import FiniteFloatRange
+
+if TYPE_CHECKING:
+    from dualmap_sim.goodput import Goodput
+
+
+@click.command(epilog="\b\nParameters of the engine model for --set (see: dualmap simulate --help):\n" + described())
+@with_options(
+    click.option(
+        "--starts",
+        metavar="N[,N]",
+        callback=numbers(int, 0, 10_000_000),
+        default="0",
+        show_default=True,
+        help="First request of each window, separated by commas.",
+    ),
+    click.option(
+        "--seeds",
+        metavar="N[,N]",
+        callback=numbers(int, 0, 2**31),
+        default="0",
+        show_default=True,
+        help="Seeds of a generated workload, separated by commas; a window is taken from each.",
+    ),
+    click.option(
+        "--attainment",
+        type=FiniteFloatRange(0.01, 1.0),
+        default=0.9,
+        show_default=True,
+        help="Share of the requests whose first token must come within the SLO.",
+    ),
+    click.option(
+        "--tolerance",
+        type=FiniteFloatRange(0.0001, 1.0),
+        default=0.01,
+        show_default=True,
+        help="How far apart, relatively, a rate that is good and the next one that is not may be.",
+    ),
+)
+def goodput(
+    starts: tuple[int, ...], seeds: tuple[int, ...], attainment: float, tolerance: float, **options: Any
+) -> None:
+    """Find the highest rate at which a policy keeps the SLO.
+
+    For each policy and window the rate is bracketed and bisected in virtual time, with the router that ships; runs that
+    are lost stop early. The table shows each policy's mean over the windows and between which values it lies.
+
+    --plot draws the means as bars, with the windows' values as dots on them.
+
+    \b
+    Example:
+      dualmap goodput --workload tool_agent --seeds 0,1,2 --policy round_robin,preble,dualmap,limit
+      dualmap goodput --trace conversation.jsonl --starts 0,2000,4000 --requests 2000 --model 14b --plot goodput.png
+    """
+    with command_errors("goodput"):
+        plan = make_plan(starts=starts, seeds=seeds, **options)
+        if plan.plot is not None:
+            require_matplotlib()
+        if plan.base.workload.trace is not None and len(seeds) > 1:
+            click.echo("a recorded trace leaves nothing to draw: it is the same for all seeds", err=True)
+        found = _search(plan, attainment, tolerance)
+        _publish(plan, attainment, found)
+
+
+def _search(plan: Plan, attainment: float, tolerance: float) -> "list[tuple[str, list[Goodput]]]":
+    # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
+    from dualmap_cli.simulate.progress import bar
+    from dualmap_cli.simulate.runs import Search, search
+    from dualmap_cli.simulate.tables import announcement
+    from dualmap_sim.goodput import Goodput, NeverOverloaded
+    from dualmap_sim.parallel import run_telling
+
+    click.echo(announcement(plan), err=True)
+    searches = [
+        Search(
+            experiment=replace(plan.base, policy=policy, workload=window), attainment=attainment, tolerance=tolerance
+        )
+        for policy in plan.policies
+        for window in plan.windows
+    ]
+    with bar(len(searches), "searching") as shown:
+
+        def trying(number: int, rate: float) -> None:
+            experiment = searches[number].experiment
+            window = f"start {experiment.workload.start}, seed {experiment.workload.seed}"
+            shown.doing(f"{experiment.policy}, {window}: trying {rate:.3g}/s")
+
+        answers = run_telling(
+            search, searches, processes=plan.processes, on_told=trying, on_done=lambda *_: shown.done(1)
+        )
+    for answer in answers:
+        if isinstance(answer, NeverOverloaded):
+            raise answer
+    goodputs = [answer for answer in answers if isinstance(answer, Goodput)]
+    windows = len(plan.windows)
+    return [
+        (policy, goodputs[number * windows : (number + 1) * windows]) for number, policy in enumerate(plan.policies)
+    ]
+
+
+def _publish(plan: Plan, attainment: float, found: "Sequence[tuple[str, Sequence[Goodput]]]") -> None:
+    from dualmap_cli.simulate.documents import goodputs_document
+    from dualmap_cli.simulate.tables import goodputs_table, show
+
+    if plan.plot is not None:
+        # Imported here: the library takes half a second.
+        from dualmap_cli.simulate.charts import draw_goodputs
+
+        draw_goodputs(plan.plot, found, attainment=attainment, slo_ttft_s=plan.base.slo_ttft_s)
+        click.echo(f"chart: {plan.plot}", err=True)
+    if plan.as_json:
+        click.echo(goodputs_document(plan.windows, found))
+    else:
+        show(goodputs_table(found))

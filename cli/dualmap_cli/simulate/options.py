@@ -1,0 +1,139 @@
+"""The options that ``dualmap simulate`` and ``dualmap goodput`` share, in the order in which ``--help`` lists them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import click
+
+from dualmap_cli.simulate.values import duration, named_numbers, policies
+from dualmap_sim.option_checks import FiniteFloatRange
+from dualmap_sim.oracles import ORACLES
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.workloads.catalog import WORKLOADS
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+PICTURES: Final = (".png", ".svg")
+
+
+def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse, before minutes of simulating, a picture that could not be written in the end."""
+    if value is not None and value.suffix not in PICTURES:
+        raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"{str(value)!r}: there is no folder {str(value.absolute().parent)!r}")
+    return value
+
+
+_WORKLOAD: Final[tuple[Decorator, ...]] = (
+    click.option(
+        "--trace",
+        "trace_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Replay this Mooncake JSONL file; requests that go on from another's prompt are turns of its session.",
+    ),
+    click.option(
+        "--workload",
+        type=click.Choice(list(WORKLOADS)),
+        help="Replay a generated workload.  [default: default, a mix of conversations and tool-calling agents]",
+    ),
+    click.option(
+        "--requests",
+        type=click.IntRange(1, 10_000_000),
+        help="Requests to replay.  [default: 4000, or as many as the trace has]",
+    ),
+    click.option(
+        "--warmup",
+        type=click.IntRange(0),
+        help="The first so many are served but not counted.  [default: 500, a quarter at most]",
+    ),
+)
+_POOL: Final[tuple[Decorator, ...]] = (
+    click.option(
+        "--policy",
+        "policies",
+        metavar="POLICY[,POLICY]",
+        callback=policies,
+        default="round_robin,dualmap",
+        show_default=True,
+        help="Policies to compare, separated by commas (see: dualmap policies), or bounds that no router can reach: "
+        f"{', '.join(ORACLES)}.",
+    ),
+    click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Engines."),
+    click.option(
+        "--model",
+        type=click.Choice(list(PRESETS)),
+        default="7b",
+        show_default=True,
+        help="What runs on each: speeds, memory and cache; pd is prefill-only.",
+    ),
+    click.option(
+        "--set",
+        "parameters",
+        metavar="NAME=NUMBER",
+        multiple=True,
+        callback=named_numbers,
+        help="Set a parameter of the engine model, such as c=500000; repeat it for others (names: below).",
+    ),
+    click.option(
+        "--slow",
+        metavar="MEMBER=SPEED",
+        multiple=True,
+        callback=named_numbers,
+        help="Run one engine at a share of its speed: qwen-0=0.5. They are called qwen-0, qwen-1, ...",
+    ),
+    click.option(
+        "--slo",
+        "slo_ttft_s",
+        metavar="DURATION",
+        callback=duration(0.001, 3600.0),
+        default="5s",
+        show_default=True,
+        help="TTFT to keep.",
+    ),
+)
+_ROUTERS: Final[tuple[Decorator, ...]] = (
+    click.option("--routers", type=click.IntRange(1, 64), default=1, show_default=True, help="Share the requests."),
+    click.option(
+        "--view-delay",
+        "view_delay_s",
+        metavar="DURATION",
+        callback=duration(0.001, 60.0),
+        default="100ms",
+        show_default=True,
+        help="Age, on average, of what a router knows of the others.",
+    ),
+    click.option(
+        "--feedback-delay",
+        "feedback_delay_s",
+        metavar="DURATION",
+        callback=duration(0.0, 60.0),
+        default="0ms",
+        show_default=True,
+        help="How late routers hear of first tokens and ends.",
+    ),
+    click.option(
+        "--believed-speed",
+        type=FiniteFloatRange(1.0, 1e9),
+        help="Prefill speed in tokens per second that the pool states.  [default: the truth, r]",
+    ),
+)
+_OUTPUT: Final[tuple[Decorator, ...]] = (
+    click.option(
+        "--processes", type=click.IntRange(1, 1024), help="Runs at the same time.  [default: one for each core]"
+    ),
+    click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_picture, help="Draw this file."),
+    click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table."),
+)
+
+
+def with_options(*own: Decorator) -> Decorator:
+    """Return a decorator that gives a command the shared options, its own after those of the workload."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed((*_WORKLOAD, *own, *_POOL, *_ROUTERS, *_OUTPUT)):
+            command = option(command)
+        return command
+
+    return decorate

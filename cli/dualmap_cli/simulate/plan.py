@@ -1,0 +1,159 @@
+"""From options to experiments: what is going to be simulated, checked before anything runs.
+
+Every refusal is a click.BadParameter that names the option, the value and what is accepted.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import click
+
+from dualmap_cli.simulate.engine_options import changed
+from dualmap_sim.experiment import Experiment, load_trace, member_ids
+from dualmap_sim.oracles import ORACLES
+from dualmap_sim.presets import PRESETS, EngineConfig, slowed
+from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.workloads.mooncake import TraceError
+from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
+
+REQUESTS: Final = 4000
+WARMUP: Final = 500
+WARMUP_SHARE: Final = 0.25
+_SAMPLES_MOST: Final = 2000
+"""Of the engines' loads during a run: more would only be drawn on top of each other."""
+_SLOWEST: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What both commands were asked for. ``base`` is the experiment whose policy, workload and rate vary."""
+
+    policies: tuple[str, ...]
+    base: Experiment
+    windows: tuple[Workload, ...]
+    processes: int
+    plot: Path | None
+    as_json: bool
+
+
+def make_plan(
+    *,
+    trace_file: Path | None,
+    workload: str | None,
+    requests: int | None,
+    warmup: int | None,
+    starts: Sequence[int],
+    seeds: Sequence[int],
+    policies: tuple[str, ...],
+    instances: int,
+    model: str,
+    parameters: Sequence[tuple[str, float]],
+    slow: Sequence[tuple[str, float]],
+    slo_ttft_s: float,
+    routers: int,
+    view_delay_s: float,
+    feedback_delay_s: float,
+    believed_speed: float | None,
+    processes: int | None,
+    plot: Path | None,
+    as_json: bool,
+) -> Plan:
+    """Read the options, load every window once, and check that its requests can be served. Raises BadParameter."""
+    if trace_file is not None and workload is not None:
+        raise click.UsageError("--trace and --workload are two sources; give one of them")
+    engine = changed(PRESETS[model], parameters)
+    base = Experiment(
+        requests_per_s=1.0,
+        workload=Workload(name=workload or "default", trace=trace_file, requests=requests or REQUESTS),
+        instances=instances,
+        engine=engine,
+        engines=_slow_ones(slow, engine, instances, policies),
+        slo_ttft_s=slo_ttft_s,
+        routers=routers,
+        view_delay_s=view_delay_s,
+        feedback_delay_s=feedback_delay_s,
+        kv_moves=engine.pull_tokens_per_s is not None,
+        believed_tokens_per_s=believed_speed,
+    )
+    windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
+    shortest = min(_loaded(base, window, exactly=requests) for window in windows)
+    if warmup is None:
+        warmup = min(WARMUP, int(shortest * WARMUP_SHARE))
+    elif warmup >= shortest:
+        raise click.BadParameter(
+            f"{warmup} leaves none of {shortest} requests to count; give less than {shortest}", param_hint="--warmup"
+        )
+    return Plan(
+        policies=policies,
+        base=replace(base, workload=windows[0], warmup=warmup),
+        windows=windows,
+        processes=processes or len(os.sched_getaffinity(0)),
+        plot=plot,
+        as_json=as_json,
+    )
+
+
+def half_reuse_rate(experiment: Experiment) -> float:
+    """Return the requests per second, to two digits, that busy the engines if half of what can be reused is.
+
+    A policy that reuses less is overloaded there sooner or later, one that reuses more is not: where policies differ.
+    """
+    trace, engine = load_trace(experiment), experiment.engine
+    work_s = decode_work_s(trace, engine) + sum(
+        prefill_work_s(trace, engine.prefill, ideally_cached=cached) / 2 for cached in (False, True)
+    )
+    rate = experiment.instances * len(trace.requests) / work_s
+    return round(rate, 1 - math.floor(math.log10(rate)))
+
+
+def sample_s(experiment: Experiment) -> float:
+    """Return how often to look at the engines' loads: every second, unless that were too often for a long run."""
+    return max(1.0, len(load_trace(experiment).requests) / experiment.requests_per_s / _SAMPLES_MOST)
+
+
+def _slow_ones(
+    slow: Sequence[tuple[str, float]], engine: EngineConfig, instances: int, policies: Sequence[str]
+) -> tuple[tuple[str, EngineConfig], ...]:
+    members = member_ids(instances)
+    for name, speed in slow:
+        if name not in members:
+            raise click.BadParameter(
+                f"{name!r} is not accepted; give one of {members[0]} to {members[-1]}", param_hint="--slow"
+            )
+        if not _SLOWEST <= speed <= 1 / _SLOWEST:
+            raise click.BadParameter(
+                f"{name}={speed:g} is not accepted; give a share of the speed from {_SLOWEST:g} to {1 / _SLOWEST:g}",
+                param_hint="--slow",
+            )
+    for policy in policies:
+        if slow and policy in ORACLES:
+            raise click.BadParameter(
+                f"the bound {policy} is for equal engines only; leave one out", param_hint="--slow"
+            )
+    return tuple((name, slowed(engine, 1 / speed)) for name, speed in dict(slow).items())
+
+
+def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
+    """Load a window and check it; return how many requests it has."""
+    try:
+        trace = load_trace(replace(base, workload=window))
+    except TraceError as error:
+        raise click.BadParameter(str(error), param_hint="--trace") from error
+    if exactly is not None and len(trace.requests) < exactly:
+        raise click.BadParameter(
+            f"{exactly} is not accepted; {window.trace} has {len(trace.requests)} requests from number {window.start} "
+            f"on, give at most that many",
+            param_hint="--requests",
+        )
+    needed = max(request.input_tokens + request.output_tokens for request in trace.requests)
+    if needed > base.engine.kv_memory_tokens:
+        raise click.BadParameter(
+            f"m={base.engine.kv_memory_tokens} is not accepted; a request of this workload needs {needed} tokens of "
+            "KV memory, give at least that, or a smaller cap",
+            param_hint="--set",
+        )
+    return len(trace.requests)

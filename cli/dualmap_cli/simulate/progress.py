@@ -1,0 +1,40 @@
+"""How far the runs are, as one bar on stderr.
+
+The bar is redrawn when there is news and by no thread: the runs' processes are forked from this one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class Bar:
+    """One bar: so much of a total is done, and what is going on at the moment."""
+
+    def __init__(self, progress: Progress, total: int, doing: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(doing, total=total)
+        progress.refresh()
+
+    def done(self, amount: int) -> None:
+        """Count what was done."""
+        self._progress.update(self._task, advance=amount, refresh=True)
+
+    def doing(self, what: str) -> None:
+        """Say what is going on."""
+        self._progress.update(self._task, description=what, refresh=True)
+
+    def complete(self) -> None:
+        """Fill the bar: what was not counted on the way is done, too."""
+        task = next(each for each in self._progress.tasks if each.id == self._task)
+        self._progress.update(self._task, completed=task.total, refresh=True)
+
+
+@contextmanager
+def bar(total: int, doing: str) -> Iterator[Bar]:
+    """Show a bar on stderr for as long as the context lasts."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        yield Bar(progress, total, doing)

@@ -1,0 +1,65 @@
+"""What the two commands do in other processes: one run at one rate, or one search for the rate that is just good."""
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.goodput import Goodput, NeverOverloaded, goodput
+from dualmap_sim.parallel import Tell
+from dualmap_sim.records import LoadSample
+from dualmap_sim.summary import Summary
+
+_TELLS: Final = 100
+"""How often a run tells how far it is, all in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run's figures; ``requests`` were replayed, those of ``summary`` without the warm-up."""
+
+    experiment: Experiment
+    requests: int
+    summary: Summary
+    samples: tuple[LoadSample, ...]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched: the goodput of an experiment at an attainment, to a relative tolerance."""
+
+    experiment: Experiment
+    attainment: float
+    tolerance: float
+
+
+def simulate(experiment: Experiment, tell: Tell, *, keep_samples: bool) -> Run:
+    """Run an experiment; tells how many requests were answered since it told last. ``keep_samples`` is for charts."""
+    began_s = time.perf_counter()
+    requests = len(load_trace(experiment).requests)
+    every = max(1, requests // _TELLS)
+    answered = 0
+
+    def answer() -> None:
+        nonlocal answered
+        answered += 1
+        if answered % every == 0:
+            tell(every)
+
+    outcome = run_experiment(experiment, on_answer=answer)
+    return Run(
+        experiment=experiment,
+        requests=requests,
+        summary=outcome.summary,
+        samples=outcome.samples if keep_samples else (),
+        wall_s=time.perf_counter() - began_s,
+    )
+
+
+def search(what: Search, tell: Tell) -> Goodput | NeverOverloaded:
+    """Search a goodput; tells each rate that is tried. That there is none to be found is an answer, too."""
+    try:
+        return goodput(what.experiment, attainment=what.attainment, tolerance=what.tolerance, on_try=tell)
+    except NeverOverloaded as endless:
+        return endless

@@ -1,0 +1,95 @@
+"""``dualmap simulate``: policies at some rates, in virtual time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualmap_cli.simulate.engine_options import described
+from dualmap_cli.simulate.options import with_options
+from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
+from dualmap_cli.simulate.running import command_errors, require_matplotlib
+from dualmap_cli.simulate.values import RATE_MOST, numbers
+
+if TYPE_CHECKING:
+    from dualmap_cli.simulate.runs import Run
+
+
+@click.command(
+    epilog="\b\nParameters of the engine model for --set (ALGORITHMS section 7; a prefill of n tokens behind h cached\n"
+    "ones takes o + (n + a/2 ((n+h)^2 - h^2)) / r + h / l):\n" + described()
+)
+@with_options(
+    click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="First request of the window."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated workload."),
+    click.option(
+        "--qps",
+        metavar="RATE[,RATE]",
+        callback=numbers(float, 0.001, RATE_MOST),
+        help="Requests per second, several separated by commas: arrivals are scaled to that mean rate.  "
+        "[default: where reusing half of what can be reused just keeps the engines busy]",
+    ),
+)
+def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:
+    """Simulate policies on a workload, with the router that ships.
+
+    Requests are routed by the very code that routes in production, and served by a model of the engine, in virtual
+    time: equal options give equal results, whatever the machine. The table has one row for each policy and rate.
+
+    --plot draws, with one rate, TTFT percentiles and the share within the SLO as bars; with several, TTFT p50 and p90
+    and that share over the rate; always the hit rate against how unevenly the load lay on the instances, and each
+    instance's load over time at the highest rate.
+
+    \b
+    Example:
+      dualmap simulate --workload tool_agent --policy round_robin,dualmap,limit --qps 3,4,5 --plot rates.png
+      dualmap simulate --trace conversation.jsonl --start 2000 --requests 2000 --model 14b --set c=250000 --json
+    """
+    with command_errors("simulate"):
+        plan = make_plan(starts=(start,), seeds=(seed,), **options)
+        if plan.plot is not None:
+            require_matplotlib()
+        runs = _run(plan, qps or (half_reuse_rate(plan.base),))
+        _publish(plan, runs)
+
+
+def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
+    # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
+    from dualmap_cli.simulate.progress import bar
+    from dualmap_cli.simulate.runs import simulate as run_one
+    from dualmap_cli.simulate.tables import announcement
+    from dualmap_sim.experiment import load_trace
+    from dualmap_sim.parallel import run_telling
+
+    click.echo(announcement(plan), err=True)
+    experiments = [replace(plan.base, policy=policy, requests_per_s=rate) for policy in plan.policies for rate in rates]
+    experiments = [replace(each, sample_s=sample_s(each)) for each in experiments]
+    total = len(experiments) * len(load_trace(plan.base).requests)
+    with bar(total, f"{len(experiments)} runs") as shown:
+        runs = run_telling(
+            partial(run_one, keep_samples=plan.plot is not None),
+            experiments,
+            processes=plan.processes,
+            on_told=lambda _number, answered: shown.done(answered),
+        )
+        shown.complete()
+    return runs
+
+
+def _publish(plan: Plan, runs: "Sequence[Run]") -> None:
+    from dualmap_cli.simulate.documents import runs_document
+    from dualmap_cli.simulate.tables import LEGEND, runs_table, show
+
+    if plan.plot is not None:
+        # Imported here: the library takes half a second.
+        from dualmap_cli.simulate.charts import draw_runs
+
+        draw_runs(plan.plot, runs)
+        click.echo(f"chart: {plan.plot}", err=True)
+    if plan.as_json:
+        click.echo(runs_document(runs))
+    else:
+        show(runs_table(runs))
+        click.echo(LEGEND)

@@ -1,0 +1,97 @@
+"""The results as people read them: tables on stdout, what was replayed on stderr."""
+
+import math
+import sys
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dualmap_cli.simulate.plan import Plan
+from dualmap_cli.simulate.runs import Run
+from dualmap_sim.experiment import load_trace
+from dualmap_sim.goodput import Goodput
+from dualmap_sim.workloads.statistics import measure
+
+_WIDTH: Final = 200
+"""Wider than any table here: one that is piped into a file is not cut to somebody's terminal."""
+_SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
+LEGEND: Final = (
+    "Times in seconds, over the requests behind the warm-up. CV: how unevenly prompt tokens still to be computed lay\n"
+    "on the instances (standard deviation by mean; 0 is even)."
+)
+"""Stands below the table of runs."""
+
+
+def announcement(plan: Plan) -> str:
+    """Return what is going to be replayed, where, in words."""
+    base = plan.base
+    facts = measure(load_trace(base))
+    sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
+    source = base.workload.trace or f"{base.workload.name} (seed {base.workload.seed})"
+    windows = f", the first of {len(plan.windows)} windows" if len(plan.windows) > 1 else ""
+    return (
+        f"workload {source} from request {base.workload.start}{windows}: {facts.requests:,} requests{sessions}, "
+        f"{base.warmup:,} of them for the warm-up;\n"
+        f"prompts of {facts.input_tokens_mean:,.0f} tokens and answers of {facts.output_tokens_mean:,.0f} on average, "
+        f"at best {facts.ideal_hit_rate:.1%} of the prompt tokens reusable"
+    )
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """Return the figures of runs, one a row."""
+    table = _table(
+        "policy", "req/s", "TTFT p50", "p90", "p99", "E2E p50", "p90", "within SLO", "hit rate", "CV", "refused"
+    )
+    for run in runs:
+        figures = run.summary
+        table.add_row(
+            run.experiment.policy,
+            f"{run.experiment.requests_per_s:g}",
+            *(_seconds(each) for each in (figures.ttft_p50_s, figures.ttft_p90_s, figures.ttft_p99_s)),
+            *(_seconds(each) for each in (figures.e2e_p50_s, figures.e2e_p90_s)),
+            f"{figures.slo_attainment:.1%}",
+            "-" if math.isnan(figures.hit_rate) else f"{figures.hit_rate:.1%}",
+            "-" if math.isnan(figures.pending_cv) else f"{figures.pending_cv:.2f}",
+            f"{figures.refused:,}",
+        )
+    return table
+
+
+def goodputs_table(found: Sequence[tuple[str, Sequence[Goodput]]]) -> Table:
+    """Return each policy's goodput: the mean over the windows, between which it lies, its part of the best one's."""
+    table = _table("policy", "goodput req/s", "lowest", "highest", "of the best", "windows", "runs")
+    means = [fmean(each.requests_per_s for each in windows) for _, windows in found]
+    best = max(means)
+    for (policy, windows), mean in zip(found, means, strict=True):
+        rates = [each.requests_per_s for each in windows]
+        table.add_row(
+            policy,
+            f"{mean:.2f}",
+            f"{min(rates):.2f}",
+            f"{max(rates):.2f}",
+            f"{mean / best:.1%}" if best else "-",
+            f"{len(windows)}",
+            f"{sum(each.runs for each in windows)}",
+        )
+    return table
+
+
+def show(table: Table) -> None:
+    """Print a table on stdout."""
+    Console(file=sys.stdout, width=_WIDTH, highlight=False).print(table)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for each in others:
+        table.add_column(each, justify="right", no_wrap=True)
+    return table
+
+
+def _seconds(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"

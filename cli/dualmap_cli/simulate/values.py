@@ -1,0 +1,86 @@
+"""What single options look like: lists, durations, pairs, as click callbacks.
+
+Each raises click.BadParameter, which names the option, the value and what is accepted.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+
+from dualmap.errors import PoolError
+from dualmap.policies import POLICIES
+from dualmap.pool_reader import parse_duration
+from dualmap_sim.oracles import ORACLES
+
+RATE_MOST: Final = 100_000.0
+"""Requests per second; no pool of this world is asked more."""
+
+N = TypeVar("N", int, float)
+Callback = Callable[[click.Context, click.Parameter, Any], Any]
+
+
+def duration(low_s: float, high_s: float) -> Callback:
+    """Return a callback that reads ``500ms``, ``5s``, ``10m`` as seconds, as in pool files."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
+        try:
+            return parse_duration(value, "", low_s=low_s, high_s=high_s)
+        except PoolError as error:
+            raise click.BadParameter(f"{value!r} is not accepted; give {error.accepted}") from error
+
+    return read
+
+
+def policies(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """Read names of policies and oracles, separated by commas; each once."""
+    names = _split(value)
+    for name in names:
+        if name not in POLICIES and name not in ORACLES:
+            raise click.BadParameter(
+                f"{name!r} is not a policy; give some of {', '.join(sorted(POLICIES))}, "
+                f"or of the bounds {', '.join(sorted(ORACLES))}"
+            )
+    return names
+
+
+def numbers(kind: type[N], low: N, high: N) -> Callback:
+    """Return a callback that reads numbers between two bounds, both accepted, separated by commas; each once."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[N, ...] | None:
+        if value is None:
+            return None
+        return tuple(dict.fromkeys(_number(kind, each, low, high) for each in _split(value)))
+
+    return read
+
+
+def named_numbers(
+    _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
+) -> tuple[tuple[str, float], ...]:
+    """Read ``NAME=NUMBER``, any number of times; what names and numbers there are is for others to know."""
+    return tuple(_named_number(each) for each in value)
+
+
+def _named_number(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name.strip(), float(number)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not accepted; give NAME=NUMBER") from None
+
+
+def _number(kind: type[N], text: str, low: N, high: N) -> N:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = None
+    if number is None or math.isnan(number) or not low <= number <= high:
+        what = "whole numbers" if kind is int else "numbers"
+        raise click.BadParameter(f"{text!r} is not accepted; give {what} from {low:,g} to {high:,g}")
+    return number
+
+
+def _split(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
