@@ -21,7 +21,7 @@ from dualmap.pool import Pool
 from dualmap.requests import Decision, Held, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.engine import Finished, FirstToken
+from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Event, Fail, PoolChange, Recover
 from dualmap_sim.exchange import Exchange, Grapevine, Replica, everything
 from dualmap_sim.instances import Instance, Instances
@@ -76,6 +76,8 @@ class Cluster:
         self._open = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._followers: dict[str, list[Arrival]] = {}
+        # Which engine the last request of each session went to.
+        self._hosts: dict[int, Instance] = {}
         # When each router will be woken; wake-ups that came to be superseded do nothing.
         self._router_wakes_s = [inf] * len(self.routers)
 
@@ -155,8 +157,19 @@ class Cluster:
         if not instance.alive:
             self._timeline.at(now + self._config.feedback_delay_s, self._fail, record)
             return
-        instance.submit(now, record.arrival.work, weighed=self._config.sample_s is not None)
+        work = record.arrival.work
+        if self._config.kv_moves and record.arrival.session is not None:
+            work = self._with_pull(work, record.arrival.session, instance)
+        instance.submit(now, work, weighed=self._config.sample_s is not None)
         self._wake_engine(instance)
+
+    def _with_pull(self, work: EngineRequest, session: int, to: Instance) -> EngineRequest:
+        """Have a session that moves bring along what its last engine holds of the prompt."""
+        host = self._hosts.get(session)
+        self._hosts[session] = to
+        if host is None or host is to or not host.alive or to.engine.config.pull_tokens_per_s is None:
+            return work
+        return replace(work, pulled_tokens=host.engine.cached_tokens(work))
 
     def _ended(self, record: Record) -> None:
         """Have those come that waited for a request's end, which is now."""
@@ -227,7 +240,8 @@ class Cluster:
 
     def _note_first_token(self, record: Record, event: FirstToken) -> None:
         assert record.first_token_s is None, f"{event.request_id} was prefilled twice"
-        record.first_token_s, record.cached_tokens = event.at_s, event.cached_tokens
+        record.first_token_s = event.at_s
+        record.cached_tokens, record.pulled_tokens = event.cached_tokens, event.pulled_tokens
         self._may_give_up(record)
 
     def _note_end(self, record: Record, event: Finished) -> None:

@@ -30,7 +30,7 @@ class Instance:
         """Take a request. ``weighed`` counts its uncomputed tokens as pending, which takes a look at the cache."""
         uncomputed = 0
         if weighed:
-            uncomputed = work.prompt_tokens - self.engine.cached_tokens(work)
+            uncomputed = work.prompt_tokens - max(self.engine.cached_tokens(work), work.pulled_tokens)
             self.pending_tokens += uncomputed
         self.live[work.request_id] = uncomputed
         self.engine.submit(now, work)

@@ -14,8 +14,9 @@ from dualmap_sim.arrivals import Arrival
 class Record:
     """One request's way. Times are None, and ``refused`` is, where that never happened.
 
-    ``arrival.at_s`` is when it really arrived, also in a closed loop. ``failed`` says that its engine died or was dead,
-    whatever it had answered until then.
+    ``arrival.at_s`` is when it really arrived, also in a closed loop. ``cached_tokens`` of the prompt its engine had,
+    ``pulled_tokens`` beyond them came from another. ``failed`` says that its engine died or was dead, whatever it had
+    answered until then.
     """
 
     arrival: Arrival

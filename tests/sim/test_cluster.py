@@ -63,7 +63,8 @@ def test_a_refused_request_is_refused_once_and_never_served() -> None:
     assert [record.refused for record in records] == [None, None, Reason.QUEUE_FULL]
     assert records[2].ttft_s is None
     summary = summarise(records, slo_ttft_s=10.0)
-    assert (summary.requests, summary.refused, summary.held_share) == (3, 1, pytest.approx(1 / 3))
+    assert (summary.requests, summary.refused) == (3, 1)
+    assert summary.held_share == pytest.approx(1 / 3)
     assert summary.slo_attainment == pytest.approx(2 / 3)
 
 
@@ -155,7 +156,7 @@ def test_equal_configurations_give_equal_records() -> None:
 
 def test_a_request_that_a_router_loses_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loses(PoolRouter):
-        def on_request(self, now: float, request: Request) -> Decision | Held:  # type: ignore[override]  # narrower
+        def on_request(self, now: float, request: Request) -> Decision | Held:
             return Held(request_id=request.id)
 
     monkeypatch.setattr(cluster_module, "PoolRouter", Loses)

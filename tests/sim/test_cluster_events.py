@@ -20,19 +20,9 @@ from dualmap.ledger import ENTRY_TTL_S
 from dualmap.pool import MemberState, Pool, Queue
 from dualmap_sim.cluster import Cluster, Record
 from dualmap_sim.events import Event, Fail, PoolChange, Recover, Speed
-from dualmap_sim.presets import EngineConfig
+from dualmap_sim.presets import EngineConfig, slowed
 from dualmap_sim.summary import summarise
 from engines import ROUND
-
-
-def slowed(engine: EngineConfig, factor: float) -> EngineConfig:
-    prefill, decode = engine.prefill, engine.decode
-    assert decode is not None
-    return replace(
-        engine,
-        prefill=replace(prefill, overhead_s=prefill.overhead_s * factor, tokens_per_s=prefill.tokens_per_s / factor),
-        decode=replace(decode, step_s=decode.step_s * factor),
-    )
 
 
 def in_state(pool: Pool, member: str, state: MemberState) -> Pool:
@@ -234,3 +224,48 @@ def test_attainment_recovers_when_members_join_and_falls_when_they_leave() -> No
     assert stays[2] < 0.6
     assert down[0] > 0.95
     assert down[2] < 0.6
+
+
+PULLS = replace(ROUND, pull_tokens_per_s=500.0)
+
+
+def in_turn(engine: EngineConfig, *, kv_moves: bool, events: tuple[Event, ...] = ()) -> tuple[Record, ...]:
+    """Three turns with the same prompt, of one session, at two members in turn."""
+    asked = [replace(each, session=5) for each in one_block_prompts(0.0, 10.0, 20.0, same=True)]
+    of = config(small_pool(2, policy="round_robin"), engine=engine, events=events)
+    return Cluster(replace(of, kv_moves=kv_moves)).run(asked)
+
+
+def test_a_session_that_moves_brings_what_its_last_engine_holds() -> None:
+    first, second, third = in_turn(PULLS, kv_moves=True)
+    assert (first.pulled_tokens, first.ttft_s) == (0, 1.5)
+    # Of 100 tokens 90 are pulled, at 500 a second, and 10 computed.
+    assert (second.cached_tokens, second.pulled_tokens) == (0, 90)
+    assert second.ttft_s == pytest.approx(0.5 + 0.1 + 90 / 500)
+    # Back at the first one everything is there.
+    assert (third.cached_tokens, third.pulled_tokens) == (90, 0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv_moves", "events"),
+    [(PULLS, False, ()), (ROUND, True, ()), (PULLS, True, (Fail(at_s=5.0, member="m-0"),))],
+    ids=["not asked for", "engines cannot", "the last engine is dead"],
+)
+def test_nothing_is_pulled_where_it_cannot_be(engine: EngineConfig, kv_moves: bool, events: tuple[Event, ...]) -> None:
+    records = in_turn(engine, kv_moves=kv_moves, events=events)
+    assert [record.pulled_tokens for record in records] == [0, 0, 0]
+
+
+def test_requests_without_a_session_pull_nothing() -> None:
+    of = replace(config(small_pool(2, policy="round_robin"), engine=PULLS), kv_moves=True)
+    records = Cluster(of).run(one_block_prompts(0.0, 10.0, same=True))
+    assert [record.pulled_tokens for record in records] == [0, 0]
+
+
+def test_pulled_tokens_are_not_pending() -> None:
+    asked = [replace(each, session=5) for each in one_block_prompts(0.25, 10.25, same=True)]
+    of = config(small_pool(2, policy="round_robin"), engine=PULLS)
+    cluster = Cluster(replace(of, kv_moves=True, sample_s=0.5))
+    cluster.run(asked)
+    pending = {sample.at_s: tuple(sample.pending_tokens.values()) for sample in cluster.samples}
+    assert (pending[0.5], pending[10.5]) == ((100, 0), (0, 10))
