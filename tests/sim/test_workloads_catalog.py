@@ -8,6 +8,7 @@ import pytest
 from dualmap_sim.workloads.catalog import WORKLOADS, UnknownWorkload, Workload
 from dualmap_sim.workloads.mooncake import TraceError
 from dualmap_sim.workloads.sessions import label_sessions
+from dualmap_sim.workloads.statistics import fact_lines
 from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 
@@ -45,6 +46,18 @@ class TestGenerated:
 
         assert pickle.loads(pickle.dumps(workload)) == workload
         assert {workload: 1}[Workload(name=name, requests=40)] == 1
+
+
+def test_facts_are_shown_beside_what_was_asked_for(recorded):
+    generated = Workload(name="tool_agent", requests=40)
+    recorded_one = Workload(name="tool_agent", trace=recorded, requests=5)
+
+    lines = fact_lines(generated.facts(generated.load()))
+    assert lines[0].split() == ["asked", "produced"]
+    assert lines[1].startswith("input tokens, mean ")
+    assert lines[1].split()[-2] == "8,596"
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert [fact.asked for fact in recorded_one.facts(recorded_one.load())] == [None] * 6
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
@@ -88,6 +101,15 @@ class TestLabelSessions:
 
     def test_of_two_that_go_on_from_one_prompt_the_first_continues_it(self):
         assert self.labelled(((1, 2), 200), ((1, 2, 3), 300), ((1, 2, 4), 300)) == [(0, 0), (0, 1), (2, 0)]
+
+    def test_a_common_system_prompt_continues_nobody(self):
+        assert self.labelled(((1,), 100), ((1, 2), 200), ((1,), 120), ((1, 3), 250), ((1, 3, 4), 350)) == [
+            (0, 0),
+            (0, 1),
+            (2, 0),
+            (3, 0),
+            (3, 1),
+        ], "only the first could take it for a conversation's"
 
     def test_a_block_in_part_ends_no_prompt(self):
         assert self.labelled(((1, 2), 150), ((1, 2, 3), 300)) == [(0, 0), (0, 1)], "known by its first block"

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from dualmap_sim.workloads import tool_agent
+from dualmap_sim.workloads import agentic, tool_agent
+from dualmap_sim.workloads.agentic import agentic_workload
 from dualmap_sim.workloads.mooncake import read_mooncake
 from dualmap_sim.workloads.sessions import label_sessions
 from dualmap_sim.workloads.statistics import Asked, Fact, compare
@@ -29,11 +30,17 @@ WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType(
     {
         "default": default_workload,
         "tool_agent": tool_agent_workload,
+        "agentic": agentic_workload,
     }
 )
 """The generated workloads by name."""
 
-ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType({"tool_agent": tool_agent.ASKED})
+ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType(
+    {
+        "tool_agent": tool_agent.ASKED,
+        "agentic": agentic.ASKED,
+    }
+)
 """What each of them was asked for, where it was for figures."""
 
 

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, nan, sqrt
+from math import nan, sqrt
 from typing import Final
 
 from dualmap_sim.presets import EngineConfig, PrefillCost
 from dualmap_sim.workloads.trace import Trace
 
-_ROUNDING: Final = 1e-9
-"""Keeps a product that is a whole number but for rounding from being rounded up."""
 _WHOLE_FROM: Final = 100
 """Figures from here on are printed without decimals."""
 
@@ -146,9 +144,9 @@ def input_per_output(trace: Trace) -> float:
 
 
 def session_share(trace: Trace, *, top: float) -> float:
-    """Return the share of all prompt tokens that belongs to the largest ``top`` (0 to 1) of the sessions, at least one.
+    """Return the share of all prompt tokens that belongs to the largest ``top`` (0 to 1) of the sessions.
 
-    nan where the trace names no sessions.
+    A session that only belongs to them in part counts in that part. nan where the trace names no sessions.
     """
     sizes: Counter[int] = Counter()
     for request in trace.requests:
@@ -156,21 +154,39 @@ def session_share(trace: Trace, *, top: float) -> float:
             return nan
         sizes[request.session] += request.input_tokens
     largest = sorted(sizes.values(), reverse=True)
-    return sum(largest[: ceil(len(largest) * top - _ROUNDING)]) / sum(largest)
+    whole = int(len(largest) * top)
+    part = len(largest) * top - whole
+    return (sum(largest[:whole]) + part * sum(largest[whole : whole + 1])) / sum(largest)
 
 
-def intra_session_share(trace: Trace) -> float:
-    """Return which share of the ideally reused tokens their request's own session has had before; nan without reuse."""
+def own_session_hit_rate(trace: Trace) -> float:
+    """Return the share of all prompt tokens in whole blocks that earlier requests of the same session came with."""
     own: dict[int | None, set[int]] = {}
     reused = 0
     for request in trace.requests:
         full = request.blocks[: request.input_tokens // trace.block_tokens]
-        seen = own.setdefault(request.session, set())
-        if request.session is not None:
-            reused += next((index for index, block in enumerate(full) if block not in seen), len(full))
+        seen = set() if request.session is None else own.setdefault(request.session, set())
+        reused += next((index for index, block in enumerate(full) if block not in seen), len(full))
         seen.update(full)
-    ideal = sum(ideal_block_tokens(trace))
-    return reused * trace.block_tokens / ideal if ideal else nan
+    return reused * trace.block_tokens / sum(request.input_tokens for request in trace.requests)
+
+
+def intra_session_share(trace: Trace) -> float:
+    """Return which share of the ideally reused blocks the same session was the first to come with; nan without reuse.
+
+    What many sessions begin with counts as another's in every turn of all but the first of them.
+    """
+    first_with: dict[int, int | None] = {}
+    reused, own = 0, 0
+    for request, cached in zip(trace.requests, ideal_block_tokens(trace), strict=True):
+        full = request.blocks[: request.input_tokens // trace.block_tokens]
+        run = cached // trace.block_tokens
+        reused += run
+        if request.session is not None:
+            own += sum(first_with[block] == request.session for block in full[:run])
+        for block in full[run:]:
+            first_with.setdefault(block, request.session)
+    return own / reused if reused else nan
 
 
 def arrival_cv(trace: Trace) -> float:

@@ -1,0 +1,178 @@
+"""An agentic workload in a closed loop, as EAR describes it (seed 003, section 2): a turn follows when the last ends.
+
+Nobody reads the answers: a tool's result is back at once, so how fast the system is decides when the next request
+comes, and only the sessions' starts are given (a Poisson process). Sessions are extremely unequal; with few of them
+their sizes would be a matter of luck, so they are taken from the published shares of input tokens, one quantile each.
+A session's prompt grows turn by turn, up to the model's context, behind a system prompt common to all agents of a kind
+and files common to all sessions of a project. Neighbours: ``draws`` for the numbers, ``statistics`` for what came out.
+
+All requests of a workload are planned together, so fewer requests are not the beginning of more.
+"""
+
+from bisect import bisect
+from functools import partial
+from itertools import accumulate, count, islice, pairwise
+from math import ceil, log
+from random import Random
+from typing import Final
+
+from dualmap_sim.presets import PRESETS, TRACE_BLOCK_TOKENS
+from dualmap_sim.workloads.draws import Deck, LogNormal
+from dualmap_sim.workloads.statistics import (
+    Asked,
+    arrival_cv,
+    ideal_block_hit_rate,
+    input_per_output,
+    input_tokens_mean,
+    intra_session_share,
+    own_session_hit_rate,
+    session_share,
+)
+from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+INPUT_TOKENS_MEAN: Final = 33_600
+CONTEXT_TOKENS: Final = PRESETS["agent"].input_tokens_max
+"""A prompt and its answer are never longer."""
+_LONGEST_PROMPT_TOKENS: Final = CONTEXT_TOKENS - 2048
+_REQUESTS_PER_S: Final = 2.0
+"""Nominal; ``Trace.at_rate`` scales it."""
+
+TOP_SHARES: Final = ((0.01, 0.465), (0.05, 0.665), (0.10, 0.746), (0.25, 0.875), (0.50, 0.960), (1.0, 1.0))
+"""Largest sessions, as a share of all, and the share of all input tokens that they have (seed 003, section 2.1)."""
+_WITHIN_TOP: Final = 0.75
+"""Within the top 1 % the tokens of the largest x grow as x to this power: no source says how unequal those are."""
+
+_ONE_TURN_TOKENS: Final = 10_000
+_TURNS_POWER: Final = 0.656
+"""A session of s tokens in all has (s / 10,000) ** 0.656 turns, one in the middle and dozens at the top.
+
+Both numbers are fitted: to the mean prompt, and to what sessions can reuse of themselves.
+"""
+_MEAN_OF_LONGEST: Final = 0.65
+"""Mean prompt of a session over its last one, unless the context ends its growth before."""
+_FIRST_OF_LONGEST: Final = 0.05
+"""The first prompt is at least this share of the last."""
+
+_AGENT_KINDS: Final = 3
+_PROJECTS: Final = 5
+_PROJECT_SKEW: Final = 0.8
+_COMMON_OF_FIRST: Final = 0.12
+"""Share of a session's first prompt that is its agent's system prompt (a block) and its project's files."""
+_ANSWER: Final = LogNormal(median=333, sigma=0.8)
+_GROWTH: Final = LogNormal(median=1.0, sigma=0.5)
+_STRATA: Final = 200
+
+ASKED: Final = (
+    *(
+        Asked(f"input tokens of the top {top * 100:.0f} % of sessions", share, partial(session_share, top=top))
+        for top, share in TOP_SHARES[:-1]
+    ),
+    Asked("input tokens, mean", INPUT_TOKENS_MEAN, input_tokens_mean),
+    Asked("input tokens per output token", 75, input_per_output),
+    Asked("ideal hit rate, whole blocks", 0.803, ideal_block_hit_rate),
+    Asked("ideal hit rate, each session by itself", 0.796, own_session_hit_rate),
+    Asked("reused from the same session, of all reused", 0.932, intra_session_share),
+    Asked("coefficient of variation of arrivals", 1, arrival_cv),
+)
+"""What EAR found in a production trace of 1.3 million sessions (shares, reuse) and in its experiments' (mean input)."""
+
+
+def agentic_workload(requests: int, *, seed: int = 0) -> Trace:
+    """Return a closed loop of ``requests`` requests. Equal arguments give equal traces, everywhere."""
+    rng = Random(seed)
+    projects = _Projects(rng)
+    answers, growths = Deck(rng, strata=_STRATA), Deck(rng, strata=_STRATA)
+    plan = _plan(requests)
+    rng.shuffle(plan)
+    sessions_per_s = len(plan) * _REQUESTS_PER_S / requests
+    made: list[TraceRequest] = []
+    begun_s = 0.0
+    for number, (tokens, turns) in enumerate(plan):
+        prompts = _prompts(tokens, turns, [_GROWTH.at(growths.draw()) for _ in range(turns - 1)])
+        blocks = projects.blocks(prompts)
+        for turn, prompt in enumerate(prompts):
+            after = prompts[turn + 1] if turn + 1 < turns else CONTEXT_TOKENS + 1
+            made.append(
+                TraceRequest(
+                    arrival_s=begun_s,
+                    blocks=tuple(blocks[: -(-prompt // TRACE_BLOCK_TOKENS)]),
+                    input_tokens=prompt,
+                    output_tokens=min(answers.tokens(_ANSWER), after - prompt - 1),
+                    session=number,
+                    turn=turn,
+                )
+            )
+        begun_s += rng.expovariate(sessions_per_s)
+    return Trace(name="agentic", block_tokens=TRACE_BLOCK_TOKENS, requests=tuple(made), closed_loop=True)
+
+
+def _plan(requests: int) -> list[tuple[float, int]]:
+    """Return each session's input tokens and turns, largest first: ``requests`` turns in all.
+
+    There are as many sessions as have that many turns: the more there are, the smaller they are.
+    """
+    fewest, too_many = 1, requests + 1
+    while too_many - fewest > 1:
+        sessions = (fewest + too_many) // 2
+        if sum(_turns(tokens) for tokens in _sizes(sessions, requests)) <= requests:
+            fewest = sessions
+        else:
+            too_many = sessions
+    plan = [(tokens, _turns(tokens)) for tokens in _sizes(fewest, requests)]
+    missing = requests - sum(turns for _, turns in plan)
+    if fewest == 1:
+        return [(plan[0][0], requests)]
+    return [(tokens, turns + (rank < missing)) for rank, (tokens, turns) in enumerate(plan)]
+
+
+def _sizes(sessions: int, requests: int) -> list[float]:
+    shares = [_share_of_largest(rank / sessions) for rank in range(sessions + 1)]
+    return [(more - less) * requests * INPUT_TOKENS_MEAN for less, more in pairwise(shares)]
+
+
+def _share_of_largest(top: float) -> float:
+    """Return the share of all input tokens of the largest ``top`` (0 to 1) of the sessions; powers join TOP_SHARES."""
+    known, share = TOP_SHARES[0]
+    if top <= known:
+        return share * float((top / known) ** _WITHIN_TOP)
+    (low, low_share), (high, high_share) = next(pair for pair in pairwise(TOP_SHARES) if top <= pair[1][0])
+    return low_share * float((top / low) ** (log(high_share / low_share) / log(high / low)))
+
+
+def _turns(tokens: float) -> int:
+    needed = ceil(tokens / (_LONGEST_PROMPT_TOKENS * (1 + _MEAN_OF_LONGEST) / 2))
+    return max(1, needed, round(float((tokens / _ONE_TURN_TOKENS) ** _TURNS_POWER)))
+
+
+def _prompts(tokens: float, turns: int, growths: list[float]) -> list[int]:
+    """Return the lengths of a session's prompts: ``tokens`` in all, each longer than the last, as ``growths`` say.
+
+    The last is set by the mean; the first is what then brings the sum about.
+    """
+    mean = tokens / turns
+    if turns == 1:
+        return [min(round(mean), _LONGEST_PROMPT_TOKENS)]
+    grown = [part / sum(growths) for part in accumulate(growths, initial=0.0)]
+    last = min(mean / _MEAN_OF_LONGEST, _LONGEST_PROMPT_TOKENS)
+    mean_grown = sum(grown) / turns
+    first = max((mean - last * mean_grown) / (1 - mean_grown), last * _FIRST_OF_LONGEST)
+    return [round(first + (last - first) * part) + turn for turn, part in enumerate(grown)]
+
+
+class _Projects:
+    """What sessions have in common: a system prompt by kind of agent, then files by project."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._unused = count()
+        kinds = [next(self._unused) for _ in range(_AGENT_KINDS)]
+        self._common = [[kinds[project % _AGENT_KINDS]] for project in range(_PROJECTS)]
+        self._popularity = list(accumulate(rank**-_PROJECT_SKEW for rank in range(1, _PROJECTS + 1)))
+
+    def blocks(self, prompts: list[int]) -> list[int]:
+        """Return the blocks of a session with these prompts, enough for the longest."""
+        common = self._common[bisect(self._popularity, self._rng.random() * self._popularity[-1])]
+        shared = max(1, round(prompts[0] * _COMMON_OF_FIRST / TRACE_BLOCK_TOKENS))
+        common.extend(islice(self._unused, max(0, shared - len(common))))
+        own = -(-max(prompts) // TRACE_BLOCK_TOKENS) - shared
+        return [*common[:shared], *islice(self._unused, max(0, own))]

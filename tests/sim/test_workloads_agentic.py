@@ -1,0 +1,88 @@
+"""The agentic closed loop: the skew and the reuse that EAR reports, seed by seed, and the shape of its sessions."""
+
+import hashlib
+from functools import cache
+from itertools import groupby, pairwise
+
+import pytest
+
+from dualmap_sim.workloads.agentic import ASKED, CONTEXT_TOKENS, agentic_workload
+from dualmap_sim.workloads.statistics import compare
+from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+TOLERANCES = {
+    "input tokens of the top 1 % of sessions": 0.01,
+    "input tokens of the top 5 % of sessions": 0.005,
+    "input tokens of the top 10 % of sessions": 0.005,
+    "input tokens of the top 25 % of sessions": 0.005,
+    "input tokens of the top 50 % of sessions": 0.005,
+    "input tokens, mean": 0.01 * 33_600,
+    "input tokens per output token": 0.02 * 75,
+    "ideal hit rate, whole blocks": 0.01,
+    "ideal hit rate, each session by itself": 0.01,
+    "reused from the same session, of all reused": 0.015,
+    "coefficient of variation of arrivals": 0.1,
+}
+
+
+@cache
+def workload(seed: int, requests: int = 4000) -> Trace:
+    return agentic_workload(requests, seed=seed)
+
+
+def sessions(trace: Trace) -> list[list[TraceRequest]]:
+    return [list(turns) for _, turns in groupby(trace.requests, key=lambda request: request.session)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_meets_what_ear_reports_of_production(seed):
+    facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
+
+    assert set(TOLERANCES) <= set(facts)
+    for name, tolerance in TOLERANCES.items():
+        assert facts[name].produced == pytest.approx(facts[name].asked, abs=tolerance), name
+
+
+@pytest.mark.parametrize("requests", [1, 2, 7, 300, 1000])
+def test_any_number_of_requests_is_made_and_hundreds_are_as_unequal(requests):
+    trace = workload(0, requests)
+
+    assert len(trace.requests) == requests
+    if requests >= 300:
+        facts = {fact.name: fact for fact in compare(trace, ASKED)}
+        assert facts["input tokens, mean"].produced == pytest.approx(33_600, rel=0.01)
+        assert facts["input tokens of the top 1 % of sessions"].produced == pytest.approx(0.465, abs=0.06)
+        assert facts["input tokens of the top 10 % of sessions"].produced == pytest.approx(0.746, abs=0.01)
+
+
+def test_seeds_differ_and_one_seed_gives_the_same_bytes_on_any_machine():
+    assert workload(0, 200) != workload(1, 200)
+    digest = hashlib.sha256(repr(workload(0, 200).requests).encode()).hexdigest()
+    assert digest == "61c16e9322c6529376ce9a03e95c6f1d2d395c0cbb0c9c7e0dc363e4d48c1727"
+
+
+def test_only_the_starts_of_sessions_are_given():
+    trace = workload(0)
+    begun_s = [turns[0].arrival_s for turns in sessions(trace)]
+
+    assert trace.closed_loop
+    assert all(r.pause_s == 0.0 for r in trace.requests)
+    assert all({r.arrival_s for r in turns} == {turns[0].arrival_s} for turns in sessions(trace))
+    assert all(a < b for a, b in pairwise(begun_s))
+    assert trace.at_rate(4.0).duration_s == pytest.approx(1000.0)
+
+
+def test_a_turn_goes_on_from_the_prompt_and_answer_before_within_the_context():
+    longest = 0
+    for turns in sessions(workload(0)):
+        assert [r.turn for r in turns] == list(range(len(turns)))
+        for before, after in pairwise(turns):
+            assert after.input_tokens > before.input_tokens + before.output_tokens
+            assert after.blocks[: len(before.blocks)] == before.blocks
+        for one in turns:
+            assert len(one.blocks) == -(-one.input_tokens // 512)
+            assert one.output_tokens >= 1
+            assert one.input_tokens + one.output_tokens <= CONTEXT_TOKENS
+        longest = max(longest, len(turns))
+
+    assert longest > 60
