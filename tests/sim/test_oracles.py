@@ -112,6 +112,16 @@ def test_all_instances_share_one_cache_without_a_limit() -> None:
     assert [record.cached_tokens for record in records.values()] == [0] * 8 + [90]
 
 
+@pytest.mark.parametrize(("oracle", "cached_tokens"), [("limit", [0, 0, 0, 90]), ("limit_ideal", [0, 90, 90, 90])])
+def test_what_is_being_computed_is_cached_only_ideally(oracle: str, cached_tokens: list[int]) -> None:
+    # The third has to wait for a decode step to end, and finds what was there when it was handed over.
+    decodes = asked("decodes", 0.0, output=100)
+    alike = [one_prompt("a", 5.0), one_prompt("b", 5.1), one_prompt("c", 5.2), one_prompt("d", 50.0)]
+    records = run(oracle, decodes, *alike, instances=3)
+
+    assert [records[name].cached_tokens for name in "abcd"] == cached_tokens
+
+
 @pytest.mark.parametrize(("instances", "cached_tokens"), [(1, 0), (2, 90)])
 def test_the_pooled_cache_holds_as_much_as_all_together(instances: int, cached_tokens: int) -> None:
     # Five other prompts of ten blocks: more than one cache of forty, less than two.

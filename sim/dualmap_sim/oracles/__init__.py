@@ -14,7 +14,7 @@ from dualmap_sim.engine import Engine
 from dualmap_sim.oracles.all_cached import AllCached
 from dualmap_sim.oracles.full_scan import FullScan
 from dualmap_sim.oracles.replay import Discipline, Instance, OracleRun, Replay
-from dualmap_sim.oracles.single_queue import SingleQueue
+from dualmap_sim.oracles.single_queue import ForeseeingInstance, SingleQueue
 from dualmap_sim.oracles.waiting_lines import HopefulFirst, InOrder
 from dualmap_sim.prefix_cache import PrefixCache
 from dualmap_sim.presets import EngineConfig
@@ -31,15 +31,9 @@ class Pool:
     instances: int
     slo_ttft_s: float
 
-    def with_caches_of_their_own(self) -> tuple[Instance, ...]:
-        """Return fresh instances."""
-        return tuple(Instance(f"instance-{number}", Engine(self.engine)) for number in range(self.instances))
-
-    def sharing(self, cache: PrefixCache) -> tuple[Instance, ...]:
-        """Return fresh instances that share a cache."""
-        return tuple(
-            Instance(f"instance-{number}", Engine(self.engine, cache=cache)) for number in range(self.instances)
-        )
+    def members(self, cache: PrefixCache | None = None, kind: type[Instance] = Instance) -> tuple[Instance, ...]:
+        """Return fresh instances that share a cache, or have each their own where none is given."""
+        return tuple(kind(f"instance-{number}", Engine(self.engine, cache=cache)) for number in range(self.instances))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +66,20 @@ def run_oracle(
 
 
 def _limit(pool: Pool) -> Discipline:
-    return SingleQueue(pool.sharing(PrefixCache(None)), InOrder())
+    return SingleQueue(pool.members(PrefixCache(None)), InOrder())
+
+
+def _limit_ideal(pool: Pool) -> Discipline:
+    return SingleQueue(pool.members(PrefixCache(None), ForeseeingInstance), InOrder())
 
 
 def _limit_pooled(pool: Pool) -> Discipline:
     pooled = PrefixCache(pool.instances * pool.engine.cache_tokens // pool.engine.block_tokens)
-    return SingleQueue(pool.sharing(pooled), InOrder())
+    return SingleQueue(pool.members(pooled), InOrder())
 
 
 def _limit_deadline(pool: Pool) -> Discipline:
-    instances = pool.sharing(PrefixCache(None))
+    instances = pool.members(PrefixCache(None))
     # The cache is the same everywhere, so any instance can tell.
     return SingleQueue(instances, HopefulFirst(instances[0].prefill_s, slo_ttft_s=pool.slo_ttft_s))
 
@@ -95,6 +93,12 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
                 source="DualMap, section A.2.2 (one shared cache without a limit); here the queue is shared too",
                 summary="One cache without a limit and one queue for all instances, first come, first served.",
                 build=_limit,
+            ),
+            OracleInfo(
+                name="limit_ideal",
+                source="limit, without the prefixes that it computes several times at once",
+                summary="As limit, but a prompt's blocks are cached from when it starts: every block is computed once.",
+                build=_limit_ideal,
             ),
             OracleInfo(
                 name="limit_pooled",
@@ -112,7 +116,7 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
                 name="full_scan_oracle",
                 source="ALGORITHMS section 5; DualMap, eq. 1, over all instances and without error",
                 summary="At once to the instance with the least true T_q + T_c, by its own cache and queue.",
-                build=lambda pool: FullScan(pool.with_caches_of_their_own()),
+                build=lambda pool: FullScan(pool.members()),
             ),
             OracleInfo(
                 name="all_cached",

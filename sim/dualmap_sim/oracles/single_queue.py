@@ -7,6 +7,7 @@ Neighbour: ``waiting_lines`` says who is next.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dualmap_sim.engine import EngineRequest
 from dualmap_sim.oracles.replay import HandOver, Instance
@@ -43,3 +44,20 @@ class SingleQueue:
         # An idle engine that cannot start a request never will, and says so when it is given it.
         able = (each for each in self.instances if each.engine.could_start(work) or not each.engine.running)
         return min(able, key=lambda each: each.engine.kv_tokens_reserved, default=None)
+
+
+class ForeseeingInstance(Instance):
+    """An instance whose shared cache has a prompt's blocks from when the prompt is handed over.
+
+    Otherwise they come with the end of its prefill, and until then others that begin alike compute them too. The cache
+    must be without a limit: what a prompt finds at its hand-over has to be there when its prefill begins.
+    """
+
+    __slots__ = ()
+
+    def submit(self, now: float, work: EngineRequest, *, weighed: bool) -> None:
+        """Take a request. Its own lookup ends where the cache did before."""
+        cache = self.engine.cache
+        found = cache.match(work.blocks)
+        cache.insert(work.blocks[: work.prompt_tokens // self.engine.config.block_tokens])
+        super().submit(now, replace(work, blocks=work.blocks[:found]), weighed=weighed)
