@@ -118,6 +118,11 @@ def load_trace(experiment: Experiment) -> Trace:
     return _trace(experiment.workload, experiment.engine.input_tokens_max)
 
 
+def load_workload(workload: Workload) -> Trace:
+    """Return a workload's trace as it is, loading it once per process. Raises UnknownWorkload or TraceError."""
+    return _loaded(workload)
+
+
 def member_ids(instances: int) -> tuple[str, ...]:
     """Return the names of the members of a pool of that size."""
     return tuple(f"qwen-{number}" for number in range(instances))
@@ -232,8 +237,13 @@ def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
 
 
 @lru_cache(maxsize=_KEPT)
+def _loaded(workload: Workload) -> Trace:
+    return workload.load()
+
+
+@lru_cache(maxsize=_KEPT)
 def _trace(workload: Workload, input_tokens_max: int) -> Trace:
-    return workload.load().capped(input_tokens_max)
+    return _loaded(workload).capped(input_tokens_max)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -97,6 +97,7 @@ def _draw_ttft_over_rate(axes: Axes, runs: Sequence[Run], styles: _Styles) -> No
         axes.plot(rates, [run.summary.ttft_p50_s for run in own], "-", marker=marker, color=colour, markersize=4)
         axes.plot(rates, [run.summary.ttft_p90_s for run in own], "--", marker=marker, color=colour, markersize=4)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     _mark_slo(axes, runs)
     axes.set_xlabel("requests/s", color=_INK)
     _finish(axes, "TTFT p50 (solid) and p90 (dashed), s")
@@ -143,7 +144,7 @@ def _draw_balance(axes: Axes, runs: Sequence[Run], styles: _Styles) -> None:
         axes.scatter(across, up, s=sizes, marker=marker, color=colour, zorder=3)
     axes.set_xlabel("load imbalance (CV of pending tokens)", color=_INK)
     axes.margins(0.15)
-    _finish(axes, "hit rate, % (larger dots: higher rates)")
+    _finish(axes, "hit rate, %" if len(runs) == len(styles) else "hit rate, % (larger dots: higher rates)")
 
 
 def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:

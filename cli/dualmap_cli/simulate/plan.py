@@ -145,8 +145,8 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
         raise click.BadParameter(str(error), param_hint="--trace") from error
     if exactly is not None and len(trace.requests) < exactly:
         raise click.BadParameter(
-            f"{exactly} is not accepted; {window.trace} has {len(trace.requests)} requests from number {window.start} "
-            f"on, give at most that many",
+            f"{exactly} is not accepted; from number {window.start} on {window.trace} has "
+            f"{len(trace.requests)} requests, give at most that many",
             param_hint="--requests",
         )
     needed = max(request.input_tokens + request.output_tokens for request in trace.requests)

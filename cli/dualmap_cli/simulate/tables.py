@@ -12,33 +12,50 @@ from rich.table import Table
 
 from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Run
-from dualmap_sim.experiment import load_trace
+from dualmap_sim.experiment import load_trace, load_workload
 from dualmap_sim.goodput import Goodput
-from dualmap_sim.workloads.statistics import measure
+from dualmap_sim.workloads.catalog import Workload
+from dualmap_sim.workloads.statistics import ideal_cached_tokens
 
 _WIDTH: Final = 200
 """Wider than any table here: one that is piped into a file is not cut to somebody's terminal."""
 _SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
 LEGEND: Final = (
     "Times in seconds, over the requests behind the warm-up. CV: how unevenly prompt tokens still to be computed lay\n"
-    "on the instances (standard deviation by mean; 0 is even)."
+    "on the instances (standard deviation by mean; 0 is even). A few requests on idle instances are uneven by nature."
 )
 """Stands below the table of runs."""
 
 
 def announcement(plan: Plan) -> str:
-    """Return what is going to be replayed, where, in words."""
+    """Return what is going to be replayed, in words, and how well a generated workload came out as it was asked for."""
     base = plan.base
-    facts = measure(load_trace(base))
-    sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
+    trace = load_trace(base)
+    counted = range(base.warmup, len(trace.requests))
+    input_tokens = sum(trace.requests[number].input_tokens for number in counted)
+    output_tokens = sum(trace.requests[number].output_tokens for number in counted)
+    cached_tokens = ideal_cached_tokens(trace)
     source = base.workload.trace or f"{base.workload.name} (seed {base.workload.seed})"
     windows = f", the first of {len(plan.windows)} windows" if len(plan.windows) > 1 else ""
     return (
-        f"workload {source} from request {base.workload.start}{windows}: {facts.requests:,} requests{sessions}, "
-        f"{base.warmup:,} of them for the warm-up;\n"
-        f"prompts of {facts.input_tokens_mean:,.0f} tokens and answers of {facts.output_tokens_mean:,.0f} on average, "
-        f"at best {facts.ideal_hit_rate:.1%} of the prompt tokens reusable"
+        f"workload {source} from request {base.workload.start} on{windows}: {len(trace.requests):,} requests, the "
+        f"first {base.warmup:,} of them for the warm-up;\n"
+        f"the others' prompts have {input_tokens / len(counted):,.0f} tokens and their answers "
+        f"{output_tokens / len(counted):,.0f} on average, with "
+        f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at best"
+        f"{_facts(base.workload)}"
     )
+
+
+def _facts(workload: Workload) -> str:
+    facts = workload.facts(load_workload(workload))
+    if not facts:
+        return ""
+    rows = [("", "asked", "produced")]
+    for fact in facts:
+        rows.append((fact.name, "-" if fact.asked is None else f"{fact.asked:,g}", f"{fact.produced:,.4g}"))
+    name, asked, produced = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "".join(f"\n  {row[0]:<{name}}  {row[1]:>{asked}}  {row[2]:>{produced}}" for row in rows)
 
 
 def runs_table(runs: Sequence[Run]) -> Table:

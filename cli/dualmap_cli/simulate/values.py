@@ -78,7 +78,7 @@ def _number(kind: type[N], text: str, low: N, high: N) -> N:
         number = None
     if number is None or math.isnan(number) or not low <= number <= high:
         what = "whole numbers" if kind is int else "numbers"
-        raise click.BadParameter(f"{text!r} is not accepted; give {what} from {low:,g} to {high:,g}")
+        raise click.BadParameter(f"{text!r} is not accepted; give {what} from {low:,} to {high:,}")
     return number
 
 
