@@ -60,14 +60,17 @@ class DecodeBatch:
         left, self._leaving = self._leaving, []
         for job in left:
             job.state = JobState.GONE
+            self._forget(job)
         heap = self._by_last_step
         while heap and heap[0][0] <= self.steps:
             job = heappop(heap)[2]
             if job.state is JobState.DECODING:
                 left.append(job)
-        self.size -= len(left)
-        for job in left:
-            self.kv_tokens -= job.request.prompt_tokens + 1 + self.steps - job.joined_step
+                self._forget(job)
         if not self.size:
             heap.clear()  # What is left are aborted ones whose last step will never come.
         return left
+
+    def _forget(self, job: Job) -> None:
+        self.size -= 1
+        self.kv_tokens -= job.request.prompt_tokens + 1 + self.steps - job.joined_step

@@ -1,6 +1,6 @@
 """A stretch of decode steps over an unchanged batch, whose every step's end is known without taking the steps.
 
-``engine.py`` keeps one while its batch decodes, and cuts it short by lowering ``steps``. All who ask when a step ends
+``engine.py`` keeps one while its batch decodes, and may cut it short. All who ask when a step ends
 ask here, so the server that shows each token and the simulation that skips to the last agree to the bit.
 """
 
@@ -10,7 +10,7 @@ from dualmap_sim.presets import DecodeCost
 class DecodeRun:
     """``steps`` decode steps from ``start_s`` of ``requests`` that hold ``kv_tokens`` when it starts."""
 
-    __slots__ = ("_cost", "_kv_tokens", "_requests", "start_s", "steps")
+    __slots__ = ("_cost", "_kv_tokens", "_requests", "end_s", "start_s", "steps")
 
     def __init__(self, cost: DecodeCost, *, start_s: float, steps: int, requests: int, kv_tokens: int) -> None:
         self._cost = cost
@@ -18,15 +18,12 @@ class DecodeRun:
         self._kv_tokens = kv_tokens
         self.start_s = start_s
         self.steps = steps
+        self.end_s = self.end_of_s(steps)
+        """When its last step is over."""
 
     def end_of_s(self, steps: int) -> float:
         """Return when the run's first ``steps`` steps are over."""
         return self.start_s + self._cost.steps_s(steps, requests=self._requests, kv_tokens=self._kv_tokens)
-
-    @property
-    def end_s(self) -> float:
-        """When its last step is over."""
-        return self.end_of_s(self.steps)
 
     def boundary_s(self, now: float) -> float:
         """Return when the step under way at ``now`` is over: ``now`` itself between two steps."""
@@ -35,6 +32,7 @@ class DecodeRun:
     def cut(self, now: float) -> None:
         """Make it end with the step under way at ``now``."""
         self.steps = min(self.steps, self._begun_at(now))
+        self.end_s = self.end_of_s(self.steps)
 
     def _begun_at(self, now: float) -> int:
         done = self.done_at(now)

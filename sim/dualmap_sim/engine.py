@@ -58,7 +58,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that have not begun their prefill."""
-        return len(self._waiting)
+        return self._waiting.size
 
     @property
     def running(self) -> int:
@@ -210,14 +210,16 @@ class Engine:
     def _admits(self, need_tokens: int) -> bool:
         """Return whether a prefill of so much memory could begin in a step that begins now."""
         config = self.config
-        return self._kv_reserved + need_tokens <= config.kv_memory_tokens and (
-            config.chunk_tokens is None or self._batch.size < config.chunk_tokens
-        )
+        if config.chunk_tokens is not None and self._batch.size >= config.chunk_tokens:
+            return False
+        return self._kv_reserved + need_tokens <= config.kv_memory_tokens
 
     def _admissible(self) -> Job | None:
         """Return the head of the queue if its prefill could begin in a step that begins now."""
+        if not self._waiting.size:
+            return None
         head = self._waiting.head()
-        return head if head is not None and self._admits(head.need_tokens) else None
+        return head if self._admits(head.need_tokens) else None
 
     def _cut_run(self, now: float) -> None:
         """End the run with the step under way: a step, once begun, is finished."""

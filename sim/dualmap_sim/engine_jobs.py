@@ -55,16 +55,13 @@ class Job:
 class WaitingJobs:
     """The jobs that have not begun their prefill, by priority and then by arrival."""
 
-    __slots__ = ("_arrivals", "_heap", "_size")
+    __slots__ = ("_arrivals", "_heap", "size")
 
     def __init__(self) -> None:
         # Aborted ones stay in the heap until they come up.
         self._heap: list[tuple[int, int, Job]] = []
         self._arrivals = 0
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = 0
 
     def __iter__(self) -> Iterator[Job]:
         """Yield them in no particular order."""
@@ -73,22 +70,22 @@ class WaitingJobs:
     def push(self, job: Job) -> None:
         """Let a job wait."""
         self._arrivals += 1
-        self._size += 1
+        self.size += 1
         heappush(self._heap, (job.request.priority, self._arrivals, job))
 
-    def head(self) -> Job | None:
-        """Return the job whose turn it is."""
+    def head(self) -> Job:
+        """Return the job whose turn it is. There must be one."""
         heap = self._heap
-        while heap and heap[0][2].state is JobState.GONE:
+        while heap[0][2].state is JobState.GONE:
             heappop(heap)
-        return heap[0][2] if heap else None
+        return heap[0][2]
 
     def pop_head(self) -> None:
         """Remove what ``head`` has just returned."""
         heappop(self._heap)
-        self._size -= 1
+        self.size -= 1
 
     def drop(self, job: Job) -> None:
         """Remove a job from wherever it waits."""
         job.state = JobState.GONE
-        self._size -= 1
+        self.size -= 1
