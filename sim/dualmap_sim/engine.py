@@ -103,7 +103,7 @@ class Engine:
 
         At once is after the decode step under way: nothing waits or prefills, and its memory is free.
         """
-        return not self._waiting and not self._prefilling and self._admits(self._need_tokens(request))
+        return not self._waiting.size and not self._prefilling and self._admits(self._need_tokens(request))
 
     def backlog_s(self, now: float) -> float:
         """Return after how many seconds a request submitted now would begin its prefill, behind all that wait.
