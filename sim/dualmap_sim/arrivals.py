@@ -38,27 +38,29 @@ class Arrival:
 
 def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int) -> tuple[Arrival, ...]:
     """Return a trace's requests in order, named by their number in it. Block lengths may be any."""
-    root = chain_root(model=trace.name)
-    return tuple(
-        Arrival(
-            at_s=request.arrival_s,
-            chain=BlockChain(
-                hashes=_prefix_names(request, trace.block_tokens, every_tokens=router_block_tokens),
-                block_tokens=router_block_tokens,
-                tokens=request.input_tokens,
-            ),
-            session=None if request.session is None else session_key(str(request.session), root),
-            work=EngineRequest(
-                request_id=str(number),
-                prompt_tokens=request.input_tokens,
-                output_tokens=request.output_tokens,
-                blocks=_prefix_names(request, trace.block_tokens, every_tokens=engine_block_tokens),
-            ),
-            follows=follows,
-            pause_s=request.pause_s if follows is not None else 0.0,
+    root, names = chain_root(model=trace.name), _PrefixNames(trace.block_tokens)
+    made = []
+    for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True)):
+        hashes = names.of(request, every_tokens=router_block_tokens)
+        blocks = hashes
+        if engine_block_tokens != router_block_tokens:
+            blocks = names.of(request, every_tokens=engine_block_tokens)
+        made.append(
+            Arrival(
+                at_s=request.arrival_s,
+                chain=BlockChain(hashes=hashes, block_tokens=router_block_tokens, tokens=request.input_tokens),
+                session=None if request.session is None else session_key(str(request.session), root),
+                work=EngineRequest(
+                    request_id=str(number),
+                    prompt_tokens=request.input_tokens,
+                    output_tokens=request.output_tokens,
+                    blocks=blocks,
+                ),
+                follows=follows,
+                pause_s=request.pause_s if follows is not None else 0.0,
+            )
         )
-        for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True))
-    )
+    return tuple(made)
 
 
 def _followed(trace: Trace) -> Iterator[str | None]:
@@ -72,14 +74,25 @@ def _followed(trace: Trace) -> Iterator[str | None]:
             last[request.session] = str(number)
 
 
-def _prefix_names(request: TraceRequest, trace_block_tokens: int, *, every_tokens: int) -> tuple[int, ...]:
-    """Name the prompt's prefixes of ``every_tokens``, twice that ..., and the whole: its chained block hashes.
+class _PrefixNames:
+    """The names of prompts' prefixes: one number each, so that a million prompts of shared prefixes fit into memory."""
 
-    A trace's id names a block with all before it, so a prefix is known by the block it ends in and how much of that.
-    """
-    names = []
-    for start in range(0, request.input_tokens, every_tokens):
-        last = min(start + every_tokens, request.input_tokens) - 1
-        block, offset = divmod(last, trace_block_tokens)
-        names.append(xxh3_64_intdigest(b"%d %d" % (request.blocks[block], offset)))
-    return tuple(names)
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._names: dict[tuple[int, int], int] = {}
+
+    def of(self, request: TraceRequest, *, every_tokens: int) -> tuple[int, ...]:
+        """Name the prompt's prefixes of ``every_tokens``, twice that ..., and the whole: its chained block hashes.
+
+        A trace's id names a block with all before it, so a prefix is known by the block it ends in and how much of it.
+        """
+        names = []
+        for start in range(0, request.input_tokens, every_tokens):
+            last = min(start + every_tokens, request.input_tokens) - 1
+            block, offset = divmod(last, self._block_tokens)
+            end = request.blocks[block], offset
+            name = self._names.get(end)
+            if name is None:
+                name = self._names[end] = xxh3_64_intdigest(b"%d %d" % end)
+            names.append(name)
+        return tuple(names)
