@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from dualmap_sim.workloads import agentic, tool_agent
+from dualmap_sim.workloads import agentic, tool_agent, zipf_bursts
 from dualmap_sim.workloads.agentic import agentic_workload
 from dualmap_sim.workloads.mooncake import read_mooncake
 from dualmap_sim.workloads.sessions import label_sessions
@@ -17,6 +17,7 @@ from dualmap_sim.workloads.statistics import Asked, Fact, compare
 from dualmap_sim.workloads.synthetic import default_workload
 from dualmap_sim.workloads.tool_agent import tool_agent_workload
 from dualmap_sim.workloads.trace import Trace
+from dualmap_sim.workloads.zipf_bursts import zipf_bursts_workload
 
 
 class Generator(Protocol):
@@ -31,6 +32,7 @@ WORKLOADS: Final[Mapping[str, Generator]] = MappingProxyType(
         "default": default_workload,
         "tool_agent": tool_agent_workload,
         "agentic": agentic_workload,
+        "zipf_bursts": zipf_bursts_workload,
     }
 )
 """The generated workloads by name."""
@@ -39,6 +41,7 @@ ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType(
     {
         "tool_agent": tool_agent.ASKED,
         "agentic": agentic.ASKED,
+        "zipf_bursts": zipf_bursts.ASKED,
     }
 )
 """What each of them was asked for, where it was for figures."""

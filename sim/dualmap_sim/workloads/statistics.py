@@ -9,8 +9,9 @@ router can at best approach with as many caches as it has engines.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from math import nan, sqrt
+from math import isnan, nan, sqrt
 from typing import Final
 
 from dualmap_sim.presets import EngineConfig, PrefillCost
@@ -121,7 +122,7 @@ def share_reusing(trace: Trace, least: float) -> float:
     return sum(rate >= least for rate in rates) / len(rates)
 
 
-def prefix_share(trace: Trace, *, blocks: int, rank: int) -> float:
+def prefix_share(trace: Trace, *, blocks: int = 1, rank: int) -> float:
     """Return the share of requests that begin with the ``rank``-th (from 0) most frequent ``blocks`` leading blocks."""
     prefixes = Counter(request.blocks[blocks - 1] for request in trace.requests if len(request.blocks) >= blocks)
     ranked = prefixes.most_common(rank + 1)
@@ -227,8 +228,8 @@ SHOWN: Final = (
     Asked("input tokens, mean", None, input_tokens_mean),
     Asked("output tokens, mean", None, output_tokens_mean),
     Asked("ideal hit rate, whole blocks", None, ideal_block_hit_rate),
-    Asked("requests that share half their prompt", None, lambda trace: share_reusing(trace, 0.5)),
-    Asked("input tokens of the top 1 % of sessions", None, lambda trace: session_share(trace, top=0.01)),
+    Asked("requests that share half their prompt", None, partial(share_reusing, least=0.5)),
+    Asked("input tokens of the top 1 % of sessions", None, partial(session_share, top=0.01)),
     Asked("coefficient of variation of arrivals", None, arrival_cv),
 )
 """What is worth knowing of any trace, a recorded one included."""
@@ -254,4 +255,6 @@ def fact_lines(facts: Sequence[Fact]) -> tuple[str, ...]:
 
 
 def _figure(value: float) -> str:
+    if isnan(value):
+        return "-"
     return f"{value:,.0f}" if abs(value) >= _WHOLE_FROM else f"{value:.3f}"

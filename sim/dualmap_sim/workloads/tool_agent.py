@@ -14,6 +14,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from random import Random
 from typing import Final
@@ -109,9 +110,9 @@ ASKED: Final = (
     Asked("input tokens, mean", 8596, input_tokens_mean),
     Asked("output tokens, mean", 182, output_tokens_mean),
     Asked("ideal hit rate, whole blocks", 0.59, ideal_block_hit_rate),
-    Asked("requests behind the longer hot prefix", 0.378, lambda trace: prefix_share(trace, blocks=12, rank=0)),
-    Asked("requests behind the shorter hot prefix", 0.149, lambda trace: prefix_share(trace, blocks=5, rank=1)),
-    Asked("requests that share half their prompt", 0.76, lambda trace: share_reusing(trace, 0.5)),
+    Asked("requests behind the longer hot prefix", 0.378, partial(prefix_share, blocks=12, rank=0)),
+    Asked("requests behind the shorter hot prefix", 0.149, partial(prefix_share, blocks=5, rank=1)),
+    Asked("requests that share half their prompt", 0.76, partial(share_reusing, least=0.5)),
 )
 """What the paper says of the trace's first 8000 requests."""
 
