@@ -1,11 +1,12 @@
 """The paper's Tool&Agent workload rebuilt: two hot tool prompts with their agents, and conversations for the rest.
 
 The trace itself is not at hand; its statistics are (paper sections A.1.1, A.2.1 Table 1, A.4). Two tool prompts carry
-37.8 % and 14.9 % of the requests. The published samples of the trace show what stands behind them: twelve and five
-common blocks, a short question of the agent's own, a very short answer. The other requests look like the Conversation
-trace, whose lengths, pauses and answers are taken over here; with the hot ones' they give Table 1's means. Figures are
-those of the first 8000 requests, before any cap on the input. Requests arrive in batches every three seconds, as
-Mooncake's do, at a steady rate. Neighbours: ``draws`` for the numbers, ``statistics`` for what came out.
+37.8 % and 14.9 % of the requests. The trace's first lines, which its publishers show, tell what stands behind them:
+twelve and five common blocks, a short question of the agent's own, a very short answer. The other requests look like
+those of the Conversation trace, whose lengths, pauses and answers are taken over here. How often conversations go on
+and by what their lengths are scaled is fitted, so that the first 8000 requests, before any cap on the input, have what
+the paper says. Requests arrive in batches every three seconds, as Mooncake's do, at a steady rate. Neighbours:
+``draws`` for the numbers, ``statistics`` for what came out.
 
 Deviation: 2.1 % of the paper's requests have a key of a fourth length, of which it says nothing; they count as rest.
 """
@@ -33,7 +34,7 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 BATCH_S: Final = 3.0
 _REQUESTS_PER_S: Final = 23_608 / 3600
-"""The rate of the whole trace: an hour of it."""
+"""Mean rate of the whole trace, which lasts an hour; ``Trace.at_rate`` scales it."""
 _BURN_IN_S: Final = 600.0
 """Seconds generated and dropped first, so that the trace begins in the middle of sessions as a recorded one does."""
 _CONTEXT_TOKENS: Final = 128_000
@@ -42,6 +43,8 @@ PROMPT_BANDS: Final = (8000, 32_000)
 """Short, middling and long prompts: those of the Conversation trace go on the less often the longer they are."""
 _STRATA: Final = 250
 _TURN_STRATA: Final = 20
+_SHARE_STRATA: Final = 1000
+"""Rounds of draws: of lengths, of whether a session goes on, of which source is next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class Source:
 
 
 _LEVELS: Final = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1)
+# The Conversation trace's, its sessions labelled as ``sessions`` does; openings without the block that all share.
 _OPENINGS: Final = Quantiles(
     _LEVELS,
     (379, 386, 395, 651, 1635, 3872, 5450, 8082, 11_637, 16_521, 26_033, 38_368, 66_700, 86_660, 108_697, 125_683),
@@ -102,7 +106,10 @@ CONVERSATIONS: Final = Source(
     continues=(0.785, 0.46, 0.4),
     pause_s=_PAUSES_S,
 )
-"""The rest, which shares one block of system prompt: lengths and pauses by the Conversation trace's quantiles."""
+"""The rest, which shares one block of system prompt: lengths and pauses by the Conversation trace's quantiles.
+
+Conversations go on more often than in that trace, or else fewer than 76 % of the requests would share half a prompt.
+"""
 
 SOURCES: Final = (LONG_TOOL, SHORT_TOOL, CONVERSATIONS)
 
@@ -122,13 +129,13 @@ def tool_agent_workload(requests: int, *, seed: int = 0) -> Trace:
     rng = Random(seed)
     blocks, sessions = count(), count()
     traffics = [_Traffic(source, rng, blocks, sessions) for source in SOURCES]
-    classes, cumulated = Deck(rng, strata=1000), list(accumulate(source.share for source in SOURCES))[:-1]
+    sources, cumulated = Deck(rng, strata=_SHARE_STRATA), list(accumulate(source.share for source in SOURCES))
     kept: list[TraceRequest] = []
     now_s = 0.0
     while len(kept) < requests:
         now_s += rng.expovariate(_REQUESTS_PER_S)
-        level = classes.draw()
-        request = traffics[bisect_right(cumulated, level)].ask(now_s // BATCH_S * BATCH_S)
+        traffic = traffics[bisect_right(cumulated, sources.draw() * cumulated[-1])]
+        request = traffic.ask(now_s // BATCH_S * BATCH_S)
         if now_s >= _BURN_IN_S:
             kept.append(request)
     return Trace(name="tool_agent", block_tokens=TRACE_BLOCK_TOKENS, requests=tuple(kept))
