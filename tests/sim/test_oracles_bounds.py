@@ -29,8 +29,9 @@ Far beyond them a shared queue is no bound: there all are equally late, where el
 
 
 @cache
-def outcome(policy: str, requests_per_s: float = 11.0) -> Outcome:
-    return run_experiment(replace(SMALL, policy=policy, requests_per_s=requests_per_s))
+def outcome(policy: str, requests_per_s: float = 11.0, *, chunk_tokens: int | None = None) -> Outcome:
+    engine = replace(SMALL.engine, chunk_tokens=chunk_tokens)
+    return run_experiment(replace(SMALL, policy=policy, requests_per_s=requests_per_s, engine=engine))
 
 
 def seconds(time_s: float | None) -> float:
@@ -88,8 +89,11 @@ def test_of_one_instance_the_limit_is_what_the_engine_does_with_all_requests_at_
 
 
 @pytest.mark.parametrize("oracle", ORACLES)
-def test_every_request_ends_once_in_the_order_of_things_and_no_token_is_reused_that_was_not_there(oracle: str) -> None:
-    records = outcome(oracle).records
+@pytest.mark.parametrize("chunk_tokens", [None, 2048])
+def test_every_request_ends_once_in_the_order_of_things_and_no_token_is_reused_that_was_not_there(
+    oracle: str, chunk_tokens: int | None
+) -> None:
+    records = outcome(oracle, chunk_tokens=chunk_tokens).records
 
     assert [record.arrival.request_id for record in records] == [str(number) for number in range(600)]
     for record in records:

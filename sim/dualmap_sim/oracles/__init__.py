@@ -15,7 +15,7 @@ from dualmap_sim.oracles.all_cached import AllCached
 from dualmap_sim.oracles.full_scan import FullScan
 from dualmap_sim.oracles.replay import Discipline, Instance, OracleRun, Replay
 from dualmap_sim.oracles.single_queue import ForeseeingInstance, SingleQueue
-from dualmap_sim.oracles.waiting_lines import HopefulFirst, InOrder
+from dualmap_sim.oracles.waiting_lines import PASSED_OVER_MAX, HopefulFirst, InOrder
 from dualmap_sim.prefix_cache import PrefixCache
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import Record
@@ -109,7 +109,8 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
             OracleInfo(
                 name="limit_deadline",
                 source="limit, in another order",
-                summary="As limit, but who can still meet the SLO goes first; the oldest is passed over 20 times.",
+                summary="As limit, but who can still meet the SLO goes first; "
+                f"the oldest is passed over {PASSED_OVER_MAX} times in a row at most.",
                 build=_limit_deadline,
             ),
             OracleInfo(

@@ -3,6 +3,11 @@
 The paper's theoretical upper bound of reuse is one shared cache without a limit (section A.2.2). With the queue shared
 too there is no choice of instance left to get wrong: what a policy loses against this, it loses by routing.
 
+Two things it does not bound. Beyond the knee all are late alike, where unequal queues still serve some in time. And of
+prompts that begin alike and come close together each is computed in full, by several instances side by side, until the
+first of them is cached; one queue per instance has the later ones wait and reuse. That is rare on eight instances of a
+trace of conversations and dominates where a trace is sped up for hundreds: ``ForeseeingInstance`` bounds that too.
+
 Neighbour: ``waiting_lines`` says who is next.
 """
 
