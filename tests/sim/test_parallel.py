@@ -1,0 +1,109 @@
+"""Runs in parallel processes: order, progress, failure, and that nothing is left behind."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualmap_sim.parallel import Tell, WorkerError, run_parallel, run_telling
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5, 40])
+def test_results_come_in_the_items_order_and_are_told_as_they_are_done(processes: int) -> None:
+    done: dict[int, int] = {}
+    assert run_parallel(square, range(20), processes=processes, on_done=done.__setitem__) == [n * n for n in range(20)]
+    assert done == {n: n * n for n in range(20)}
+    assert multiprocessing.active_children() == []
+
+
+def test_no_items_need_no_process() -> None:
+    assert run_parallel(square, [], processes=4) == []
+
+
+def test_work_is_shared_and_done_elsewhere() -> None:
+    def which(_item: int) -> tuple[int, bool]:
+        return os.getpid(), gc.isenabled()
+
+    answers = run_parallel(which, range(8), processes=2)
+    processes = {process for process, _ in answers}
+    assert len(processes) in (1, 2)
+    assert os.getpid() not in processes
+    assert not any(collects for _, collects in answers)
+    assert gc.isenabled()
+
+
+def test_what_a_function_tells_is_heard_with_its_items_number() -> None:
+    def count(upto: int, tell: Tell) -> None:
+        for number in range(upto):
+            tell(number)
+
+    told: list[tuple[int, int]] = []
+    run_telling(count, [2, 0, 3], processes=2, on_told=lambda number, value: told.append((number, value)))
+    assert sorted(told) == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
+
+
+def test_what_a_function_raises_is_raised_with_its_traceback() -> None:
+    def fail(number: int) -> int:
+        return 1 // (number - 3)
+
+    with pytest.raises(WorkerError, match=r"(?s)in fail.*ZeroDivisionError"):
+        run_parallel(fail, range(10), processes=2)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_dies_is_noticed() -> None:
+    def die(number: int) -> int:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    with pytest.raises(WorkerError, match=f"exit code {-signal.SIGKILL}"):
+        run_parallel(die, range(10), processes=2)
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_are_stopped_when_their_results_are_no_longer_wanted() -> None:
+    def wait_for_ever(number: int) -> int:
+        if number:
+            signal.pause()
+        return number
+
+    def stop(_number: int, _result: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_parallel(wait_for_ever, [0, 1, 2], processes=3, on_done=stop)
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """They end with the item they are at."""
+    script = f"""
+import os, signal
+from dualmap_sim import parallel
+def work(item):
+    os.open({str(tmp_path)!r} + "/alive", os.O_WRONLY | os.O_NONBLOCK)
+    return item
+def killed(number, result):
+    os.kill(os.getpid(), signal.SIGKILL)
+parallel.run_parallel(work, range(100), processes=3, on_done=killed)
+"""
+    # Every worker keeps the pipe open for writing: reading it to its end takes until the last one is gone.
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with subprocess.Popen([sys.executable, "-c", script]) as parent:
+            assert parent.wait() == -signal.SIGKILL
+        os.set_blocking(alive, True)
+        assert os.read(alive, 1) == b""
+    finally:
+        os.close(alive)
