@@ -63,7 +63,7 @@ class Fleet:
         self.ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self.membership.members:
             # This also has every standing made anew, by the rules of the new version.
-            self.ledger.load(member).peers = self.peers.load(member)
+            self.ledger.load(member).peers_spoke(partial(self.peers.load, member))
         self.update_suspended(now)
         return stayed
 
@@ -167,7 +167,7 @@ class Fleet:
 
     def _take_peers(self, members: set[str]) -> None:
         for member in members & self.membership.members.keys():
-            self.ledger.load(member).peers = self.peers.load(member)
+            self.ledger.load(member).peers_spoke(partial(self.peers.load, member))
 
     def _roster(self, now: float, ring: DualRing) -> Roster:
         """Return a ring's instances, with their standings up to date."""

@@ -104,6 +104,8 @@ class HotnessTree:
         """Return what was counted here since the last call, for the other replicas."""
         requests, nodes = 0, dict[int, int]()
         for bucket in self._buckets:
+            if not bucket.unsent_requests:
+                continue
             requests += bucket.unsent_requests
             for node, count in bucket.unsent_nodes.items():
                 nodes[node] = nodes.get(node, 0) + count

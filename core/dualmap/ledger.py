@@ -6,7 +6,7 @@ so none can go negative or leak. What other router replicas owe the same instanc
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 
@@ -15,6 +15,7 @@ from dualmap.estimate import PrefillModel, Speed
 from dualmap.held import HeldQueue, Waiting
 from dualmap.news import SharedLoad
 from dualmap.peers import NO_LOAD
+from dualmap.standing import Standing
 
 ENTRY_TTL_S = 600.0
 # So many requests in a row that the instance itself failed have it left alone for FIRST_SUSPENSION_S, then twice as
@@ -53,31 +54,6 @@ class Entry:
         return self.chain.tokens - self.matched_tokens
 
 
-@dataclass(slots=True)
-class Standing:
-    """A member's load in the numbers that decisions compare, with held requests and the other replicas' shares.
-
-    They are good before ``until_s``. T_q falls as time passes, towards ``ends_s``, but not below ``least_queue_s``:
-    what waits behind the prefill at the head will take its time, however long that one has been at it. ``requests`` and
-    ``placed_tokens`` are what would be in flight if nothing were held: a held request adds what it will compute.
-    """
-
-    until_s: float = -inf
-    ends_s: float = -inf
-    least_queue_s: float = 0.0
-    linear_s: float = 0.0
-    quadratic_s: float = 0.0
-    pending_tokens: int = 0
-    in_flight: int = 0
-    requests: int = 0
-    active_kv_tokens: int = 0
-    placed_tokens: int = 0
-
-    def queue_s(self, now: float) -> float:
-        """Return T_q at ``now``."""
-        return max(self.ends_s - now, self.least_queue_s)
-
-
 class MemberLoad:
     """The load of one instance, and how fast it has been seen to prefill."""
 
@@ -88,6 +64,8 @@ class MemberLoad:
         self.in_flight = 0
         self.held = HeldQueue()
         self._peers = NO_LOAD
+        # Peers speak far more often than anybody asks what they owe in all: it is summed up when that is asked.
+        self._sum_peers: Callable[[], SharedLoad] | None = None
         self.standing = Standing()
         # The loads whose standing is not up to date, shared with the ledger; in the order they changed.
         self._outdated = outdated
@@ -114,11 +92,13 @@ class MemberLoad:
     @property
     def peers(self) -> SharedLoad:
         """What the other replicas owe the instance."""
+        if self._sum_peers is not None:
+            self._peers, self._sum_peers = self._sum_peers(), None
         return self._peers
 
-    @peers.setter
-    def peers(self, peers: SharedLoad) -> None:
-        self._peers = peers
+    def peers_spoke(self, sum_peers: Callable[[], SharedLoad]) -> None:
+        """Take note that what the other replicas owe has changed: to what ``sum_peers`` will say, now or later."""
+        self._sum_peers = sum_peers
         self._changed()
 
     def set_prior(self, tokens_per_second: float) -> None:
@@ -155,7 +135,7 @@ class MemberLoad:
 
     def _update(self, now: float, decode_stall_s: float) -> None:
         """Bring the standing up to date; its T_q is ``queue_s``, told as a function of the time to come."""
-        standing, peers, held, speed = self.standing, self._peers, self.held, self.speed
+        standing, peers, held, speed = self.standing, self.peers, self.held, self.speed
         others_s = peers.backlog_s + held.compute_s + peers.held_s
         head = self._head
         standing.ends_s, standing.least_queue_s, standing.until_s = -inf, others_s, inf
@@ -189,7 +169,7 @@ class MemberLoad:
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
         """Return T_q: seconds until the prefill of a request that is placed here now would begin."""
-        return self.backlog_s(now, decode_stall_s) + self.held.compute_s + self._peers.held_s
+        return self.backlog_s(now, decode_stall_s) + self.held.compute_s + self.peers.held_s
 
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
         """Return how many seconds of prefill are handed over and not yet seen to end, by all replicas.
@@ -201,12 +181,12 @@ class MemberLoad:
         """
         head = self._head
         if head is None:
-            return self._peers.backlog_s
+            return self.peers.backlog_s
         interval_s = max(0.0, now - self._head_since_s)
         queue_s = self._pending_compute_s - min(interval_s, head.compute_s)
         if interval_s > head.compute_s + decode_stall_s:
             queue_s += interval_s
-        return max(0.0, queue_s) + self._peers.backlog_s
+        return max(0.0, queue_s) + self.peers.backlog_s
 
     def opens_s(self, window_s: float) -> float | None:
         """Return when passing time alone brings the backlog down to ``window_s``, or None when it takes an event."""
@@ -218,7 +198,7 @@ class MemberLoad:
         head = self._head
         if head is None:
             return None
-        over_s = self._pending_compute_s + self._peers.backlog_s - window_s
+        over_s = self._pending_compute_s + self.peers.backlog_s - window_s
         if over_s <= head.compute_s:
             return self._head_since_s + over_s
         return None if head.streamed else max(self._head_since_s, head.dispatched_s) + head.compute_s
@@ -252,7 +232,7 @@ class MemberLoad:
         if not entry.prefilled:
             if self._head is None:
                 # Other replicas' prefills that are there already come first.
-                self._head, self._head_since_s = entry, now + self._peers.backlog_s
+                self._head, self._head_since_s = entry, now + self.peers.backlog_s
                 self._pending_compute_s = 0.0  # Sheds the rounding error of earlier sums.
             self._pending[entry.request_id] = entry
             self._pending_compute_s += entry.compute_s
@@ -267,7 +247,7 @@ class MemberLoad:
         self._release_prefill(entry)
         entry.prefilled = True
         # Other replicas' prefills are taken to be spread evenly among what is left of ours.
-        self._head_since_s = now + self._peers.backlog_s / (len(self._pending) + 1)
+        self._head_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
         self._changed()
         return now - busy_since_s
 

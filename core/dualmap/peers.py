@@ -51,11 +51,18 @@ class Peers:
 
 
 def _sum(shares: Sequence[SharedLoad]) -> SharedLoad:
-    # Spelt out, since it runs for every member with every word of every replica.
+    # Spelt out, since it runs whenever a member is looked at after some replica has spoken.
+    pending_prefill_tokens, backlog_s, held_s, in_flight, active_kv_tokens = 0, 0.0, 0.0, 0, 0
+    for share in shares:
+        pending_prefill_tokens += share.pending_prefill_tokens
+        backlog_s += share.backlog_s
+        held_s += share.held_s
+        in_flight += share.in_flight
+        active_kv_tokens += share.active_kv_tokens
     return SharedLoad(
-        pending_prefill_tokens=sum(share.pending_prefill_tokens for share in shares),
-        backlog_s=sum(share.backlog_s for share in shares),
-        held_s=sum(share.held_s for share in shares),
-        in_flight=sum(share.in_flight for share in shares),
-        active_kv_tokens=sum(share.active_kv_tokens for share in shares),
+        pending_prefill_tokens=pending_prefill_tokens,
+        backlog_s=backlog_s,
+        held_s=held_s,
+        in_flight=in_flight,
+        active_kv_tokens=active_kv_tokens,
     )
