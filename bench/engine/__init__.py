@@ -1,0 +1,1 @@
+"""``python -m bench.engine``: the engine model of the simulator beside a real vLLM."""

@@ -1,0 +1,113 @@
+"""Asks a real engine for streamed completions and says when each token came. ``record.py`` uses it."""
+
+import asyncio
+import json
+import time
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from bench.engine.recording import Seen
+from bench.engine.scenarios import Ask, token_ids
+
+TIMEOUT_S = 120.0
+
+
+class EngineError(Exception):
+    """The engine did not answer as vLLM does; the message says what it did instead."""
+
+
+class Client:
+    """An OpenAI client for prompts of token ids. Use it as an async context manager."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._model = ""
+
+    async def __aenter__(self) -> Self:
+        # Every request has a connection of its own, opened beforehand by none: loopback makes that cheap and equal.
+        self._http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=aiohttp.TCPConnector(limit=0)
+        )
+        models = await self.get("/v1/models")
+        self._model = models["data"][0]["id"]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def get(self, path: str) -> dict:
+        """Return a JSON answer. Raises EngineError."""
+        try:
+            async with self._http.get(self._url + path) as response:
+                response.raise_for_status()
+                return await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineError(f"GET {self._url}{path}: {error!r}") from error
+
+    async def line(self, path: str, beginning: str) -> str:
+        """Return the line of a text that begins so. Raises EngineError."""
+        async with self._http.get(self._url + path) as response:
+            for line in (await response.text()).splitlines():
+                if line.startswith(beginning):
+                    return line
+        raise EngineError(f"GET {self._url}{path}: no line begins with {beginning!r}")
+
+    async def wave(self, asks: tuple[Ask, ...], *, began_s: float) -> list[Seen]:
+        """Send requests, each at its time from now; return them when all have ended, with times since ``began_s``
+        (of ``time.monotonic``). Raises EngineError.
+        """
+        bodies = [(ask, self._body(ask)) for ask in asks]
+        now_s = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._ask(ask, body, at_s=now_s + ask.after_s, began_s=began_s))
+                    for ask, body in bodies
+                ]
+        except* (aiohttp.ClientError, TimeoutError) as errors:
+            raise EngineError(f"POST {self._url}/v1/completions: {errors.exceptions[0]!r}") from errors
+        return [task.result() for task in tasks]
+
+    def _body(self, ask: Ask) -> bytes:
+        return json.dumps(
+            {
+                "model": self._model,
+                "prompt": token_ids(ask.pieces),
+                "max_tokens": ask.output_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                # Usage in every chunk tells how many tokens each one brought.
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+        ).encode()
+
+    async def _ask(self, ask: Ask, body: bytes, *, at_s: float, began_s: float) -> Seen:
+        await asyncio.sleep(at_s - time.monotonic())
+        sent_s = time.monotonic()
+        token_s: list[float] = []
+        usage: dict = {}
+        headers = {"content-type": "application/json"}
+        async with self._http.post(f"{self._url}/v1/completions", data=body, headers=headers) as response:
+            if response.status != 200:
+                raise EngineError(f"status {response.status}: {(await response.text())[:500]}")
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    now_s = time.monotonic()
+                    usage = json.loads(line[6:])["usage"]
+                    token_s += [now_s - began_s] * (usage["completion_tokens"] - len(token_s))
+        if len(token_s) != ask.output_tokens:
+            raise EngineError(f"{len(token_s)} output tokens instead of {ask.output_tokens}")
+        details = usage.get("prompt_tokens_details")
+        if details is None:
+            raise EngineError("no cached tokens are reported: start vLLM with --enable-prompt-tokens-details")
+        return Seen(
+            pieces=ask.pieces,
+            cached_tokens=details.get("cached_tokens") or 0,
+            sent_s=sent_s - began_s,
+            token_s=tuple(token_s),
+            setup=ask.setup,
+        )

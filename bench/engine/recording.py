@@ -1,0 +1,148 @@
+"""What a real engine did, as values and as a JSON file: requests with the times of their tokens, machine, engine.
+
+``record.py`` makes recordings, ``replay.py`` asks the engine model the same. A file holds one group of requests a line;
+times are in milliseconds there, and prompts are pieces (a number and a length) of which ``scenarios.py`` makes tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = "dualmap engine recording 1"
+
+Piece = tuple[int, int]
+"""Some tokens of a prompt: which text (its number) and how many of its tokens, from the first."""
+
+
+class RecordingError(Exception):
+    """A file is not a recording; the message says what is wrong and where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One request as its client saw it. Times are seconds since its group began."""
+
+    pieces: tuple[Piece, ...]
+    cached_tokens: int
+    """Prompt tokens that the engine says it found in its prefix cache."""
+    sent_s: float
+    token_s: tuple[float, ...]
+    """When each output token came."""
+    setup: bool
+    """Sent to warm the cache for others; its time is not counted."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(tokens for _, tokens in self.pieces)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.token_s[0] - self.sent_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Requests that were sent to an idle engine, whose cache held nothing of their prompts."""
+
+    scenario: str
+    round: int
+    probe_s: float
+    """TTFT of the same kind of request before every group: how fast the machine was just then."""
+    load: float
+    """The machine's load average (of one minute) before the group."""
+    requests: tuple[Seen, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Everything about one run of ``record``."""
+
+    engine: Mapping[str, str | int]
+    """``version``, ``model``, ``options``; ``step_tokens`` (the most that one step computes, vLLM's
+    ``max_num_batched_tokens``), ``block_tokens`` and ``kv_tokens``."""
+    machine: Mapping[str, str | int]
+    groups: tuple[Group, ...]
+
+    def tokens(self, fact: str) -> int:
+        """Return a fact of the engine that is a number of tokens."""
+        return int(self.engine[fact])
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Write a recording. The same recording gives the same bytes."""
+    lines = [json.dumps({"format": FORMAT, "engine": dict(recording.engine), "machine": dict(recording.machine)})]
+    lines += [json.dumps(_group_out(group), separators=(",", ":")) for group in recording.groups]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a recording. Raises RecordingError, OSError."""
+    first, *rest = path.read_text(encoding="utf-8").splitlines() or [""]
+    head = _line(path, 1, first)
+    if head.get("format") != FORMAT:
+        raise RecordingError(f'{path}: the first line has no "format": "{FORMAT}"')
+    groups = []
+    for number, line in enumerate(rest, start=2):
+        try:
+            groups.append(_group_in(_line(path, number, line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordingError(f"{path}:{number}: not a group of requests: {error!r}") from error
+    return Recording(engine=head["engine"], machine=head["machine"], groups=tuple(groups))
+
+
+def _line(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise RecordingError(f"{path}:{number}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RecordingError(f"{path}:{number}: not a JSON object")
+    return value
+
+
+def _group_out(group: Group) -> dict[str, Any]:
+    return {
+        "scenario": group.scenario,
+        "round": group.round,
+        "probe_ms": _ms(group.probe_s),
+        "load": group.load,
+        "requests": [_seen_out(request) for request in group.requests],
+    }
+
+
+def _seen_out(seen: Seen) -> list[Any]:
+    """Return pieces, cached tokens, setup or not, when sent, and the times from one token to the next."""
+    times = (seen.sent_s, *seen.token_s)
+    gaps = [_ms(after) - _ms(before) for before, after in pairwise(times)]
+    return [seen.pieces, seen.cached_tokens, int(seen.setup), _ms(times[0]), [round(gap, 1) for gap in gaps]]
+
+
+def _group_in(value: Mapping[str, Any]) -> Group:
+    return Group(
+        scenario=value["scenario"],
+        round=value["round"],
+        probe_s=value["probe_ms"] / 1000,
+        load=value["load"],
+        requests=tuple(_seen_in(request) for request in value["requests"]),
+    )
+
+
+def _seen_in(value: Sequence[Any]) -> Seen:
+    pieces, cached_tokens, setup, sent_ms, gaps_ms = value
+    _, *token_ms = accumulate(gaps_ms, initial=sent_ms)
+    return Seen(
+        pieces=tuple((number, tokens) for number, tokens in pieces),
+        cached_tokens=cached_tokens,
+        sent_s=sent_ms / 1000,
+        token_s=tuple(ms / 1000 for ms in token_ms),
+        setup=bool(setup),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)

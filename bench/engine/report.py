@@ -1,0 +1,152 @@
+"""Says in tables how far the fitted model is off, by scenario, on the half of a recording that it was not fitted to.
+
+Beside every error stands the *floor*: how much the very same request differed when it was made again, in the other
+half. Where the model's error is near it, the recording cannot tell the two apart.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bench.engine.fit import fit
+from bench.engine.recording import Group, Recording
+from bench.engine.replay import Replayed, replay
+
+from dualmap_sim.presets import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The model in one of its modes, fitted to one half of a recording, and what it says of the other half."""
+
+    mode: str
+    config: EngineConfig
+    replayed: tuple[Replayed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far the model is off, in shares of the real times: absolute errors' median and p90, signed ones' median."""
+
+    requests: int
+    median: float
+    p90: float
+    bias: float
+
+
+def halves(recording: Recording) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Return the groups of the even rounds, to fit to, and those of the odd ones, to predict."""
+    return (
+        tuple(group for group in recording.groups if group.round % 2 == 0),
+        tuple(group for group in recording.groups if group.round % 2 == 1),
+    )
+
+
+def fit_and_replay(recording: Recording) -> tuple[Fitted, Fitted]:
+    """Fit both modes of the model, whole prefills and chunked ones, and replay what they were not fitted to.
+
+    Raises FitError.
+    """
+    fitted_to, predicted = halves(recording)
+    step_tokens = recording.tokens("step_tokens")
+    modes = (("whole prefills", None), (f"{step_tokens} tokens a step", step_tokens))
+    first, second = (
+        Fitted(mode=mode, config=config, replayed=tuple(each for group in predicted for each in replay(config, group)))
+        for mode, tokens in modes
+        for config in [fit(recording, fitted_to, chunk_tokens=tokens)]
+    )
+    return first, second
+
+
+def errors(values: Iterable[float]) -> Errors:
+    """Summarise relative errors; there must be some."""
+    signed = list(values)
+    absolute = sorted(abs(value) for value in signed)
+    return Errors(
+        requests=len(signed),
+        median=median(absolute),
+        p90=absolute[min(len(absolute) - 1, int(0.9 * len(absolute)))],
+        bias=median(signed),
+    )
+
+
+def by_scenario(replayed: Iterable[Replayed]) -> dict[str, list[Replayed]]:
+    """Return the requests of every scenario, in the order of the recording."""
+    scenarios: dict[str, list[Replayed]] = {}
+    for each in replayed:
+        scenarios.setdefault(each.group.scenario, []).append(each)
+    return scenarios
+
+
+def floor(recording: Recording, scenario: str) -> float | None:
+    """Return the middle relative difference of TTFT between a request of the predicted half and the same one made a
+    round before; None where requests are drawn anew in every round.
+    """
+    if scenario.startswith("poisson"):
+        return None
+    fitted_to, predicted = (
+        [seen for group in half if group.scenario == scenario for seen in group.requests if not seen.setup]
+        for half in halves(recording)
+    )
+    return median(abs(again.ttft_s / before.ttft_s - 1) for before, again in zip(fitted_to, predicted, strict=False))
+
+
+def markdown(recording: Recording, fitted: Sequence[Fitted]) -> str:
+    """Return everything as text."""
+    parts = [_facts(recording)]
+    for each in fitted:
+        parts += [f"### Model with {each.mode}", _parameters(each.config), _table(recording, each)]
+    return "\n\n".join(parts)
+
+
+def _facts(recording: Recording) -> str:
+    engine, machine = recording.engine, recording.machine
+    probes = sorted(group.probe_s for group in recording.groups)
+    low, high = probes[len(probes) // 10], probes[-1 - len(probes) // 10]
+    lines = [
+        f"{engine['version']} ({engine['options']})",
+        f"machine: {machine['cores']} x {machine['cpu']}, load average {machine['load_before']} before and "
+        f"{machine['load_after']} after, {machine['at']}",
+        f"noise: the probe, alone and always alike, took {1000 * median(probes):.0f} ms in the middle, "
+        f"{1000 * low:.0f} to {1000 * high:.0f} ms in the middle 80 % of {len(probes)} times",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _parameters(config: EngineConfig) -> str:
+    prefill, decode = config.prefill, config.decode
+    assert decode is not None
+    load = f"{prefill.load_tokens_per_s:.3g}" if prefill.load_tokens_per_s < 1e9 else "infinite"
+    return (
+        f"`o` {prefill.overhead_s:.4f} s, `r` {prefill.tokens_per_s:.0f} tokens/s, `a` {prefill.attention:.3g}, "
+        f"`l` {load} tokens/s; `d0` {decode.step_s:.4f} s, `d1` {decode.per_kv_token_s:.3g} s, "
+        f"`d2` {decode.per_request_s:.3g} s"
+    )
+
+
+def _table(recording: Recording, fitted: Fitted) -> str:
+    lines = [
+        "| scenario | requests | TTFT, middle s | TTFT error, middle % | p90 % | with its sign % | floor % "
+        "| total time error, middle % | with its sign % | cached tokens as predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    scenarios = by_scenario(fitted.replayed)
+    rows = [*scenarios.items(), ("all", list(fitted.replayed))]
+    lines += [_row(name, each, floor(recording, name) if name in scenarios else None) for name, each in rows]
+    return "\n".join(lines)
+
+
+def _row(name: str, replayed: Sequence[Replayed], floor: float | None) -> str:
+    ttft, total = errors(each.ttft_error for each in replayed), errors(each.total_error for each in replayed)
+    right = sum(each.cached_tokens == each.seen.cached_tokens for each in replayed)
+    percent: Callable[[float], str] = "{:.1f}".format
+    cells = [
+        name,
+        str(ttft.requests),
+        f"{median(each.seen.ttft_s for each in replayed):.2f}",
+        *(percent(100 * value) for value in (ttft.median, ttft.p90, ttft.bias)),
+        "-" if floor is None else percent(100 * floor),
+        *(percent(100 * value) for value in (total.median, total.bias)),
+        f"{right} of {len(replayed)}",
+    ]
+    return f"| {' | '.join(cells)} |"

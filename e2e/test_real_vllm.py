@@ -1,0 +1,58 @@
+"""The engine model beside a real vLLM that is started here: what tests/sim/fixtures holds is made anew, in short.
+
+Off unless told where a vLLM is: it needs 5.6 GB of packages and ten minutes of a core. docs/engine-model.md says how
+to install one.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PYTHON = os.environ.get("DUALMAP_VLLM_PYTHON")
+LIMIT_S = 1500.0
+ERROR_PERCENT = 40.0
+"""How far the median TTFT may be off in the mode that the engine works in; a busy machine is off by half as much."""
+
+pytestmark = pytest.mark.skipif(
+    PYTHON is None, reason="set DUALMAP_VLLM_PYTHON to the Python of a vLLM environment (docs/engine-model.md)"
+)
+
+
+async def bench(*arguments: str | Path) -> str:
+    command = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.engine", *map(str, arguments)),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        printed, progress = await asyncio.wait_for(command.communicate(), LIMIT_S)
+    finally:
+        if command.returncode is None:
+            # As from a terminal: it stops the engine that it started.
+            command.send_signal(signal.SIGINT)
+            await command.wait()
+    assert command.returncode == 0, progress.decode()[-4000:]
+    return printed.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 100)
+async def test_the_model_predicts_an_engine_recorded_just_now(tmp_path: Path) -> None:
+    assert PYTHON is not None
+    recording = tmp_path / "vllm.jsonl"
+    await bench("record", "--python", PYTHON, "--step-tokens", "512", "--rounds", "2", "--out", recording)
+
+    printed = await bench("fit", recording)
+
+    mode = printed.partition("### Model with 512 tokens a step")[2]
+    cells = [cell.strip() for cell in re.search(r"^\| all \|.*$", mode, re.MULTILINE)[0].split("|")[1:-1]]
+    assert float(cells[3]) <= ERROR_PERCENT, printed
+    right, requests = cells[-1].split(" of ")
+    assert int(right) >= 0.95 * int(requests), printed
