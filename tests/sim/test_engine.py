@@ -1,7 +1,6 @@
 """The engine model, step by step: queueing, memory, cache, decode and aborts, with times worked out by hand."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -254,18 +253,3 @@ def test_time_does_not_go_back() -> None:
 
     with pytest.raises(AssertionError, match="time went back"):
         engine.advance(0.5)
-
-
-def test_the_queue_is_the_textbooks_when_every_prefill_takes_as_long() -> None:
-    """M/D/1: Poisson arrivals at load rho, service time s; the mean wait is rho * s / (2 * (1 - rho))."""
-    engine = Engine(replace(ROUND, decode=None))
-    service_s, load, requests = 1.5, 0.7, 40_000
-    rng = Random(1)
-    now, waits = 0.0, []
-    for number in range(requests):
-        now += rng.expovariate(load / service_s)
-        events = engine.advance(now)
-        engine.submit(now, ask(str(number), prompt=100))
-        waits += [event.prefill_started_s - event.arrived_s for event in events if isinstance(event, FirstToken)]
-
-    assert sum(waits) / len(waits) == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.05)
