@@ -128,7 +128,9 @@ def _work(function: Callable[[Item, Tell], Result], pipe: Connection, inherited:
     # Were the parent's ends left open here, no worker would see that the parent is gone.
     for each in inherited:
         each.close()
-    gc.disable()  # The collector finds nothing in a run: what there is lives until its end.
+    # The collector finds nothing in a run: what there is lives until its end. Nor is the parent's its business.
+    gc.disable()
+    gc.freeze()
     while True:
         try:
             item = pipe.recv()

@@ -14,8 +14,7 @@ from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Run
 from dualmap_sim.experiment import load_trace, load_workload
 from dualmap_sim.goodput import Goodput
-from dualmap_sim.workloads.catalog import Workload
-from dualmap_sim.workloads.statistics import ideal_cached_tokens
+from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
 
 _WIDTH: Final = 200
 """Wider than any table here: one that is piped into a file is not cut to somebody's terminal."""
@@ -40,22 +39,12 @@ def announcement(plan: Plan) -> str:
     return (
         f"workload {source} from request {base.workload.start} on{windows}: {len(trace.requests):,} requests, the "
         f"first {base.warmup:,} of them for the warm-up;\n"
-        f"the others' prompts have {input_tokens / len(counted):,.0f} tokens and their answers "
+        f"the others' prompts (cut to {base.engine.input_tokens_max:,} tokens) have "
+        f"{input_tokens / len(counted):,.0f} tokens and their answers "
         f"{output_tokens / len(counted):,.0f} on average, with "
-        f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at best"
-        f"{_facts(base.workload)}"
+        f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at best\n"
+        + "\n".join(fact_lines(base.workload.facts(load_workload(base.workload))))
     )
-
-
-def _facts(workload: Workload) -> str:
-    facts = workload.facts(load_workload(workload))
-    if not facts:
-        return ""
-    rows = [("", "asked", "produced")]
-    for fact in facts:
-        rows.append((fact.name, "-" if fact.asked is None else f"{fact.asked:,g}", f"{fact.produced:,.4g}"))
-    name, asked, produced = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "".join(f"\n  {row[0]:<{name}}  {row[1]:>{asked}}  {row[2]:>{produced}}" for row in rows)
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
