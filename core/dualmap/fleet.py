@@ -34,6 +34,7 @@ class Fleet:
         """When the first of the suspended members may be tried again."""
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
+        self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
@@ -46,6 +47,7 @@ class Fleet:
         previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
+        self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self.membership = Membership(pool)
         known = {member.id: member.endpoint for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == member.endpoint}
@@ -88,7 +90,7 @@ class Fleet:
 
     def is_open(self, now: float, member: str) -> bool:
         """Whether a member's dispatch window is open: what was handed over will not keep it busy for longer."""
-        return self.backlog_s(now, member) <= self._pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        return self.backlog_s(now, member) <= self._window_s
 
     def queue_s(self, now: float, member: str) -> float:
         """Return how long a member would need to come to a request that is placed there now."""

@@ -179,14 +179,20 @@ class MemberLoad:
         completed prefill is added (section A.7). Deviation: the paper compares the whole interval with T, which
         flags every prefill that legitimately takes longer than T, as one of 20 000 tokens does.
         """
-        head = self._head
+        head, others_s = self._head, self.peers.backlog_s
         if head is None:
-            return self.peers.backlog_s
-        interval_s = max(0.0, now - self._head_since_s)
-        queue_s = self._pending_compute_s - min(interval_s, head.compute_s)
-        if interval_s > head.compute_s + decode_stall_s:
-            queue_s += interval_s
-        return max(0.0, queue_s) + self.peers.backlog_s
+            return others_s
+        # Comparisons instead of min and max: this is asked of every member for which requests are held.
+        interval_s, compute_s = now - self._head_since_s, head.compute_s
+        if interval_s <= 0.0:
+            queue_s = self._pending_compute_s
+        elif interval_s <= compute_s:
+            queue_s = self._pending_compute_s - interval_s
+        else:
+            queue_s = self._pending_compute_s - compute_s
+            if interval_s > compute_s + decode_stall_s:
+                queue_s += interval_s
+        return (queue_s if queue_s > 0.0 else 0.0) + others_s
 
     def opens_s(self, window_s: float) -> float | None:
         """Return when passing time alone brings the backlog down to ``window_s``, or None when it takes an event."""
