@@ -20,6 +20,8 @@ class Parameter:
     meaning: str
     least: float
     whole: bool
+    decodes: bool = False
+    """Whether it is one of decoding, which not every engine does."""
     change: Callable[[EngineConfig, float], EngineConfig]
 
 
@@ -32,13 +34,10 @@ def _prefill(field: str, meaning: str, least: float) -> Parameter:
 
 def _decode(field: str, meaning: str, least: float) -> Parameter:
     def change(config: EngineConfig, value: float) -> EngineConfig:
-        if config.decode is None:
-            raise click.BadParameter(
-                "a prefill-only engine has no decode steps; give another --model", param_hint=_HINT
-            )
+        assert config.decode is not None, "changed() sees to it"
         return replace(config, decode=replace(config.decode, **{field: value}))
 
-    return Parameter(meaning=meaning, least=least, whole=False, change=change)
+    return Parameter(meaning=meaning, least=least, whole=False, decodes=True, change=change)
 
 
 def _whole(field: str, meaning: str, least: int) -> Parameter:
@@ -93,6 +92,11 @@ def changed(config: EngineConfig, values: Iterable[tuple[str, float]]) -> Engine
             what = "a whole number" if parameter.whole else "a number"
             raise click.BadParameter(
                 f"{name}={value:g} is not accepted; give {what} of at least {parameter.least:g}", param_hint=_HINT
+            )
+        if parameter.decodes and config.decode is None:
+            raise click.BadParameter(
+                f"{name}={value:g} is not accepted: a prefill-only engine has no decode steps; give another --model",
+                param_hint=_HINT,
             )
         config = parameter.change(config, value)
     return config

@@ -1,0 +1,209 @@
+"""The simulation commands: equal results whatever the machine does, what people see, and clean ends."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dualmap_cli.main import main
+from dualmap_cli.simulate.charts import draw_goodputs, draw_runs
+from dualmap_cli.simulate.runs import Run, simulate
+from dualmap_cli.simulate.tables import goodputs_table, runs_table, show
+from dualmap_sim.experiment import Experiment
+from dualmap_sim.goodput import Goodput
+from dualmap_sim.workloads.catalog import Workload
+
+FEW = ("--requests", "120", "--warmup", "20", "--instances", "2")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def without_wall_times(document: str) -> list[dict[str, object]]:
+    return [{**each, "wall_s": None} for each in json.loads(document)["runs"]]
+
+
+def some_runs(policies: Sequence[str], rates: Sequence[float], *, instances: int = 2) -> list[Run]:
+    base = Experiment(workload=Workload(requests=60), requests_per_s=1.0, instances=instances, warmup=10)
+    return [
+        simulate(replace(base, policy=policy, requests_per_s=rate), lambda _told: None, keep_samples=True)
+        for policy in policies
+        for rate in rates
+    ]
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_equal_options_give_equal_results_in_any_number_of_processes() -> None:
+    options = ("simulate", *FEW, "--policy", "dualmap,ear,round_robin,limit", "--qps", "2", "--json")
+    in_one = without_wall_times(run(*options, "--processes", "1"))
+    assert in_one == without_wall_times(run(*options, "--processes", "2"))
+    assert in_one != without_wall_times(run(*options, "--seed", "1"))
+
+
+def test_goodputs_are_equal_in_any_number_of_processes() -> None:
+    options = ("goodput", *FEW, "--seeds", "0,1", "--tolerance", "0.05", "--json")
+    assert run(*options, "--processes", "1") == run(*options, "--processes", "2")
+
+
+def test_results_do_not_depend_on_pythons_hash_seed() -> None:
+    command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "2", "--routers", "2", "--json"]
+    documents = [
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert without_wall_times(documents[0]) == without_wall_times(documents[1])
+
+
+def test_every_option_means_something() -> None:
+    usual = ("simulate", *FEW, "--policy", "dualmap", "--qps", "4", "--json")
+    results = [without_wall_times(run(*usual))]
+    for options in (
+        ("--model", "14b"),
+        ("--set", "r=3500"),
+        ("--set", "c=20000"),
+        ("--slow", "qwen-1=0.5"),
+        ("--slo", "1s"),
+        ("--routers", "3"),
+        ("--routers", "3", "--view-delay", "2s"),
+        ("--feedback-delay", "500ms"),
+        ("--believed-speed", "1000"),
+        ("--warmup", "40"),
+        ("--start", "10"),
+        ("--workload", "tool_agent"),
+    ):
+        results.append(without_wall_times(run(*usual, *options)))
+    assert all(results.count(each) == 1 for each in results)
+
+
+def test_what_is_replayed_is_said_beside_what_was_asked_for() -> None:
+    result = CliRunner().invoke(main, ["simulate", *FEW, "--workload", "tool_agent", "--qps", "1", "--json"])
+    assert "120 requests, the first 20 of them for the warm-up" in result.stderr
+    assert "asked    produced" in result.stderr
+    assert "8,596" in result.stderr
+    assert json.loads(result.stdout)
+
+
+def test_without_a_rate_one_is_chosen_that_tells_policies_apart() -> None:
+    first, second = json.loads(run("simulate", "--requests", "600", "--json"))["runs"]
+    assert (first["policy"], second["policy"]) == ("round_robin", "dualmap")
+    assert first["qps"] == second["qps"]
+    assert first["slo_attainment"] < second["slo_attainment"] > 0.9
+
+
+def test_the_table_has_a_row_for_each_run() -> None:
+    lines = run("simulate", *FEW, "--policy", "round_robin,dualmap", "--qps", "1,2").splitlines()
+    rows = [line.split()[:2] for line in lines if line.startswith((" round_robin", " dualmap"))]
+    assert rows == [["round_robin", "1"], ["round_robin", "2"], ["dualmap", "1"], ["dualmap", "2"]]
+
+
+def test_the_goodput_table_shows_mean_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        ("round_robin", [Goodput(requests_per_s=rate, runs=5, bracket=(rate, rate)) for rate in (2.0, 4.0)]),
+        ("dualmap", [Goodput(requests_per_s=rate, runs=4, bracket=(rate, rate)) for rate in (5.5, 6.5)]),
+        ("random", [Goodput(requests_per_s=0.0, runs=3, bracket=(0.0, 1.0))] * 2),
+    ]
+    show(goodputs_table(found))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["round_robin", "3.00", "2.00", "4.00", "50.0%", "2", "10"] in rows
+    assert ["dualmap", "6.00", "5.50", "6.50", "100.0%", "2", "8"] in rows
+    assert ["random", "0.00", "0.00", "0.00", "0.0%", "2", "6"] in rows
+    show(goodputs_table(found[2:]))
+    assert ["random", "0.00", "0.00", "0.00", "-", "2", "6"] in [
+        s.split() for s in capsys.readouterr().out.splitlines()
+    ]
+
+
+def test_a_table_is_not_cut_to_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    show(runs_table(some_runs(["cache_affinity_global"], [1.0])))
+    out = capsys.readouterr().out
+    assert "cache_affinity_global" in out
+    assert "refused" in out
+
+
+def test_goodput_searches_until_it_is_known_that_nothing_is_too_much() -> None:
+    options = ("--requests", "10", "--instances", "16", "--slo", "60s", "--policy", "round_robin")
+    result = CliRunner().invoke(main, ["goodput", *options])
+    assert result.exit_code == 1
+    assert "dualmap goodput: round_robin: 90% of the 10 requests" in result.stderr
+    assert "give more requests" in result.stderr
+
+
+def test_all_seeds_of_a_recorded_trace_are_one(tmp_path: Path) -> None:
+    lines = [{"timestamp": 200 * n, "input_length": 900, "output_length": 5, "hash_ids": [n, n]} for n in range(60)]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--seeds", "1,2", "--instances", "1", "--policy", "round_robin", "--tolerance", "0.1", "--json")
+    result = CliRunner().invoke(main, ["goodput", "--trace", str(trace), *options])
+    assert "the same for all seeds" in result.stderr
+    first, second = json.loads(result.stdout)["results"][0]["windows"]
+    assert first["goodput_qps"] == second["goodput_qps"]
+
+
+@pytest.mark.parametrize("rates", [(2.0,), (1.0, 2.0, 3.0)], ids=["one rate", "several rates"])
+def test_a_chart_of_runs(rates: tuple[float, ...], tmp_path: Path) -> None:
+    draw_runs(tmp_path / "runs.png", some_runs(["round_robin", "dualmap"], rates))
+    assert min(png_size(tmp_path / "runs.png")) > 500
+
+
+def test_a_chart_of_many_instances_and_policies_grows(tmp_path: Path) -> None:
+    draw_runs(tmp_path / "one.png", some_runs(["dualmap"], [2.0], instances=20))
+    draw_runs(tmp_path / "seven.png", some_runs(["dualmap"], [2.0], instances=20) * 7)
+    assert png_size(tmp_path / "seven.png")[1] > png_size(tmp_path / "one.png")[1]
+
+
+def test_charts_are_written_by_the_commands(tmp_path: Path) -> None:
+    run(
+        "simulate", *FEW, "--policy", "dualmap,all_cached", "--qps", "1", "--plot", str(tmp_path / "runs.svg"), "--json"
+    )
+    drawn = (tmp_path / "runs.svg").read_text()
+    assert drawn.startswith("<?xml")
+    run("goodput", *FEW, "--policy", "dualmap", "--tolerance", "0.3", "--plot", str(tmp_path / "goodput.png"), "--json")
+    assert min(png_size(tmp_path / "goodput.png")) > 300
+
+
+def test_a_chart_of_goodputs(tmp_path: Path) -> None:
+    found = [
+        (policy, [Goodput(requests_per_s=rate, runs=1, bracket=(rate, rate)) for rate in rates])
+        for policy, rates in (("round_robin", (1.0,)), ("dualmap", (2.0, 2.5)), ("random", (0.0, 0.0)))
+    ]
+    draw_goodputs(tmp_path / "goodputs.png", found, attainment=0.9, slo_ttft_s=5.0)
+    assert min(png_size(tmp_path / "goodputs.png")) > 300
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_and_its_processes(number: signal.Signals) -> None:
+    """The workers inherit stderr: reading it to its end takes until the last one is gone."""
+    rates = ",".join(f"{1 + number / 100}" for number in range(2000))
+    command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", rates, "--processes", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "reusable at best" in line:
+                break
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert process.returncode == 128 + number
+    assert err.rstrip().endswith("interrupted; nothing is left running.")
+    assert out == ""
