@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from dualmap_cli.main import main
+from dualmap_cli.simulate import running
+from dualmap_cli.simulate import runs as runs_module
 from dualmap_cli.simulate.charts import draw_goodputs, draw_runs
 from dualmap_cli.simulate.runs import Run, simulate
 from dualmap_cli.simulate.tables import goodputs_table, runs_table, show
@@ -190,6 +192,30 @@ def test_a_chart_of_goodputs(tmp_path: Path) -> None:
     ]
     draw_goodputs(tmp_path / "goodputs.png", found, attainment=0.9, slo_ttft_s=5.0)
     assert min(png_size(tmp_path / "goodputs.png")) > 300
+
+
+@pytest.mark.parametrize("command", ["simulate", "goodput"])
+def test_a_chart_that_cannot_be_drawn_is_known_before_anything_runs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "find_spec", lambda _name: None)
+    result = CliRunner().invoke(main, [command, *FEW, "--plot", str(tmp_path / "chart.png")])
+    assert result.exit_code == 1
+    assert (
+        result.stderr == f"dualmap {command}: --plot needs the package matplotlib; run: pip install 'dualmap[demo]'\n"
+    )
+
+
+def test_a_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_experiment: Experiment, **_options: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(runs_module, "run_experiment", fail)
+    result = CliRunner().invoke(main, ["simulate", *FEW])
+    assert result.exit_code == 1
+    assert "dualmap simulate: a run failed:" in result.stderr
+    assert "ZeroDivisionError" in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

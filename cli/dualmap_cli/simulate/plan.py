@@ -91,7 +91,7 @@ def make_plan(
         policies=policies,
         base=replace(base, workload=windows[0], warmup=warmup),
         windows=windows,
-        processes=processes or len(os.sched_getaffinity(0)),
+        processes=processes or os.cpu_count() or 1,
         plot=plot,
         as_json=as_json,
     )
