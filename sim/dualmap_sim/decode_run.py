@@ -1,7 +1,7 @@
 """A stretch of decode steps over an unchanged batch, whose every step's end is known without taking the steps.
 
-``engine.py`` keeps one while its batch decodes, and may cut it short. All who ask when a step ends
-ask here, so the server that shows each token and the simulation that skips to the last agree to the bit.
+``engine.py`` keeps one while its batch decodes, and may cut it short. All who ask when a step ends ask here, so the
+server that shows each token and the simulation that skips to the last agree to the bit.
 """
 
 from dualmap_sim.presets import DecodeCost

@@ -12,7 +12,8 @@ unchanged batch, its duration has a closed form, and it is cut short only when a
 what should happen next. Where single tokens matter, ``decode_steps`` and ``next_step_s`` read them off the
 run under way.
 
-Requests cost O(blocks + log batch); an engine that waits costs nothing.
+Requests cost O(blocks + log batch + log queue), and where prompts are computed in pieces each piece O(1); an engine
+that waits costs nothing.
 """
 
 from math import inf
