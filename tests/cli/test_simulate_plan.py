@@ -1,0 +1,125 @@
+"""From options to experiments: what each becomes, and the engine's parameters by their names."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from dualmap_cli.simulate.engine_options import PARAMETERS, changed, described
+from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
+from dualmap_sim.experiment import load_trace
+from dualmap_sim.presets import PRESETS, EngineConfig, slowed
+from dualmap_sim.workloads.catalog import Workload
+
+SEVEN_B = PRESETS["7b"]
+OPTIONS: dict[str, Any] = {
+    "trace_file": None,
+    "workload": None,
+    "requests": 200,
+    "warmup": None,
+    "starts": (0,),
+    "seeds": (0,),
+    "policies": ("dualmap",),
+    "instances": 4,
+    "model": "7b",
+    "parameters": (),
+    "slow": (),
+    "slo_ttft_s": 5.0,
+    "routers": 1,
+    "view_delay_s": 0.1,
+    "feedback_delay_s": 0.0,
+    "believed_speed": None,
+    "processes": None,
+    "plot": None,
+    "as_json": False,
+}
+
+
+def plan(**options: Any) -> Plan:
+    return make_plan(**{**OPTIONS, **options})
+
+
+def numbers_of(config: EngineConfig) -> dict[str, float | None]:
+    """Every number of an engine, by the name that --set gives it."""
+    decode = config.decode
+    assert decode is not None
+    return {
+        "r": config.prefill.tokens_per_s,
+        "a": config.prefill.attention,
+        "o": config.prefill.overhead_s,
+        "l": config.prefill.load_tokens_per_s,
+        "m": config.kv_memory_tokens,
+        "c": config.cache_tokens,
+        "cap": config.input_tokens_max,
+        "d0": decode.step_s,
+        "d1": decode.per_kv_token_s,
+        "d2": decode.per_request_s,
+        "block": config.block_tokens,
+        "chunk": config.chunk_tokens,
+        "pull": config.pull_tokens_per_s,
+    }
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_parameter_is_set_and_nothing_else(name: str) -> None:
+    assert numbers_of(changed(SEVEN_B, [(name, 77.0)])) == {**numbers_of(SEVEN_B), name: 77.0}
+
+
+def test_the_last_of_equal_names_counts_and_help_lists_them_all() -> None:
+    assert changed(SEVEN_B, [("r", 5.0), ("c", 9.0), ("r", 6.0)]).prefill.tokens_per_s == 6.0
+    assert [line.split()[0] for line in described().splitlines()] == list(PARAMETERS) == list(numbers_of(SEVEN_B))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("c", 0.5), ("m", 0.0), ("r", float("inf")), ("a", -1.0), ("o", float("nan"))]
+)
+def test_a_number_that_is_none_of_a_parameters_is_refused(name: str, value: float) -> None:
+    with pytest.raises(click.BadParameter, match=f"^{name}=.* of at least"):
+        changed(SEVEN_B, [(name, value)])
+
+
+def test_windows_are_every_start_with_every_seed() -> None:
+    windows = plan(starts=(0, 100), seeds=(1, 2)).windows
+    assert windows == tuple(
+        Workload(requests=200, start=start, seed=seed) for start, seed in ((0, 1), (0, 2), (100, 1), (100, 2))
+    )
+
+
+@pytest.mark.parametrize(("requests", "warmup"), [(200, 50), (4, 1), (1, 0), (3000, 500)])
+def test_the_warm_up_is_500_or_a_quarter(requests: int, warmup: int) -> None:
+    assert plan(requests=requests).base.warmup == warmup
+    assert plan(requests=requests, warmup=0).base.warmup == 0
+
+
+def test_a_short_trace_is_replayed_whole_where_no_number_was_asked_for(tmp_path: Path) -> None:
+    lines = [{"timestamp": n, "input_length": 9, "output_length": 1, "hash_ids": [n]} for n in range(40)]
+    trace = tmp_path / "short.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    made = plan(trace_file=trace, requests=None, starts=(0, 30))
+    assert [len(load_trace(replace(made.base, workload=window)).requests) for window in made.windows] == [40, 10]
+    assert made.base.warmup == 2, "a quarter of the shortest window"
+
+
+def test_slow_engines_run_at_their_share_of_the_speed() -> None:
+    assert plan(slow=(("qwen-3", 0.5),)).base.engines == (("qwen-3", slowed(SEVEN_B, 2.0)),)
+
+
+def test_kv_moves_where_it_has_a_way_to() -> None:
+    assert not plan().base.kv_moves
+    assert plan(parameters=(("pull", 50_000.0),)).base.kv_moves
+
+
+def test_the_default_rate_has_two_digits_and_grows_with_the_engines() -> None:
+    base = plan(requests=400).base
+    rate = half_reuse_rate(base)
+    assert float(f"{rate:.2g}") == rate
+    assert half_reuse_rate(replace(base, instances=8)) == pytest.approx(2 * rate, rel=0.05)
+
+
+def test_loads_are_sampled_each_second_but_not_for_ever() -> None:
+    base = plan().base
+    assert sample_s(replace(base, requests_per_s=1.0)) == 1.0
+    assert sample_s(replace(base, requests_per_s=0.001)) == 200 / 0.001 / 2000
