@@ -55,16 +55,16 @@ class Client:
                     return line
         raise EngineError(f"GET {self._url}{path}: no line begins with {beginning!r}")
 
-    async def wave(self, asks: tuple[Ask, ...], *, began_s: float) -> list[Seen]:
-        """Send requests, each at its time from now; return them when all have ended, with times since ``began_s``
-        (of ``time.monotonic``). Raises EngineError.
+    async def wave(self, asks: tuple[Ask, ...], *, number: int, began_s: float) -> list[Seen]:
+        """Send the requests of a wave of that number, each at its time from now; return them when all have ended, with
+        times since ``began_s`` (of ``time.monotonic``). Raises EngineError.
         """
         bodies = [(ask, self._body(ask)) for ask in asks]
         now_s = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._ask(ask, body, at_s=now_s + ask.after_s, began_s=began_s))
+                    group.create_task(self._ask(ask, body, at_s=now_s + ask.after_s, wave=number, began_s=began_s))
                     for ask, body in bodies
                 ]
         except* (aiohttp.ClientError, TimeoutError) as errors:
@@ -85,7 +85,7 @@ class Client:
             }
         ).encode()
 
-    async def _ask(self, ask: Ask, body: bytes, *, at_s: float, began_s: float) -> Seen:
+    async def _ask(self, ask: Ask, body: bytes, *, at_s: float, wave: int, began_s: float) -> Seen:
         await asyncio.sleep(at_s - time.monotonic())
         sent_s = time.monotonic()
         token_s: list[float] = []
@@ -110,4 +110,5 @@ class Client:
             sent_s=sent_s - began_s,
             token_s=tuple(token_s),
             setup=ask.setup,
+            wave=wave,
         )

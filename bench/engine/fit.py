@@ -5,8 +5,8 @@ mixes are left for ``report.py`` to predict. The formulas are ``PrefillCost``'s 
 in ``o``, ``1/r``, ``a/r``, ``1/l`` and in ``d0``, ``d1``, ``d2``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
 from statistics import median
 
 import numpy as np
@@ -64,25 +64,14 @@ def _decode(groups: Iterable[Group]) -> DecodeCost:
     rows, times_s = [], []
     for group in groups:
         if group.scenario == DECODE:
-            for batch in together(group.requests):
+            for _, wave in groupby(group.requests, key=lambda seen: seen.wave):
+                batch = list(wave)
                 if not batch[0].setup:
                     kv_tokens, step_s = _steady(batch)
                     rows.append((1, kv_tokens, len(batch)))
                     times_s.append(step_s)
     step_s, per_kv_token_s, per_request_s = _solve(rows, times_s, "decode")
     return DecodeCost(step_s=step_s, per_kv_token_s=per_kv_token_s, per_request_s=per_request_s)
-
-
-def together(requests: Iterable[Seen]) -> Iterator[list[Seen]]:
-    """Yield the requests that were in the engine together, set by set."""
-    batch: list[Seen] = []
-    for seen in sorted(requests, key=lambda each: each.sent_s):
-        if batch and seen.sent_s >= max(each.token_s[-1] for each in batch):
-            yield batch
-            batch = []
-        batch.append(seen)
-    if batch:
-        yield batch
 
 
 def _steady(batch: Sequence[Seen]) -> tuple[float, float]:

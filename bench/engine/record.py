@@ -35,7 +35,11 @@ async def record(url: str, *, rounds: int, step_tokens: int, options: str, say: 
         for group in planned(rounds, tokens_per_s=speed):
             probe_s, load = await probe.ttft_s(), round(os.getloadavg()[0], 2)
             began_s = time.monotonic()
-            seen = [each for wave in group.waves for each in await client.wave(wave, began_s=began_s)]
+            seen = [
+                each
+                for number, wave in enumerate(group.waves)
+                for each in await client.wave(wave, number=number, began_s=began_s)
+            ]
             groups.append(
                 Group(scenario=group.scenario, round=group.round, probe_s=probe_s, load=load, requests=tuple(seen))
             )
@@ -58,7 +62,7 @@ class _Probe:
     async def ttft_s(self) -> float:
         self._sent += 1
         ask = Ask(pieces=((FIRST_PROBE + self._sent, PROBE_TOKENS),))
-        (seen,) = await self._client.wave((ask,), began_s=time.monotonic())
+        (seen,) = await self._client.wave((ask,), number=0, began_s=time.monotonic())
         return seen.ttft_s
 
 

@@ -33,6 +33,8 @@ class Seen:
     """When each output token came."""
     setup: bool
     """Sent to warm the cache for others; its time is not counted."""
+    wave: int
+    """Requests of a wave are sent at set times from its beginning, when all of the last wave have ended."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,6 +88,8 @@ def read_recording(path: Path) -> Recording:
     head = _line(path, 1, first)
     if head.get("format") != FORMAT:
         raise RecordingError(f'{path}: the first line has no "format": "{FORMAT}"')
+    if not all(isinstance(head.get(name), dict) for name in ("engine", "machine")):
+        raise RecordingError(f"{path}: the first line lacks facts of the engine or the machine")
     groups = []
     for number, line in enumerate(rest, start=2):
         try:
@@ -116,10 +120,11 @@ def _group_out(group: Group) -> dict[str, Any]:
 
 
 def _seen_out(seen: Seen) -> list[Any]:
-    """Return pieces, cached tokens, setup or not, when sent, and the times from one token to the next."""
+    """Return pieces, cached tokens, wave, setup or not, when sent, and the times from one token to the next."""
     times = (seen.sent_s, *seen.token_s)
     gaps = [_ms(after) - _ms(before) for before, after in pairwise(times)]
-    return [seen.pieces, seen.cached_tokens, int(seen.setup), _ms(times[0]), [round(gap, 1) for gap in gaps]]
+    facts = [seen.pieces, seen.cached_tokens, seen.wave, int(seen.setup)]
+    return [*facts, _ms(times[0]), [round(gap, 1) for gap in gaps]]
 
 
 def _group_in(value: Mapping[str, Any]) -> Group:
@@ -133,7 +138,7 @@ def _group_in(value: Mapping[str, Any]) -> Group:
 
 
 def _seen_in(value: Sequence[Any]) -> Seen:
-    pieces, cached_tokens, setup, sent_ms, gaps_ms = value
+    pieces, cached_tokens, wave, setup, sent_ms, gaps_ms = value
     _, *token_ms = accumulate(gaps_ms, initial=sent_ms)
     return Seen(
         pieces=tuple((number, tokens) for number, tokens in pieces),
@@ -141,6 +146,7 @@ def _seen_in(value: Sequence[Any]) -> Seen:
         sent_s=sent_ms / 1000,
         token_s=tuple(ms / 1000 for ms in token_ms),
         setup=bool(setup),
+        wave=wave,
     )
 
 

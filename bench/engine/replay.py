@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from bench.engine.recording import Group, Seen
 
@@ -41,36 +42,46 @@ class Replayed:
 
 
 def replay(config: EngineConfig, group: Group) -> list[Replayed]:
-    """Let an empty engine of the model serve a group; return those that are no setup."""
+    """Let an empty engine of the model serve a group; return those that are no setup.
+
+    As in reality a wave waits until the last one has ended, and then comes as it came.
+    """
     blocks = _Blocks(config.block_tokens)
     engine = Engine(config)
-    events: list[EngineEvent] = []
-    for position, seen in sorted(enumerate(group.requests), key=lambda each: (each[1].sent_s, each[0])):
-        events += engine.advance(seen.sent_s)
-        engine.submit(
-            seen.sent_s,
-            EngineRequest(
-                request_id=str(position),
-                prompt_tokens=seen.prompt_tokens,
-                output_tokens=len(seen.token_s),
-                blocks=blocks.of(seen),
-            ),
-        )
-    while (due_s := engine.next_event_s()) is not None:
-        events += engine.advance(due_s)
-    first = {event.request_id: event for event in events if isinstance(event, FirstToken)}
-    end_s = {event.request_id: event.at_s for event in events if isinstance(event, Finished)}
-    return [
-        Replayed(
-            group=group,
-            position=position,
-            ttft_s=first[str(position)].at_s - seen.sent_s,
-            total_s=end_s[str(position)] - seen.sent_s,
-            cached_tokens=first[str(position)].cached_tokens,
-        )
-        for position, seen in enumerate(group.requests)
-        if not seen.setup
-    ]
+    replayed: list[Replayed] = []
+    late_s = 0.0
+    for _, wave in groupby(enumerate(group.requests), key=lambda each: each[1].wave):
+        asked = sorted(wave, key=lambda each: each[1].sent_s)
+        late_s = max(late_s, engine.now_s - asked[0][1].sent_s)
+        events: list[EngineEvent] = []
+        for position, seen in asked:
+            events += engine.advance(late_s + seen.sent_s)
+            engine.submit(late_s + seen.sent_s, _request(position, seen, blocks))
+        while (due_s := engine.next_event_s()) is not None:
+            events += engine.advance(due_s)
+        first = {event.request_id: event for event in events if isinstance(event, FirstToken)}
+        end_s = {event.request_id: event.at_s for event in events if isinstance(event, Finished)}
+        replayed += [
+            Replayed(
+                group=group,
+                position=position,
+                ttft_s=first[str(position)].at_s - late_s - seen.sent_s,
+                total_s=end_s[str(position)] - late_s - seen.sent_s,
+                cached_tokens=first[str(position)].cached_tokens,
+            )
+            for position, seen in asked
+            if not seen.setup
+        ]
+    return replayed
+
+
+def _request(position: int, seen: Seen, blocks: "_Blocks") -> EngineRequest:
+    return EngineRequest(
+        request_id=str(position),
+        prompt_tokens=seen.prompt_tokens,
+        output_tokens=len(seen.token_s),
+        blocks=blocks.of(seen),
+    )
 
 
 class _Blocks:

@@ -2,17 +2,27 @@
 
 Beside every error stands the *floor*: how much the very same request differed when it was made again, in the other
 half. Where the model's error is near it, the recording cannot tell the two apart.
+
+A machine that others use is faster in one group than in the next. So groups are replayed a second time *at their
+own rate*: the whole model slowed by the one factor that suits the group best. What is left is the error of the
+model's form.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
+from typing import Final
 
 from bench.engine.fit import fit
-from bench.engine.recording import Group, Recording
+from bench.engine.recording import Group, Recording, Seen
 from bench.engine.replay import Replayed, replay
 
-from dualmap_sim.presets import EngineConfig
+from dualmap_sim.presets import EngineConfig, slowed
+
+RATES: Final = tuple(0.6 + 0.02 * step for step in range(56))
+"""Factors that a group may be slower by, of which the best is taken."""
+RATED_REQUESTS: Final = 4
+"""Groups with fewer are not given a rate of their own: it would explain them whatever the model says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +32,8 @@ class Fitted:
     mode: str
     config: EngineConfig
     replayed: tuple[Replayed, ...]
+    at_own_rate: tuple[Replayed, ...]
+    """The requests of groups of at least ``RATED_REQUESTS``, each group replayed at its own rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +62,28 @@ def fit_and_replay(recording: Recording) -> tuple[Fitted, Fitted]:
     fitted_to, predicted = halves(recording)
     step_tokens = recording.tokens("step_tokens")
     modes = (("whole prefills", None), (f"{step_tokens} tokens a step", step_tokens))
-    first, second = (
-        Fitted(mode=mode, config=config, replayed=tuple(each for group in predicted for each in replay(config, group)))
-        for mode, tokens in modes
-        for config in [fit(recording, fitted_to, chunk_tokens=tokens)]
-    )
+    first, second = (_fitted(mode, fit(recording, fitted_to, chunk_tokens=tokens), predicted) for mode, tokens in modes)
     return first, second
+
+
+def _fitted(mode: str, config: EngineConfig, predicted: Sequence[Group]) -> Fitted:
+    rated = [group for group in predicted if len(counted(group)) >= RATED_REQUESTS]
+    return Fitted(
+        mode=mode,
+        config=config,
+        replayed=tuple(each for group in predicted for each in replay(config, group)),
+        at_own_rate=tuple(each for group in rated for each in replay(slowed(config, own_rate(config, group)), group)),
+    )
+
+
+def counted(group: Group) -> list[Seen]:
+    """Return the requests that are no setup."""
+    return [seen for seen in group.requests if not seen.setup]
+
+
+def own_rate(config: EngineConfig, group: Group) -> float:
+    """Return how many times as long as the model says things took in this group: the factor of least mean error."""
+    return min(RATES, key=lambda rate: fmean(abs(each.ttft_error) for each in replay(slowed(config, rate), group)))
 
 
 def errors(values: Iterable[float]) -> Errors:
@@ -79,14 +107,13 @@ def by_scenario(replayed: Iterable[Replayed]) -> dict[str, list[Replayed]]:
 
 
 def floor(recording: Recording, scenario: str) -> float | None:
-    """Return the middle relative difference of TTFT between a request of the predicted half and the same one made a
+    """Return the median relative difference of TTFT between a request of the predicted half and the same one made a
     round before; None where requests are drawn anew in every round.
     """
     if scenario.startswith("poisson"):
         return None
     fitted_to, predicted = (
-        [seen for group in half if group.scenario == scenario for seen in group.requests if not seen.setup]
-        for half in halves(recording)
+        [seen for group in half if group.scenario == scenario for seen in counted(group)] for half in halves(recording)
     )
     return median(abs(again.ttft_s / before.ttft_s - 1) for before, again in zip(fitted_to, predicted, strict=False))
 
@@ -107,8 +134,8 @@ def _facts(recording: Recording) -> str:
         f"{engine['version']} ({engine['options']})",
         f"machine: {machine['cores']} x {machine['cpu']}, load average {machine['load_before']} before and "
         f"{machine['load_after']} after, {machine['at']}",
-        f"noise: the probe, alone and always alike, took {1000 * median(probes):.0f} ms in the middle, "
-        f"{1000 * low:.0f} to {1000 * high:.0f} ms in the middle 80 % of {len(probes)} times",
+        f"noise: the probe, alone and always alike, took {1000 * median(probes):.0f} ms (median of {len(probes)}; "
+        f"p10 {1000 * low:.0f}, p90 {1000 * high:.0f})",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
@@ -126,27 +153,32 @@ def _parameters(config: EngineConfig) -> str:
 
 def _table(recording: Recording, fitted: Fitted) -> str:
     lines = [
-        "| scenario | requests | TTFT, middle s | TTFT error, middle % | p90 % | with its sign % | floor % "
-        "| total time error, middle % | with its sign % | cached tokens as predicted |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| scenario | requests | TTFT, median s | error, median % | p90 % | with its sign % | floor % "
+        "| at its own rate, median % | p90 % | time to the last token, error, median % | cached tokens as predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    scenarios = by_scenario(fitted.replayed)
-    rows = [*scenarios.items(), ("all", list(fitted.replayed))]
-    lines += [_row(name, each, floor(recording, name) if name in scenarios else None) for name, each in rows]
+    rated = by_scenario(fitted.at_own_rate)
+    for name, replayed in by_scenario(fitted.replayed).items():
+        lines.append(_row(name, replayed, rated.get(name, []), floor(recording, name)))
+    lines.append(_row("all", fitted.replayed, fitted.at_own_rate, None))
     return "\n".join(lines)
 
 
-def _row(name: str, replayed: Sequence[Replayed], floor: float | None) -> str:
+def _row(name: str, replayed: Sequence[Replayed], rated: Sequence[Replayed], floor: float | None) -> str:
     ttft, total = errors(each.ttft_error for each in replayed), errors(each.total_error for each in replayed)
+    own = errors(each.ttft_error for each in rated) if rated else None
     right = sum(each.cached_tokens == each.seen.cached_tokens for each in replayed)
-    percent: Callable[[float], str] = "{:.1f}".format
     cells = [
         name,
         str(ttft.requests),
         f"{median(each.seen.ttft_s for each in replayed):.2f}",
-        *(percent(100 * value) for value in (ttft.median, ttft.p90, ttft.bias)),
-        "-" if floor is None else percent(100 * floor),
-        *(percent(100 * value) for value in (total.median, total.bias)),
+        *(_percent(value) for value in (ttft.median, ttft.p90, ttft.bias, floor)),
+        *(_percent(value) for value in ((own.median, own.p90) if own else (None, None))),
+        _percent(total.median),
         f"{right} of {len(replayed)}",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
