@@ -34,6 +34,8 @@ class Fitted:
     replayed: tuple[Replayed, ...]
     at_own_rate: tuple[Replayed, ...]
     """The requests of groups of at least ``RATED_REQUESTS``, each group replayed at its own rate."""
+    rates: tuple[tuple[str, float], ...]
+    """Those groups' scenarios, and how many times as long as the model says each took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +69,13 @@ def fit_and_replay(recording: Recording) -> tuple[Fitted, Fitted]:
 
 
 def _fitted(mode: str, config: EngineConfig, predicted: Sequence[Group]) -> Fitted:
-    rated = [group for group in predicted if len(counted(group)) >= RATED_REQUESTS]
+    rated = [(group, own_rate(config, group)) for group in predicted if len(counted(group)) >= RATED_REQUESTS]
     return Fitted(
         mode=mode,
         config=config,
         replayed=tuple(each for group in predicted for each in replay(config, group)),
-        at_own_rate=tuple(each for group in rated for each in replay(slowed(config, own_rate(config, group)), group)),
+        at_own_rate=tuple(each for group, rate in rated for each in replay(slowed(config, rate), group)),
+        rates=tuple((group.scenario, rate) for group, rate in rated),
     )
 
 
@@ -154,17 +157,20 @@ def _parameters(config: EngineConfig) -> str:
 def _table(recording: Recording, fitted: Fitted) -> str:
     lines = [
         "| scenario | requests | TTFT, median s | error, median % | p90 % | with its sign % | floor % "
-        "| at its own rate, median % | p90 % | time to the last token, error, median % | cached tokens as predicted |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| own rate | at it, median % | p90 % | time to the last token, error, median % | cached tokens as predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rated = by_scenario(fitted.at_own_rate)
     for name, replayed in by_scenario(fitted.replayed).items():
-        lines.append(_row(name, replayed, rated.get(name, []), floor(recording, name)))
-    lines.append(_row("all", fitted.replayed, fitted.at_own_rate, None))
+        rates = [rate for scenario, rate in fitted.rates if scenario == name]
+        lines.append(_row(name, replayed, rated.get(name, []), rates, floor(recording, name)))
+    lines.append(_row("all", fitted.replayed, fitted.at_own_rate, [rate for _, rate in fitted.rates], None))
     return "\n".join(lines)
 
 
-def _row(name: str, replayed: Sequence[Replayed], rated: Sequence[Replayed], floor: float | None) -> str:
+def _row(
+    name: str, replayed: Sequence[Replayed], rated: Sequence[Replayed], rates: Sequence[float], floor: float | None
+) -> str:
     ttft, total = errors(each.ttft_error for each in replayed), errors(each.total_error for each in replayed)
     own = errors(each.ttft_error for each in rated) if rated else None
     right = sum(each.cached_tokens == each.seen.cached_tokens for each in replayed)
@@ -173,6 +179,7 @@ def _row(name: str, replayed: Sequence[Replayed], rated: Sequence[Replayed], flo
         str(ttft.requests),
         f"{median(each.seen.ttft_s for each in replayed):.2f}",
         *(_percent(value) for value in (ttft.median, ttft.p90, ttft.bias, floor)),
+        f"{min(rates):.2f}-{max(rates):.2f}" if rates else "-",
         *(_percent(value) for value in ((own.median, own.p90) if own else (None, None))),
         _percent(total.median),
         f"{right} of {len(replayed)}",
