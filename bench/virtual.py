@@ -111,7 +111,11 @@ def _pool(routing: Routing) -> Pool:
         namespace="bench",
         name="qwen",
         model=Model(name="qwen"),
-        engine=Engine(prefill_tokens_per_second=ENGINE.prefill.tokens_per_s, cache_tokens=ENGINE.cache_tokens),
+        engine=Engine(
+            prefill_tokens_per_second=ENGINE.prefill.tokens_per_s,
+            cache_tokens=ENGINE.cache_tokens,
+            kv_tokens=ENGINE.kv_memory_tokens,
+        ),
         routing=routing,
         members=tuple(Member(id=f"qwen-{n}", address=f"10.0.0.{n + 1}", port=8000) for n in range(ENGINES)),
     )

@@ -7,10 +7,10 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
+from dualmap.entry import Entry
 from dualmap.fleet import Fleet
 from dualmap.held import Waiting
 from dualmap.hotness import HotnessTree
-from dualmap.ledger import Entry
 from dualmap.migration import session_choice
 from dualmap.policies import POLICIES
 from dualmap.pool import Pool
@@ -110,6 +110,11 @@ class Chooser:
     def rebalances(self) -> bool:
         """Whether held requests are moved within their pair when both of it are overloaded."""
         return self._policy.rebalances and self._pool.routing.rebalance.enabled
+
+    @property
+    def defers(self) -> bool:
+        """Whether held requests that will miss the SLO let those go first that can still make it."""
+        return self._policy.defers or self._pool.routing.queue.order == "Deadline"
 
     def bind(self, now: float, entry: Entry) -> None:
         """Remember where the KV of a request's session lies from now on."""

@@ -92,6 +92,11 @@ class Fleet:
         """Whether a member's dispatch window is open: what was handed over will not keep it busy for longer."""
         return self.backlog_s(now, member) <= self._window_s
 
+    def has_room(self, member: str, prompt_tokens: int) -> bool:
+        """Whether a prompt fits into a member's KV memory now; always where nobody said how large that is."""
+        kv_tokens = self._pool.engine.kv_tokens
+        return kv_tokens is None or self.ledger.load(member).has_room(prompt_tokens, kv_tokens)
+
     def queue_s(self, now: float, member: str) -> float:
         """Return how long a member would need to come to a request that is placed there now."""
         return self.ledger.load(member).queue_s(now, self._stall_s)

@@ -1,20 +1,23 @@
 """Requests that wait in the router for one instance, since it has enough to do already (late binding).
 
 Moving a request is free as long as it waits here, which is what rebalancing lives on (paper section 3.3), and an engine
-that is handed work late is handed the right work. The order is the pool's: ``Fcfs`` is by arrival in this queue;
-``Deadline`` prefers requests that can still meet the objective to those that cannot, but passes the oldest over at most
-MAX_OVERTAKEN times, so that nobody starves.
+that is handed work late is handed the right work. The order is by arrival, or it defers: since all have the same time
+to their first token, the most of them meet it in order of arrival once the longest is put off whenever one would be
+late (Moore 1968, "An n job, one machine sequencing algorithm"). The oldest is passed over a bounded number of times,
+so that nobody starves.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from heapq import heappop, heappush
+from itertools import islice, takewhile
 
 from dualmap.receipt import Key, Receipt
 from dualmap.requests import Request
 
-MAX_OVERTAKEN = 3
+# No more than these, from the head of a queue, are looked at to find whose turn it is.
+_LOOKED_AT = 64
 
 
 @dataclass(slots=True)
@@ -22,7 +25,8 @@ class Waiting:
     """One held request, placed at ``member`` like one that was handed over.
 
     ``matched_tokens`` of its prompt will be cached there when its turn comes, and computing the rest should take
-    ``compute_s``. ``pair`` are the members its key maps to; ``moved`` says that it was migrated, which happens once.
+    ``compute_s``. ``pair`` are the members its key maps to; ``moved`` says that it was migrated, which happens once;
+    it was ``overtaken`` that often since it is the oldest in its queue.
     """
 
     request: Request
@@ -72,23 +76,42 @@ class HeldQueue:
         # Summed floats do not come back to nothing by themselves.
         self.compute_s = self.compute_s - waiting.compute_s if self._waiting else 0.0
 
-    def next(self, now: float, *, within_s: float | None) -> Waiting:
+    def next(self, now: float, *, within_s: float | None, max_overtaken: int) -> Waiting:
         """Return the request whose turn it is; the queue must not be empty. It stays in the queue.
 
-        ``within_s`` is given for the order by deadline: how long after its arrival a request may have waited and be
-        computed to meet the SLO, behind what its instance has to do before.
+        ``within_s`` is given where late requests are deferred: how long after its arrival a request may have waited and
+        be computed to meet the SLO, behind what its instance has to do before.
         """
         oldest = next(iter(self._waiting.values()))
-        if within_s is None or oldest.overtaken >= MAX_OVERTAKEN:
+        if within_s is None or oldest.overtaken >= max_overtaken:
             return oldest
-        while self._hopeful:
-            request_id, waiting = next(iter(self._hopeful.items()))
-            if now - waiting.request.arrived_s + waiting.compute_s <= within_s:
-                if waiting is not oldest:
-                    oldest.overtaken += 1
-                return waiting
-            del self._hopeful[request_id]
-        return oldest
+        return self._first_in_time(now, within_s) or oldest
+
+    def take(self, waiting: Waiting) -> None:
+        """Take a request out since its turn has come."""
+        oldest = next(iter(self._waiting.values()))
+        if waiting is not oldest:
+            oldest.overtaken += 1
+        self.remove(waiting)
+
+    def _first_in_time(self, now: float, within_s: float) -> Waiting | None:
+        """Return the first of the requests that are to meet the SLO, if as many as can be are."""
+        kept: dict[int, Waiting] = {}
+        longest: list[tuple[float, int]] = []
+        busy_s = 0.0
+        for position, waiting in enumerate(tuple(islice(self._hopeful.values(), _LOOKED_AT))):
+            left_s = within_s - (now - waiting.request.arrived_s)
+            if waiting.compute_s > left_s:
+                del self._hopeful[waiting.request.id]
+                continue
+            kept[position] = waiting
+            heappush(longest, (-waiting.compute_s, position))
+            busy_s += waiting.compute_s
+            if busy_s > left_s:
+                shed_s, put_off = heappop(longest)
+                busy_s += shed_s
+                del kept[put_off]
+        return next(iter(kept.values()), None)
 
 
 class HeldRequests:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf, nan
 
-from dualmap.blocks import BlockChain
+from dualmap.entry import Entry
 from dualmap.estimate import PrefillModel, Speed
 from dualmap.held import HeldQueue, Waiting
 from dualmap.news import SharedLoad
@@ -23,35 +23,6 @@ ENTRY_TTL_S = 600.0
 FAILURES_IN_A_ROW = 3
 FIRST_SUSPENSION_S = 1.0
 LONGEST_SUSPENSION_S = 30.0
-
-
-@dataclass(slots=True)
-class Entry:
-    """One live request.
-
-    ``compute_s`` is what computing the uncached part of its prompt was expected to take. The end of a prefill is seen
-    only when the answer is ``streamed``; otherwise it is taken to end when it should. ``alone`` says that no other
-    replica had prefills at the instance when this one was handed over.
-    """
-
-    request_id: str
-    member: str
-    chain: BlockChain
-    matched_tokens: int
-    arrived_s: float
-    dispatched_s: float
-    predicted_ttft_s: float
-    compute_s: float
-    heard_s: float
-    streamed: bool = True
-    prefilled: bool = False
-    alone: bool = True
-    session: int | None = None
-
-    @property
-    def new_tokens(self) -> int:
-        """Prompt tokens the instance has to compute."""
-        return self.chain.tokens - self.matched_tokens
 
 
 class MemberLoad:
@@ -119,6 +90,11 @@ class MemberLoad:
     def unhold(self, waiting: Waiting) -> None:
         """Forget a request that waited for this instance."""
         self.held.remove(waiting)
+        self._changed()
+
+    def take(self, waiting: Waiting) -> None:
+        """Take out a request that waited for this instance, since its turn has come."""
+        self.held.take(waiting)
         self._changed()
 
     def update(self, now: float, decode_stall_s: float) -> Standing:
@@ -208,6 +184,11 @@ class MemberLoad:
         if over_s <= head.compute_s:
             return self._head_since_s + over_s
         return None if head.streamed else max(self._head_since_s, head.dispatched_s) + head.compute_s
+
+    def has_room(self, prompt_tokens: int, kv_tokens: int) -> bool:
+        """Whether a prompt fits into the instance's KV memory beside what it works on; one alone always does."""
+        placed = self.active_kv_tokens + self.peers.active_kv_tokens
+        return placed + prompt_tokens <= kv_tokens or not placed
 
     def failed(self, now: float, dispatched_s: float) -> bool:
         """Count a request that the instance failed; return whether it is now to be left alone for a while.

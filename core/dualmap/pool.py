@@ -63,12 +63,17 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What runs on each instance; the two rates are first guesses, learnt per instance afterwards."""
+    """What runs on each instance. The speed is a first guess, learnt per instance afterwards.
+
+    ``cache_tokens`` is how much KV an instance keeps for reuse, ``kv_tokens`` how much the requests it works on may
+    hold together; None where that is not known, and then it bounds nothing.
+    """
 
     type: str = "vLLM"
     port: int = 8000
     prefill_tokens_per_second: float = 7000.0
     cache_tokens: int = 1_000_000
+    kv_tokens: int | None = None
     kv_events: KvEvents = KvEvents()
 
 
@@ -121,13 +126,15 @@ class Queue:
     """Requests held by the router: beyond which backlog, how many, how long, in which order.
 
     ``dispatch_window_s`` is how many seconds of prefill may wait at an instance before further requests for it wait in
-    the router; infinity never holds any back.
+    the router; infinity never holds any back. ``max_overtaken`` is how many others may be served before a request that
+    came earlier; 0 is first come, first served.
     """
 
     dispatch_window_s: float = 1.0
     max_held: int = 1000
     max_wait_s: float = 30.0
     order: str = "Fcfs"
+    max_overtaken: int = 8
     hold_when_empty: bool = False
 
 

@@ -243,6 +243,7 @@ def _read_engine(fields: _Fields) -> Engine:
         port=fields.integer("port", 8000, 1, 65_535),
         prefill_tokens_per_second=fields.number("prefillTokensPerSecond", 7000.0, 100, 1_000_000),
         cache_tokens=fields.integer("cacheTokens", 1_000_000, 0, 10**10),
+        kv_tokens=fields.integer("kvTokens", 0, 0, 10**10) or None,
         kv_events=KvEvents(
             enabled=events.flag("enabled", default=False),
             port=events.integer("port", 5557, 1, 65_535),
@@ -308,6 +309,7 @@ def _read_queue(fields: _Fields) -> Queue:
     queue = Queue(
         dispatch_window_s=fields.duration("dispatchWindow", 1.0, low_s=0.001, high_s=600.0, unlimited=True),
         max_held=fields.integer("maxHeld", 1000, 0, 100_000),
+        max_overtaken=fields.integer("maxOvertaken", 8, 0, 1000),
         max_wait_s=fields.duration("maxWait", 30.0, low_s=0.1, high_s=600.0),
         order=fields.choice("order", "Fcfs", QUEUE_ORDERS),
         hold_when_empty=fields.flag("holdWhenEmpty", default=False),

@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import cache
 
 from dualmap.chooser import Chooser
+from dualmap.entry import Entry
 from dualmap.fleet import Fleet
 from dualmap.held import HeldRequests, Waiting
-from dualmap.ledger import Entry, MemberLoad
+from dualmap.ledger import MemberLoad
 from dualmap.news import News, Placement, SharedBinding
 from dualmap.peers import PEER_TTL_S
 from dualmap.pool import Pool
@@ -112,7 +113,7 @@ class PoolRouter:
             return None
         self._fleet.succeeded(now, entry.member)
         self._pump(now, entry.member)
-        return _completion(entry, usage)
+        return entry.completion(usage)
 
     def on_aborted(self, now: float, request_id: str) -> Completion | None:
         """Close the books on a request whose client went away; None when it is unknown, has ended or was held."""
@@ -228,7 +229,8 @@ class PoolRouter:
         """Hand a request that was placed over to its instance, or hold it, or refuse it where too many are held."""
         queue, member = self._pool.routing.queue, placed.member
         self._pump(now, member)
-        if member not in self._holding and self._fleet.is_open(now, member):
+        is_open = member not in self._holding and self._fleet.is_open(now, member)
+        if is_open and self._fleet.has_room(member, placed.request.chain.tokens):
             self._fleet.will_hold(member, placed.request.chain)
             return self._hand_over(now, placed)
         if placed.request.id not in self._held and len(self._held) >= queue.max_held:
@@ -311,7 +313,7 @@ class PoolRouter:
             # An engine that fails at once must not attract the next request by a cache it never filled.
             self._fleet.take_back(entry.member, entry.chain, entry.matched_tokens)
         self._pump(now, entry.member)
-        return _completion(entry, None)
+        return entry.completion(None)
 
     def _hand_over(self, now: float, waiting: Waiting) -> Decision:
         """Book a request at its instance."""
@@ -377,23 +379,19 @@ class PoolRouter:
         load = self._holding.get(member)
         if load is None:
             return
-        by_deadline, within_s = self._pool.routing.queue.order == "Deadline", None
+        defers, within_s, max_overtaken = self._chooser.defers, None, self._pool.routing.queue.max_overtaken
         while load.held and self._fleet.is_open(now, member):
-            if by_deadline:
+            if defers:
                 within_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member)
-            waiting = load.held.next(now, within_s=within_s)
-            self._unqueue(waiting)
+            waiting = load.held.next(now, within_s=within_s, max_overtaken=max_overtaken)
+            if not self._fleet.has_room(member, waiting.request.chain.tokens):
+                break
+            load.take(waiting)
             self._outcomes.append(self._hand_over(now, waiting))
+        if not load.held:
+            del self._holding[member]
 
     def _pump_all(self, now: float) -> None:
         for member in tuple(self._holding):
             self._pump(now, member)
         self._pumped_s = now
-
-
-def _completion(entry: Entry, usage: Usage | None) -> Completion:
-    return Completion(
-        member=entry.member,
-        predicted_cached_tokens=entry.matched_tokens,
-        measured_cached_tokens=None if usage is None else usage.cached_tokens,
-    )

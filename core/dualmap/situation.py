@@ -194,7 +194,8 @@ class Policy(Protocol):
 
     ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length. ``rebalances`` says
     whether held requests are moved within their pair (where the pool has that switched on): it belongs to DualMap, and
-    would move what another rule had sent elsewhere for its own reasons.
+    would move what another rule had sent elsewhere for its own reasons. ``defers`` says whether held requests that will
+    miss the SLO let those go first that can still make it; under other policies that takes the order ``Deadline``.
     """
 
     name: ClassVar[str]
@@ -202,6 +203,7 @@ class Policy(Protocol):
     summary: ClassVar[str]
     hotness: ClassVar[HotnessRule | None]
     rebalances: ClassVar[bool]
+    defers: ClassVar[bool]
 
     def choose(self, situation: Situation) -> Choice:
         """Return one candidate of the situation's pair or of everyone."""

@@ -200,7 +200,11 @@ def _pool(experiment: Experiment) -> Pool:
         namespace="simulation",
         name="qwen",
         model=Model(name="qwen"),
-        engine=Engine(prefill_tokens_per_second=believed, cache_tokens=experiment.engine.cache_tokens),
+        engine=Engine(
+            prefill_tokens_per_second=believed,
+            cache_tokens=experiment.engine.cache_tokens,
+            kv_tokens=experiment.engine.kv_memory_tokens,
+        ),
         slo=Slo(ttft_s=experiment.slo_ttft_s),
         routing=replace(
             experiment.routing,

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
-from dualmap.held import MAX_OVERTAKEN
 from dualmap.hotness import HotnessCounts
 from dualmap.ledger import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.news import News, SharedLoad
@@ -158,6 +157,37 @@ class TestOrder:
         router.on_first_token(6.0, "head")
         assert decided(router)[0] == "fresh"
 
+    def test_dualmap_defers_whatever_the_order_and_others_do_not(self) -> None:
+        first = {}
+        for policy in ("dualmap", "dualmap_paper"):
+            router = PoolRouter(slow_pool(policy=policy, slo_ttft_s=4.0))
+            ask(router, "head", 6000)
+            ask(router, "late", 3000, now=0.1)
+            ask(router, "fresh", 1000, now=5.0)
+            router.on_first_token(6.0, "head")
+            first[policy] = decided(router)[0]
+        assert first == {"dualmap": "fresh", "dualmap_paper": "late"}
+
+    def test_the_longest_is_put_off_where_not_all_can_make_it(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=10.0, dispatch_window_s=0.001))
+        ask(router, "head", 2000)
+        for n, tokens in enumerate((1500, 5000, 2500, 2500)):
+            ask(router, str(n), tokens, now=0.1)
+        served = []
+        for now in (2.0, 3.5, 6.0, 8.5):
+            router.on_first_token(now, served[-1] if served else "head")
+            served += decided(router)
+        # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s: without the longest the other three are in time.
+        assert served == ["0", "2", "3", "1"]
+
+    def test_nobody_is_overtaken_where_the_pool_forbids_it(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=4.0, max_overtaken=0))
+        ask(router, "head", 6000)
+        ask(router, "late", 3000, now=0.1)
+        ask(router, "fresh", 1000, now=5.0)
+        router.on_first_token(6.0, "head")
+        assert decided(router)[0] == "late"
+
     def test_deadline_starves_nobody(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=4.0, order="Deadline", dispatch_window_s=0.001))
         ask(router, "head", 6000)
@@ -172,7 +202,36 @@ class TestOrder:
             now += 1.5
             if "late" in served:
                 break
-        assert served.index("late") == MAX_OVERTAKEN
+        assert served.index("late") == Queue().max_overtaken
+
+
+class TestKvMemory:
+    def roomy(self, kv_tokens: int | None) -> PoolRouter:
+        of = slow_pool()
+        return PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=kv_tokens)))
+
+    def test_a_prompt_waits_here_until_the_engine_has_room_for_it(self) -> None:
+        router = self.roomy(5000)
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 2001, now=3.0), Held)
+        router.on_finished(9.0, "one")
+        assert decided(router) == ["two"]
+
+    def test_what_fits_is_handed_over(self) -> None:
+        router = self.roomy(5000)
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 2000, now=3.0), Decision)
+
+    def test_one_alone_always_fits(self) -> None:
+        assert isinstance(ask(self.roomy(1000), "one", 3000), Decision)
+
+    def test_without_a_size_nothing_waits_for_memory(self) -> None:
+        router = self.roomy(None)
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 90_000, now=3.0), Decision)
 
 
 class TestBounds:

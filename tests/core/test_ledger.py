@@ -3,7 +3,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders import chain, text_of
-from dualmap.ledger import ENTRY_TTL_S, Entry, Ledger
+from dualmap.entry import Entry
+from dualmap.ledger import ENTRY_TTL_S, Ledger
 
 SPEED = 1000.0
 

@@ -131,6 +131,7 @@ def pool_document(plan: Plan, policy: str, engines: Mapping[str, str]) -> dict[s
             "engine": {
                 "prefillTokensPerSecond": plan.engine.prefill.tokens_per_s * plan.speed,
                 "cacheTokens": plan.engine.cache_tokens,
+                "kvTokens": plan.engine.kv_memory_tokens,
             },
             "slo": {"ttft": _milliseconds(plan.wall_s(SLO_TTFT_S))},
             "routing": {

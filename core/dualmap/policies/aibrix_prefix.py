@@ -26,6 +26,7 @@ class AibrixPrefix:
     summary: ClassVar[str] = "best match within mean + 1 sigma of the requests, else fewest requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the best match, or the member with the fewest requests."""

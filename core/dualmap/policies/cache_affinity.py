@@ -16,6 +16,7 @@ class CacheAffinity:
     summary: ClassVar[str] = "consistent hash of a fixed-length key, one candidate"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the first of the pair."""

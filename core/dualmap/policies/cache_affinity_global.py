@@ -19,6 +19,7 @@ class CacheAffinityGlobal:
     summary: ClassVar[str] = "longest indexed prefix over all members, no load term"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member that holds most of the prompt."""

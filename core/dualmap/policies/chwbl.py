@@ -23,6 +23,7 @@ class Chwbl:
     summary: ClassVar[str] = "consistent hash of a fixed-length key, past members over 1.25 times the mean requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the first member on the key's way whose load is within the bound."""

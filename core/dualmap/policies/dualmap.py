@@ -26,6 +26,7 @@ class DualMap:
     )
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=1.0, merge=0.5)
     rebalances: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair, or of everyone once the pair is too slow."""

@@ -16,6 +16,7 @@ class DualMapCacheAffinity:
     summary: ClassVar[str] = "the warmer of the pair, whatever its load"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair."""

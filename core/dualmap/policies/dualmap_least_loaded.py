@@ -16,6 +16,7 @@ class DualMapLeastLoaded:
     summary: ClassVar[str] = "the less loaded of the pair, whatever it has cached"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair."""

@@ -16,6 +16,7 @@ class DualMapMinTtft:
     summary: ClassVar[str] = "the member of the pair with the least predicted TTFT"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair."""

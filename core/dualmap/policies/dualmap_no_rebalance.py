@@ -12,3 +12,4 @@ class DualMapNoRebalance(DualMapPaper):
     source: ClassVar[str] = "DualMap section 4.3, ablation 4"
     summary: ClassVar[str] = "dualmap_paper without rebalancing"
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False

@@ -20,6 +20,7 @@ class DualMapPaper:
     summary: ClassVar[str] = "the warmer of the pair within the SLO, else the less loaded of the pair"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = True
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return one of the pair."""

@@ -22,6 +22,7 @@ class Dynamo:
     summary: ClassVar[str] = "least new prefill blocks plus decode blocks over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member of least cost."""

@@ -26,6 +26,7 @@ class Ear:
     summary: ClassVar[str] = "a session's host; a hot host loses sessions to the least pending prefill tokens"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the session's host, or where the session begins or moves."""

@@ -16,6 +16,7 @@ class LeastLoaded:
     summary: ClassVar[str] = "least pending prefill tokens over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the least pending prefill."""

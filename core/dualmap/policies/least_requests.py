@@ -16,6 +16,7 @@ class LeastRequests:
     summary: ClassVar[str] = "fewest requests in flight or held over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the fewest requests."""

@@ -24,6 +24,7 @@ class LlmdDefault:
     summary: ClassVar[str] = "highest sum of queue (2), KV utilisation (2) and prefix (3) scores"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the highest score."""

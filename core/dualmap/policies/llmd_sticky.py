@@ -27,6 +27,7 @@ class LlmdSticky:
     summary: ClassVar[str] = "fewest tokens in flight among holders of 0.8 of the prompt, unless over 18 s slower"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the fewest tokens in flight, if possible one that holds the prompt."""

@@ -24,6 +24,7 @@ class Llumnix:
     summary: ClassVar[str] = "fewest missed plus pending prefill tokens over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the fewest uncomputed tokens."""

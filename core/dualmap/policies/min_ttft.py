@@ -17,6 +17,7 @@ class MinTtft:
     summary: ClassVar[str] = "least predicted TTFT over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the least predicted TTFT; of equals the one with fewer requests in flight."""

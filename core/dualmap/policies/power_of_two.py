@@ -19,6 +19,7 @@ class PowerOfTwo:
     summary: ClassVar[str] = "fewer requests of two members drawn by the request's id"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the one of two drawn members with fewer requests."""

@@ -25,6 +25,7 @@ class Preble:
     summary: ClassVar[str] = "longest match if over half of the prompt, else least load and recompute cost"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the longest match, or of least cost."""

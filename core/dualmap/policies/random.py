@@ -16,6 +16,7 @@ class Random:
     summary: ClassVar[str] = "any member, drawn by the request's id"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member that the request's id draws."""

@@ -16,6 +16,7 @@ class RoundRobin:
     summary: ClassVar[str] = "every member in turn"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member whose turn it is."""

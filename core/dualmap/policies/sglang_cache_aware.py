@@ -27,6 +27,7 @@ class SglangCacheAware:
     summary: ClassVar[str] = "longest match above 0.3 while the load is balanced, else fewest requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the longest match, or the member with the fewest requests."""

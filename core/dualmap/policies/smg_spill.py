@@ -29,6 +29,7 @@ class SmgSpill:
     summary: ClassVar[str] = "longest match above 0.3 unless it stands out from the mean load, else fewest requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the longest match, or the member with the fewest requests."""

@@ -20,6 +20,7 @@ class StackLoadaware:
     summary: ClassVar[str] = "most matched share of the prompt less relative load over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
         """Return the member with the highest score."""
