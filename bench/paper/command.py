@@ -1,0 +1,155 @@
+"""``python -m bench paper``: measure what is not measured yet, then write the pages and plots."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+from bench.paper.cells import Cell, Figures
+from bench.paper.results import Measured, Results, ResultsError
+from bench.paper.section import Section
+from bench.paper.sections import SECTIONS
+from bench.paper.settings import TRACE, Extent
+
+from dualmap_sim.parallel import WorkerError, run_parallel
+
+_ROOT: Final = Path(__file__).parents[2]
+_RECORDED: Final = _ROOT / "bench" / "results" / "paper"
+_QUICK: Final = _ROOT / "build" / "paper-quick"
+_CODE: Final = ("core", "sim", "bench/paper")
+"""What results depend on, beside the workloads."""
+
+
+def _names(
+    accepted: Sequence[str] | None,
+) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
+    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+        unknown = [name for name in names if accepted is not None and name not in accepted]
+        if unknown:
+            raise click.BadParameter(f"{unknown[0]!r} is not accepted; give some of {', '.join(accepted or ())}")
+        return names
+
+    return read
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--section",
+    "names",
+    callback=_names(tuple(SECTIONS)),
+    help=f"Only these, separated by commas: {', '.join(SECTIONS)}.",
+)
+@click.option("--policies", callback=_names(None), help="Measure these again, whatever is there, and nothing else.")
+@click.option("--draw", "only_draw", is_flag=True, help="Measure nothing; write pages and plots from what is there.")
+@click.option("--quick", is_flag=True, help="One short window of everything, to see that it works (into build/).")
+@click.option("--processes", default=2, type=click.IntRange(1, 64), help="Measurements at the same time.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where results are kept.")
+@click.option("--trace", default=TRACE, type=click.Path(path_type=Path), help="The Conversation trace.")
+def paper(
+    *,
+    names: tuple[str, ...] | None,
+    policies: tuple[str, ...] | None,
+    only_draw: bool,
+    quick: bool,
+    processes: int,
+    out: Path | None,
+    trace: Path,
+) -> None:
+    """Reproduce the papers' evaluations in virtual time; about half an hour of two quiet cores.
+
+    Figures are kept as JSON cell by cell, so a run that is stopped goes on where it was. docs/evaluation.md says what
+    came out.
+
+    \b
+    Example:
+      python -m bench paper --section goodput,ttft
+      python -m bench paper --policies dualmap        after the policy changed
+    """
+    extent = Extent(quick=quick, trace=trace)
+    directory = out or (_QUICK if quick else _RECORDED)
+    sections = [SECTIONS[name] for name in names or tuple(SECTIONS)]
+    results = Results(directory)
+    if not trace.exists():
+        click.echo(f"paper: there is no {trace}; what needs the Conversation trace is left out", err=True)
+    try:
+        if not only_draw:
+            _measure(_to_measure(sections, extent, results, policies), results, processes)
+        for section in sections:
+            _write(section, results, extent, directory)
+    except (ResultsError, WorkerError) as error:
+        click.echo(f"paper: {error}", err=True)
+        sys.exit(1)
+
+
+def _to_measure(
+    sections: Sequence[Section], extent: Extent, results: Results, policies: tuple[str, ...] | None
+) -> list[Cell]:
+    """Return the cells to measure, each once: all that are missing, or those of the policies that were named."""
+    cells = {(cell.section, cell.name): cell for section in sections for cell in section.cells(extent)}
+    if policies is None:
+        return [cell for cell in cells.values() if results.get(cell) is None]
+    return [cell for cell in cells.values() if cell.policy in policies]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timed:
+    figures: Figures
+    cost_s: float
+
+
+def _timed(cell: Cell) -> _Timed:
+    began_s = time.process_time()
+    return _Timed(figures=cell.measure(), cost_s=time.process_time() - began_s)
+
+
+def _measure(cells: Sequence[Cell], results: Results, processes: int) -> None:
+    commit, began_s, done = _commit(), time.monotonic(), 0
+
+    def keep(number: int, timed: _Timed) -> None:
+        nonlocal done
+        done += 1
+        results.put(cells[number], Measured(figures=timed.figures, cost_s=timed.cost_s, commit=commit))
+        minutes = (time.monotonic() - began_s) / 60
+        click.echo(
+            f"{done} of {len(cells)} cells, {minutes:.1f} min: {cells[number].section}: {cells[number].name}", err=True
+        )
+
+    if cells:
+        run_parallel(_timed, cells, processes=processes, on_done=keep)
+
+
+def _write(section: Section, results: Results, extent: Extent, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    kept = [measured for cell in section.cells(extent) if (measured := results.get(cell)) is not None]
+    commits = ", ".join(sorted({measured.commit for measured in kept})) or "none"
+    minutes = sum(measured.cost_s for measured in kept) / 60
+    path = directory / f"{section.name}.md"
+    path.write_text(
+        f"# {section.title}\n\n`python -m bench paper --section {section.name}`"
+        f"{' --quick' if extent.quick else ''}: {len(kept)} of {len(section.cells(extent))} cells, "
+        f"{minutes:.1f} minutes of processor time; code as of {commits} (a + says: with changes).\n\n"
+        f"{section.page(results, extent, directory)}"
+    )
+    click.echo(str(path))
+
+
+def _commit() -> str:
+    """Return which code measures: the last commit that touched it, with a + for changes since."""
+    try:
+        last = _git("log", "-1", "--format=%h", "--", *_CODE)
+        return last + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ("git", "-C", str(_ROOT), *arguments), check=True, capture_output=True, text=True
+    ).stdout.strip()

@@ -1,0 +1,56 @@
+"""What cells measure with the simulator: a run at a rate, or the goodput. Called in other processes.
+
+A section with a measurement of its own has it in its own module.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+from bench.paper.cells import Figures
+
+from dualmap_sim.experiment import Experiment, run_experiment
+from dualmap_sim.goodput import NeverOverloaded, goodput
+from dualmap_sim.records import Record
+from dualmap_sim.summary import Summary
+
+TOLERANCE: Final = 0.01
+
+
+def run_figures(experiment: Experiment) -> Figures:
+    """Run an experiment; return its summary with the mean TTFT."""
+    outcome = run_experiment(experiment)
+    counted = [each for each in outcome.records if int(each.arrival.request_id) >= experiment.warmup]
+    return {**summary_figures(outcome.summary), "ttft_mean_s": mean_ttft_s(counted)}
+
+
+def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> Figures:
+    """Search the rate at which 90 % still meet the SLO; null where no rate is too much."""
+    try:
+        found = goodput(experiment, tolerance=tolerance)
+    except NeverOverloaded:
+        return {"goodput_qps": None}
+    return {"goodput_qps": found.requests_per_s, "runs": found.runs}
+
+
+def summary_figures(summary: Summary) -> Figures:
+    """Return a summary's figures as they are kept."""
+    return {
+        "slo_attainment": summary.slo_attainment,
+        "ttft_p50_s": summary.ttft_p50_s,
+        "ttft_p90_s": summary.ttft_p90_s,
+        "ttft_p99_s": summary.ttft_p99_s,
+        "ttft_p999_s": summary.ttft_p999_s,
+        "e2e_p50_s": summary.e2e_p50_s,
+        "e2e_p90_s": summary.e2e_p90_s,
+        "hit_rate": summary.hit_rate,
+        "pending_cv": summary.pending_cv,
+        "held_share": summary.held_share,
+        "refused": summary.refused,
+    }
+
+
+def mean_ttft_s(records: Sequence[Record]) -> float:
+    """Return the mean TTFT of those that were served; NaN of none."""
+    times_s = [each.ttft_s for each in records if each.ttft_s is not None]
+    return fmean(times_s) if times_s else float("nan")

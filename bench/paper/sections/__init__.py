@@ -1,0 +1,42 @@
+"""The sections of the evaluation, one module each, by the names that ``--section`` takes.
+
+A section says which cells it needs and turns what they found into a page: a Markdown text with tables, and plots.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from bench.paper.section import Section
+from bench.paper.sections import (
+    ablation,
+    choices,
+    elasticity,
+    goodput,
+    keys,
+    llumnix,
+    overhead,
+    robust,
+    scale,
+    sessions,
+    ttft,
+)
+
+SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
+    {
+        section.name: section
+        for section in (
+            goodput.SECTION,
+            ttft.SECTION,
+            ablation.SECTION,
+            keys.SECTION,
+            elasticity.SECTION,
+            scale.SECTION,
+            overhead.SECTION,
+            choices.SECTION,
+            sessions.SECTION,
+            llumnix.SECTION,
+            robust.SECTION,
+        )
+    }
+)

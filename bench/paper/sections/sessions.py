@@ -1,0 +1,146 @@
+"""EAR's closed loop (seed 003): agents whose next turn comes when the last one ends, so a slow router slows the work.
+
+Wall-clock amplification is the time until the last request has ended over the trace's span, which is what a system that
+takes no time at all would need. The longest sessions alone take longer than that on an idle system, so the same is said
+of the first nine tenths of the requests. With KV moves a session that changes its instance brings its KV along.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import nan
+from pathlib import Path
+from statistics import fmean, median
+from typing import Final
+
+from bench.paper.cells import Cell, Figures
+from bench.paper.charts import bars, finish, grid, legend, save
+from bench.paper.measures import mean_ttft_s, summary_figures
+from bench.paper.results import Results
+from bench.paper.section import Section
+from bench.paper.settings import Extent
+from bench.paper.tables import Spread, table
+
+from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.records import Record
+from dualmap_sim.summary import percentile
+from dualmap_sim.workloads.catalog import Workload
+
+_RATES: Final = (2.5, 3.5)
+"""Nominal requests per second: some half and two thirds of what one endless cache would admit."""
+_WITHOUT_MOVES: Final = (
+    "all_cached",
+    "round_robin",
+    "least_loaded",
+    "llumnix",
+    "min_ttft",
+    "cache_affinity",
+    "ear",
+    "dualmap_paper",
+    "dualmap",
+)
+_WITH_MOVES: Final = ("least_loaded", "min_ttft", "ear", "dualmap")
+_PULL_TOKENS_PER_S: Final = 100_000.0
+"""33,600 tokens are 3.3 GB of KV (seed 003): a link of 10 GB/s."""
+_WARMUP: Final = 200
+
+
+def closed_loop(experiment: Experiment) -> Figures:
+    """Run a closed loop; return the summary, the amplification, and the TTFT p90 of the instances."""
+    outcome = run_experiment(experiment)
+    trace = load_trace(experiment).at_rate(experiment.requests_per_s)
+    nominal_s = sorted(each.arrival_s for each in trace.requests)
+    counted = [each for each in outcome.records if int(each.arrival.request_id) >= experiment.warmup]
+    ended_s = sorted(each.finished_s for each in outcome.records if each.finished_s is not None)
+    tokens = sum(each.arrival.work.prompt_tokens for each in counted)
+    workers_s = _worker_p90_s(counted)
+    return {
+        **summary_figures(outcome.summary),
+        "ttft_mean_s": mean_ttft_s(counted),
+        "turn_mean_s": fmean(each.finished_s - each.arrival.at_s for each in counted if each.finished_s is not None),
+        "amplification": ended_s[-1] / trace.duration_s,
+        "amplification_90": percentile(ended_s, 0.9) / percentile(nominal_s, 0.9),
+        "pulled_share": sum(each.pulled_tokens for each in counted) / tokens,
+        "worker_median_p90_s": median(workers_s) if workers_s else nan,
+        "worker_max_p90_s": max(workers_s, default=nan),
+    }
+
+
+def _worker_p90_s(records: Sequence[Record]) -> list[float]:
+    """Return the TTFT p90 of every instance that served anything."""
+    times_s = defaultdict(list)
+    for record in records:
+        if record.ttft_s is not None and record.endpoint is not None:
+            times_s[record.endpoint].append(record.ttft_s)
+    return [percentile(sorted(each), 0.9) for each in times_s.values()]
+
+
+def _cell(extent: Extent, rate: float, window: int, policy: str, *, moves: bool) -> Cell:
+    experiment = Experiment(
+        workload=Workload(name="agentic", requests=1200 if extent.quick else 4000, seed=window),
+        engine=replace(PRESETS["agent"], pull_tokens_per_s=_PULL_TOKENS_PER_S) if moves else PRESETS["agent"],
+        policy=policy,
+        requests_per_s=rate,
+        warmup=_WARMUP,
+        kv_moves=moves,
+    )
+    return Cell(
+        section="sessions",
+        name=f"{rate:g}/s window {window} {policy}{' with KV moves' if moves else ''}",
+        policy=policy,
+        measure=partial(closed_loop, experiment),
+    )
+
+
+_SETTINGS: Final = (*((policy, False) for policy in _WITHOUT_MOVES), *((policy, True) for policy in _WITH_MOVES))
+
+
+def _cells(extent: Extent) -> Sequence[Cell]:
+    return [
+        _cell(extent, rate, window, policy, moves=moves)
+        for window in extent.windows
+        for policy, moves in _SETTINGS
+        for rate in _RATES
+    ]
+
+
+_COLUMNS: Final = (
+    ("amplification", "amplification", 2, 1.0),
+    ("amplification_90", "of nine tenths", 2, 1.0),
+    ("turn_mean_s", "turn, mean s", 2, 1.0),
+    ("ttft_p50_s", "TTFT p50 s", 2, 1.0),
+    ("ttft_p90_s", "p90", 2, 1.0),
+    ("hit_rate", "hit rate %", 1, 100.0),
+    ("pulled_share", "pulled %", 1, 100.0),
+    ("slo_attainment", "within SLO %", 1, 100.0),
+    ("worker_median_p90_s", "instances' TTFT p90: median s", 2, 1.0),
+    ("worker_max_p90_s", "worst s", 2, 1.0),
+)
+
+
+def _page(results: Results, extent: Extent, plots: Path) -> str:
+    rows, drawn = [], {}
+    for rate in _RATES:
+        for policy, moves in _SETTINGS:
+            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows]
+            kept = [figures for cell in cells if (figures := results.figures(cell)) is not None]
+            if not kept:
+                continue
+            drawn[rate, policy, moves] = [each["amplification"] for each in kept]
+            shown = (Spread.of(each[name] for each in kept).show(digits, scale) for name, _, digits, scale in _COLUMNS)
+            rows.append([f"{policy}{' with KV moves' if moves else ''}", f"{rate:g}", *shown])
+    text = table(("policy", "nominal requests/s", *(title for _, title, *_ in _COLUMNS)), rows)
+    figure, axes = grid(1, 2 * len(_RATES))
+    panels = [(rate, moves) for rate in _RATES for moves in (False, True)]
+    for place, (rate, moves) in zip(axes[0], panels, strict=True):
+        policies = _WITH_MOVES if moves else _WITHOUT_MOVES
+        bars(place, policies, [drawn.get((rate, policy, moves), []) for policy in policies])
+        finish(place, f"amplification at {rate:g}/s, {'with' if moves else 'no'} KV moves")
+    legend(figure, _WITHOUT_MOVES)
+    save(figure, plots / "sessions.png")
+    return f"{text}\n![amplification](sessions.png)\n"
+
+
+SECTION: Final = Section(name="sessions", title="EAR's closed loop of agents (seed 003)", cells=_cells, page=_page)

@@ -1,0 +1,217 @@
+"""Effective request capacity, TTFT and E2E over the rate (paper Figs. 3, 4); hit rate and balance (Figs. 1, 10, 11).
+
+One window of each workload and model, at five rates.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from bench.paper.cells import Cell, Figures
+from bench.paper.charts import colour, draw_lines, finish, grid, legend, mark_slo, marker, save
+from bench.paper.measures import run_figures
+from bench.paper.results import Results
+from bench.paper.section import Section
+from bench.paper.settings import BASELINES, MODELS, OURS, RATES, TITLES, Extent, few_rates
+from bench.paper.tables import change, number, ratio, table
+
+from dualmap_sim.experiment import load_workload
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.workloads.statistics import ideal_block_hit_rate
+
+_POLICIES: Final = ("limit", *BASELINES, *OURS)
+_SHOWN: Final = (*OURS, *BASELINES, "limit")
+_LATENCIES: Final = ("ttft_p50_s", "ttft_p90_s", "e2e_p50_s", "e2e_p90_s")
+
+
+def _cell(extent: Extent, workload: str, model: str, rate: float, policy: str) -> Cell:
+    return Cell(
+        section="ttft",
+        name=f"{workload} {model} {rate:g}/s {policy}",
+        policy=policy,
+        measure=partial(run_figures, extent.experiment(workload, model, 0, policy, rate)),
+    )
+
+
+def _ideal_hit_rate(extent: Extent, workload: str, model: str) -> Figures:
+    trace = load_workload(extent.workload(workload, 0)).capped(PRESETS[model].input_tokens_max)
+    return {"hit_rate": ideal_block_hit_rate(trace)}
+
+
+def _ideal_cell(extent: Extent, workload: str, model: str) -> Cell:
+    return Cell(
+        section="ttft",
+        name=f"{workload} {model} ideal hit rate",
+        policy="limit",
+        measure=partial(_ideal_hit_rate, extent, workload, model),
+    )
+
+
+def _settings(extent: Extent) -> list[tuple[str, str]]:
+    return [(workload, model) for workload in extent.workloads for model in MODELS]
+
+
+def _cells(extent: Extent) -> Sequence[Cell]:
+    runs = [
+        _cell(extent, workload, model, rate, policy)
+        for policy in _POLICIES
+        for workload, model in _settings(extent)
+        for rate in few_rates(RATES[workload, model], extent)
+    ]
+    return [*(_ideal_cell(extent, *setting) for setting in _settings(extent)), *runs]
+
+
+_Found = Mapping[tuple[str, float], Figures]
+"""By policy and rate."""
+
+
+def _found(results: Results, extent: Extent, workload: str, model: str) -> dict[tuple[str, float], Figures]:
+    found = {}
+    for policy in _POLICIES:
+        for rate in few_rates(RATES[workload, model], extent):
+            figures = results.figures(_cell(extent, workload, model, rate, policy))
+            if figures is not None:
+                found[policy, rate] = figures
+    return found
+
+
+def _page(results: Results, extent: Extent, plots: Path) -> str:
+    settings = _settings(extent)
+    found = {setting: _found(results, extent, *setting) for setting in settings}
+    _draw(found, extent, plots)
+    _draw_balance(found, extent, plots)
+    parts = ["![TTFT, E2E and attainment over rate](ttft.png)\n\n![hit rate against imbalance](balance.png)\n"]
+    for workload, model in settings:
+        parts.append(f"## {TITLES[workload]}, {model}\n")
+        ideal = results.figures(_ideal_cell(extent, workload, model))
+        if ideal is not None:
+            parts.append(f"Of all prompt tokens {ideal['hit_rate']:.1%} could be reused at best (one endless cache).\n")
+        parts.append(_tables(found[workload, model], few_rates(RATES[workload, model], extent), ideal))
+    return "\n".join(parts)
+
+
+def _tables(found: _Found, rates: Sequence[float], ideal: Figures | None) -> str:
+    heads = (
+        "policy",
+        "requests/s",
+        "within SLO",
+        "TTFT p50 s",
+        "p90",
+        "p99",
+        "E2E p50 s",
+        "p90",
+        "hit rate",
+        "of ideal",
+        "CV",
+    )
+    rows = []
+    for policy in _SHOWN:
+        for rate in rates:
+            figures = found.get((policy, rate))
+            if figures is None:
+                continue
+            rows.append(
+                [
+                    policy,
+                    f"{rate:g}",
+                    number(figures["slo_attainment"], 1, 100) + " %",
+                    *(number(figures[each]) for each in ("ttft_p50_s", "ttft_p90_s", "ttft_p99_s")),
+                    *(number(figures[each]) for each in ("e2e_p50_s", "e2e_p90_s")),
+                    number(figures["hit_rate"], 1, 100) + " %",
+                    ratio(figures["hit_rate"], ideal["hit_rate"] if ideal else None),
+                    number(figures["pending_cv"]),
+                ]
+            )
+    return table(heads, rows) + "\n" + _gains(found, rates)
+
+
+def _gains(found: _Found, rates: Sequence[float]) -> str:
+    """Return how ours compare with the best baseline, figure by figure (each figure's own best)."""
+    rows = []
+    for policy in OURS:
+        for rate in rates:
+            ours = found.get((policy, rate))
+            others = [found[each, rate] for each in BASELINES if (each, rate) in found]
+            if ours is None or not others:
+                continue
+            best = {
+                each: min((other[each] for other in others if other[each] is not None), default=None)
+                for each in _LATENCIES
+            }
+            capacity = max(other["slo_attainment"] for other in others)
+            rows.append(
+                [
+                    policy,
+                    f"{rate:g}",
+                    change(ours["slo_attainment"], capacity),
+                    *(change(ours[each], best[each]) for each in _LATENCIES),
+                ]
+            )
+    heads = ("against the best baseline", "requests/s", "requests within SLO", "TTFT p50", "p90", "E2E p50", "p90")
+    return table(heads, rows)
+
+
+def _draw(found: Mapping[tuple[str, str], _Found], extent: Extent, plots: Path) -> None:
+    panels = (
+        ("slo_attainment", 100.0, "within the SLO, %"),
+        ("ttft_p50_s", 1.0, "TTFT p50, s"),
+        ("ttft_p90_s", 1.0, "TTFT p90, s"),
+        ("e2e_p50_s", 1.0, "E2E p50, s"),
+        ("e2e_p90_s", 1.0, "E2E p90, s"),
+    )
+    figure, axes = grid(len(found), len(panels))
+    for row, ((workload, model), of) in zip(axes, found.items(), strict=True):
+        rates = few_rates(RATES[workload, model], extent)
+        for place, (figure_name, scale, title) in zip(row, panels, strict=True):
+            lines = {
+                policy: [
+                    (rate, of[policy, rate][figure_name] * scale)
+                    for rate in rates
+                    if (policy, rate) in of and of[policy, rate][figure_name] is not None
+                ]
+                for policy in _SHOWN
+            }
+            draw_lines(place, _SHOWN, lines)
+            if figure_name.endswith("_s"):
+                place.set_yscale("log")
+                place.yaxis.set_major_formatter("{x:g}")
+            if figure_name.startswith("ttft"):
+                mark_slo(place)
+            finish(place, f"{TITLES[workload]}, {model}: {title}", across="requests/s")
+    legend(figure, _SHOWN)
+    save(figure, plots / "ttft.png")
+
+
+def _draw_balance(found: Mapping[tuple[str, str], _Found], extent: Extent, plots: Path) -> None:
+    shown = [workload for workload in extent.workloads if (workload, "7b") in found]
+    figure, axes = grid(1, max(2, len(shown)))
+    for place, workload in zip(axes[0], shown, strict=False):
+        rates = few_rates(RATES[workload, "7b"], extent)
+        rate = rates[len(rates) // 2]
+        for policy in _SHOWN:
+            figures = found[workload, "7b"].get((policy, rate))
+            if figures is None or figures["pending_cv"] is None:
+                continue
+            place.scatter(
+                figures["pending_cv"],
+                100 * figures["hit_rate"],
+                color=colour(policy),
+                marker=marker(_SHOWN, policy),
+                s=45,
+            )
+        finish(
+            place, f"{TITLES[workload]}, 7b at {rate:g}/s: hit rate, %", across="CV of pending tokens over instances"
+        )
+    for place in axes[0][len(shown) :]:
+        place.set_visible(False)
+    legend(figure, _SHOWN)
+    save(figure, plots / "balance.png")
+
+
+SECTION: Final = Section(
+    name="ttft",
+    title="Effective request capacity, TTFT, E2E, hit rate and balance (Figures 1, 3, 4, 10, 11)",
+    cells=_cells,
+    page=_page,
+)

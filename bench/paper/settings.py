@@ -1,0 +1,85 @@
+"""What the sections have in common: the paper's workloads, models and policies, and how much of them is measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from dualmap_sim.experiment import Experiment
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.workloads.catalog import Workload
+
+CONVERSATION: Final = "conversation"
+TOOL_AGENT: Final = "tool_agent"
+WORKLOADS: Final = (CONVERSATION, TOOL_AGENT)
+MODELS: Final = ("7b", "14b", "pd")
+TRACE: Final = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
+"""The Conversation trace that the paper replays; the sections leave out what needs it where it is not to be had."""
+
+OURS: Final = ("dualmap", "dualmap_paper")
+BASELINES: Final = ("min_ttft", "preble", "least_loaded", "cache_affinity")
+"""Those that the paper compares with (section 4.1)."""
+OTHERS: Final = ("llmd_default", "llumnix", "dynamo")
+"""The strongest of the routers that others ship."""
+BOUNDS: Final = ("limit", "limit_pooled", "limit_deadline")
+
+WARMUP: Final = 500
+CONVERSATION_REQUESTS: Final = 4000
+TOOL_AGENT_REQUESTS: Final = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured: ``quick`` is one short window of everything, to see that it works."""
+
+    quick: bool = False
+    trace: Path = TRACE
+
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        """The workloads that can be had here."""
+        return WORKLOADS if self.trace.exists() else (TOOL_AGENT,)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows of the Conversation trace, which are also the seeds of Tool&Agent."""
+        return (0,) if self.quick else (0, 1, 2)
+
+    def workload(self, name: str, window: int) -> Workload:
+        """Return one window of a workload, as long as the paper's (a third of it in quick)."""
+        if name == CONVERSATION:
+            requests = 1500 if self.quick else CONVERSATION_REQUESTS
+            return Workload(trace=self.trace, requests=requests, start=window * CONVERSATION_REQUESTS)
+        return Workload(name=name, requests=4000 if self.quick else TOOL_AGENT_REQUESTS, seed=window)
+
+    def experiment(self, name: str, model: str, window: int, policy: str, rate: float = 1.0) -> Experiment:
+        """Return the paper's set-up: 8 instances, SLO 5 s, and no sessions, which its router knows nothing of."""
+        return Experiment(
+            workload=self.workload(name, window),
+            engine=PRESETS[model],
+            policy=policy,
+            requests_per_s=rate,
+            warmup=WARMUP,
+            sessions=False,
+        )
+
+
+TITLES: Final[Mapping[str, str]] = MappingProxyType({CONVERSATION: "Conversation", TOOL_AGENT: "Tool&Agent"})
+RATES: Final[Mapping[tuple[str, str], tuple[float, ...]]] = MappingProxyType(
+    {
+        (CONVERSATION, "7b"): (2.0, 2.5, 3.0, 3.5, 4.0),
+        (CONVERSATION, "14b"): (1.5, 2.0, 2.5, 3.0, 3.5),
+        (CONVERSATION, "pd"): (3.0, 3.75, 4.5, 5.25, 6.0),
+        (TOOL_AGENT, "7b"): (5.0, 6.0, 7.0, 8.0, 9.0),
+        (TOOL_AGENT, "14b"): (4.0, 5.0, 6.0, 7.0, 8.0),
+        (TOOL_AGENT, "pd"): (7.0, 8.5, 10.0, 11.5, 13.0),
+    }
+)
+"""Requests per second at which curves are drawn: from half of what one shared endless cache admits to a little more."""
+
+
+def few_rates(rates: Iterable[float], extent: Extent) -> tuple[float, ...]:
+    """Return the rates that an extent measures."""
+    every = tuple(rates)
+    return every[1::2] if extent.quick else every

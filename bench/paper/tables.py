@@ -1,0 +1,53 @@
+"""Markdown tables of measured figures: means over windows with their spread, a dash where nothing was measured."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Some values of the same thing in different windows; None where it was not measured or there is none."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> "Spread":
+        """Keep those that were measured."""
+        return cls(tuple(each for each in values if each is not None))
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None of nothing."""
+        return fmean(self.values) if self.values else None
+
+    def show(self, digits: int = 2, scale: float = 1.0) -> str:
+        """Return the mean, and between which values it lies where there are several."""
+        if self.mean is None:
+            return "-"
+        shown = f"{self.mean * scale:.{digits}f}"
+        if len(self.values) == 1:
+            return shown
+        return f"{shown} ({min(self.values) * scale:.{digits}f}-{max(self.values) * scale:.{digits}f})"
+
+
+def number(value: float | None, digits: int = 2, scale: float = 1.0) -> str:
+    """Return one figure; a dash for None."""
+    return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def ratio(part: float | None, whole: float | None, digits: int = 1) -> str:
+    """Return a share in percent; a dash where there is none."""
+    return "-" if part is None or not whole else f"{100 * part / whole:.{digits}f} %"
+
+
+def change(now: float | None, before: float | None, digits: int = 1) -> str:
+    """Return by how much percent a figure differs from another; a dash where there is none."""
+    return "-" if now is None or not before else f"{100 * (now / before - 1):+.{digits}f} %"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,163 @@
+"""The evaluation's harness: what is measured, kept, measured again and shown; ``bench`` is in the source tree only."""
+
+import importlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+Bench = Callable[[str], ModuleType]
+
+
+@pytest.fixture(name="bench")
+def _bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return lambda name: importlib.import_module(f"bench.paper.{name}")
+
+
+def cell(bench: Bench, name: str, policy: str = "dualmap", measure: Callable[[], Any] = dict) -> Any:
+    return bench("cells").Cell(section="some", name=name, policy=policy, measure=measure)
+
+
+def measured(bench: Bench, **figures: Any) -> Any:
+    return bench("results").Measured(figures=figures, cost_s=1.234, commit="abc")
+
+
+def test_results_are_there_for_the_next_run_and_nan_is_null(bench: Bench, tmp_path: Path) -> None:
+    bench("results").Results(tmp_path).put(cell(bench, "one"), measured(bench, a_s=math.nan, b=[0.123456789, 7]))
+    again = bench("results").Results(tmp_path)
+    assert again.figures(cell(bench, "one")) == {"a_s": None, "b": [0.123457, 7]}
+    assert again.get(cell(bench, "another")) is None
+    assert json.loads((tmp_path / "some.json").read_text())["one"]["commit"] == "abc"
+
+
+def test_two_runs_that_measure_other_cells_of_a_section_keep_each_others(bench: Bench, tmp_path: Path) -> None:
+    first, second = bench("results").Results(tmp_path), bench("results").Results(tmp_path)
+    assert second.get(cell(bench, "one")) is None
+    first.put(cell(bench, "one"), measured(bench, x=1))
+    second.put(cell(bench, "two"), measured(bench, x=2))
+    assert sorted(json.loads((tmp_path / "some.json").read_text())) == ["one", "two"]
+
+
+def test_a_file_of_results_that_is_none_is_named(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "some.json").write_text("{")
+    with pytest.raises(bench("results").ResultsError, match=r"some\.json cannot be read"):
+        bench("results").Results(tmp_path).get(cell(bench, "one"))
+
+
+def a_section(bench: Bench, *cells: Any) -> Any:
+    return bench("section").Section(
+        name="some", title="Some", cells=lambda _: cells, page=lambda results, _e, _p: str(results.figures(cells[0]))
+    )
+
+
+def ones() -> dict[str, float]:
+    return {"x": 1.0}
+
+
+def twos() -> dict[str, float]:
+    return {"x": 2.0}
+
+
+def test_a_run_measures_what_is_missing_and_single_policies_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = bench("command")
+
+    def run(measure: Callable[[], Any], *options: str) -> list[str]:
+        cells = [cell(bench, name, policy, measure) for name, policy in (("one", "dualmap"), ("two", "limit"))]
+        monkeypatch.setattr(command, "SECTIONS", {"goodput": a_section(bench, *cells)})
+        arguments = ["--section", "goodput", "--out", str(tmp_path), "--processes", "1", *options]
+        done = CliRunner().invoke(command.paper, arguments)
+        assert done.exit_code == 0, done.output
+        kept = bench("results").Results(tmp_path)
+        return [kept.figures(each)["x"] for each in cells]
+
+    assert run(ones) == [1.0, 1.0]
+    assert run(twos) == [1.0, 1.0]
+    assert run(twos, "--policies", "dualmap", "--draw") == [1.0, 1.0]
+    assert run(twos, "--policies", "dualmap") == [2.0, 1.0]
+    page = (tmp_path / "some.md").read_text()
+    assert page.startswith("# Some\n")
+    assert "2 of 2 cells" in page
+    assert page.endswith("{'x': 2.0}")
+
+
+def test_a_section_that_is_none_is_refused_with_those_there_are(bench: Bench) -> None:
+    done = CliRunner().invoke(bench("command").paper, ["--section", "goodputs"])
+    assert done.exit_code == 2
+    assert "'goodputs' is not accepted; give some of goodput, ttft" in done.output
+
+
+def test_every_cell_has_a_name_of_its_own_and_knows_its_policy(bench: Bench) -> None:
+    extent = bench("settings").Extent(trace=ROOT / "pyproject.toml")
+    for section in bench("sections").SECTIONS.values():
+        cells = section.cells(extent)
+        names = {(each.section, each.name) for each in cells}
+        assert len(names) == len(cells) > 0
+        assert all(
+            each.policy in each.name
+            for each in cells
+            if each.policy in ("dualmap", "limit") and "ideal" not in each.name
+        )
+
+
+def test_without_the_trace_conversation_is_left_out(bench: Bench, tmp_path: Path) -> None:
+    extent = bench("settings").Extent(trace=tmp_path / "none")
+    cells = [each for section in bench("sections").SECTIONS.values() for each in section.cells(extent)]
+    assert not [each.name for each in cells if "conversation" in each.name]
+    assert [each.name for each in cells if "tool_agent" in each.name]
+
+
+@pytest.mark.parametrize("change", [(4, 8), (8, 4), (8, 9)])
+def test_keys_move_as_theory_has_it(bench: Bench, change: tuple[int, int]) -> None:
+    elasticity = bench("sections.elasticity")
+    found, expected = elasticity.remapped(*change), elasticity.expected_to_move(*change)
+    assert found == pytest.approx({**expected, "modulo": found["modulo"]}, abs=0.01)
+
+
+def test_two_choices_balance_far_better_than_one_and_four_hardly_better_than_two(bench: Bench) -> None:
+    deviations = {d: bench("sections.choices").deviation(8, d)["deviation"] for d in (1, 2, 4)}
+    assert deviations[1] > 10 * deviations[2]
+    assert deviations[2] - deviations[4] < 2
+
+
+def test_the_rule_of_several_takes_the_warm_one_while_it_is_fast_enough(bench: Bench) -> None:
+    settings, choices = bench("settings"), bench("sections.choices")
+    from dualmap_sim.experiment import run_experiment
+    from dualmap_sim.workloads.catalog import Workload
+
+    experiment = replace(
+        settings.Extent().experiment("tool_agent", "7b", 0, choices.OfSeveral.name, 1.0),
+        workload=Workload(requests=60),
+        warmup=10,
+    )
+    for candidates, most in ((1, 1), (8, 8)):
+        with choices.known(candidates):
+            records = run_experiment(experiment).records
+        by_key: dict[int, set[str | None]] = {}
+        for record in records:
+            by_key.setdefault(record.arrival.chain.hashes[1], set()).add(record.endpoint)
+        assert max(map(len, by_key.values())) <= most
+    assert len({record.endpoint for record in records}) > 1
+
+
+def test_key_lengths_of_tool_agent_are_those_of_its_hot_prefixes(bench: Bench) -> None:
+    found = bench("sections.keys").key_lengths(bench("settings").Extent(quick=True), "tool_agent", "dualmap_paper")
+    shares = {length: of / found["requests"] for length, of in found["lengths"].items()}
+    assert shares["13"] == pytest.approx(0.378, abs=0.02)
+
+
+def test_figures_are_shown_with_their_spread_and_a_dash_where_there_is_none(bench: Bench) -> None:
+    tables = bench("tables")
+    assert tables.Spread.of([1.0, None, 3.0]).show(1) == "2.0 (1.0-3.0)"
+    assert tables.Spread.of([None]).show() == "-"
+    assert tables.change(1.1, 1.0) == "+10.0 %"
+    assert tables.change(None, 1.0) == tables.ratio(1.0, None) == tables.number(None) == "-"
