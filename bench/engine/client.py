@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from bench.engine.recording import Seen
@@ -25,12 +25,14 @@ class Client:
         self._model = ""
 
     async def __aenter__(self) -> Self:
-        # Every request has a connection of its own, opened beforehand by none: loopback makes that cheap and equal.
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), connector=aiohttp.TCPConnector(limit=0)
         )
-        models = await self.get("/v1/models")
-        self._model = models["data"][0]["id"]
+        try:
+            self._model = (await self.get("/v1/models"))["data"][0]["id"]
+        except EngineError:
+            await self._http.close()
+            raise
         return self
 
     async def __aexit__(
@@ -38,14 +40,15 @@ class Client:
     ) -> None:
         await self._http.close()
 
-    async def get(self, path: str) -> dict:
+    async def get(self, path: str) -> dict[str, Any]:
         """Return a JSON answer. Raises EngineError."""
         try:
             async with self._http.get(self._url + path) as response:
                 response.raise_for_status()
-                return await response.json()
+                answer: dict[str, Any] = await response.json()
+                return answer
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineError(f"GET {self._url}{path}: {error!r}") from error
+            raise EngineError(f"GET {self._url}{path}: {error} ({type(error).__name__})") from error
 
     async def line(self, path: str, beginning: str) -> str:
         """Return the line of a text that begins so. Raises EngineError."""
@@ -67,8 +70,12 @@ class Client:
                     group.create_task(self._ask(ask, body, at_s=now_s + ask.after_s, wave=number, began_s=began_s))
                     for ask, body in bodies
                 ]
-        except* (aiohttp.ClientError, TimeoutError) as errors:
-            raise EngineError(f"POST {self._url}/v1/completions: {errors.exceptions[0]!r}") from errors
+        except ExceptionGroup as errors:
+            # One failure is enough to give up, and only those that are the engine's have words of their own.
+            first = errors.exceptions[0]
+            if not isinstance(first, EngineError | aiohttp.ClientError | TimeoutError):
+                raise
+            raise EngineError(f"POST {self._url}/v1/completions: {first!s} ({type(first).__name__})") from errors
         return [task.result() for task in tasks]
 
     def _body(self, ask: Ask) -> bytes:
@@ -89,7 +96,7 @@ class Client:
         await asyncio.sleep(at_s - time.monotonic())
         sent_s = time.monotonic()
         token_s: list[float] = []
-        usage: dict = {}
+        usage: dict[str, Any] = {}
         headers = {"content-type": "application/json"}
         async with self._http.post(f"{self._url}/v1/completions", data=body, headers=headers) as response:
             if response.status != 200:

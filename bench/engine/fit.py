@@ -66,19 +66,25 @@ def _decode(groups: Iterable[Group]) -> DecodeCost:
         if group.scenario == DECODE:
             for _, wave in groupby(group.requests, key=lambda seen: seen.wave):
                 batch = list(wave)
-                if not batch[0].setup:
-                    kv_tokens, step_s = _steady(batch)
+                steady = _steady(batch) if not batch[0].setup else None
+                if steady is not None:
+                    kv_tokens, step_s = steady
                     rows.append((1, kv_tokens, len(batch)))
                     times_s.append(step_s)
     step_s, per_kv_token_s, per_request_s = _solve(rows, times_s, "decode")
     return DecodeCost(step_s=step_s, per_kv_token_s=per_kv_token_s, per_request_s=per_request_s)
 
 
-def _steady(batch: Sequence[Seen]) -> tuple[float, float]:
-    """Return what a batch held on the middle one of the steps that all took part in, and those steps' median time."""
+def _steady(batch: Sequence[Seen]) -> tuple[int, float] | None:
+    """Return what a batch held on the middle one of the steps that all took part in, and those steps' median time.
+
+    None where there was no such step: on a busy machine the last may come when the first has ended.
+    """
     begin_s, end_s = max(each.token_s[0] for each in batch), min(each.token_s[-1] for each in batch)
     last = max(batch, key=lambda each: each.token_s[0])
     gaps = [after - before for before, after in pairwise(last.token_s) if begin_s <= before and after <= end_s + 1e-9]
+    if not gaps:
+        return None
     middle_s = (begin_s + end_s) / 2
     held = sum(each.prompt_tokens + sum(at <= middle_s for at in each.token_s) for each in batch)
     return held, median(gaps)

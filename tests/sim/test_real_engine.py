@@ -116,6 +116,13 @@ def test_the_fit_finds_the_parameters_of_an_engine_that_is_as_the_model_says(ben
     assert (fitted.kv_memory_tokens, fitted.block_tokens) == (65_536, 32)
 
 
+def test_a_batch_that_never_decoded_together_is_not_fitted_to(bench: Bench) -> None:
+    apart = (seen(bench, (1, 64), token_s=(0.1, 0.2, 0.3)), seen(bench, (2, 64), token_s=(0.4, 0.5, 0.6)))
+    measured = recording(bench, *alone(bench), *decoding(bench), group(bench, "decode", *apart))
+
+    assert bench("fit").fit(measured, measured.groups, chunk_tokens=None).decode.step_s == pytest.approx(0.02, rel=1e-3)
+
+
 def test_too_few_requests_are_not_fitted_to(bench: Bench) -> None:
     measured = recording(bench, *list(alone(bench))[:4])
 
