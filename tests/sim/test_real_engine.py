@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from dualmap_sim.presets import DecodeCost, EngineConfig, PrefillCost, slowed
 
@@ -259,3 +260,37 @@ def test_vllm_puts_several_prompts_into_a_step_and_a_model_of_whole_prefills_doe
 
     assert one_by_one > 0.2
     assert together < 0.05
+
+
+def test_the_tables_have_a_row_for_every_scenario_and_the_picture_is_one(
+    bench: Bench, fits: Any, tmp_path: Path
+) -> None:
+    fitted = fits("vllm_chunked")
+    measured = bench("recording").read_recording(FIXTURES / "vllm_chunked.jsonl")
+
+    text = bench("report").markdown(measured, fitted)
+    bench("plot").plot(tmp_path / "picture.png", [("chunked", fitted)])
+
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows if row[0] in {*BOUNDS["vllm_chunked"], "all"}] == 2 * [
+        *BOUNDS["vllm_chunked"],
+        "all",
+    ]
+    assert {len(row) for row in rows} == {12}
+    assert "model with 512 tokens a step" in text.lower()
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["record", "--step-tokens", "512", "--out", "x"], "one of --url and --python"),
+        (["record", "--url", "http://127.0.0.1:9", "--whole", "--step-tokens", "512", "--out", "x"], "--whole"),
+        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: not JSON"),
+    ],
+)
+def test_wrong_options_and_files_are_bad_usage(bench: Bench, arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(bench("command").engine, arguments)
+
+    assert result.exit_code == 2
+    assert said in result.stderr
