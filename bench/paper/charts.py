@@ -107,7 +107,8 @@ def bars(axes: Axes, policies: Sequence[str], values: Iterable[Sequence[float]])
         mean = sum(each) / len(each)
         axes.bar(place, mean, 0.66, color=colour(policy), alpha=0.9)
         axes.vlines(place, min(each), max(each), color=INK, linewidth=1.2)
-        axes.text(place, 0.03 * mean, f"{mean:.2f}", ha="center", va="bottom", fontsize=7, color="white", rotation=90)
+        shown = INK if mean == 0 else "white"
+        axes.text(place, 0.03 * mean, f"{mean:.2f}", ha="center", va="bottom", fontsize=7, color=shown, rotation=90)
     axes.set_xticks([])
 
 

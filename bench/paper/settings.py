@@ -70,10 +70,10 @@ RATES: Final[Mapping[tuple[str, str], tuple[float, ...]]] = MappingProxyType(
     {
         (CONVERSATION, "7b"): (2.0, 2.5, 3.0, 3.5, 4.0),
         (CONVERSATION, "14b"): (1.5, 2.0, 2.5, 3.0, 3.5),
-        (CONVERSATION, "pd"): (3.0, 3.75, 4.5, 5.25, 6.0),
+        (CONVERSATION, "pd"): (3.0, 4.0, 5.0),
         (TOOL_AGENT, "7b"): (5.0, 6.0, 7.0, 8.0, 9.0),
         (TOOL_AGENT, "14b"): (4.0, 5.0, 6.0, 7.0, 8.0),
-        (TOOL_AGENT, "pd"): (7.0, 8.5, 10.0, 11.5, 13.0),
+        (TOOL_AGENT, "pd"): (7.0, 9.0, 11.0),
     }
 )
 """Requests per second at which curves are drawn: from half of what one shared endless cache admits to a little more."""

@@ -1,22 +1,25 @@
 """Goodput: the highest rate at which 90 % of the requests get their first token within 5 s (paper section 4.2, Fig. 3).
 
-Every policy on both workloads and all three models, three windows each; the bounds that no router can reach beside
-them. Other sections take single cells from here.
+Both workloads and all three models: our policies, the bounds that no router can reach and the two baselines that come
+closest in three windows, the others in the first one. Other sections take single cells from here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Final
 
 from bench.paper.cells import Cell
-from bench.paper.charts import bars, finish, grid, legend, save
+from bench.paper.charts import INK, bars, finish, grid, legend, save
 from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import BASELINES, BOUNDS, MODELS, OTHERS, OURS, TITLES, Extent
-from bench.paper.tables import Spread, change, ratio, table
+from bench.paper.tables import Spread, table
 
+_CLOSEST: Final = BASELINES[:2]
+_REST: Final = (*BASELINES[2:], *OTHERS)
 _SHOWN: Final = (*OURS, *BASELINES, *OTHERS, *BOUNDS)
 
 
@@ -33,49 +36,84 @@ def cell(extent: Extent, workload: str, model: str, window: int, policy: str) ->
 
 def spread(results: Results, extent: Extent, workload: str, model: str, policy: str) -> Spread:
     """Return a policy's goodput in the windows that were measured."""
-    found = [results.figures(cell(extent, workload, model, window, policy)) for window in extent.windows]
-    return Spread.of(None if each is None else each["goodput_qps"] for each in found)
+    return Spread.of(_found(results, extent, workload, model, policy).values())
+
+
+def _found(results: Results, extent: Extent, workload: str, model: str, policy: str) -> dict[int, float]:
+    """Return a policy's goodput by window, where there is one."""
+    kept = {w: results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)}
+    return {w: each["goodput_qps"] for w, each in kept.items() if each and each["goodput_qps"] is not None}
+
+
+def _windows(extent: Extent, policy: str) -> tuple[int, ...]:
+    return extent.windows[:1] if policy in _REST else extent.windows
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
     return [
         cell(extent, workload, model, window, policy)
-        for policies in (BOUNDS, BASELINES, OTHERS, OURS)
-        for window in extent.windows
+        for policies in (BOUNDS, _CLOSEST, _REST, OURS)
+        for window in _windows(extent, policies[0])
         for workload in extent.workloads
         for model in MODELS
         for policy in policies
     ]
 
 
+_Rates = Mapping[int, float]
+"""Goodput by window."""
+
+
 def _page(results: Results, extent: Extent, plots: Path) -> str:
     columns = [(workload, model) for workload in extent.workloads for model in MODELS]
-    found = {(policy, *column): spread(results, extent, *column, policy) for policy in _SHOWN for column in columns}
-    heads = ["goodput, requests/s", *(f"{TITLES[workload]} {model}" for workload, model in columns)]
-    absolute = table(heads, [[policy, *(found[policy, *c].show() for c in columns)] for policy in _SHOWN])
+    found = {(policy, *c): _found(results, extent, *c, policy) for policy in _SHOWN for c in columns}
+    names = [f"{TITLES[workload]} {model}" for workload, model in columns]
+    absolute = table(
+        ("goodput, requests/s", *names),
+        [[policy, *(Spread.of(found[policy, *c].values()).show() for c in columns)] for policy in _SHOWN],
+    )
+    shares = {(policy, *c): _shares(found[policy, *c], found["limit", *c]) for policy in _SHOWN for c in columns}
     relative = table(
-        ["of `limit`", *heads[1:]],
+        ("% of `limit`", *names),
         [
-            [policy, *(ratio(found[policy, *c].mean, found["limit", *c].mean) for c in columns)]
+            [policy, *(Spread.of(shares[policy, *c]).show(1, 100) for c in columns)]
             for policy in _SHOWN
             if policy != "limit"
         ],
     )
-    best = {c: max((found[p, *c].mean or 0.0) for p in BASELINES) for c in columns}
     gains = table(
-        ["over the best of the paper's baselines", *heads[1:]],
-        [[policy, *(change(found[policy, *c].mean, best[c]) for c in columns)] for policy in OURS],
+        ("over the best baseline", *names),
+        [[policy, *(_gain(found[policy, *c], [found[p, *c] for p in BASELINES]) for c in columns)] for policy in OURS],
     )
-    figure, axes = grid(2, len(columns) // 2 if len(columns) > 3 else len(columns))
+    shown = [policy for policy in _SHOWN if policy != "limit"]
+    figure, axes = grid(len(extent.workloads), len(MODELS))
     places = [each for row in axes for each in row]
-    for place, (workload, model) in zip(places, columns, strict=False):
-        bars(place, _SHOWN, [found[policy, workload, model].values for policy in _SHOWN])
-        finish(place, f"{TITLES[workload]}, {model}: goodput, requests/s")
-    for place in places[len(columns) :]:
-        place.set_visible(False)
-    legend(figure, _SHOWN)
+    for place, (workload, model) in zip(places, columns, strict=True):
+        bars(place, shown, [[100 * each for each in shares[policy, workload, model]] for policy in shown])
+        place.axhline(100, color=INK, linewidth=0.8, linestyle=":")
+        finish(place, f"{TITLES[workload]}, {model}: goodput, % of limit")
+    legend(figure, shown)
     save(figure, plots / "goodput.png")
-    return f"{absolute}\n{relative}\n{gains}\n![goodput](goodput.png)\n"
+    return (
+        f"Windows: {len(extent.windows)} ({', '.join(_REST)}: the first). Shares and gains are over the windows that "
+        f"both have; between brackets the single windows'.\n\n{absolute}\n{relative}\n{gains}\n"
+        "![goodput](goodput.png)\n"
+    )
+
+
+def _shares(rates: _Rates, of: _Rates) -> list[float]:
+    return [rates[window] / of[window] for window in rates if of.get(window)]
+
+
+def _gain(ours: _Rates, baselines: Sequence[_Rates]) -> str:
+    """Return by how much our goodput exceeds that of the best baseline, in the windows that each was measured in."""
+    gains = []
+    for other in baselines:
+        both = [window for window in ours if window in other]
+        if both:
+            before = sum(other[window] for window in both)
+            gains.append(sum(ours[window] for window in both) / before if before else inf)
+    return f"{100 * (min(gains) - 1):+.1f} %" if gains else "-"
 
 
 SECTION: Final = Section(

@@ -1,6 +1,6 @@
 """Goodput where the router knows less than it thinks: several routers, a slow instance, wrong speeds, another SLO.
 
-First window of both workloads on 7b (four routers: every window, as that is compared with one router).
+First window of both workloads on 7b, and the strongest baselines (four routers: every window, compared with one).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.sections import goodput
-from bench.paper.settings import BASELINES, OURS, TITLES, Extent
+from bench.paper.settings import OURS, TITLES, Extent
 from bench.paper.tables import Spread, change, number, table
 
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.presets import PRESETS, slowed
 
 _MODEL: Final = "7b"
-_STRONGEST: Final = (*BASELINES, "llmd_default", "llumnix")
+_STRONGEST: Final = ("min_ttft", "preble", "llumnix", "least_loaded")
 _SHOWN: Final = (*OURS, *_STRONGEST)
 _SPEED: Final = PRESETS[_MODEL].prefill.tokens_per_s
 _ROUTERS: Final = "4 routers"
@@ -35,7 +35,7 @@ _CONDITIONS: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
     "SLO 10 s": lambda e: replace(e, slo_ttft_s=10.0),
     _ROUTERS: lambda e: replace(e, routers=4, view_delay_s=0.1),
 }
-_ROUTERS_POLICIES: Final = (*OURS, "min_ttft")
+_ROUTERS_POLICIES: Final = ("dualmap",)
 _BOUND: Final = "limit"
 _WITH_SESSIONS: Final = "with session ids"
 
@@ -109,7 +109,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
 def _routers(results: Results, extent: Extent) -> str:
     rows = []
     for workload in extent.workloads:
-        for policy in _ROUTERS_POLICIES:
+        for policy in OURS:
             one = goodput.spread(results, extent, workload, _MODEL, policy)
             four = _found(results, extent, _ROUTERS, workload, policy)
             named = _found(results, extent, _WITH_SESSIONS, workload, policy)

@@ -20,13 +20,12 @@ from bench.paper.tables import number, table
 from dualmap_sim.workloads.catalog import Workload
 
 _PAPERS: Final = ("limit", *BASELINES, *OURS)
-_FEW: Final = ("limit", "min_ttft", *OURS)
 _SIZES: Final[Mapping[int, tuple[str, ...]]] = {
     8: _PAPERS,
     16: _PAPERS,
     32: _PAPERS,
-    64: _FEW,
-    128: ("limit", "min_ttft", "dualmap"),
+    64: ("limit", "min_ttft", "dualmap"),
+    128: ("limit", "dualmap"),
     256: ("limit", "dualmap"),
 }
 _LARGEST_OF_THE_PAPER: Final = 32

@@ -100,7 +100,7 @@ _SETTINGS: Final = (*((policy, False) for policy in _WITHOUT_MOVES), *((policy, 
 def _cells(extent: Extent) -> Sequence[Cell]:
     return [
         _cell(extent, rate, window, policy, moves=moves)
-        for window in extent.windows
+        for window in extent.windows[:2]
         for policy, moves in _SETTINGS
         for rate in _RATES
     ]
@@ -124,7 +124,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     rows, drawn = [], {}
     for rate in _RATES:
         for policy, moves in _SETTINGS:
-            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows]
+            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows[:2]]
             kept = [figures for cell in cells if (figures := results.figures(cell)) is not None]
             if not kept:
                 continue

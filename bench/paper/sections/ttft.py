@@ -1,6 +1,6 @@
 """Effective request capacity, TTFT and E2E over the rate (paper Figs. 3, 4); hit rate and balance (Figs. 1, 10, 11).
 
-One window of each workload and model, at five rates.
+One window of each workload and model, at five rates (three for prefill-only, which the paper has not).
 """
 
 from collections.abc import Mapping, Sequence
