@@ -10,6 +10,7 @@ from typing import Final
 
 import click
 from bench.paper.cells import Cell, Figures
+from bench.paper.claims import write_claims
 from bench.paper.results import Measured, Results, ResultsError
 from bench.paper.section import Section
 from bench.paper.sections import SECTIONS
@@ -20,6 +21,7 @@ from dualmap_sim.parallel import WorkerError, run_parallel
 _ROOT: Final = Path(__file__).parents[2]
 _RECORDED: Final = _ROOT / "bench" / "results" / "paper"
 _QUICK: Final = _ROOT / "build" / "paper-quick"
+_EVALUATION: Final = _ROOT / "docs" / "evaluation.md"
 _CODE: Final = ("core", "sim", "bench/paper")
 """What results depend on, beside the workloads."""
 
@@ -83,6 +85,9 @@ def paper(
             _measure(_to_measure(sections, extent, results, policies), results, processes)
         for section in sections:
             _write(section, results, extent, directory)
+        if directory == _RECORDED:
+            claims = [claim for section in SECTIONS.values() for claim in section.claims(results, extent)]
+            write_claims(_EVALUATION, claims)
     except (ResultsError, WorkerError) as error:
         click.echo(f"paper: {error}", err=True)
         sys.exit(1)

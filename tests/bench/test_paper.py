@@ -54,7 +54,11 @@ def test_a_file_of_results_that_is_none_is_named(bench: Bench, tmp_path: Path) -
 
 def a_section(bench: Bench, *cells: Any) -> Any:
     return bench("section").Section(
-        name="some", title="Some", cells=lambda _: cells, page=lambda results, _e, _p: str(results.figures(cells[0]))
+        name="some",
+        title="Some",
+        cells=lambda _: cells,
+        page=lambda results, _e, _p: str(results.figures(cells[0])),
+        claims=lambda _r, _e: [],
     )
 
 
@@ -88,6 +92,27 @@ def test_a_run_measures_what_is_missing_and_single_policies_again(
     assert page.startswith("# Some\n")
     assert "2 of 2 cells" in page
     assert page.endswith("{'x': 2.0}")
+
+
+def test_claims_replace_those_between_the_marks_of_the_page_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
+    claims = bench("claims")
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- claims: made by python -m bench paper -->\nold\n<!-- end of claims -->\nafter\n")
+    for measured_ in ("1", ""):
+        claims.write_claims(page, [claims.Claim("4.2", "much", measured_)])
+    text = page.read_text()
+    assert text.startswith("before\n<!-- claims")
+    assert text.endswith("<!-- end of claims -->\nafter\n")
+    assert "| 4.2 | much | not measured |" in text
+    assert "old" not in text
+    assert "| 4.2 | much | 1 |" not in text
+
+
+def test_every_section_states_its_claims_also_of_nothing_measured(bench: Bench, tmp_path: Path) -> None:
+    results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
+    for section in bench("sections").SECTIONS.values():
+        if section.name != "ttft":  # It reads the trace.
+            assert all(each.says for each in section.claims(results, extent))
 
 
 def test_a_section_that_is_none_is_refused_with_those_there_are(bench: Bench) -> None:

@@ -7,12 +7,13 @@ from typing import Final
 
 from bench.paper.cells import Cell
 from bench.paper.charts import bars, finish, grid, legend, save
+from bench.paper.claims import Claim
 from bench.paper.measures import goodput_figures, run_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.sections import goodput
 from bench.paper.settings import CONVERSATION, Extent
-from bench.paper.tables import Spread, change, table
+from bench.paper.tables import Spread, change, number, table
 
 _MODEL: Final = "14b"
 _RATES: Final = (2.25, 2.75)
@@ -57,41 +58,38 @@ def _cells(extent: Extent) -> Sequence[Cell]:
     if CONVERSATION not in extent.workloads:
         return ()
     runs = [_run(extent, rate, window, policy) for policy in _POLICIES for window in extent.windows for rate in _RATES]
-    return [*runs, *(_goodput(extent, window, policy) for policy in _POLICIES for window in extent.windows)]
+    return [*runs, *(_goodput(extent, 0, policy) for policy in _POLICIES)]
+
+
+def _spread(results: Results, extent: Extent, rate: float, policy: str, name: str) -> Spread:
+    kept = (results.figures(_run(extent, rate, window, policy)) for window in extent.windows)
+    return Spread.of(figures[name] for figures in kept if figures is not None)
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
     if CONVERSATION not in extent.workloads:
         return "Left out: the Conversation trace is not here.\n"
     found = {
-        (policy, rate, name): Spread.of(
-            figures[name]
-            for window in extent.windows
-            if (figures := results.figures(_run(extent, rate, window, policy))) is not None
-        )
+        (policy, rate, name): _spread(results, extent, rate, policy, name)
         for policy in _POLICIES
         for rate in _RATES
         for name, *_ in _FIGURES
     }
-    goodputs = {
-        policy: Spread.of(
-            figures["goodput_qps"]
-            for window in extent.windows
-            if (figures := results.figures(_goodput(extent, window, policy))) is not None
-        )
-        for policy in _POLICIES
-    }
+    kept = {policy: results.figures(_goodput(extent, 0, policy)) for policy in _POLICIES}
+    goodputs = {policy: None if each is None else each["goodput_qps"] for policy, each in kept.items()}
     rows = [
         [
             policy,
             f"{rate:g}",
             *(found[policy, rate, name].show(digits, scale) for name, _, digits, scale in _FIGURES),
-            goodputs[policy].show(),
+            number(goodputs[policy]),
         ]
         for rate in _RATES
         for policy in _POLICIES
     ]
-    text = table(("configuration", "requests/s", *(title for _, title, *_ in _FIGURES), "goodput/s"), rows)
+    text = table(
+        ("configuration", "requests/s", *(title for _, title, *_ in _FIGURES), "goodput/s (first window)"), rows
+    )
     steps = [
         [f"{after} against {before}", f"{rate:g}"]
         + [
@@ -117,9 +115,34 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return f"{text}\n![ablation](ablation.png)\n"
 
 
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    if CONVERSATION not in extent.workloads:
+        return ()
+
+    def step(before: str, after: str, name: str) -> str:
+        shown = []
+        for rate in _RATES:
+            was, now = (_spread(results, extent, rate, policy, name).mean for policy in (before, after))
+            shown.append(f"{change(now, was)} at {rate:g}/s")
+        return ", ".join(shown)
+
+    published = [
+        (Spread.of([_spread(results, extent, _RATES[-1], policy, "ttft_p90_s").mean]), policy) for policy in _PUBLISHED
+    ]
+    order = ", ".join(f"`{policy}` {spread.show()} s" for spread, policy in published if spread.values)
+    choice, moves = ("dualmap_min_ttft", "dualmap_no_rebalance"), ("dualmap_no_rebalance", "dualmap_paper")
+    return (
+        Claim("4.3, Fig. 5", "SLO-aware choice against Min TTFT of the pair: P50 -23.5 %", step(*choice, "ttft_p50_s")),
+        Claim("4.3, Fig. 5", "... P90 -18.5 %", step(*choice, "ttft_p90_s")),
+        Claim("4.3, Fig. 5", "rebalancing: P90 a further -11.3 %", step(*moves, "ttft_p90_s")),
+        Claim("4.3, Fig. 5", "cache affinity of the pair has the highest TTFT", f"P90 at {_RATES[-1]:g}/s: {order}"),
+    )
+
+
 SECTION: Final = Section(
     name="ablation",
     title="Ablation on Conversation, 14b (Figure 5)",
     cells=_cells,
     page=_page,
+    claims=_claims,
 )

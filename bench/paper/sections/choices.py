@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import INK, finish, grid, save
+from bench.paper.claims import Claim
 from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
@@ -163,4 +164,30 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return f"{text}\n![choices](choices.png)\n"
 
 
-SECTION: Final = Section(name="choices", title="How many candidates (Figure 15)", cells=_cells, page=_page)
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    balls = []
+    for bins in (8, 32):
+        kept = [results.figures(_deviation_cell(bins, d)) for d in _CHOICES]
+        balls.append(f"n = {bins}: {', '.join('-' if each is None else number(each['deviation'], 1) for each in kept)}")
+    real = []
+    for workload in extent.workloads:
+        kept = [results.figures(_goodput_cell(extent, workload, d)) for d in _every(extent)]
+        rates = ", ".join("-" if each is None else number(each["goodput_qps"]) for each in kept)
+        real.append(f"{TITLES[workload]} {rates}/s")
+    return (
+        Claim(
+            "A.8, Fig. 15",
+            "the maximum load's deviation falls sharply from d = 1 to 2, hardly beyond",
+            "; ".join(balls),
+        ),
+        Claim(
+            "2.3",
+            "more than two candidates cost more in cache locality than they gain",
+            f"goodput with d = 1, 2, 3, 4, 8: {'; '.join(real)}",
+        ),
+    )
+
+
+SECTION: Final = Section(
+    name="choices", title="How many candidates (Figure 15)", cells=_cells, page=_page, claims=_claims
+)

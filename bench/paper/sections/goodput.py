@@ -12,10 +12,11 @@ from typing import Final
 
 from bench.paper.cells import Cell
 from bench.paper.charts import INK, bars, finish, grid, legend, save
+from bench.paper.claims import Claim
 from bench.paper.measures import goodput_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import BASELINES, BOUNDS, MODELS, OTHERS, OURS, TITLES, Extent
+from bench.paper.settings import BASELINES, BOUNDS, CONVERSATION, MODELS, OTHERS, OURS, TITLES, TOOL_AGENT, Extent
 from bench.paper.tables import Spread, table
 
 _CLOSEST: Final = BASELINES[:2]
@@ -116,9 +117,27 @@ def _gain(ours: _Rates, baselines: Sequence[_Rates]) -> str:
     return f"{100 * (min(gains) - 1):+.1f} %" if gains else "-"
 
 
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    says = {CONVERSATION: ("Fig. 3a, 3c", "+14.3 to +40 %"), TOOL_AGENT: ("Fig. 3b, 3d", "+16.7 to +48 %")}
+    claims = []
+    for workload in extent.workloads:
+        found = {(p, m): _found(results, extent, workload, m, p) for p in _SHOWN for m in MODELS}
+        measured = "; ".join(
+            f"`{policy}` "
+            + ", ".join(f"{_gain(found[policy, m], [found[p, m] for p in BASELINES])} ({m})" for m in MODELS)
+            for policy in OURS
+        )
+        source, gain = says[workload]
+        claims.append(
+            Claim(f"4.2, {source}", f"{TITLES[workload]}: goodput {gain} over the best baseline (7B, 14B)", measured)
+        )
+    return claims
+
+
 SECTION: Final = Section(
     name="goodput",
     title="Goodput (Figure 3)",
     cells=_cells,
     page=_page,
+    claims=_claims,
 )

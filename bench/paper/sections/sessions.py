@@ -16,6 +16,7 @@ from typing import Final
 
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import bars, finish, grid, legend, save
+from bench.paper.claims import Claim
 from bench.paper.measures import mean_ttft_s, summary_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
@@ -42,6 +43,7 @@ _WITHOUT_MOVES: Final = (
     "dualmap",
 )
 _WITH_MOVES: Final = ("least_loaded", "min_ttft", "ear", "dualmap")
+_OURS: Final = ("dualmap_paper", "dualmap")
 _PULL_TOKENS_PER_S: Final = 100_000.0
 """33,600 tokens are 3.3 GB of KV (seed 003): a link of 10 GB/s."""
 _WARMUP: Final = 200
@@ -143,4 +145,45 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return f"{text}\n![amplification](sessions.png)\n"
 
 
-SECTION: Final = Section(name="sessions", title="EAR's closed loop of agents (seed 003)", cells=_cells, page=_page)
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    rate = _RATES[-1]
+
+    def shown(name: str, policies: Sequence[tuple[str, bool]], digits: int = 2, scale: float = 1.0) -> str:
+        parts = []
+        for policy, moves in policies:
+            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows[:2]]
+            kept = [figures for cell in cells if (figures := results.figures(cell)) is not None]
+            if kept:
+                mean = fmean(each[name] for each in kept)
+                parts.append(f"`{policy}`{' with KV moves' if moves else ''} {mean * scale:.{digits}f}")
+        return ", ".join(parts)
+
+    still = [(policy, False) for policy in ("all_cached", "round_robin", "least_loaded", "llumnix", "ear", *_OURS)]
+    moving = [(policy, True) for policy in _WITH_MOVES]
+    caches = [(policy, False) for policy in ("round_robin", "least_loaded", "cache_affinity", "ear", *_OURS)]
+    tails = [(policy, False) for policy in ("least_loaded", "cache_affinity", "ear", *_OURS)]
+    return (
+        Claim(
+            "EAR 1, 5.4",
+            "wall-clock amplification of 8 under load balancing, far less under EAR",
+            f"at {rate:g}/s: {shown('amplification', still)}",
+        ),
+        Claim(
+            "EAR 1, 5.4", "... of the first nine tenths of the requests", shown("amplification_90", [*still, *moving])
+        ),
+        Claim(
+            "EAR 3.1, 3.3",
+            "hit rate 56.9 % under load balancing, 77.2 % sticky, 79.4 % with affinity, of 80.3 % at best",
+            "%: " + shown("hit_rate", caches, 1, 100),
+        ),
+        Claim(
+            "EAR 3.3",
+            "the worst instance's TTFT P90: 31.3 s balanced, 55.4 s sticky, 37.7 s with affinity",
+            "s: " + shown("worker_max_p90_s", tails),
+        ),
+    )
+
+
+SECTION: Final = Section(
+    name="sessions", title="EAR's closed loop of agents (seed 003)", cells=_cells, page=_page, claims=_claims
+)

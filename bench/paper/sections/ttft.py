@@ -10,10 +10,11 @@ from typing import Final
 
 from bench.paper.cells import Cell, Figures
 from bench.paper.charts import colour, draw_lines, finish, grid, legend, mark_slo, marker, save
+from bench.paper.claims import Claim
 from bench.paper.measures import run_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import BASELINES, MODELS, OURS, RATES, TITLES, Extent, few_rates
+from bench.paper.settings import BASELINES, CONVERSATION, MODELS, OURS, RATES, TITLES, TOOL_AGENT, Extent, few_rates
 from bench.paper.tables import change, number, ratio, table
 
 from dualmap_sim.experiment import load_workload
@@ -209,9 +210,96 @@ def _draw_balance(found: Mapping[tuple[str, str], _Found], extent: Extent, plots
     save(figure, plots / "balance.png")
 
 
+def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
+    return [claim for workload in extent.workloads for claim in _workload_claims(results, extent, workload)]
+
+
+_CLAIMED: Final[Mapping[str, tuple[str, str, str]]] = {
+    CONVERSATION: (
+        "requests within the SLO +40.6 to +80 % over the best baseline",
+        "hit rate of Cache Affinity 1.21 times that of Least Loaded",
+        "62.5 %",
+    ),
+    TOOL_AGENT: (
+        "requests within the SLO up to +125 % over the best baseline",
+        "hit rate of Cache Affinity near the upper bound, of Least Loaded near the lower one",
+        "96.4 %",
+    ),
+}
+
+
+def _workload_claims(results: Results, extent: Extent, workload: str) -> Sequence[Claim]:
+    """Return what is said of one workload: capacity, latency, hit rate and balance (7B and 14B in the paper)."""
+    models = {model: _found(results, extent, workload, model) for model in ("7b", "14b")}
+    title = TITLES[workload]
+    capacity, affinity, of_ideal = _CLAIMED[workload]
+    claims = [Claim("4.2, Fig. 3", f"{title}: {capacity}", _most(models, extent, workload))]
+    for name, short, says in (("ttft_p50_s", "P50", "-55.4 to -97.4 %"), ("ttft_p90_s", "P90", "-82.3 to -97 %")):
+        claims.append(
+            Claim(
+                "4.2, Fig. 4",
+                f"TTFT {short} {says} against the best baseline at high rates",
+                f"{title}: {_at_high_rates(models, extent, workload, name)}",
+            )
+        )
+    rates = few_rates(RATES[workload, "7b"], extent)
+    rate, found = rates[len(rates) // 2], models["7b"]
+    at = {policy: found[policy, rate] for policy in _SHOWN if (policy, rate) in found}
+    ideal = results.figures(_ideal_cell(extent, workload, "7b"))
+    if "cache_affinity" not in at or "least_loaded" not in at or ideal is None:
+        return claims
+    hits = {policy: each["hit_rate"] for policy, each in at.items()}
+    shares = {policy: f"{hits[policy] / ideal['hit_rate']:.1%}" for policy in hits}
+    claims.append(
+        Claim(
+            "2.2, Fig. 1",
+            f"{title}: {affinity}",
+            f"{hits['cache_affinity'] / hits['least_loaded']:.2f} times, {shares['cache_affinity']} and "
+            f"{shares['least_loaded']} of the bound (7b at {rate:g}/s)",
+        )
+    )
+    ours = ", ".join(f"`{policy}` {shares[policy]}" for policy in (*OURS, "preble", "min_ttft") if policy in shares)
+    claims.append(Claim("A.2.2, Fig. 10", f"{title}: DualMap reaches {of_ideal} of the theoretical hit rate", ours))
+    cvs = ", ".join(f"`{policy}` {each['pending_cv']:.2f}" for policy, each in at.items())
+    claims.append(Claim("A.2.2, Fig. 11", f"{title}: Least Loaded has CV 0, Cache Affinity is skewed", cvs))
+    return claims
+
+
+def _most(models: Mapping[str, _Found], extent: Extent, workload: str) -> str:
+    """Return our largest gain in requests within the SLO over the best baseline, and at which rate it is."""
+    parts = []
+    for policy in OURS:
+        gains = []
+        for model, found in models.items():
+            for rate in few_rates(RATES[workload, model], extent):
+                others = [found[each, rate]["slo_attainment"] for each in BASELINES if (each, rate) in found]
+                if others and (policy, rate) in found:
+                    gains.append((found[policy, rate]["slo_attainment"] / max(others) - 1, model, rate))
+        if gains:
+            gain, model, rate = max(gains)
+            parts.append(f"`{policy}` at most {100 * gain:+.1f} % ({model} at {rate:g}/s)")
+    return "; ".join(parts)
+
+
+def _at_high_rates(models: Mapping[str, _Found], extent: Extent, workload: str, name: str) -> str:
+    """Return how our latency compares with the least of the baselines' at the two highest rates of each model."""
+    parts = []
+    for policy in OURS:
+        changes = []
+        for model, found in models.items():
+            for rate in few_rates(RATES[workload, model], extent)[-2:]:
+                others = [found[each, rate][name] for each in BASELINES if (each, rate) in found]
+                if others and (policy, rate) in found:
+                    changes.append(100 * (found[policy, rate][name] / min(others) - 1))
+        if changes:
+            parts.append(f"`{policy}` {min(changes):+.1f} to {max(changes):+.1f} %")
+    return "; ".join(parts)
+
+
 SECTION: Final = Section(
     name="ttft",
     title="Effective request capacity, TTFT, E2E, hit rate and balance (Figures 1, 3, 4, 10, 11)",
     cells=_cells,
     page=_page,
+    claims=_claims,
 )
