@@ -19,6 +19,11 @@ from dualmap.requests import EndpointStatus
 from dualmap.rings import DualRing
 from dualmap.view import Everyone, Instance, Roster, View
 
+# What requests generate before any has ended, in tokens, and how much each one that ends counts for the mean.
+_OUTPUT_TOKENS = 200.0
+_OUTPUT_WEIGHT = 0.02
+# Room is kept for half as much again as the mean, since a sum of outputs varies; measured in docs/evaluation.md.
+_OUTPUT_MARGIN = 1.5
 # A window that opens by passing time opens at a sum of floats.
 _WINDOW_SLACK_S = 1e-6
 
@@ -32,6 +37,7 @@ class Fleet:
         self.peers = Peers()
         self.resume_s: float | None = None
         """When the first of the suspended members may be tried again."""
+        self._output_tokens = _OUTPUT_TOKENS
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
@@ -94,8 +100,14 @@ class Fleet:
 
     def has_room(self, member: str, prompt_tokens: int) -> bool:
         """Whether a prompt fits into a member's KV memory now; always where nobody said how large that is."""
-        kv_tokens = self._pool.engine.kv_tokens
-        return kv_tokens is None or self.ledger.load(member).has_room(prompt_tokens, kv_tokens)
+        kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
+        return kv_tokens is None or self.ledger.load(member).has_room(
+            prompt_tokens, kv_tokens, output_tokens=output_tokens
+        )
+
+    def generated(self, output_tokens: int) -> None:
+        """Learn how much requests generate."""
+        self._output_tokens += _OUTPUT_WEIGHT * (output_tokens - self._output_tokens)
 
     def queue_s(self, now: float, member: str) -> float:
         """Return how long a member would need to come to a request that is placed there now."""

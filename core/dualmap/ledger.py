@@ -185,10 +185,14 @@ class MemberLoad:
             return self._head_since_s + over_s
         return None if head.streamed else max(self._head_since_s, head.dispatched_s) + head.compute_s
 
-    def has_room(self, prompt_tokens: int, kv_tokens: int) -> bool:
-        """Whether a prompt fits into the instance's KV memory beside what it works on; one alone always does."""
-        placed = self.active_kv_tokens + self.peers.active_kv_tokens
-        return placed + prompt_tokens <= kv_tokens or not placed
+    def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
+        """Whether a prompt fits into the instance's KV memory beside what it works on; one alone always does.
+
+        Each request is taken to generate ``output_tokens``.
+        """
+        requests = self.in_flight + self.peers.in_flight
+        prompts = self.active_kv_tokens + self.peers.active_kv_tokens + prompt_tokens
+        return requests == 0 or prompts + (requests + 1) * output_tokens <= kv_tokens
 
     def failed(self, now: float, dispatched_s: float) -> bool:
         """Count a request that the instance failed; return whether it is now to be left alone for a while.

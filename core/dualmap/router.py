@@ -112,12 +112,14 @@ class PoolRouter:
         if entry is None:
             return None
         self._fleet.succeeded(now, entry.member)
+        if usage is not None and usage.completion_tokens is not None:
+            self._fleet.generated(usage.completion_tokens)
         self._pump(now, entry.member)
         return entry.completion(usage)
 
     def on_aborted(self, now: float, request_id: str) -> Completion | None:
         """Close the books on a request whose client went away; None when it is unknown, has ended or was held."""
-        if self._drop_held(request_id):
+        if self._drop_held(now, request_id):
             return None
         entry = self._fleet.ledger.leave(now, request_id)
         return None if entry is None else self._broken_off(now, entry)
@@ -194,7 +196,7 @@ class PoolRouter:
             waiting = self._held.placed(request_id)
             # Whatever the backlog: those who wait now are served or refused by then.
             retry_s = None if waiting is None else min(self._fleet.queue_s(now, waiting.member), max_wait_s)
-            self._drop_held(request_id)
+            self._drop_held(now, request_id)
             self._outcomes.append(Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_s))
         return expired
 
@@ -366,12 +368,13 @@ class PoolRouter:
         if not load.held:
             del self._holding[waiting.member]
 
-    def _drop_held(self, request_id: str) -> bool:
-        """Forget a held request; False when it is none."""
+    def _drop_held(self, now: float, request_id: str) -> bool:
+        """Forget a held request; False when it is none. Who waits behind it may fit where it did not."""
         waiting = self._held.placed(request_id)
         if waiting is not None:
             self._unqueue(waiting)
             self._fleet.take_back(waiting.member, waiting.request.chain, waiting.matched_tokens)
+            self._pump(now, waiting.member)
         return self._held.release(request_id)
 
     def _pump(self, now: float, member: str) -> None:

@@ -14,7 +14,7 @@ from dualmap.hotness import HotnessCounts
 from dualmap.ledger import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.news import News, SharedLoad
 from dualmap.pool import Engine, MemberState, Pool, Queue, Rebalance, Routing, Slo
-from dualmap.requests import Decision, Held, Reason, Refusal
+from dualmap.requests import Decision, Held, Reason, Refusal, Usage
 from dualmap.router import PoolRouter
 
 SPEED = 1000.0
@@ -218,11 +218,19 @@ class TestKvMemory:
         router.on_finished(9.0, "one")
         assert decided(router) == ["two"]
 
-    def test_what_fits_is_handed_over(self) -> None:
+    def test_what_fits_with_what_will_be_generated_is_handed_over(self) -> None:
         router = self.roomy(5000)
+        for n in range(400):
+            ask(router, f"short {n}", 10)
+            router.on_first_token(0.0, f"short {n}")
+            router.on_finished(0.0, f"short {n}", Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0))
+        # Two requests are taken to generate 150 tokens each: half as much again as the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
-        assert isinstance(ask(router, "two", 2000, now=3.0), Decision)
+        assert isinstance(ask(router, "two", 1701, now=3.0), Held)
+        assert isinstance(ask(router, "three", 1500, now=3.0), Held)
+        router.on_aborted(3.0, "two")
+        assert decided(router) == ["three"]
 
     def test_one_alone_always_fits(self) -> None:
         assert isinstance(ask(self.roomy(1000), "one", 3000), Decision)
