@@ -55,8 +55,10 @@ def replay(config: EngineConfig, group: Group) -> list[Replayed]:
         late_s = max(late_s, engine.now_s - asked[0][1].sent_s)
         events: list[EngineEvent] = []
         for position, seen in asked:
-            events += engine.advance(late_s + seen.sent_s)
-            engine.submit(late_s + seen.sent_s, _request(position, seen, blocks))
+            # What was added and taken away again may be a rounding less.
+            at_s = max(engine.now_s, late_s + seen.sent_s)
+            events += engine.advance(at_s)
+            engine.submit(at_s, _request(position, seen, blocks))
         while (due_s := engine.next_event_s()) is not None:
             events += engine.advance(due_s)
         first = {event.request_id: event for event in events if isinstance(event, FirstToken)}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -148,6 +149,16 @@ def test_a_replay_asks_the_same_at_the_same_times(bench: Bench) -> None:
     assert three.ttft_s == pytest.approx(MODEL.prefill.seconds(new_tokens=64, cached_tokens=64)), "it waited to be sent"
     assert [each.cached_tokens for each in (one, two, three)] == [0, 256, 64]
     assert two.ttft_error == pytest.approx(two.ttft_s / 0.9 - 1)
+
+
+def test_a_wave_that_waits_for_the_last_one_does_not_come_before_its_end_by_a_rounding(bench: Bench) -> None:
+    replay = bench("replay").replay
+    random = Random(0)
+
+    for _ in range(200):
+        first = seen(bench, (1, random.randrange(100, 1000)), sent_s=random.random(), token_s=(1.1,))
+        later = seen(bench, (2, 64), sent_s=1.0 + random.random(), token_s=(9.0,), wave=1)
+        assert len(replay(slowed(MODEL, 30.0), group(bench, "queue", first, later))) == 2
 
 
 def test_a_recording_is_read_as_it_was_written(bench: Bench, tmp_path: Path) -> None:
