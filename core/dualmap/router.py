@@ -196,8 +196,11 @@ class PoolRouter:
             waiting = self._held.placed(request_id)
             # Whatever the backlog: those who wait now are served or refused by then.
             retry_s = None if waiting is None else min(self._fleet.queue_s(now, waiting.member), max_wait_s)
-            self._drop_held(now, request_id)
-            self._outcomes.append(Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_s))
+            # Unless the one given up before it left it room, and it went.
+            if self._drop_held(now, request_id):
+                self._outcomes.append(
+                    Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_s)
+                )
         return expired
 
     def status(self) -> PoolStatus:
@@ -382,11 +385,11 @@ class PoolRouter:
         load = self._holding.get(member)
         if load is None:
             return
-        defers, within_s, max_overtaken = self._chooser.defers, None, self._pool.routing.queue.max_overtaken
+        defers, within_s = self._chooser.defers, None
         while load.held and self._fleet.is_open(now, member):
             if defers:
                 within_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member)
-            waiting = load.held.next(now, within_s=within_s, max_overtaken=max_overtaken)
+            waiting = load.held.next(now, within_s=within_s, max_overtaken=self._pool.routing.queue.max_overtaken)
             if not self._fleet.has_room(member, waiting.request.chain.tokens):
                 break
             load.take(waiting)

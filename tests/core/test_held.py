@@ -232,6 +232,16 @@ class TestKvMemory:
         router.on_aborted(3.0, "two")
         assert decided(router) == ["three"]
 
+    def test_one_that_is_given_up_lets_in_who_waits_behind_it(self) -> None:
+        of = slow_pool(max_wait_s=20.0)
+        router = PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=5000)))
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        ask(router, "large", 4000, now=3.0)
+        ask(router, "small", 1000, now=3.0)
+        router.on_deadline(23.0)
+        assert {each.request_id: type(each) for each in router.take_outcomes()} == {"large": Refusal, "small": Decision}
+
     def test_one_alone_always_fits(self) -> None:
         assert isinstance(ask(self.roomy(1000), "one", 3000), Decision)
 
