@@ -94,7 +94,11 @@ def _pool(policy: str, block_tokens: int, size: int) -> Pool:
         namespace="bench",
         name="qwen",
         model=Model(name="qwen"),
-        engine=Engine(prefill_tokens_per_second=_ENGINE.prefill.tokens_per_s, cache_tokens=_ENGINE.cache_tokens),
+        engine=Engine(
+            prefill_tokens_per_second=_ENGINE.prefill.tokens_per_s,
+            cache_tokens=_ENGINE.cache_tokens,
+            kv_tokens=_ENGINE.kv_memory_tokens,
+        ),
         routing=Routing(policy=policy, prefix=Prefix(block_tokens=block_tokens)),
         members=_members(size),
     )
@@ -236,7 +240,7 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
                 before, after = (100 * figures[name] for name in ("attainment_before", "attainment_after"))
                 again_s = number(figures["recovered_after_s"], 0)
                 up.append(
-                    f"`{policy}` at {rate:g}/s: {before:.0f} % before, 90 % again after {again_s} s, {after:.1f} % in all"
+                    f"`{policy}` at {rate:g}/s: {before:.0f} % before, 90 % again after {again_s} s, then {after:.1f} %"
                 )
         figures = results.figures(_scaling_cell(extent, policy, _DOWN, up=False))
         if figures is not None:

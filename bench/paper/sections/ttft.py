@@ -14,12 +14,23 @@ from bench.paper.claims import Claim
 from bench.paper.measures import run_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
-from bench.paper.settings import BASELINES, CONVERSATION, MODELS, OURS, RATES, TITLES, TOOL_AGENT, Extent, few_rates
+from bench.paper.settings import (
+    BASELINES,
+    CONVERSATION,
+    MODELS,
+    OURS,
+    RATES,
+    TITLES,
+    TOOL_AGENT,
+    WARMUP,
+    Extent,
+    few_rates,
+)
 from bench.paper.tables import change, number, ratio, table
 
 from dualmap_sim.experiment import load_workload
 from dualmap_sim.presets import PRESETS
-from dualmap_sim.workloads.statistics import ideal_block_hit_rate
+from dualmap_sim.workloads.statistics import ideal_block_tokens
 
 _POLICIES: Final = ("limit", *BASELINES, *OURS)
 _SHOWN: Final = (*OURS, *BASELINES, "limit")
@@ -37,7 +48,8 @@ def _cell(extent: Extent, workload: str, model: str, rate: float, policy: str) -
 
 def _ideal_hit_rate(extent: Extent, workload: str, model: str) -> Figures:
     trace = load_workload(extent.workload(workload, 0)).capped(PRESETS[model].input_tokens_max)
-    return {"hit_rate": ideal_block_hit_rate(trace)}
+    tokens = sum(each.input_tokens for each in trace.requests[WARMUP:])
+    return {"hit_rate": sum(ideal_block_tokens(trace)[WARMUP:]) / tokens}
 
 
 def _ideal_cell(extent: Extent, workload: str, model: str) -> Cell:
@@ -87,7 +99,9 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
         parts.append(f"## {TITLES[workload]}, {model}\n")
         ideal = results.figures(_ideal_cell(extent, workload, model))
         if ideal is not None:
-            parts.append(f"Of all prompt tokens {ideal['hit_rate']:.1%} could be reused at best (one endless cache).\n")
+            parts.append(
+                f"Of the counted prompt tokens {ideal['hit_rate']:.1%} could be reused at best (one endless cache).\n"
+            )
         parts.append(_tables(found[workload, model], few_rates(RATES[workload, model], extent), ideal))
     return "\n".join(parts)
 
