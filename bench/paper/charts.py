@@ -75,6 +75,7 @@ def finish(axes: Axes, title: str, *, across: str = "") -> None:
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=8)
+    axes.tick_params(which="minor", labelsize=6)
 
 
 def legend(figure: Figure, policies: Sequence[str], *, names: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -29,8 +29,8 @@ from dualmap_sim.records import Record
 from dualmap_sim.summary import percentile
 from dualmap_sim.workloads.catalog import Workload
 
-_RATES: Final = (2.5, 3.5)
-"""Nominal requests per second: some half and two thirds of what one endless cache would admit."""
+_RATES: Final = (2.5, 3.5, 5.5)
+"""Nominal requests per second: half and two thirds of what one endless cache would admit, and a little more than it."""
 _WITHOUT_MOVES: Final = (
     "all_cached",
     "round_robin",
@@ -134,52 +134,48 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
             shown = (Spread.of(each[name] for each in kept).show(digits, scale) for name, _, digits, scale in _COLUMNS)
             rows.append([f"{policy}{' with KV moves' if moves else ''}", f"{rate:g}", *shown])
     text = table(("policy", "nominal requests/s", *(title for _, title, *_ in _COLUMNS)), rows)
-    figure, axes = grid(1, 2 * len(_RATES))
-    panels = [(rate, moves) for rate in _RATES for moves in (False, True)]
-    for place, (rate, moves) in zip(axes[0], panels, strict=True):
+    figure, axes = grid(2, len(_RATES))
+    for row, moves in zip(axes, (False, True), strict=True):
         policies = _WITH_MOVES if moves else _WITHOUT_MOVES
-        bars(place, policies, [drawn.get((rate, policy, moves), []) for policy in policies])
-        finish(place, f"amplification at {rate:g}/s, {'with' if moves else 'no'} KV moves")
+        for place, rate in zip(row, _RATES, strict=True):
+            bars(place, policies, [drawn.get((rate, policy, moves), []) for policy in policies])
+            finish(place, f"amplification at {rate:g}/s, {'with' if moves else 'no'} KV moves")
     legend(figure, _WITHOUT_MOVES)
     save(figure, plots / "sessions.png")
     return f"{text}\n![amplification](sessions.png)\n"
 
 
 def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
-    rate = _RATES[-1]
+    _, high, beyond = _RATES
 
-    def shown(name: str, policies: Sequence[tuple[str, bool]], digits: int = 2, scale: float = 1.0) -> str:
+    def shown(name: str, rate: float, policies: Sequence[str], digits: int = 2, scale: float = 1.0) -> str:
         parts = []
-        for policy, moves in policies:
-            cells = [_cell(extent, rate, window, policy, moves=moves) for window in extent.windows[:2]]
+        for policy in policies:
+            cells = [_cell(extent, rate, window, policy, moves=False) for window in extent.windows[:2]]
             kept = [figures for cell in cells if (figures := results.figures(cell)) is not None]
             if kept:
-                mean = fmean(each[name] for each in kept)
-                parts.append(f"`{policy}`{' with KV moves' if moves else ''} {mean * scale:.{digits}f}")
+                parts.append(f"`{policy}` {fmean(each[name] for each in kept) * scale:.{digits}f}")
         return ", ".join(parts)
 
-    still = [(policy, False) for policy in ("all_cached", "round_robin", "least_loaded", "llumnix", "ear", *_OURS)]
-    moving = [(policy, True) for policy in _WITH_MOVES]
-    caches = [(policy, False) for policy in ("round_robin", "least_loaded", "cache_affinity", "ear", *_OURS)]
-    tails = [(policy, False) for policy in ("least_loaded", "cache_affinity", "ear", *_OURS)]
+    policies = ("round_robin", "least_loaded", "cache_affinity", "ear", *_OURS)
+    amplified = {rate: shown("amplification", rate, ("all_cached", *policies)) for rate in (high, beyond)}
     return (
         Claim(
             "EAR 1, 5.4",
-            "wall-clock amplification of 8 under load balancing, far less under EAR",
-            f"at {rate:g}/s: {shown('amplification', still)}",
+            "wall-clock amplification of 8 under load balancing, less under EAR (how much is left open)",
+            "; ".join(f"at {rate:g}/s nominal {text}" for rate, text in amplified.items() if text),
         ),
         Claim(
-            "EAR 1, 5.4", "... of the first nine tenths of the requests", shown("amplification_90", [*still, *moving])
-        ),
-        Claim(
-            "EAR 3.1, 3.3",
-            "hit rate 56.9 % under load balancing, 77.2 % sticky, 79.4 % with affinity, of 80.3 % at best",
-            "%: " + shown("hit_rate", caches, 1, 100),
+            "EAR 2.2, 3.1, 3.3",
+            "hit rate 54.1 to 56.9 % under load balancing, 77.2 % sticky, 79.4 % with affinity, of 80.3 % at best",
+            f"%, at {high:g}/s: " + shown("hit_rate", high, policies, 1, 100),
         ),
         Claim(
             "EAR 3.3",
-            "the worst instance's TTFT P90: 31.3 s balanced, 55.4 s sticky, 37.7 s with affinity",
-            "s: " + shown("worker_max_p90_s", tails),
+            "TTFT P90 of the median and the worst instance: 14.0 and 31.3 s balanced, 20.3 and 55.4 s sticky, "
+            "10.3 and 37.7 s with affinity",
+            f"at {beyond:g}/s, s: {shown('worker_median_p90_s', beyond, policies)}; "
+            f"worst {shown('worker_max_p90_s', beyond, policies)}",
         ),
     )
 

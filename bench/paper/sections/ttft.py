@@ -191,6 +191,7 @@ def _draw(found: Mapping[tuple[str, str], _Found], extent: Extent, plots: Path) 
             if figure_name.endswith("_s"):
                 place.set_yscale("log")
                 place.yaxis.set_major_formatter("{x:g}")
+                place.yaxis.set_minor_formatter("{x:g}")
             if figure_name.startswith("ttft"):
                 mark_slo(place)
             finish(place, f"{TITLES[workload]}, {model}: {title}", across="requests/s")
