@@ -1,6 +1,7 @@
 """Goodput of 8 to 256 instances (paper appendix A.3.1, Fig. 13a): Tool&Agent on 7b, requests in proportion.
 
-Beyond 32 instances, where the paper ends, fewer policies, for the time it takes.
+Beyond 32 instances, where the paper ends, fewer policies, and from 128 on one rate instead of a search, for the time it
+takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,13 @@ from typing import Final
 from bench.paper.cells import Cell
 from bench.paper.charts import draw_lines, finish, grid, legend, save
 from bench.paper.claims import Claim
-from bench.paper.measures import goodput_figures
+from bench.paper.measures import goodput_figures, run_figures
 from bench.paper.results import Results
 from bench.paper.section import Section
 from bench.paper.settings import BASELINES, OURS, TOOL_AGENT, Extent
 from bench.paper.tables import change, number, table
 
+from dualmap_sim.experiment import Experiment
 from dualmap_sim.workloads.catalog import Workload
 
 _PAPERS: Final = ("limit", *BASELINES, *OURS)
@@ -26,27 +28,41 @@ _SIZES: Final[Mapping[int, tuple[str, ...]]] = {
     16: _PAPERS,
     32: _PAPERS,
     64: ("limit", "min_ttft", "dualmap"),
-    128: ("limit", "dualmap"),
-    256: ("limit", "dualmap"),
 }
+_LARGE: Final = (128, 256)
+_AT_ONE_RATE: Final = ("limit", "dualmap")
+_RATE_EACH: Final = 0.95
+"""Requests per second for each instance."""
 _REQUESTS: Final = 250
 """For each instance; a quarter of the paper's."""
 _WARMUP: Final = 40
 _TOLERANCE: Final = 0.02
 
 
-def _cell(extent: Extent, size: int, policy: str) -> Cell:
-    experiment = replace(
-        extent.experiment(TOOL_AGENT, "7b", 0, policy),
+def _experiment(extent: Extent, size: int, policy: str) -> Experiment:
+    return replace(
+        extent.experiment(TOOL_AGENT, "7b", 0, policy, size * _RATE_EACH),
         workload=Workload(name=TOOL_AGENT, requests=size * _REQUESTS),
         instances=size,
         warmup=size * _WARMUP,
     )
+
+
+def _cell(extent: Extent, size: int, policy: str) -> Cell:
     return Cell(
         section="scale",
         name=f"{size} instances {policy}",
         policy=policy,
-        measure=partial(goodput_figures, experiment, tolerance=_TOLERANCE),
+        measure=partial(goodput_figures, _experiment(extent, size, policy), tolerance=_TOLERANCE),
+    )
+
+
+def _run_cell(extent: Extent, size: int, policy: str) -> Cell:
+    return Cell(
+        section="scale",
+        name=f"{size} instances at {size * _RATE_EACH:g}/s {policy}",
+        policy=policy,
+        measure=partial(run_figures, replace(_experiment(extent, size, policy), sample_s=None)),
     )
 
 
@@ -55,7 +71,13 @@ def _sizes(extent: Extent) -> dict[int, tuple[str, ...]]:
 
 
 def _cells(extent: Extent) -> Sequence[Cell]:
-    return [_cell(extent, size, policy) for size, policies in _sizes(extent).items() for policy in policies]
+    searches = [_cell(extent, size, policy) for size, policies in _sizes(extent).items() for policy in policies]
+    return [*searches, *(_run_cell(extent, size, policy) for size in _large(extent) for policy in _AT_ONE_RATE)]
+
+
+def _large(extent: Extent) -> tuple[int, ...]:
+    """Return the sizes that are looked at by one run, the smallest beside them to compare with."""
+    return (8,) if extent.quick else (8, *_LARGE)
 
 
 def _page(results: Results, extent: Extent, plots: Path) -> str:
@@ -82,8 +104,23 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     legend(figure, shown)
     save(figure, plots / "scale.png")
     return (
-        f"Requests: {counted}; the first {_WARMUP} for each instance are not counted.\n\n{text}\n![scale](scale.png)\n"
+        f"Requests: {counted}; the first {_WARMUP} for each instance are not counted.\n\n{text}\n"
+        f"{_at_one_rate(results, extent)}\n![scale](scale.png)\n"
     )
+
+
+def _at_one_rate(results: Results, extent: Extent) -> str:
+    rows = []
+    for size in _large(extent):
+        for policy in _AT_ONE_RATE:
+            measured = results.get(_run_cell(extent, size, policy))
+            if measured is not None:
+                figures = measured.figures
+                shares = (f"{100 * figures[name]:.1f} %" for name in ("slo_attainment", "hit_rate"))
+                times = (number(figures[name]) for name in ("ttft_p50_s", "ttft_p90_s"))
+                rows.append([policy, f"{size}", f"{size * _RATE_EACH:g}", *shares, *times, f"{measured.cost_s:.0f}"])
+    heads = ("policy", "instances", "requests/s", "within SLO", "hit rate", "TTFT p50 s", "p90", "processor seconds")
+    return f"At {_RATE_EACH:g} requests/s for each instance:\n\n{table(heads, rows)}"
 
 
 def _show(found: Mapping[tuple[int, str], float | None], size: int, policy: str) -> str:
