@@ -253,8 +253,8 @@ def _workload_claims(results: Results, extent: Extent, workload: str) -> Sequenc
         claims.append(
             Claim(
                 "4.2, Fig. 4",
-                f"TTFT {short} {says} against the best baseline at high rates",
-                f"{title}: {_at_high_rates(models, extent, workload, name)}",
+                f"{title}: TTFT {short} {says} against the best baseline at high rates",
+                _at_high_rates(models, extent, workload, name),
             )
         )
     rates = few_rates(RATES[workload, "7b"], extent)
