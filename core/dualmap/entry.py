@@ -1,9 +1,18 @@
 """A request that was handed over to its instance and has not ended: a line in the books of ``ledger``."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from dualmap.blocks import BlockChain
 from dualmap.requests import Completion, Usage
+
+
+class Stage(Enum):
+    """What an instance is believed to do with a request."""
+
+    PENDING = "its prefill has not ended"
+    DECODING = "its answer is generated"
+    SILENT = "nothing, since nothing was heard of it for long: its end must have been missed"
 
 
 @dataclass(slots=True)
@@ -11,7 +20,9 @@ class Entry:
     """One live request.
 
     ``compute_s`` is what computing the uncached part of its prompt was expected to take. The end of a prefill is seen
-    only when the answer is ``streamed``; otherwise it is taken to end when it should. ``alone`` says that no other
+    only when the answer is ``streamed``; otherwise it is taken to end when it should. ``prefilled`` says that it was
+    seen to end, or taken to by that rule; one of which nothing was heard may be believed to be past it all the same
+    (``stage``). ``silent_since_s`` is when it was last heard of, or began to be decoded. ``alone`` says that no other
     replica had prefills at the instance when this one was handed over.
     """
 
@@ -26,6 +37,8 @@ class Entry:
     heard_s: float
     streamed: bool = True
     prefilled: bool = False
+    stage: Stage = Stage.PENDING
+    silent_since_s: float = 0.0
     alone: bool = True
     session: int | None = None
 

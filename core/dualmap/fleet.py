@@ -9,7 +9,8 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from dualmap.blocks import BlockChain
-from dualmap.ledger import Ledger, MemberLoad
+from dualmap.ledger import Ledger
+from dualmap.load import MemberLoad
 from dualmap.membership import Membership
 from dualmap.news import Placement, SharedLoad
 from dualmap.peers import Peers
@@ -170,12 +171,12 @@ class Fleet:
         shares = {}
         for member, load in self.ledger.items():
             load.settle(now)
-            if load.in_flight or load.held:
+            if load.working or load.held:
                 shares[member] = SharedLoad(
                     pending_prefill_tokens=load.pending_prefill_tokens + load.held.tokens,
                     backlog_s=max(0.0, load.backlog_s(now, self._stall_s) - load.peers.backlog_s),
                     held_s=load.held.compute_s,
-                    in_flight=load.in_flight,
+                    in_flight=load.working,
                     active_kv_tokens=load.active_kv_tokens,
                 )
         return shares

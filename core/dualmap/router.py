@@ -15,7 +15,7 @@ from dualmap.chooser import Chooser
 from dualmap.entry import Entry
 from dualmap.fleet import Fleet
 from dualmap.held import HeldRequests, Waiting
-from dualmap.ledger import MemberLoad
+from dualmap.load import MemberLoad
 from dualmap.news import News, Placement, SharedBinding
 from dualmap.peers import PEER_TTL_S
 from dualmap.pool import Pool
@@ -101,14 +101,13 @@ class PoolRouter:
         self._fleet.will_hold(entry.member, entry.chain)
         self._fleet.succeeded(now, entry.member)
         self._pump(now, entry.member)
-        ttft_s, within_slo = now - entry.arrived_s, now - entry.arrived_s <= self._pool.slo.ttft_s
-        return FirstToken(
-            member=entry.member, ttft_s=ttft_s, predicted_ttft_s=entry.predicted_ttft_s, within_slo=within_slo
-        )
+        ttft_s, expected_s = now - entry.arrived_s, entry.predicted_ttft_s
+        within_slo = ttft_s <= self._pool.slo.ttft_s
+        return FirstToken(member=entry.member, ttft_s=ttft_s, predicted_ttft_s=expected_s, within_slo=within_slo)
 
     def on_finished(self, now: float, request_id: str, usage: Usage | None = None) -> Completion | None:
         """Close the books on a request that ended, with the engine's token counts where known; None when unknown."""
-        entry = self._fleet.ledger.leave(now, request_id)
+        entry = self._fleet.ledger.finish(now, request_id)
         if entry is None:
             return None
         self._fleet.succeeded(now, entry.member)
@@ -178,12 +177,11 @@ class PoolRouter:
         """Return when ``on_deadline`` wants to be called next, or None."""
         deadlines = [self._fleet.ledger.next_expiry(), self._fleet.peers.next_expiry(), self._fleet.resume_s]
         if self._held:
-            queue = self._pool.routing.queue
-            opens_s = [load.opens_s(queue.dispatch_window_s) for load in self._holding.values()]
-            # One that should have opened when all were looked at is kept closed by a stall; an event will open it.
-            deadlines += [each for each in opens_s if each is not None and each > self._pumped_s]
+            queue, window_s = self._pool.routing.queue, self._pool.routing.queue.dispatch_window_s
+            # One that should have opened when all were looked at is kept closed by a stall.
+            deadlines += [load.opens_s(window_s, after_s=self._pumped_s) for load in self._holding.values()]
             deadlines.append(self._held.next_expiry(queue.max_wait_s))
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return min((each for each in deadlines if each is not None), default=None)
 
     def on_deadline(self, now: float) -> tuple[Completion, ...]:
         """Do what is due: give up what waited or was silent for too long; return the requests that were silent."""
@@ -194,13 +192,12 @@ class PoolRouter:
         max_wait_s = self._pool.routing.queue.max_wait_s
         for request_id in self._held.expired(now, max_wait_s):
             waiting = self._held.placed(request_id)
-            # Whatever the backlog: those who wait now are served or refused by then.
+            # Those who wait now are served or refused by then.
             retry_s = None if waiting is None else min(self._fleet.queue_s(now, waiting.member), max_wait_s)
             # Unless the one given up before it left it room, and it went.
             if self._drop_held(now, request_id):
-                self._outcomes.append(
-                    Refusal(request_id=request_id, reason=Reason.WAITED_TOO_LONG, retry_after_s=retry_s)
-                )
+                late = Reason.WAITED_TOO_LONG
+                self._outcomes.append(Refusal(request_id=request_id, reason=late, retry_after_s=retry_s))
         return expired
 
     def status(self) -> PoolStatus:

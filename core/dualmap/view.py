@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dualmap.blocks import BlockChain
-from dualmap.ledger import MemberLoad
+from dualmap.load import MemberLoad
 from dualmap.pool import Member
 from dualmap.prefix_index import PrefixIndex, PrefixTree
 from dualmap.situation import Candidate, Weights

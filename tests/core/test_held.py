@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
 from dualmap.hotness import HotnessCounts
-from dualmap.ledger import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
+from dualmap.load import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.news import News, SharedLoad
 from dualmap.pool import Engine, MemberState, Pool, Queue, Rebalance, Routing, Slo
 from dualmap.requests import Decision, Held, Reason, Refusal, Usage

@@ -3,8 +3,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders import chain, text_of
-from dualmap.entry import Entry
+from dualmap.entry import Entry, Stage
 from dualmap.ledger import ENTRY_TTL_S, Ledger
+from dualmap.load import SILENT_DECODE_S, SILENT_PREFILL_S
 
 SPEED = 1000.0
 
@@ -49,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
         made = entry(str(self.ids), member, self.now, tokens=tokens, matched=int(tokens * part), streamed=streamed)
         self.ledger.enter(self.now, made)
 
-    @rule(member=st.sampled_from("abc"), dt=st.floats(0, 5))
+    @rule(member=st.sampled_from("abc"), dt=st.floats(0, 5) | st.sampled_from([SILENT_PREFILL_S, SILENT_DECODE_S]))
     def settle(self, member: str, dt: float) -> None:
         self.now += dt
         self.ledger.load(member).settle(self.now)
@@ -58,6 +59,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def first_token(self, name: str, dt: float) -> None:
         self.now += dt
         self.ledger.first_token(self.now, name)
+
+    @rule(name=names, dt=st.floats(0, 100))
+    def heard(self, name: str, dt: float) -> None:
+        self.now += dt
+        self.ledger.heard(self.now, name)
+
+    @rule(name=names)
+    def finish(self, name: str) -> None:
+        self.ledger.finish(self.now, name)
 
     @rule(name=names)
     def leave(self, name: str) -> None:
@@ -83,12 +93,16 @@ class LedgerMachine(RuleBasedStateMachine):
         live = [found for n in range(self.ids + 1) if (found := self.ledger.entry(str(n)))]
         for member in "abcd":
             load, own = self.ledger.load(member), [each for each in live if each.member == member]
+            pending = [each for each in own if each.stage is Stage.PENDING]
+            working = [each for each in own if each.stage is not Stage.SILENT]
+            assert not any(each.prefilled for each in pending)
             assert load.in_flight == len(own)
-            assert load.active_kv_tokens == sum(each.chain.tokens for each in own)
-            assert load.pending_prefill_tokens == sum(each.new_tokens for each in own if not each.prefilled)
+            assert load.working == len(working)
+            assert load.active_kv_tokens == sum(each.chain.tokens for each in working)
+            assert load.pending_prefill_tokens == sum(each.new_tokens for each in pending)
             assert load.queue_s(self.now, 3.0) >= 0.0
             if not load.pending_prefill_tokens:
-                assert load.queue_s(self.now, 3.0) < 1e-6 or any(not each.prefilled for each in own)
+                assert load.queue_s(self.now, 3.0) < 1e-6 or pending
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
@@ -182,5 +196,93 @@ def test_a_prefill_that_overtakes_does_not_teach_speed() -> None:
     before = ledger.load("a").speed
     ledger.first_token(0.2, "short")
     assert ledger.load("a").speed == before
-    ledger.first_token(20.0, "long")
-    assert ledger.load("a").speed.tokens_per_second < before.tokens_per_second
+
+
+class TestLostReports:
+    def test_a_prefill_that_a_later_one_has_overtaken_has_ended_unheard(self) -> None:
+        ledger = Ledger(SPEED)
+        for n in range(4):
+            ledger.enter(0.0, entry(str(n), "a", 0.0))
+        load, before = ledger.load("a"), ledger.load("a").speed
+        ledger.first_token(3.0, "2")
+        assert (load.pending_prefill_tokens, load.queue_s(3.0, 3.0)) == (1000, 1.0)
+        assert load.in_flight == load.working == 4
+        # Those that were passed teach nothing when they are heard of after all.
+        assert ledger.first_token(3.5, "0") is not None
+        assert load.speed == before
+
+    def test_a_prefill_that_is_next_and_silent_for_long_has_ended_unheard(self) -> None:
+        ledger = Ledger(SPEED)
+        ledger.enter(0.0, entry("1", "a", 0.0))
+        load = ledger.load("a")
+        load.settle(SILENT_PREFILL_S - 0.1)
+        assert load.queue_s(SILENT_PREFILL_S - 0.1, 3.0) == SILENT_PREFILL_S - 0.1
+        load.settle(SILENT_PREFILL_S)
+        assert (load.pending_prefill_tokens, load.queue_s(SILENT_PREFILL_S, 3.0)) == (0, 0.0)
+        assert load.in_flight == 1
+
+    def test_a_long_prefill_is_given_more_time(self) -> None:
+        ledger = Ledger(SPEED)
+        ledger.enter(0.0, entry("1", "a", 0.0, tokens=50_000))
+        load = ledger.load("a")
+        load.settle(499.0)
+        assert load.pending_prefill_tokens == 50_000
+        load.settle(500.0)
+        assert load.pending_prefill_tokens == 0
+
+    def test_a_stalled_instance_stays_stalled_while_one_after_the_other_is_given_up(self) -> None:
+        ledger = Ledger(SPEED)
+        for n in range(3):
+            ledger.enter(0.0, entry(str(n), "a", 0.0))
+        load = ledger.load("a")
+        for given_up in range(1, 3):
+            now = given_up * SILENT_PREFILL_S
+            load.settle(now)
+            assert load.pending_prefill_tokens == 1000 * (3 - given_up)
+            assert load.queue_s(now, 3.0) >= now
+
+    def test_a_first_token_that_comes_after_all_is_one(self) -> None:
+        ledger = Ledger(SPEED)
+        for n in range(2):
+            ledger.enter(0.0, entry(str(n), "a", 0.0))
+        load = ledger.load("a")
+        before = load.speed
+        load.settle(SILENT_PREFILL_S)
+        late = ledger.first_token(SILENT_PREFILL_S + 5.0, "0")
+        assert late is not None
+        assert late.prefilled
+        assert ledger.first_token(SILENT_PREFILL_S + 5.0, "0") is None
+        # The other has only now begun, and nothing was learnt of the stall.
+        assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
+        assert load.speed == before
+
+    def test_a_request_silent_for_long_is_in_flight_but_takes_no_memory(self) -> None:
+        ledger = Ledger(SPEED)
+        ledger.enter(0.0, entry("1", "a", 0.0))
+        ledger.first_token(1.0, "1")
+        load = ledger.load("a")
+        load.settle(SILENT_DECODE_S + 0.9)
+        assert (load.active_kv_tokens, load.working) == (1000, 1)
+        load.settle(SILENT_DECODE_S + 1.0)
+        assert (load.active_kv_tokens, load.working, load.in_flight) == (0, 0, 1)
+        ledger.heard(SILENT_DECODE_S + 2.0, "1")
+        assert (load.active_kv_tokens, load.working, load.in_flight) == (1000, 1, 1)
+        load.settle(2 * SILENT_DECODE_S + 2.0)
+        ledger.leave(2 * SILENT_DECODE_S + 2.0, "1")
+        assert (load.active_kv_tokens, load.working, load.in_flight) == (0, 0, 0)
+
+    def test_where_answers_take_long_silence_is_borne_for_longer(self) -> None:
+        ledger = Ledger(SPEED)
+        now = 0.0
+        for n in range(200):
+            ledger.enter(now, entry(str(n), "a", now))
+            ledger.first_token(now + 1.0, str(n))
+            ledger.finish(now + 51.0, str(n))
+            now += 51.0
+        ledger.enter(now, entry("last", "a", now))
+        ledger.first_token(now, "last")
+        load = ledger.load("a")
+        load.settle(now + 150.0)
+        assert load.active_kv_tokens == 1000
+        load.settle(now + ENTRY_TTL_S)
+        assert load.active_kv_tokens == 0

@@ -267,10 +267,12 @@ class TestEar:
         assert rule == "new-session"
         load(first, 4000, 0.1)
         assert turn(2, 0.2) == (first, "session-host")
-        load(first, 2000, 0.3)
+        # The turn's first token came, so what was handed over before it is taken to be done.
+        load(first, 6000, 0.3)
         second, rule = turn(3, 0.4)
         assert rule == "session-move"
         assert second != first
         load(second, 9000, 0.5)
         assert turn(4, 1.0) == (second, "session-host")
+        load(second, 9000, 30.4)
         assert turn(5, 30.5)[1] == "session-move"

@@ -113,7 +113,7 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
         assert pending_tokens[position] == (
             load.pending_prefill_tokens + load.held.tokens + load.peers.pending_prefill_tokens
         )
-        assert in_flight[position] == load.in_flight + load.peers.in_flight
+        assert in_flight[position] == load.working + load.peers.in_flight
         assert requests[position] == in_flight[position] + len(load.held)
         assert placed_tokens[position] == kv_tokens + load.held.tokens
         assert matched_tokens[position] == cached_tokens

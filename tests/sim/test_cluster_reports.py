@@ -7,6 +7,7 @@ from hashlib import sha256
 import pytest
 
 from clusters import (
+    SEVEN_B,
     assert_books_empty,
     assert_each_ended_once,
     busy_config,
@@ -41,6 +42,16 @@ def test_lost_reports_are_a_share_and_are_forgotten_with_time() -> None:
     assert in_flight(cluster) > 0
     router.on_deadline(last_s + ENTRY_TTL_S + 1.0)
     assert_books_empty(cluster)
+
+
+@pytest.mark.parametrize("kv_tokens", [None, SEVEN_B.kv_memory_tokens])
+def test_lost_reports_do_not_shut_instances(kv_tokens: int | None) -> None:
+    """While only the TTL made up for a lost report, 10 and 14 % fewer were in time."""
+    asked, of = busy_requests(900, rate=10.0), busy_config(1, Queue())
+    of = replace(of, pool=replace(of.pool, engine=replace(of.pool.engine, kv_tokens=kv_tokens)))
+    runs = [Cluster(replace(of, report_loss=loss)).run(asked) for loss in (0.0, 0.05)]
+    complete, lossy = (summarise(records, slo_ttft_s=5.0).slo_attainment for records in runs)
+    assert lossy > complete - 0.03
 
 
 def test_a_router_that_never_hears_of_an_end_goes_by_the_ttl() -> None:
@@ -158,7 +169,7 @@ def digest(records: Sequence[Record]) -> str:
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("round_robin", "457ed46d5b9bdbee"), ("min_ttft", "89baa23043554352"), ("preble", "273132324365e357")],
+    [("round_robin", "457ed46d5b9bdbee"), ("min_ttft", "c2db98258fdb67ce"), ("preble", "273132324365e357")],
 )
 def test_the_same_seed_gives_the_same_bytes_on_any_machine(policy: str, expected: str) -> None:
     """Pinned: another digest means that results published before are no longer those of this code. Say why."""
