@@ -130,7 +130,7 @@ class Queue:
     came earlier; 0 is first come, first served.
     """
 
-    dispatch_window_s: float = 1.0
+    dispatch_window_s: float = 0.25
     max_held: int = 1000
     max_wait_s: float = 30.0
     order: str = "Fcfs"

@@ -307,7 +307,7 @@ def _read_prefix(fields: _Fields) -> Prefix:
 
 def _read_queue(fields: _Fields) -> Queue:
     queue = Queue(
-        dispatch_window_s=fields.duration("dispatchWindow", 1.0, low_s=0.001, high_s=600.0, unlimited=True),
+        dispatch_window_s=fields.duration("dispatchWindow", 0.25, low_s=0.001, high_s=600.0, unlimited=True),
         max_held=fields.integer("maxHeld", 1000, 0, 100_000),
         max_overtaken=fields.integer("maxOvertaken", 8, 0, 1000),
         max_wait_s=fields.duration("maxWait", 30.0, low_s=0.1, high_s=600.0),

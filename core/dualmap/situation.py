@@ -46,6 +46,11 @@ class Weights:
     compute: float
     active_kv: float = 0.0
 
+    def cost_s(self, candidate: Candidate) -> float:
+        """Return a member's cost."""
+        active_kv_s = candidate.active_kv_tokens / candidate.tokens_per_second
+        return candidate.queue_s + self.compute * candidate.compute_s + self.active_kv * active_kv_s
+
 
 class Everyone(Protocol):
     """Every member that takes new keys, by id: as candidates, each made when it is looked at, or as columns.
@@ -88,7 +93,7 @@ class Rule:
 
 LONE = Rule("lone", "no other member may take it")
 PAIR_WARM = Rule("pair-warm", "of its pair it holds more of the prompt, and its predicted TTFT is within the limit")
-PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more prefill pending")
+PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more to do")
 HOST_WARM = Rule("host-warm", "its session's last turn went there, it holds more of the prompt than either of its pair")
 
 

@@ -38,6 +38,15 @@ def test_equal_reuse_goes_to_the_less_loaded(policy: str) -> None:
     assert decide(policy, busy, idle) == ("b", "pair-equal")
 
 
+def test_a_pair_that_holds_nothing_of_its_own_is_left_for_a_member_that_costs_less() -> None:
+    one, other = candidate("a", queue_s=1.0, compute_s=1.0), candidate("b", queue_s=0.9, compute_s=1.0)
+    holder = candidate("c", queue_s=1.0, compute_s=0.2, matched=800)
+    assert decide("dualmap", one, other, holder) == ("c", "pair-cold")
+    assert decide("dualmap_paper", one, other, holder)[0] in "ab"
+    # 0.02 s are less than estimates can tell apart, and the pair is where the next one will look.
+    assert decide("dualmap", one, other, candidate("c", queue_s=0.89, compute_s=1.0)) == ("b", "pair-equal")
+
+
 def test_the_paper_takes_the_less_loaded_of_the_pair_beyond_the_slo() -> None:
     warm, other, idle = (
         candidate("a", matched=800, queue_s=5.0, pending=5000),
