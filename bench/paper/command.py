@@ -22,8 +22,8 @@ _ROOT: Final = Path(__file__).parents[2]
 _RECORDED: Final = _ROOT / "bench" / "results" / "paper"
 _QUICK: Final = _ROOT / "build" / "paper-quick"
 _EVALUATION: Final = _ROOT / "docs" / "evaluation.md"
-_CODE: Final = ("core", "sim", "bench/paper")
-"""What results depend on, beside the workloads."""
+_CODE: Final = ("core", "sim")
+"""What results depend on, beside the workloads and the cells' own settings."""
 
 
 def _names(
@@ -49,6 +49,7 @@ def _names(
     help=f"Only these, separated by commas: {', '.join(SECTIONS)}.",
 )
 @click.option("--policies", callback=_names(None), help="Measure these again, whatever is there, and nothing else.")
+@click.option("--stale", is_flag=True, help="Measure again what other code than the present one measured.")
 @click.option("--draw", "only_draw", is_flag=True, help="Measure nothing; write pages and plots from what is there.")
 @click.option("--quick", is_flag=True, help="One short window of everything, to see that it works (into build/).")
 @click.option("--processes", default=2, type=click.IntRange(1, 64), help="Measurements at the same time.")
@@ -58,6 +59,7 @@ def paper(
     *,
     names: tuple[str, ...] | None,
     policies: tuple[str, ...] | None,
+    stale: bool,
     only_draw: bool,
     quick: bool,
     processes: int,
@@ -73,6 +75,7 @@ def paper(
     Example:
       python -m bench paper --section goodput,ttft
       python -m bench paper --policies dualmap        after the policy changed
+      python -m bench paper --stale                   after the router changed
     """
     extent = Extent(quick=quick, trace=trace)
     directory = out or (_QUICK if quick else _RECORDED)
@@ -82,7 +85,9 @@ def paper(
         click.echo(f"paper: there is no {trace}; what needs the Conversation trace is left out", err=True)
     try:
         if not only_draw:
-            _measure(_to_measure(sections, extent, results, policies), results, processes)
+            commit = _commit()
+            cells = _to_measure(sections, extent, results, policies, commit=commit if stale else None)
+            _measure(cells, results, processes, commit=commit)
         for section in sections:
             _write(section, results, extent, directory)
         if directory == _RECORDED:
@@ -94,13 +99,24 @@ def paper(
 
 
 def _to_measure(
-    sections: Sequence[Section], extent: Extent, results: Results, policies: tuple[str, ...] | None
+    sections: Sequence[Section],
+    extent: Extent,
+    results: Results,
+    policies: tuple[str, ...] | None,
+    *,
+    commit: str | None,
 ) -> list[Cell]:
-    """Return the cells to measure, each once: all that are missing, or those of the policies that were named."""
+    """Return the cells to measure, each once.
+
+    These are all that are missing and, where ``commit`` says which code it is, what other code measured; or those of
+    the policies that were named, all of them, or with ``commit`` those that other code measured.
+    """
     cells = {(cell.section, cell.name): cell for section in sections for cell in section.cells(extent)}
-    if policies is None:
-        return [cell for cell in cells.values() if results.get(cell) is None]
-    return [cell for cell in cells.values() if cell.policy in policies]
+    if policies is not None:
+        cells = {name: cell for name, cell in cells.items() if cell.policy in policies}
+        if commit is None:
+            return list(cells.values())
+    return [cell for cell in cells.values() if (kept := results.get(cell)) is None or commit not in (None, kept.commit)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +130,8 @@ def _timed(cell: Cell) -> _Timed:
     return _Timed(figures=cell.measure(), cost_s=time.process_time() - began_s)
 
 
-def _measure(cells: Sequence[Cell], results: Results, processes: int) -> None:
-    commit, began_s, done = _commit(), time.monotonic(), 0
+def _measure(cells: Sequence[Cell], results: Results, processes: int, *, commit: str) -> None:
+    began_s, done = time.monotonic(), 0
 
     def keep(number: int, timed: _Timed) -> None:
         nonlocal done

@@ -75,7 +75,9 @@ def test_a_run_measures_what_is_missing_and_single_policies_again(
 ) -> None:
     command = bench("command")
 
-    def run(measure: Callable[[], Any], *options: str) -> list[str]:
+    monkeypatch.setattr(command, "_commit", lambda: "now")
+
+    def run(measure: Callable[[], Any], *options: str) -> list[float]:
         cells = [cell(bench, name, policy, measure) for name, policy in (("one", "dualmap"), ("two", "limit"))]
         monkeypatch.setattr(command, "SECTIONS", {"goodput": a_section(bench, *cells)})
         arguments = ["--section", "goodput", "--out", str(tmp_path), "--processes", "1", *options]
@@ -88,10 +90,14 @@ def test_a_run_measures_what_is_missing_and_single_policies_again(
     assert run(twos) == [1.0, 1.0]
     assert run(twos, "--policies", "dualmap", "--draw") == [1.0, 1.0]
     assert run(twos, "--policies", "dualmap") == [2.0, 1.0]
+    assert run(twos, "--stale") == [2.0, 1.0]
+    monkeypatch.setattr(command, "_commit", lambda: "later")
+    assert run(ones, "--stale", "--policies", "dualmap") == [1.0, 1.0]
+    assert run(twos, "--stale") == [1.0, 2.0]
     page = (tmp_path / "some.md").read_text()
     assert page.startswith("# Some\n")
     assert "2 of 2 cells" in page
-    assert page.endswith("{'x': 2.0}")
+    assert page.endswith("{'x': 1.0}")
 
 
 def test_claims_replace_those_between_the_marks_of_the_page_and_nothing_else(bench: Bench, tmp_path: Path) -> None:
