@@ -22,6 +22,8 @@ class Ledger:
     _prior_tokens_per_second: float
     _loads: dict[str, MemberLoad] = field(default_factory=dict)
     _outdated: dict[MemberLoad, None] = field(default_factory=dict)
+    reopening: dict[MemberLoad, None] = field(default_factory=dict)
+    """The loads that hold requests and have changed since ``dualmap.openings`` looked at them."""
     # When the first of the other standings is good no longer.
     _update_s: float = inf
     # Least recently heard of first, so that expiry looks at no more than what has expired.
@@ -31,7 +33,7 @@ class Ledger:
         """Return the load of a member, starting an empty account where there is none."""
         load = self._loads.get(member)
         if load is None:
-            load = self._loads[member] = MemberLoad(self._prior_tokens_per_second, self._outdated)
+            load = self._loads[member] = MemberLoad(self._prior_tokens_per_second, self._outdated, self.reopening)
         return load
 
     def update(self, now: float, decode_stall_s: float) -> None:

@@ -38,7 +38,12 @@ LONGEST_SUSPENSION_S = 30.0
 class MemberLoad:
     """The load of one instance, and how fast it has been seen to prefill."""
 
-    def __init__(self, prior_tokens_per_second: float, outdated: "dict[MemberLoad, None]") -> None:
+    def __init__(
+        self,
+        prior_tokens_per_second: float,
+        outdated: "dict[MemberLoad, None]",
+        reopening: "dict[MemberLoad, None]",
+    ) -> None:
         self._model = PrefillModel(prior_tokens_per_second)
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
@@ -52,6 +57,8 @@ class MemberLoad:
         # The loads whose standing is not up to date, shared with the ledger; in the order they changed.
         self._outdated = outdated
         outdated[self] = None
+        # Those that hold requests and may let them in at another time than before (dualmap.openings).
+        self._reopening = reopening
         self.suspended_until_s: float | None = None
         self._failures = 0
         self._suspended_s = -inf
@@ -131,6 +138,8 @@ class MemberLoad:
         self.standing.until_s = -inf
         self._opens_window_s = self._settles_s = nan
         self._outdated[self] = None
+        if self.held:
+            self._reopening[self] = None
 
     def _update(self, now: float, decode_stall_s: float) -> None:
         """Bring the standing up to date; its T_q is ``queue_s``, told as a function of the time to come."""

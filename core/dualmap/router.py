@@ -17,6 +17,7 @@ from dualmap.fleet import Fleet
 from dualmap.held import HeldRequests, Waiting
 from dualmap.load import MemberLoad
 from dualmap.news import News, Placement, SharedBinding
+from dualmap.openings import Openings
 from dualmap.peers import PEER_TTL_S
 from dualmap.pool import Pool
 from dualmap.rebalance import REBALANCED, relieve
@@ -38,7 +39,7 @@ class PoolRouter:
         self._held = HeldRequests()
         # The loads of the members for which requests are held.
         self._holding: dict[str, MemberLoad] = {}
-        self._pumped_s = -1.0
+        self._openings, self._pumped_s = Openings(self._fleet.ledger.reopening), -1.0
         self._outcomes: list[Decision | Refusal] = []
         self._shares = shares
         self._placements: list[Placement] = []
@@ -177,9 +178,8 @@ class PoolRouter:
         """Return when ``on_deadline`` wants to be called next, or None."""
         deadlines = [self._fleet.ledger.next_expiry(), self._fleet.peers.next_expiry(), self._fleet.resume_s]
         if self._held:
-            queue, window_s = self._pool.routing.queue, self._pool.routing.queue.dispatch_window_s
-            # One that should have opened when all were looked at is kept closed by a stall.
-            deadlines += [load.opens_s(window_s, after_s=self._pumped_s) for load in self._holding.values()]
+            queue = self._pool.routing.queue
+            deadlines.append(self._openings.first_s(queue.dispatch_window_s, after_s=self._pumped_s))
             deadlines.append(self._held.next_expiry(queue.max_wait_s))
         return min((each for each in deadlines if each is not None), default=None)
 

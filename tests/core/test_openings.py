@@ -1,0 +1,33 @@
+"""When passing time lets in what is held, kept in a heap: the same as asking every load."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from builders import pool, request, text_of
+from dualmap.pool import Engine, Queue, Routing
+from dualmap.router import PoolRouter
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_to_open_is_the_first_of_all(seed: int) -> None:
+    chance, now = Random(seed), 0.0
+    engine = Engine(prefill_tokens_per_second=1000.0, kv_tokens=20_000)
+    routing = Routing(policy="round_robin", queue=Queue(dispatch_window_s=1.0, max_wait_s=1e9, max_held=10_000))
+    router = PoolRouter(replace(pool(16, routing=routing, engine=engine)))
+    loads = dict(router._fleet.ledger.items())
+    seen = 0
+    for number in range(600):
+        now += chance.uniform(0.0, 0.5)
+        router.on_request(now, request(str(number), text_of(chance.randint(100, 5000), str(number)), now=now))
+        event = chance.choice([router.on_first_token, router.on_finished, router.on_aborted, router.on_heard])
+        event(now, str(chance.randint(0, number)))
+        if not number % 7:
+            router.on_deadline(now)
+        router.take_outcomes()
+        asked = [load.opens_s(1.0, after_s=router._pumped_s) for load in loads.values() if load.held]
+        expected = min((each for each in asked if each is not None), default=None)
+        assert router._openings.first_s(1.0, after_s=router._pumped_s) == expected
+        seen += expected is not None
+    assert seen > 100
