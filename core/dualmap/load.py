@@ -9,7 +9,6 @@ or nothing was heard for long, and the KV of a request that ended unheard is not
 
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import takewhile
 from math import inf, isnan, nan
 
 from dualmap.entry import Entry, Stage
@@ -302,9 +301,11 @@ class MemberLoad:
         if entry.stage is Stage.PENDING:
             # Engines serve first come first served: whoever was to end before has ended unheard. Or it was passed, as
             # some schedulers allow, and holds up nobody; its first token may still come, and teaches no speed.
-            for passed in tuple(takewhile(lambda each: each is not entry, self._pending.values())):
-                self._give_up_prefill(now, passed)
-            self._give_up_prefill(now, entry)
+            while (passed := self._head) is not None and passed is not entry:
+                self._release_prefill(passed)
+                self._decode(now, passed)
+            self._release_prefill(entry)
+            self._decode(now, entry)
         entry.prefilled = True
         # Other replicas' prefills are taken to be spread evenly among what is left of ours.
         self._head_since_s = self._silent_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
