@@ -106,6 +106,10 @@ class Fleet:
             prompt_tokens, kv_tokens, output_tokens=output_tokens
         )
 
+    def may_take(self, now: float, member: str, prompt_tokens: int) -> bool:
+        """Whether a prompt may be handed over to a member now."""
+        return self.is_open(now, member) and self.has_room(member, prompt_tokens)
+
     def generated(self, output_tokens: int) -> None:
         """Learn how much requests generate."""
         self._output_tokens += _OUTPUT_WEIGHT * (output_tokens - self._output_tokens)

@@ -53,7 +53,7 @@ class HeldQueue:
         self.tokens = 0
         self.compute_s = 0.0
         self._waiting: OrderedDict[str, Waiting] = OrderedDict()
-        # Those not yet seen to be too late: who is, stays so, and need not be looked at again.
+        # Those not yet seen to be too late. Who is, stays so unless a backlog ends early, and is not looked at again.
         self._hopeful: OrderedDict[str, Waiting] = OrderedDict()
 
     def __len__(self) -> int:
@@ -63,8 +63,12 @@ class HeldQueue:
         return iter(self._waiting.values())
 
     def add(self, waiting: Waiting) -> None:
-        """Append a request."""
+        """Put a request in its place by arrival: one that was moved here may be older than those who wait."""
+        last = next(reversed(self._waiting.values()), None)
         self._waiting[waiting.request.id] = self._hopeful[waiting.request.id] = waiting
+        if last is not None and waiting.request.arrived_s < last.request.arrived_s:
+            self._waiting = _by_arrival(self._waiting)
+            self._hopeful = _by_arrival(self._hopeful)
         self.tokens += waiting.new_tokens
         self.compute_s += waiting.compute_s
 
@@ -112,6 +116,10 @@ class HeldQueue:
                 busy_s += shed_s
                 del kept[put_off]
         return next(iter(kept.values()), None)
+
+
+def _by_arrival(queue: OrderedDict[str, Waiting]) -> OrderedDict[str, Waiting]:
+    return OrderedDict(sorted(queue.items(), key=lambda item: item[1].request.arrived_s))
 
 
 class HeldRequests:

@@ -24,8 +24,8 @@ SILENT_PREFILL_S = 30.0
 SILENT_PREFILL_FACTOR = 10.0
 # So is a request that is decoded and was silent for that long (nobody need say more often that one is alive) and for so
 # many times as long as those are that end, in the mean; each of those counts so much for the mean.
-SILENT_DECODE_S = 60.0
-SILENT_DECODE_FACTOR = 5.0
+SILENT_DECODE_S = 120.0
+SILENT_DECODE_FACTOR = 10.0
 _SILENCE_WEIGHT = 0.05
 # So many requests in a row that the instance itself failed have it left alone for FIRST_SUSPENSION_S, then twice as
 # long with every further failure, up to LONGEST_SUSPENSION_S. Any success ends the row.

@@ -231,8 +231,7 @@ class PoolRouter:
         """Hand a request that was placed over to its instance, or hold it, or refuse it where too many are held."""
         queue, member = self._pool.routing.queue, placed.member
         self._pump(now, member)
-        is_open = member not in self._holding and self._fleet.is_open(now, member)
-        if is_open and self._fleet.has_room(member, placed.request.chain.tokens):
+        if member not in self._holding and self._fleet.may_take(now, member, placed.request.chain.tokens):
             self._fleet.will_hold(member, placed.request.chain)
             return self._hand_over(now, placed)
         if placed.request.id not in self._held and len(self._held) >= queue.max_held:
@@ -240,6 +239,7 @@ class PoolRouter:
             return Refusal(request_id=placed.request.id, reason=Reason.QUEUE_FULL, retry_after_s=retry_after_s)
         self._fleet.will_hold(member, placed.request.chain)
         self._hold(now, placed)
+        self._pump(now, member)  # It may fit where the one whose turn it was does not.
         return Held(request_id=placed.request.id)
 
     def _relieve_pair(self, now: float, situation: Situation) -> int:

@@ -4,16 +4,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
+from dualmap.held import HeldQueue, Waiting
 from dualmap.hotness import HotnessCounts
 from dualmap.load import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.news import News, SharedLoad
 from dualmap.pool import Engine, MemberState, Pool, Queue, Rebalance, Routing, Slo
+from dualmap.receipt import Key
 from dualmap.requests import Decision, Held, Reason, Refusal, Usage
 from dualmap.router import PoolRouter
 
@@ -241,6 +244,32 @@ class TestKvMemory:
         ask(router, "small", 1000, now=3.0)
         router.on_deadline(23.0)
         assert {each.request_id: type(each) for each in router.take_outcomes()} == {"large": Refusal, "small": Decision}
+
+    def test_a_small_one_goes_at_once_where_a_large_one_has_no_hope_and_no_room(self) -> None:
+        of = slow_pool(slo_ttft_s=5.0)
+        router = PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=6000)))
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        ask(router, "large", 5100, now=3.0)
+        ask(router, "small", 1000, now=3.05)
+        assert decided(router) == ["small"]
+
+    def test_one_that_was_moved_keeps_its_place_by_arrival(self) -> None:
+        queue = HeldQueue()
+        for id, arrived_s in (("second", 2.0), ("first", 1.0)):
+            queue.add(
+                Waiting(
+                    request=request(id, text_of(100, id), now=arrived_s),
+                    key=Key(hash=1, blocks=1, tokens=1),
+                    pair=("a",),
+                    member="a",
+                    matched_tokens=0,
+                    compute_s=0.1,
+                    predicted_ttft_s=0.1,
+                    receipt=ANY,
+                )
+            )
+        assert [each.request.id for each in queue] == ["first", "second"]
 
     def test_one_alone_always_fits(self) -> None:
         assert isinstance(ask(self.roomy(1000), "one", 3000), Decision)

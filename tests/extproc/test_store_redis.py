@@ -142,7 +142,9 @@ class TestKeys:
         placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(2**14)))
         large = Post(pool=POOL, keep_s=60.0, news=replace(NEWS, placements=(placement,)))
         async with opened(server.url) as store:
-            await store.publish("teller", [POST, *[large] * 511])
+            await store.publish("teller", [POST])
+            for _ in range(73):
+                await store.publish("teller", [large] * 7)
             with server.admin as admin:
                 assert admin.xlen(STREAM) == 512
                 (oldest,) = admin.xrange(STREAM, count=1)

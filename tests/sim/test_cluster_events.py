@@ -208,7 +208,7 @@ def test_scaling_up_moves_only_the_keys_that_the_new_members_take() -> None:
 
 
 def test_attainment_recovers_when_members_join_and_falls_when_they_leave() -> None:
-    asked = busy_requests(900, rate=6.0)
+    asked = busy_requests(900, rate=7.5)
     # Held for no longer than clients would have it, so that what was too much does not drag on.
     few = busy_config(1, Queue(max_wait_s=10.0), members=4)
     more = busy_config(1, Queue(max_wait_s=10.0), members=8).pool
