@@ -79,7 +79,9 @@ def _windows(workload: str, extent: Extent) -> None:
 
 
 def _orders(workload: str, extent: Extent) -> None:
-    print(f"## {workload}: held requests in the order of Deadline, with rebalancing (above it is Fcfs)\n")
+    print(
+        f"## {workload}: held requests in the order of Deadline, with rebalancing (above, dualmap_paper is by arrival; dualmap always defers)\n"
+    )
     rows = [
         (
             f"{policy} | {rate} | {_name(window_s)}",
