@@ -80,7 +80,7 @@ def _windows(workload: str, extent: Extent) -> None:
 
 def _orders(workload: str, extent: Extent) -> None:
     print(
-        f"## {workload}: held requests in the order of Deadline, with rebalancing (above, dualmap_paper is by arrival; dualmap always defers)\n"
+        f"## {workload}: held requests in the order of Deadline, with rebalancing (above dualmap_paper is by arrival)\n"
     )
     rows = [
         (

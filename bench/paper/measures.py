@@ -4,6 +4,7 @@ A section with a measurement of its own has it in its own module.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
@@ -25,12 +26,16 @@ def run_figures(experiment: Experiment) -> Figures:
 
 
 def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> Figures:
-    """Search the rate at which 90 % still meet the SLO; null where no rate is too much."""
+    """Search the rate at which 90 % meet the SLO, and see what it costs the others; null where no rate is too much."""
     try:
         found = goodput(experiment, tolerance=tolerance)
     except NeverOverloaded:
         return {"goodput_qps": None}
-    return {"goodput_qps": found.requests_per_s, "runs": found.runs}
+    figures: Figures = {"goodput_qps": found.requests_per_s, "runs": found.runs}
+    if not found.requests_per_s:
+        return figures
+    summary = run_experiment(replace(experiment, requests_per_s=found.requests_per_s)).summary
+    return {**figures, "ttft_p999_s": summary.ttft_p999_s, "refused_share": summary.refused / summary.requests}
 
 
 def summary_figures(summary: Summary) -> Figures:

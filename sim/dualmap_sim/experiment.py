@@ -62,6 +62,8 @@ class Experiment:
     """Whether a session's KV may be brought from the engine that served it last."""
     believed_tokens_per_s: float | None = None
     """Prefill speed that the pool's object states for every member; None: the truth about ``engine``."""
+    kv_tokens_known: bool = True
+    """Whether the pool's object states the engines' KV memory (``spec.engine.kvTokens``)."""
     sample_s: float | None = 1.0
     """Virtual seconds between two samples of the engines' loads; None takes none, and there is no CV then."""
 
@@ -203,7 +205,7 @@ def _pool(experiment: Experiment) -> Pool:
         engine=Engine(
             prefill_tokens_per_second=believed,
             cache_tokens=experiment.engine.cache_tokens,
-            kv_tokens=experiment.engine.kv_memory_tokens,
+            kv_tokens=experiment.engine.kv_memory_tokens if experiment.kv_tokens_known else None,
         ),
         slo=Slo(ttft_s=experiment.slo_ttft_s),
         routing=replace(

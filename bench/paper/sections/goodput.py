@@ -86,6 +86,10 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
         ("over the best baseline", *names),
         [[policy, *(_gain(found[policy, *c], [found[p, *c] for p in BASELINES]) for c in columns)] for policy in OURS],
     )
+    prices = table(
+        ("TTFT P99.9, s; refused, % of requests", *names),
+        [[policy, *(_price(results, extent, *c, policy) for c in columns)] for policy in (*OURS, *_CLOSEST, *BOUNDS)],
+    )
     shown = [policy for policy in _SHOWN if policy != "limit"]
     figure, axes = grid(len(extent.workloads), len(MODELS))
     places = [each for row in axes for each in row]
@@ -98,8 +102,19 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
     return (
         f"Windows: {len(extent.windows)} ({', '.join(_REST)}: the first). Shares and gains are over the windows that "
         f"both have; between brackets the single windows'.\n\n{absolute}\n{relative}\n{gains}\n"
+        f"At the goodput, in the worst window; a router refuses whom it held for 30 s.\n\n{prices}\n"
         "![goodput](goodput.png)\n"
     )
+
+
+def _price(results: Results, extent: Extent, workload: str, model: str, policy: str) -> str:
+    """Show what the slowest met at the goodput, in the worst window."""
+    kept = [results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)]
+    told = [each for each in kept if each and "ttft_p999_s" in each]
+    if not told:
+        return "-"
+    refused = max(each["refused_share"] for each in told)
+    return f"{max(each['ttft_p999_s'] for each in told):.0f}; {100 * refused:.2f}"
 
 
 def _shares(rates: _Rates, of: _Rates) -> list[float]:

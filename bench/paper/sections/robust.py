@@ -23,7 +23,7 @@ from dualmap_sim.experiment import Experiment
 from dualmap_sim.presets import PRESETS, slowed
 
 _MODEL: Final = "7b"
-_STRONGEST: Final = ("min_ttft", "preble", "llumnix")
+_STRONGEST: Final = ("min_ttft", "preble", "llmd_default")
 _SHOWN: Final = (*OURS, *_STRONGEST)
 _SPEED: Final = PRESETS[_MODEL].prefill.tokens_per_s
 _ROUTERS: Final = "4 routers"
@@ -34,6 +34,8 @@ _CONDITIONS: Final[Mapping[str, Callable[[Experiment], Experiment]]] = {
     "speed believed half": lambda e: replace(e, believed_tokens_per_s=_SPEED / 2),
     "speed believed double": lambda e: replace(e, believed_tokens_per_s=_SPEED * 2),
     "SLO 10 s": lambda e: replace(e, slo_ttft_s=10.0),
+    "KV memory unknown": lambda e: replace(e, kv_tokens_known=False),
+    "feedback 20 ms late, 1 % lost": lambda e: replace(e, feedback_delay_s=0.02, report_loss=0.01),
     _ROUTERS: lambda e: replace(e, routers=4, view_delay_s=0.1),
 }
 _ROUTERS_POLICIES: Final = ("dualmap",)
