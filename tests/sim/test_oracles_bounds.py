@@ -76,7 +76,12 @@ def test_of_one_instance_the_limit_is_what_the_engine_does_with_all_requests_at_
     """A queue before the engine or in it is the same: the oracle adds no time of its own, not even a decode step."""
     boundless = replace(PRESETS["7b"], cache_tokens=10**9)
     alone = replace(
-        SMALL, instances=1, engine=boundless, requests_per_s=1.5, routing=Routing(queue=Queue(dispatch_window_s=inf))
+        SMALL,
+        instances=1,
+        engine=boundless,
+        requests_per_s=1.5,
+        routing=Routing(queue=Queue(dispatch_window_s=inf)),
+        kv_tokens_known=False,
     )
     in_engine = run_experiment(replace(alone, policy="round_robin")).records
     before_it = run_experiment(replace(alone, policy="limit")).records
