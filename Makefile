@@ -36,7 +36,7 @@ demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside r
 	@$(BIN)/dualmap demo $(ARGS)
 
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' tests/cli tests/contract tests/packaging e2e
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' tests/cli tests/contract tests/packaging tests/bench e2e
 	@$(BIN)/pytest e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
