@@ -1,0 +1,153 @@
+"""Which policy wins: the orderings that make ``dualmap`` the default, on generated workloads near the knee.
+
+Runs are short and deterministic, so what is compared is exact; figures are in docs/evaluation.md, from longer runs.
+At the rates chosen ``dualmap`` keeps the objective for 90 to 97 % of the requests: far below every policy keeps it for
+all, and far above a share says more about who is given up than about who routes well.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from statistics import fmean
+
+import pytest
+
+from dualmap_sim.experiment import Experiment, run_experiment
+from dualmap_sim.presets import PRESETS, slowed
+from dualmap_sim.workloads.catalog import Workload
+
+Attainment = Callable[[Experiment], float]
+"""The share of an experiment's counted requests whose first token came within the objective."""
+
+REQUESTS = 1500
+WARMUP = 300
+SPEED = PRESETS["7b"].prefill.tokens_per_s
+
+KNEES = [
+    ("tool_agent", "7b", 0, 7.9),
+    ("tool_agent", "7b", 1, 7.9),
+    ("tool_agent", "pd", 0, 9.0),
+    ("tool_agent", "14b", 0, 6.1),
+    ("tool_agent", "14b", 1, 6.2),
+    ("default", "14b", 0, 7.0),
+]
+"""Workload, preset, seed, requests per second.
+
+``default`` on 7b and pd is left out: there Preble is ahead at some of the rates and seeds at which 90 % are kept.
+"""
+KNEES_10_S = [("tool_agent", "7b", 0, 8.4), ("tool_agent", "pd", 0, 9.8), ("tool_agent", "14b", 0, 6.6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncollected() -> Iterator[None]:
+    """Runs make no cycles worth the collector's time."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def attainment() -> Attainment:
+    """Run each experiment once, and keep only what is compared."""
+
+    @cache
+    def measured(experiment: Experiment) -> float:
+        return run_experiment(experiment).summary.slo_attainment
+
+    return measured
+
+
+def setting(workload: str, model: str, seed: int, requests_per_s: float) -> Experiment:
+    """Eight instances, as in the paper, and no sessions, of which its router knows nothing."""
+    return Experiment(
+        workload=Workload(name=workload, requests=REQUESTS, seed=seed),
+        engine=PRESETS[model],
+        requests_per_s=requests_per_s,
+        warmup=WARMUP,
+        sessions=False,
+        sample_s=None,
+    )
+
+
+def shares(attainment: Attainment, experiment: Experiment, policies: Iterable[str]) -> dict[str, float]:
+    return {policy: attainment(replace(experiment, policy=policy)) for policy in policies}
+
+
+@pytest.mark.parametrize(("workload", "model", "seed", "rate"), KNEES)
+def test_the_default_meets_the_objective_oftener_than_the_best_of_the_others(
+    workload: str, model: str, seed: int, rate: float, attainment: Attainment
+) -> None:
+    found = shares(attainment, setting(workload, model, seed, rate), ("dualmap", "preble", "min_ttft", "round_robin"))
+    assert found["dualmap"] > max(found["preble"], found["min_ttft"])
+    assert found["dualmap"] > 1.5 * found["round_robin"], "a policy that knows nothing is no rival"
+
+
+@pytest.mark.parametrize(("workload", "model", "seed", "rate"), KNEES_10_S)
+def test_it_does_so_at_an_objective_of_10_s(
+    workload: str, model: str, seed: int, rate: float, attainment: Attainment
+) -> None:
+    patient = replace(setting(workload, model, seed, rate), slo_ttft_s=10.0)
+    found = shares(attainment, patient, ("dualmap", "preble", "min_ttft"))
+    assert found["dualmap"] > max(found["preble"], found["min_ttft"])
+
+
+MISTAKEN = {
+    "one instance at half speed": replace(
+        setting("tool_agent", "7b", 0, 7.2), engines=(("qwen-0", slowed(PRESETS["7b"], 2.0)),)
+    ),
+    "speed believed half": replace(setting("tool_agent", "7b", 0, 7.8), believed_tokens_per_s=SPEED / 2),
+    "speed believed double": replace(setting("tool_agent", "7b", 0, 7.8), believed_tokens_per_s=SPEED * 2),
+}
+
+
+@pytest.mark.parametrize("condition", MISTAKEN)
+def test_it_stays_ahead_where_the_estimates_are_wrong(condition: str, attainment: Attainment) -> None:
+    found = shares(attainment, MISTAKEN[condition], ("dualmap", "preble", "min_ttft", "least_loaded"))
+    best_of_others = max(share for policy, share in found.items() if policy != "dualmap")
+    assert found["dualmap"] > best_of_others
+
+
+def test_putting_off_what_is_late_passes_one_queue_with_an_endless_cache(attainment: Attainment) -> None:
+    """The bound serves in order of arrival, so past the knee those that will be late make late who would not be."""
+    found = shares(attainment, setting("tool_agent", "7b", 0, 9.5), ("dualmap", "limit"))
+    assert found["dualmap"] > 2 * found["limit"]
+
+
+@pytest.mark.parametrize(("seed", "rate"), [(0, 6.1), (1, 6.2)])
+def test_of_the_published_rule_and_its_parts_affinity_alone_is_worst_and_load_alone_next(
+    seed: int, rate: float, attainment: Attainment
+) -> None:
+    """The published order but for its last step: choosing by the objective gains nothing sure over Min TTFT here."""
+    whole = ("dualmap_min_ttft", "dualmap_no_rebalance", "dualmap_paper")
+    found = shares(
+        attainment,
+        setting("tool_agent", "14b", seed, rate),
+        ("dualmap_cache_affinity", "dualmap_least_loaded", *whole, "dualmap"),
+    )
+    best = [found[policy] for policy in whole]
+    assert found["dualmap_cache_affinity"] < found["dualmap_least_loaded"] < min(best)
+    assert max(best) < found["dualmap"]
+
+
+@pytest.mark.parametrize(("requests_per_s", "kv_moves"), [(2.0, False), (3.0, False), (3.0, True)])
+def test_agents_wait_no_longer_than_under_ear_below_overload(requests_per_s: float, kv_moves: bool) -> None:
+    """In the mean, give or take 5 %; nor do more of them wait for longer than the objective."""
+    engine = replace(PRESETS["agent"], pull_tokens_per_s=100_000.0 if kv_moves else None)
+    usual = Experiment(
+        workload=Workload(name="agentic", requests=REQUESTS),
+        engine=engine,
+        requests_per_s=requests_per_s,
+        warmup=WARMUP,
+        kv_moves=kv_moves,
+        sample_s=None,
+    )
+    mean_s, kept = {}, {}
+    for policy in ("dualmap", "ear"):
+        outcome = run_experiment(replace(usual, policy=policy))
+        counted = [record for record in outcome.records if int(record.arrival.request_id) >= WARMUP]
+        mean_s[policy] = fmean(record.ttft_s for record in counted if record.ttft_s is not None)
+        kept[policy] = outcome.summary.slo_attainment
+    assert mean_s["dualmap"] <= 1.05 * mean_s["ear"]
+    assert kept["dualmap"] >= kept["ear"]
