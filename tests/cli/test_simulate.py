@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 
 from dualmap_cli.main import main
 from dualmap_cli.simulate import running
@@ -20,7 +21,8 @@ from dualmap_cli.simulate.charts import draw_goodputs, draw_runs
 from dualmap_cli.simulate.runs import Run, simulate
 from dualmap_cli.simulate.tables import goodputs_table, runs_table, show
 from dualmap_sim.experiment import Experiment
-from dualmap_sim.goodput import Goodput
+from dualmap_sim.goodput import Goodput, NeverOverloaded
+from dualmap_sim.records import LoadSample
 from dualmap_sim.workloads.catalog import Workload
 
 FEW = ("--requests", "120", "--warmup", "20", "--instances", "2")
@@ -128,6 +130,10 @@ def test_the_goodput_table_shows_mean_and_spread(capsys: pytest.CaptureFixture[s
     assert ["round_robin", "3.00", "2.00", "4.00", "50.0%", "2", "10"] in rows
     assert ["dualmap", "6.00", "5.50", "6.50", "100.0%", "2", "8"] in rows
     assert ["random", "0.00", "0.00", "0.00", "0.0%", "2", "6"] in rows
+    show(goodputs_table([*found[:1], ("all_cached", [found[0][1][0], NeverOverloaded("at any rate")])]))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["round_robin", "3.00", "2.00", "4.00", "100.0%", "2", "10"] in rows
+    assert ["all_cached", "never", "overloaded", "-", "-", "-", "2", "-"] in rows
     show(goodputs_table(found[2:]))
     assert ["random", "0.00", "0.00", "0.00", "-", "2", "6"] in [
         s.split() for s in capsys.readouterr().out.splitlines()
@@ -152,6 +158,17 @@ def test_goodput_searches_until_it_is_known_that_nothing_is_too_much() -> None:
     assert "give more requests" in result.stderr
 
 
+def test_a_policy_that_nothing_is_too_much_for_leaves_the_others_their_results(tmp_path: Path) -> None:
+    options = ("--policy", "all_cached,round_robin", "--tolerance", "0.3", "--plot", str(tmp_path / "goodput.svg"))
+    result = CliRunner().invoke(main, ["goodput", *FEW, *options, "--json"])
+    assert result.exit_code == 0
+    assert "dualmap goodput: all_cached: 90% of the 120 requests" in result.stderr
+    endless, found = json.loads(result.stdout)["results"]
+    assert (endless["goodput_qps"], endless["windows"][0]["goodput_qps"]) == (None, None)
+    assert found["goodput_qps"] > 0
+    assert (tmp_path / "goodput.svg").exists()
+
+
 def test_all_seeds_of_a_recorded_trace_are_one(tmp_path: Path) -> None:
     lines = [{"timestamp": 200 * n, "input_length": 900, "output_length": 5, "hash_ids": [n, n]} for n in range(60)]
     trace = tmp_path / "trace.jsonl"
@@ -167,6 +184,18 @@ def test_all_seeds_of_a_recorded_trace_are_one(tmp_path: Path) -> None:
 def test_a_chart_of_runs(rates: tuple[float, ...], tmp_path: Path) -> None:
     draw_runs(tmp_path / "runs.png", some_runs(["round_robin", "dualmap"], rates))
     assert min(png_size(tmp_path / "runs.png")) > 500
+
+
+def test_panels_of_loads_share_an_axis_that_holds_the_highest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_args, **_options: figures.append(figure))
+    samples = (LoadSample(at_s=0.0, pending_tokens={"qwen-0": 1000}), LoadSample(at_s=1.0, pending_tokens={}))
+    low = replace(some_runs(["dualmap"], [2.0])[0], samples=samples)
+    high = replace(low, samples=(replace(samples[0], pending_tokens={"qwen-0": 90_000}), samples[1]))
+    draw_runs(tmp_path / "runs.png", [low, high])
+    panels = [axes for axes in figures[0].axes if "pending ktokens" in axes.get_title(loc="left")]
+    assert [axes.get_ylim()[0] for axes in panels] == [0.0, 0.0]
+    assert all(axes.get_ylim()[1] > 90 for axes in panels)
 
 
 def test_a_chart_of_many_instances_and_policies_grows(tmp_path: Path) -> None:
@@ -186,12 +215,39 @@ def test_charts_are_written_by_the_commands(tmp_path: Path) -> None:
 
 
 def test_a_chart_of_goodputs(tmp_path: Path) -> None:
-    found = [
-        (policy, [Goodput(requests_per_s=rate, runs=1, bracket=(rate, rate)) for rate in rates])
-        for policy, rates in (("round_robin", (1.0,)), ("dualmap", (2.0, 2.5)), ("random", (0.0, 0.0)))
-    ]
+    found = [("round_robin", (1.0,)), ("dualmap", (2.0, 2.5)), ("random", (0.0, 0.0))]
     draw_goodputs(tmp_path / "goodputs.png", found, attainment=0.9, slo_ttft_s=5.0)
     assert min(png_size(tmp_path / "goodputs.png")) > 300
+
+
+@pytest.mark.parametrize("command", [("simulate", "--qps", "1"), ("goodput", "--tolerance", "0.3")])
+def test_a_chart_that_cannot_be_written_leaves_the_results(command: tuple[str, ...], tmp_path: Path) -> None:
+    chart = tmp_path / "full.png"
+    chart.symlink_to("/dev/full")
+    result = CliRunner().invoke(main, [*command, *FEW, "--policy", "round_robin", "--plot", str(chart), "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)
+    assert result.stderr.endswith(f"dualmap {command[0]}: {chart} cannot be written: No space left on device\n")
+
+
+def test_a_chart_in_somebody_elses_folder_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
+    result = CliRunner().invoke(main, ["simulate", *FEW, "--plot", str(tmp_path / "chart.png")])
+    assert result.exit_code == 2
+    assert "chart.png' cannot be written" in result.stderr
+    assert "workload" not in result.stderr
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "JSON"])
+def test_results_that_cannot_be_printed_are_told_in_a_line(form: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "1", "--policy", "round_robin", *form]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("dualmap simulate: the results cannot be written: No space left on device\n")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["simulate", "goodput"])

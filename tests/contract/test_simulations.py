@@ -62,7 +62,9 @@ def test_goodput_prints_each_policys_windows_and_their_mean() -> None:
     results = document("goodput", *FEW, *options)["results"]
     assert [each["policy"] for each in results] == ["round_robin", "dualmap"]
     for each in results:
-        assert set(each) == {"policy", "goodput_qps", "windows"}
+        assert set(each) == {"policy", "goodput_qps", "instances", "model", "slo_s", "attainment", "windows"}
+        assert (each["instances"], each["model"], each["slo_s"], each["attainment"]) == (2, "7b", 5.0, 0.9)
+        assert [window["requests"] for window in each["windows"]] == [120] * 4
         assert [(window["start"], window["seed"]) for window in each["windows"]] == [(0, 3), (0, 4), (50, 3), (50, 4)]
         rates = [window["goodput_qps"] for window in each["windows"]]
         assert all(rate > 0 for rate in rates)

@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dualmap_cli.simulate.runs import Run
-from dualmap_sim.goodput import Goodput
 
 _COLOURS: Final = (
     *("#0f766e", "#c2571a", "#6d4bc3", "#2f6db5", "#b8860b", "#8a94a3", "#a61e4d", "#4d7c0f", "#0891b2", "#7c2d12"),
@@ -50,6 +49,9 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
         axes = figure.add_subplot(grid[1 + row, column], sharex=first, sharey=first)
         first = first or axes
         _draw_loads(axes, run, styles)
+    if first is not None:
+        # Behind the last panel: whatever sets a limit ends the growing of all axes that share it.
+        first.set_ylim(bottom=0)
     base = runs[0].experiment
     figure.suptitle(
         f"{base.workload.trace.name if base.workload.trace else base.workload.name}: {runs[0].requests:,} requests at "
@@ -61,14 +63,13 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
 
 
 def draw_goodputs(
-    path: Path, found: Sequence[tuple[str, Sequence[Goodput]]], *, attainment: float, slo_ttft_s: float
+    path: Path, found: Sequence[tuple[str, Sequence[float]]], *, attainment: float, slo_ttft_s: float
 ) -> None:
-    """Draw each policy's mean goodput as a bar, with a dot for each window and a line between the extremes."""
+    """Draw each policy's mean goodput as a bar, with a dot for the rate of each window and a line between extremes."""
     figure = Figure(figsize=(max(5.0, 1.1 * len(found) + 2), 4.2), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     styles = _styles([policy for policy, _ in found])
-    for place, (policy, windows) in enumerate(found):
-        rates = [each.requests_per_s for each in windows]
+    for place, (policy, rates) in enumerate(found):
         bars = axes.bar(place, fmean(rates), 0.62, color=styles[policy][0], alpha=0.85)
         axes.bar_label(bars, [f"{fmean(rates):.2f}"], fontsize=9, color=_INK, padding=3, label_type="center")
         axes.vlines(place, min(rates), max(rates), color=_INK, linewidth=1.4)
@@ -159,7 +160,6 @@ def _draw_loads(axes: Axes, run: Run, styles: _Styles) -> None:
     else:
         axes.fill_between(at_s, [min(load) for load in loads], [max(load) for load in loads], color=colour, alpha=0.3)
         axes.plot(at_s, [median(load) for load in loads], color=colour, linewidth=1)
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds", color=_INK)
     what = "of each instance" if len(members) <= _LINES_MOST else "of the instances (range, median)"
     _finish(axes, f"{run.experiment.policy} at {run.experiment.requests_per_s:g}/s: pending ktokens {what}")

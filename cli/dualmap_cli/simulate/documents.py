@@ -3,11 +3,13 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
-from dualmap_cli.simulate.runs import Run
+from dualmap_cli.simulate.plan import Plan
+from dualmap_cli.simulate.runs import Found, Run, rates
+from dualmap_sim.experiment import load_trace
 from dualmap_sim.goodput import Goodput
-from dualmap_sim.workloads.catalog import Workload
 
 
 def runs_document(runs: Sequence[Run]) -> str:
@@ -15,18 +17,27 @@ def runs_document(runs: Sequence[Run]) -> str:
     return json.dumps({"runs": [_run(run) for run in runs]}, indent=2, allow_nan=False)
 
 
-def goodputs_document(windows: Sequence[Workload], found: Sequence[tuple[str, Sequence[Goodput]]]) -> str:
-    """Return what ``dualmap goodput --json`` prints; ``found`` has each policy's goodputs in the windows' order."""
+def goodputs_document(plan: Plan, attainment: float, found: Found) -> str:
+    """Return what ``dualmap goodput --json`` prints."""
     results = [
         {
             "policy": policy,
-            "goodput_qps": fmean(each.requests_per_s for each in goodputs),
+            "goodput_qps": None if (own := rates(answers)) is None else fmean(own),
+            "instances": plan.base.instances,
+            "model": plan.model,
+            "slo_s": plan.base.slo_ttft_s,
+            "attainment": attainment,
             "windows": [
-                {"start": window.start, "seed": window.seed, "goodput_qps": each.requests_per_s}
-                for window, each in zip(windows, goodputs, strict=True)
+                {
+                    "start": window.start,
+                    "seed": window.seed,
+                    "requests": len(load_trace(replace(plan.base, workload=window)).requests),
+                    "goodput_qps": each.requests_per_s if isinstance(each, Goodput) else None,
+                }
+                for window, each in zip(plan.windows, answers, strict=True)
             ],
         }
-        for policy, goodputs in found
+        for policy, answers in found
     ]
     return json.dumps({"results": results}, indent=2, allow_nan=False)
 

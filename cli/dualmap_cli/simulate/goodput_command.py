@@ -1,6 +1,6 @@
 """``dualmap goodput``: the highest rate that each policy copes with, in virtual time."""
 
-from collections.abc import Sequence
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +9,12 @@ import click
 from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.options import with_options
 from dualmap_cli.simulate.plan import Plan, make_plan
-from dualmap_cli.simulate.running import command_errors, require_matplotlib
+from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import numbers
 from dualmap_sim.option_checks import FiniteFloatRange
 
 if TYPE_CHECKING:
-    from dualmap_sim.goodput import Goodput
+    from dualmap_cli.simulate.runs import Found
 
 
 @click.command(epilog="\b\nParameters of the engine model for --set (see: dualmap simulate --help):\n" + described())
@@ -75,12 +75,11 @@ def goodput(
         _publish(plan, attainment, found)
 
 
-def _search(plan: Plan, attainment: float, tolerance: float) -> "list[tuple[str, list[Goodput]]]":
+def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
     # Imported here: rich takes a tenth of a second, which --help and bad usage need not wait for.
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import Search, search
     from dualmap_cli.simulate.tables import announcement
-    from dualmap_sim.goodput import Goodput, NeverOverloaded
     from dualmap_sim.parallel import run_telling
 
     click.echo(announcement(plan), err=True)
@@ -101,27 +100,32 @@ def _search(plan: Plan, attainment: float, tolerance: float) -> "list[tuple[str,
         answers = run_telling(
             search, searches, processes=plan.processes, on_told=trying, on_done=lambda *_: shown.done(1)
         )
-    for answer in answers:
-        if isinstance(answer, NeverOverloaded):
-            raise answer
-    goodputs = [answer for answer in answers if isinstance(answer, Goodput)]
     windows = len(plan.windows)
-    return [
-        (policy, goodputs[number * windows : (number + 1) * windows]) for number, policy in enumerate(plan.policies)
-    ]
+    return [(policy, answers[number * windows : (number + 1) * windows]) for number, policy in enumerate(plan.policies)]
 
 
-def _publish(plan: Plan, attainment: float, found: "Sequence[tuple[str, Sequence[Goodput]]]") -> None:
+def _publish(plan: Plan, attainment: float, found: "Found") -> None:
     from dualmap_cli.simulate.documents import goodputs_document
-    from dualmap_cli.simulate.tables import goodputs_table, show
+    from dualmap_cli.simulate.runs import rates
+    from dualmap_cli.simulate.tables import GOODPUT_LEGEND, goodputs_table, show
+    from dualmap_sim.goodput import NeverOverloaded
 
+    endless = [each for _, answers in found for each in answers if isinstance(each, NeverOverloaded)]
+    for each in dict.fromkeys(map(str, endless)):
+        click.echo(f"dualmap goodput: {each}", err=True)
+    overloaded = [(policy, own) for policy, answers in found if (own := rates(answers)) is not None]
+    with writing_results():
+        if plan.as_json:
+            click.echo(goodputs_document(plan, attainment, found))
+        else:
+            show(goodputs_table(found))
+            click.echo(GOODPUT_LEGEND)
+    if not overloaded:
+        sys.exit(1)
     if plan.plot is not None:
         # Imported here: the library takes half a second.
         from dualmap_cli.simulate.charts import draw_goodputs
 
-        draw_goodputs(plan.plot, found, attainment=attainment, slo_ttft_s=plan.base.slo_ttft_s)
+        with writing(str(plan.plot)):
+            draw_goodputs(plan.plot, overloaded, attainment=attainment, slo_ttft_s=plan.base.slo_ttft_s)
         click.echo(f"chart: {plan.plot}", err=True)
-    if plan.as_json:
-        click.echo(goodputs_document(plan.windows, found))
-    else:
-        show(goodputs_table(found))

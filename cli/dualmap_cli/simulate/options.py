@@ -1,5 +1,6 @@
 """The options that ``dualmap simulate`` and ``dualmap goodput`` share, in the order in which ``--help`` lists them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,8 @@ def _picture(_context: click.Context, _parameter: click.Parameter, value: Path |
         raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
     if value is not None and not value.absolute().parent.is_dir():
         raise click.BadParameter(f"{str(value)!r}: there is no folder {str(value.absolute().parent)!r}")
+    if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
+        raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a folder of yours")
     return value
 
 

@@ -35,6 +35,8 @@ class Plan:
     policies: tuple[str, ...]
     base: Experiment
     windows: tuple[Workload, ...]
+    model: str
+    """A name of ``PRESETS``; ``base`` has its engine, with what ``--set`` changed."""
     processes: int
     plot: Path | None
     as_json: bool
@@ -91,6 +93,7 @@ def make_plan(
         policies=policies,
         base=replace(base, workload=windows[0], warmup=warmup),
         windows=windows,
+        model=model,
         processes=processes or os.cpu_count() or 1,
         plot=plot,
         as_json=as_json,

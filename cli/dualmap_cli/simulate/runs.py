@@ -1,6 +1,7 @@
 """What the two commands do in other processes: one run at one rate, or one search for the rate that is just good."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +33,16 @@ class Search:
     experiment: Experiment
     attainment: float
     tolerance: float
+
+
+Found = Sequence[tuple[str, Sequence[Goodput | NeverOverloaded]]]
+"""What was found for each policy, in the windows' order."""
+
+
+def rates(answers: Sequence[Goodput | NeverOverloaded]) -> list[float] | None:
+    """Return the rates found in a policy's windows; None where one has none, for then there is no mean either."""
+    found = [each.requests_per_s for each in answers if isinstance(each, Goodput)]
+    return found if len(found) == len(answers) else None
 
 
 def simulate(experiment: Experiment, tell: Tell, *, keep_samples: bool) -> Run:

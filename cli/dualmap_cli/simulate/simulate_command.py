@@ -10,7 +10,7 @@ import click
 from dualmap_cli.simulate.engine_options import described
 from dualmap_cli.simulate.options import with_options
 from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
-from dualmap_cli.simulate.running import command_errors, require_matplotlib
+from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import RATE_MOST, numbers
 
 if TYPE_CHECKING:
@@ -82,14 +82,16 @@ def _publish(plan: Plan, runs: "Sequence[Run]") -> None:
     from dualmap_cli.simulate.documents import runs_document
     from dualmap_cli.simulate.tables import LEGEND, runs_table, show
 
+    with writing_results():
+        if plan.as_json:
+            click.echo(runs_document(runs))
+        else:
+            show(runs_table(runs))
+            click.echo(LEGEND)
     if plan.plot is not None:
         # Imported here: the library takes half a second.
         from dualmap_cli.simulate.charts import draw_runs
 
-        draw_runs(plan.plot, runs)
+        with writing(str(plan.plot)):
+            draw_runs(plan.plot, runs)
         click.echo(f"chart: {plan.plot}", err=True)
-    if plan.as_json:
-        click.echo(runs_document(runs))
-    else:
-        show(runs_table(runs))
-        click.echo(LEGEND)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualmap_cli.simulate.plan import Plan
-from dualmap_cli.simulate.runs import Run
+from dualmap_cli.simulate.runs import Found, Run, rates
 from dualmap_sim.experiment import load_trace, load_workload
 from dualmap_sim.goodput import Goodput
 from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
@@ -24,6 +24,10 @@ LEGEND: Final = (
     "on the instances (standard deviation by mean; 0 is even). A few requests on idle instances are uneven by nature."
 )
 """Stands below the table of runs."""
+GOODPUT_LEGEND: Final = (
+    "Goodput is the mean over the windows, in requests/s of all instances together. Who plans for it takes the lowest."
+)
+"""Stands below the table of goodputs."""
 
 
 def announcement(plan: Plan) -> str:
@@ -67,21 +71,24 @@ def runs_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def goodputs_table(found: Sequence[tuple[str, Sequence[Goodput]]]) -> Table:
+def goodputs_table(found: Found) -> Table:
     """Return each policy's goodput: the mean over the windows, between which it lies, its part of the best one's."""
     table = _table("policy", "goodput req/s", "lowest", "highest", "of the best", "windows", "runs")
-    means = [fmean(each.requests_per_s for each in windows) for _, windows in found]
-    best = max(means)
-    for (policy, windows), mean in zip(found, means, strict=True):
-        rates = [each.requests_per_s for each in windows]
+    best = max((fmean(own) for _, answers in found if (own := rates(answers)) is not None), default=0.0)
+    for policy, answers in found:
+        own = rates(answers)
+        if own is None:
+            table.add_row(policy, "never overloaded", "-", "-", "-", f"{len(answers)}", "-")
+            continue
+        mean = fmean(own)
         table.add_row(
             policy,
             f"{mean:.2f}",
-            f"{min(rates):.2f}",
-            f"{max(rates):.2f}",
+            f"{min(own):.2f}",
+            f"{max(own):.2f}",
             f"{mean / best:.1%}" if best else "-",
-            f"{len(windows)}",
-            f"{sum(each.runs for each in windows)}",
+            f"{len(answers)}",
+            f"{sum(each.runs for each in answers if isinstance(each, Goodput))}",
         )
     return table
 
