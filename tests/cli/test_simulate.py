@@ -93,6 +93,8 @@ def test_every_option_means_something() -> None:
         ("--warmup", "40"),
         ("--start", "10"),
         ("--workload", "tool_agent"),
+        ("--workload", "tool_agent", "--policy", "ear"),
+        ("--workload", "tool_agent", "--policy", "ear", "--no-sessions"),
     ):
         results.append(without_wall_times(run(*usual, *options)))
     assert all(results.count(each) == 1 for each in results)
@@ -104,6 +106,32 @@ def test_what_is_replayed_is_said_beside_what_was_asked_for() -> None:
     assert "asked    produced" in result.stderr
     assert "8,596" in result.stderr
     assert json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("cap", "said"),
+    [
+        ("cap=1000", ("warning: 30 prompts (50.0%)", "1,000 tokens", "leaves out 50.0% of all", "--set cap=...")),
+        ("cap=3000", ()),
+    ],
+)
+def test_prompts_that_are_cut_are_told(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    lines = [
+        {
+            "timestamp": 200 * n,
+            "input_length": 1000 + 2000 * (n % 2),
+            "output_length": 5,
+            "hash_ids": [n] * (2 + 4 * (n % 2)),
+        }
+        for n in range(60)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--policy", "round_robin", "--qps", "1", "--set", cap)
+    result = CliRunner().invoke(main, ["simulate", "--trace", str(trace), *options])
+    assert all(each in result.stderr for each in said), result.stderr
+    assert said or "longer than" not in result.stderr
+    assert "sessions are not named" in result.stderr
 
 
 def test_without_a_rate_one_is_chosen_that_tells_policies_apart() -> None:

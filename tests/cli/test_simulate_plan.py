@@ -18,6 +18,7 @@ SEVEN_B = PRESETS["7b"]
 OPTIONS: dict[str, Any] = {
     "trace_file": None,
     "workload": None,
+    "sessions": None,
     "requests": 200,
     "warmup": None,
     "starts": (0,),
@@ -74,11 +75,21 @@ def test_the_last_of_equal_names_counts_and_help_lists_them_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("c", 0.5), ("m", 0.0), ("r", float("inf")), ("a", -1.0), ("o", float("nan"))]
+    ("name", "value"),
+    [
+        *(("c", 0.5), ("m", 0.0), ("r", float("inf")), ("a", -1.0), ("o", float("nan"))),
+        *(("o", 1e5), ("a", 1e4), ("d0", 1e300), ("d1", 1e5), ("r", 1e13), ("cap", 1e13), ("pull", 1e13)),
+    ],
 )
 def test_a_number_that_is_none_of_a_parameters_is_refused(name: str, value: float) -> None:
-    with pytest.raises(click.BadParameter, match=f"^{name}=.* of at least"):
+    with pytest.raises(click.BadParameter, match=rf"^{name}=.* from \S+ to \S+$"):
         changed(SEVEN_B, [(name, value)])
+
+
+@pytest.mark.parametrize("options", [{"starts": (0, 9_999_900)}, {"starts": (10**7,), "requests": None}])
+def test_more_requests_than_could_be_generated_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(click.BadParameter, match="would be generated; let the window end at 10000000 at most"):
+        plan(**options)
 
 
 def test_windows_are_every_start_with_every_seed() -> None:
@@ -99,6 +110,8 @@ def test_a_short_trace_is_replayed_whole_where_no_number_was_asked_for(tmp_path:
     trace = tmp_path / "short.jsonl"
     trace.write_text("\n".join(map(json.dumps, lines)))
     made = plan(trace_file=trace, requests=None, starts=(0, 30))
+    assert not made.base.sessions, "a recorded trace names none"
+    assert plan(trace_file=trace, requests=None, sessions=True).base.sessions
     assert [len(load_trace(replace(made.base, workload=window)).requests) for window in made.windows] == [40, 10]
     assert made.base.warmup == 2, "a quarter of the shortest window"
 
@@ -119,7 +132,27 @@ def test_the_default_rate_has_two_digits_and_grows_with_the_engines() -> None:
     assert half_reuse_rate(replace(base, instances=8)) == pytest.approx(2 * rate, rel=0.05)
 
 
+def test_a_generated_workload_names_its_sessions() -> None:
+    assert plan().base.sessions
+    assert not plan(sessions=False).base.sessions
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"workload": "agentic"}, "closed loop of sessions"),
+        ({"parameters": (("pull", 50_000.0),)}, "pull moves the KV of sessions"),
+    ],
+)
+def test_what_takes_sessions_is_refused_without(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(click.BadParameter, match=told):
+        plan(sessions=False, **options)
+    assert plan(**options).base.sessions
+
+
 def test_loads_are_sampled_each_second_but_not_for_ever() -> None:
     base = plan().base
     assert sample_s(replace(base, requests_per_s=1.0)) == 1.0
     assert sample_s(replace(base, requests_per_s=0.001)) == 200 / 0.001 / 2000
+    slow = plan(parameters=(("o", 1e4),)).base
+    assert sample_s(slow) == pytest.approx(200 * 1e4 / slow.instances / 2000, rel=0.01)

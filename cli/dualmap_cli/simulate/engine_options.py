@@ -1,6 +1,5 @@
 """The engine's parameters as the command line sets them: ``--set r=3500`` under the names of ALGORITHMS section 7."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,33 +10,38 @@ import click
 from dualmap_sim.presets import EngineConfig
 
 _HINT: Final = "--set"
+_SPEED_MOST: Final = 1e12
+_SECONDS_MOST: Final = 1e4
+_TOKENS_MOST: Final = 10**12
+"""Beyond these nothing is an engine, and some runs would not end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One number of the engine model: what it is, the least it may be, and how a config gets it."""
+    """One number of the engine model: what it is, between which bounds it lies, and how a config gets it."""
 
     meaning: str
     least: float
+    most: float
     whole: bool
     decodes: bool = False
     """Whether it is one of decoding, which not every engine does."""
     change: Callable[[EngineConfig, float], EngineConfig]
 
 
-def _prefill(field: str, meaning: str, least: float) -> Parameter:
+def _prefill(field: str, meaning: str, least: float, most: float) -> Parameter:
     def change(config: EngineConfig, value: float) -> EngineConfig:
         return replace(config, prefill=replace(config.prefill, **{field: value}))
 
-    return Parameter(meaning=meaning, least=least, whole=False, change=change)
+    return Parameter(meaning=meaning, least=least, most=most, whole=False, change=change)
 
 
-def _decode(field: str, meaning: str, least: float) -> Parameter:
+def _decode(field: str, meaning: str, least: float, most: float) -> Parameter:
     def change(config: EngineConfig, value: float) -> EngineConfig:
         assert config.decode is not None, "changed() sees to it"
         return replace(config, decode=replace(config.decode, **{field: value}))
 
-    return Parameter(meaning=meaning, least=least, whole=False, decodes=True, change=change)
+    return Parameter(meaning=meaning, least=least, most=most, whole=False, decodes=True, change=change)
 
 
 def _whole(field: str, meaning: str, least: int) -> Parameter:
@@ -45,7 +49,7 @@ def _whole(field: str, meaning: str, least: int) -> Parameter:
         fields: dict[str, Any] = {field: int(value)}
         return replace(config, **fields)
 
-    return Parameter(meaning=meaning, least=least, whole=True, change=change)
+    return Parameter(meaning=meaning, least=least, most=_TOKENS_MOST, whole=True, change=change)
 
 
 def _pull(config: EngineConfig, value: float) -> EngineConfig:
@@ -54,21 +58,22 @@ def _pull(config: EngineConfig, value: float) -> EngineConfig:
 
 PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType(
     {
-        "r": _prefill("tokens_per_s", "new prompt tokens computed per second", 1.0),
-        "a": _prefill("attention", "growth of a token's cost with each token before it", 0.0),
-        "o": _prefill("overhead_s", "seconds that every prefill takes beside its tokens", 0.0),
-        "l": _prefill("load_tokens_per_s", "cached tokens loaded per second", 1.0),
+        "r": _prefill("tokens_per_s", "new prompt tokens computed per second", 1.0, _SPEED_MOST),
+        "a": _prefill("attention", "growth of a token's cost with each token before it", 0.0, 1e3),
+        "o": _prefill("overhead_s", "seconds that every prefill takes beside its tokens", 0.0, _SECONDS_MOST),
+        "l": _prefill("load_tokens_per_s", "cached tokens loaded per second", 1.0, _SPEED_MOST),
         "m": _whole("kv_memory_tokens", "KV memory of admitted requests, in tokens", 1),
         "c": _whole("cache_tokens", "prefix cache, in tokens", 0),
         "cap": _whole("input_tokens_max", "longest prompt; longer ones are cut", 1),
-        "d0": _decode("step_s", "seconds of a decode step", 1e-6),
-        "d1": _decode("per_kv_token_s", "... and for each KV token held", 0.0),
-        "d2": _decode("per_request_s", "... and for each request of the batch", 0.0),
+        "d0": _decode("step_s", "seconds of a decode step", 1e-6, _SECONDS_MOST),
+        "d1": _decode("per_kv_token_s", "... and for each KV token held", 0.0, _SECONDS_MOST),
+        "d2": _decode("per_request_s", "... and for each request of the batch", 0.0, _SECONDS_MOST),
         "block": _whole("block_tokens", "block of the prefix cache, in tokens", 1),
         "chunk": _whole("chunk_tokens", "chunked prefill: tokens per step", 1),
         "pull": Parameter(
             meaning="tokens per second at which a session's KV follows it to another engine",
             least=1.0,
+            most=_SPEED_MOST,
             whole=False,
             change=_pull,
         ),
@@ -88,10 +93,11 @@ def changed(config: EngineConfig, values: Iterable[tuple[str, float]]) -> Engine
         parameter = PARAMETERS.get(name)
         if parameter is None:
             raise click.BadParameter(f"{name!r} is not accepted; give one of {', '.join(PARAMETERS)}", param_hint=_HINT)
-        if not parameter.least <= value < math.inf or (parameter.whole and value != int(value)):
+        if not parameter.least <= value <= parameter.most or (parameter.whole and value != int(value)):
             what = "a whole number" if parameter.whole else "a number"
             raise click.BadParameter(
-                f"{name}={value:g} is not accepted; give {what} of at least {parameter.least:g}", param_hint=_HINT
+                f"{name}={value:g} is not accepted; give {what} from {parameter.least:g} to {parameter.most:g}",
+                param_hint=_HINT,
             )
         if parameter.decodes and config.decode is None:
             raise click.BadParameter(

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from dualmap_cli.simulate.values import duration, named_numbers, policies
+from dualmap_cli.simulate.values import REQUESTS_MOST, duration, named_numbers, policies
 from dualmap_sim.option_checks import FiniteFloatRange
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS
@@ -34,7 +34,7 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         "--trace",
         "trace_file",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="Replay this Mooncake JSONL file; requests that go on from another's prompt are turns of its session.",
+        help="Replay this Mooncake JSONL file.",
     ),
     click.option(
         "--workload",
@@ -42,8 +42,14 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
         help="Replay a generated workload.  [default: default, a mix of conversations and tool-calling agents]",
     ),
     click.option(
+        "--sessions/--no-sessions",
+        default=None,
+        help="Whether requests name their session to the router; a trace's are inferred: who goes on from another's "
+        "prompt is its next turn.  [default: a generated workload's do, a trace's do not]",
+    ),
+    click.option(
         "--requests",
-        type=click.IntRange(1, 10_000_000),
+        type=click.IntRange(1, REQUESTS_MOST),
         help="Requests to replay.  [default: 4000, or as many as the trace has]",
     ),
     click.option(

@@ -13,6 +13,7 @@ from typing import Final
 import click
 
 from dualmap_cli.simulate.engine_options import changed
+from dualmap_cli.simulate.values import REQUESTS_MOST
 from dualmap_sim.experiment import Experiment, load_trace, member_ids
 from dualmap_sim.oracles import ORACLES
 from dualmap_sim.presets import PRESETS, EngineConfig, slowed
@@ -46,6 +47,7 @@ def make_plan(
     *,
     trace_file: Path | None,
     workload: str | None,
+    sessions: bool | None,
     requests: int | None,
     warmup: int | None,
     starts: Sequence[int],
@@ -67,6 +69,11 @@ def make_plan(
     """Read the options, load every window once, and check that its requests can be served. Raises BadParameter."""
     if trace_file is not None and workload is not None:
         raise click.UsageError("--trace and --workload are two sources; give one of them")
+    if trace_file is None and (most := max(starts) + (requests or REQUESTS)) > REQUESTS_MOST:
+        raise click.BadParameter(
+            f"{most} requests would be generated; let the window end at {REQUESTS_MOST} at most",
+            param_hint="--start and --requests",
+        )
     engine = changed(PRESETS[model], parameters)
     base = Experiment(
         requests_per_s=1.0,
@@ -78,9 +85,14 @@ def make_plan(
         routers=routers,
         view_delay_s=view_delay_s,
         feedback_delay_s=feedback_delay_s,
+        sessions=trace_file is None if sessions is None else sessions,
         kv_moves=engine.pull_tokens_per_s is not None,
         believed_tokens_per_s=believed_speed,
     )
+    if base.kv_moves and not base.sessions:
+        raise click.BadParameter(
+            "pull moves the KV of sessions, which have to be named; give --sessions", param_hint="--set"
+        )
     windows = tuple(replace(base.workload, start=start, seed=seed) for start in starts for seed in seeds)
     shortest = min(_loaded(base, window, exactly=requests) for window in windows)
     if warmup is None:
@@ -114,8 +126,14 @@ def half_reuse_rate(experiment: Experiment) -> float:
 
 
 def sample_s(experiment: Experiment) -> float:
-    """Return how often to look at the engines' loads: every second, unless that were too often for a long run."""
-    return max(1.0, len(load_trace(experiment).requests) / experiment.requests_per_s / _SAMPLES_MOST)
+    """Return how often to look at the engines' loads: every second, unless that were too often for a long run.
+
+    Long is also what takes its engines long after the last request has come.
+    """
+    trace, engine = load_trace(experiment), experiment.engine
+    arriving_s = len(trace.requests) / experiment.requests_per_s
+    work_s = prefill_work_s(trace, engine.prefill, ideally_cached=False) + decode_work_s(trace, engine)
+    return max(1.0, arriving_s / _SAMPLES_MOST, work_s / experiment.instances / _SAMPLES_MOST)
 
 
 def _slow_ones(
@@ -151,6 +169,11 @@ def _loaded(base: Experiment, window: Workload, *, exactly: int | None) -> int:
             f"{exactly} is not accepted; from number {window.start} on {window.trace} has "
             f"{len(trace.requests)} requests, give at most that many",
             param_hint="--requests",
+        )
+    if trace.closed_loop and not base.sessions:
+        raise click.BadParameter(
+            f"the workload {window.name} is a closed loop of sessions, which have to be named; leave it out",
+            param_hint="--no-sessions",
         )
     needed = max(request.input_tokens + request.output_tokens for request in trace.requests)
     if needed > base.engine.kv_memory_tokens:

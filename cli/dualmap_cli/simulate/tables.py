@@ -15,10 +15,13 @@ from dualmap_cli.simulate.runs import Found, Run, rates
 from dualmap_sim.experiment import load_trace, load_workload
 from dualmap_sim.goodput import Goodput
 from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
+from dualmap_sim.workloads.trace import Trace
 
 _WIDTH: Final = 200
 """Wider than any table here: one that is piped into a file is not cut to somebody's terminal."""
 _SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
+_CUT_SHARE: Final = 0.05
+"""Of the prompts: if more are cut, what is replayed is another workload."""
 LEGEND: Final = (
     "Times in seconds, over the requests behind the warm-up. CV: how unevenly prompt tokens still to be computed lay\n"
     "on the instances (standard deviation by mean; 0 is even). A few requests on idle instances are uneven by nature."
@@ -38,6 +41,8 @@ def announcement(plan: Plan) -> str:
     input_tokens = sum(trace.requests[number].input_tokens for number in counted)
     output_tokens = sum(trace.requests[number].output_tokens for number in counted)
     cached_tokens = ideal_cached_tokens(trace)
+    whole = load_workload(base.workload)
+    told = "named to the router" if base.sessions else "not named to the router (see --sessions)"
     source = base.workload.trace or f"{base.workload.name} (seed {base.workload.seed})"
     windows = f", the first of {len(plan.windows)} windows" if len(plan.windows) > 1 else ""
     return (
@@ -46,8 +51,25 @@ def announcement(plan: Plan) -> str:
         f"the others' prompts (cut to {base.engine.input_tokens_max:,} tokens) have "
         f"{input_tokens / len(counted):,.0f} tokens and their answers "
         f"{output_tokens / len(counted):,.0f} on average, with "
-        f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at best\n"
-        + "\n".join(fact_lines(base.workload.facts(load_workload(base.workload))))
+        f"{sum(cached_tokens[number] for number in counted) / input_tokens:.1%} of the prompt tokens reusable at "
+        f"best;\nsessions are {told}\n"
+        + _cut(whole, base.engine.input_tokens_max)
+        + "\n".join(fact_lines(base.workload.facts(whole)))
+    )
+
+
+def _cut(whole: Trace, cap: int) -> str:
+    """Return how much of a trace is cut off, as a warning where it is much; nothing where nothing is."""
+    longer = whole.longer_than(cap)
+    if not longer:
+        return ""
+    asked = sum(request.input_tokens for request in whole.requests)
+    lost = sum(max(0, request.input_tokens - cap) for request in whole.requests)
+    much = longer > _CUT_SHARE * len(whole.requests)
+    return (
+        f"{'warning: ' if much else ''}{longer:,} prompts ({longer / len(whole.requests):.1%}) are longer than the "
+        f"model's {cap:,} tokens and cut to them, which leaves out {lost / asked:.1%} of all prompt tokens"
+        f"{'; --set cap=... moves the cap' if much else ''}\n"
     )
 
 

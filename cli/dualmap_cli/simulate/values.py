@@ -16,6 +16,8 @@ from dualmap_sim.oracles import ORACLES
 
 RATE_MOST: Final = 100_000.0
 """Requests per second; no pool of this world is asked more."""
+REQUESTS_MOST: Final = 10_000_000
+"""Of a workload; more would not end."""
 
 N = TypeVar("N", int, float)
 Callback = Callable[[click.Context, click.Parameter, Any], Any]
