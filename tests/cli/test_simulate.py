@@ -18,10 +18,12 @@ from dualmap_cli.main import main
 from dualmap_cli.simulate import running
 from dualmap_cli.simulate import runs as runs_module
 from dualmap_cli.simulate.charts import draw_goodputs, draw_runs
+from dualmap_cli.simulate.plan import Plan
 from dualmap_cli.simulate.runs import Run, simulate
-from dualmap_cli.simulate.tables import goodputs_table, runs_table, show
+from dualmap_cli.simulate.tables import goodputs_table, runs_table, short_windows, show
 from dualmap_sim.experiment import Experiment
 from dualmap_sim.goodput import Goodput, NeverOverloaded
+from dualmap_sim.oracles import ORACLES
 from dualmap_sim.records import LoadSample
 from dualmap_sim.workloads.catalog import Workload
 
@@ -111,7 +113,10 @@ def test_what_is_replayed_is_said_beside_what_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("cap", "said"),
     [
-        ("cap=1000", ("warning: 30 prompts (50.0%)", "1,000 tokens", "leaves out 50.0% of all", "--set cap=...")),
+        (
+            "cap=1000",
+            ("warning: 30 of the prompts (50.0%)", "1,000 tokens", "leaves out 50.0% of all", "--set cap=..."),
+        ),
         ("cap=3000", ()),
     ],
 )
@@ -195,6 +200,29 @@ def test_a_policy_that_nothing_is_too_much_for_leaves_the_others_their_results(t
     assert (endless["goodput_qps"], endless["windows"][0]["goodput_qps"]) == (None, None)
     assert found["goodput_qps"] > 0
     assert (tmp_path / "goodput.svg").exists()
+
+
+def test_a_window_too_short_for_its_rate_is_told() -> None:
+    base = Experiment(workload=Workload(requests=60), requests_per_s=1.0, warmup=10)
+    plan = Plan(policies=(), base=base, windows=(base.workload,), model="7b", processes=1, plot=None, as_json=False)
+    short, long = (Goodput(requests_per_s=rate, runs=1, bracket=(rate, rate)) for rate in (1.25, 1.2))
+    found = [("dualmap", [short]), ("limit", [long]), ("random", [replace(long, requests_per_s=0.0)])]
+    (line,) = short_windows(plan, [*found, ("all_cached", [NeverOverloaded("at any rate")])])
+    assert line.startswith("dualmap: at the rate found a window lasts 48.0 s, less than 10 times the SLO")
+    options = ("--policy", "round_robin", "--tolerance", "0.3", "--slo", "60s", "--set", "r=1000", "--json")
+    result = CliRunner().invoke(main, ["goodput", *FEW, *options])
+    assert "warning: round_robin: at the rate found" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["simulate", "goodput"])
+def test_help_says_what_is_counted_and_what_each_bound_is(command: str) -> None:
+    told = " ".join(run(command, "--help").split())
+    for each in (
+        *(f"{info.name} {info.summary}" for info in ORACLES.values()),
+        *("ONE router", "--routers 4 --view-delay 100ms --feedback-delay 20ms", "closed loop: its rate is nominal"),
+        *("refused", "warm-up", "limit_deadline serves by hope", "--no-sessions"),
+    ):
+        assert each in told
 
 
 def test_all_seeds_of_a_recorded_trace_are_one(tmp_path: Path) -> None:

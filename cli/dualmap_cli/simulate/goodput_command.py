@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualmap_cli.simulate.engine_options import described
-from dualmap_cli.simulate.options import with_options
+from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, make_plan
 from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import numbers
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from dualmap_cli.simulate.runs import Found
 
 
-@click.command(epilog="\b\nParameters of the engine model for --set (see: dualmap simulate --help):\n" + described())
+@click.command(
+    epilog=f"{BOUNDS}\n\n\b\nParameters of the engine model for --set (see: dualmap simulate --help):\n" + described()
+)
 @with_options(
     click.option(
         "--starts",
@@ -56,7 +58,12 @@ def goodput(
     """Find the highest rate at which a policy keeps the SLO.
 
     For each policy and window the rate is bracketed and bisected in virtual time, with the router that ships; runs that
-    are lost stop early. The table shows each policy's mean over the windows and between which values it lies.
+    are lost stop early. The table shows each policy's mean over the windows and between which values it lies: plan with
+    the lowest, and with windows that last many times the SLO.
+
+    Requests that are refused count as missed, those of the warm-up do not count. By default ONE router hears everything
+    at once; --routers 4 --view-delay 100ms --feedback-delay 20ms is what several behind one gateway know. The workload
+    agentic is a closed loop: its rate is nominal, for sessions wait for their answers.
 
     --plot draws the means as bars, with the windows' values as dots on them.
 
@@ -107,13 +114,15 @@ def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
 def _publish(plan: Plan, attainment: float, found: "Found") -> None:
     from dualmap_cli.simulate.documents import goodputs_document
     from dualmap_cli.simulate.runs import rates
-    from dualmap_cli.simulate.tables import GOODPUT_LEGEND, goodputs_table, show
+    from dualmap_cli.simulate.tables import GOODPUT_LEGEND, goodputs_table, short_windows, show
     from dualmap_sim.goodput import NeverOverloaded
 
     endless = [each for _, answers in found for each in answers if isinstance(each, NeverOverloaded)]
     for each in dict.fromkeys(map(str, endless)):
         click.echo(f"dualmap goodput: {each}", err=True)
     overloaded = [(policy, own) for policy, answers in found if (own := rates(answers)) is not None]
+    for warning in short_windows(plan, found):
+        click.echo(f"warning: {warning}", err=True)
     with writing_results():
         if plan.as_json:
             click.echo(goodputs_document(plan, attainment, found))

@@ -15,6 +15,15 @@ from dualmap_sim.workloads.catalog import WORKLOADS
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
+BOUNDS: Final = (
+    "\b\nBounds for --policy, which see what no router can:\n"
+    + "\n".join(f"  {info.name:<16} {info.summary}" for info in ORACLES.values())
+    + (
+        "\n\nlimit and limit_pooled are single queues, first come, first served: past the knee a router that serves by "
+        "hope can pass them. limit_deadline serves by hope, too, and bounds the share within the SLO near the knee."
+    )
+)
+"""What ``--help`` says of the oracles."""
 PICTURES: Final = (".png", ".svg")
 
 
@@ -66,7 +75,7 @@ _POOL: Final[tuple[Decorator, ...]] = (
         callback=policies,
         default="round_robin,dualmap",
         show_default=True,
-        help="Policies to compare, separated by commas (see: dualmap policies), or bounds that no router can reach: "
+        help="Policies to compare, separated by commas (see: dualmap policies), or bounds (below): "
         f"{', '.join(ORACLES)}.",
     ),
     click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Engines."),
@@ -103,7 +112,9 @@ _POOL: Final[tuple[Decorator, ...]] = (
     ),
 )
 _ROUTERS: Final[tuple[Decorator, ...]] = (
-    click.option("--routers", type=click.IntRange(1, 64), default=1, show_default=True, help="Share the requests."),
+    click.option(
+        "--routers", type=click.IntRange(1, 64), default=1, show_default=True, help="So many share the requests."
+    ),
     click.option(
         "--view-delay",
         "view_delay_s",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualmap_cli.simulate.engine_options import described
-from dualmap_cli.simulate.options import with_options
+from dualmap_cli.simulate.options import BOUNDS, with_options
 from dualmap_cli.simulate.plan import Plan, half_reuse_rate, make_plan, sample_s
 from dualmap_cli.simulate.running import command_errors, require_matplotlib, writing, writing_results
 from dualmap_cli.simulate.values import RATE_MOST, numbers
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog="\b\nParameters of the engine model for --set (ALGORITHMS section 7; a prefill of n tokens behind h cached\n"
+    epilog=f"{BOUNDS}\n\n"
+    "\b\nParameters of the engine model for --set (ALGORITHMS section 7; a prefill of n tokens behind h cached\n"
     "ones takes o + (n + a/2 ((n+h)^2 - h^2)) / r + h / l):\n" + described()
 )
 @with_options(
@@ -37,6 +38,11 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
 
     Requests are routed by the very code that routes in production, and served by a model of the engine, in virtual
     time: equal options give equal results, whatever the machine. The table has one row for each policy and rate.
+
+    All figures are of the requests behind the warm-up: percentiles of those that were served, the share within the SLO
+    of all, refused ones counting as missed. By default ONE router hears everything at once; --routers 4 --view-delay
+    100ms --feedback-delay 20ms is what several behind one gateway know. The workload agentic is a closed loop: its rate
+    is nominal, for sessions wait for their answers.
 
     --plot draws, with one rate, TTFT percentiles and the share within the SLO as bars; with several, TTFT p50 and p90
     and that share over the rate; always the hit rate against how unevenly the load lay on the instances, and each

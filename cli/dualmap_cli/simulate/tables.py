@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
@@ -22,9 +23,12 @@ _WIDTH: Final = 200
 _SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
 _CUT_SHARE: Final = 0.05
 """Of the prompts: if more are cut, what is replayed is another workload."""
+_SHORT_SLOS: Final = 10
+"""A window of fewer SLOs ends before an overload shows."""
 LEGEND: Final = (
-    "Times in seconds, over the requests behind the warm-up. CV: how unevenly prompt tokens still to be computed lay\n"
-    "on the instances (standard deviation by mean; 0 is even). A few requests on idle instances are uneven by nature."
+    "Times in seconds, of the requests behind the warm-up that were served; refused ones count as not within the SLO.\n"
+    "CV: how unevenly prompt tokens still to be computed lay on the instances (deviation by mean; 0 is even).\n"
+    "A few requests on idle instances are uneven by nature."
 )
 """Stands below the table of runs."""
 GOODPUT_LEGEND: Final = (
@@ -67,8 +71,8 @@ def _cut(whole: Trace, cap: int) -> str:
     lost = sum(max(0, request.input_tokens - cap) for request in whole.requests)
     much = longer > _CUT_SHARE * len(whole.requests)
     return (
-        f"{'warning: ' if much else ''}{longer:,} prompts ({longer / len(whole.requests):.1%}) are longer than the "
-        f"model's {cap:,} tokens and cut to them, which leaves out {lost / asked:.1%} of all prompt tokens"
+        f"{'warning: ' if much else ''}{longer:,} of the prompts ({longer / len(whole.requests):.1%}) are longer than "
+        f"the model's {cap:,} tokens and cut to them, which leaves out {lost / asked:.1%} of all prompt tokens"
         f"{'; --set cap=... moves the cap' if much else ''}\n"
     )
 
@@ -113,6 +117,25 @@ def goodputs_table(found: Found) -> Table:
             f"{sum(each.runs for each in answers if isinstance(each, Goodput))}",
         )
     return table
+
+
+def short_windows(plan: Plan, found: Found) -> list[str]:
+    """Return a line for each policy with a window too short, at the rate found for it, for that rate to mean much."""
+    counts = [len(load_trace(replace(plan.base, workload=window)).requests) for window in plan.windows]
+    least_s = _SHORT_SLOS * plan.base.slo_ttft_s
+    lines = []
+    for policy, answers in found:
+        durations_s = [
+            requests / each.requests_per_s
+            for requests, each in zip(counts, answers, strict=True)
+            if isinstance(each, Goodput) and each.requests_per_s
+        ]
+        if durations_s and min(durations_s) < least_s:
+            lines.append(
+                f"{policy}: at the rate found a window lasts {min(durations_s):.1f} s, less than {_SHORT_SLOS} times "
+                "the SLO; queues hardly form in that time, so the figure means little: give more --requests"
+            )
+    return lines
 
 
 def show(table: Table) -> None:
