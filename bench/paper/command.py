@@ -1,9 +1,10 @@
 """``python -m bench paper``: measure what is not measured yet, then write the pages and plots."""
 
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,9 @@ from bench.paper.section import Section
 from bench.paper.sections import SECTIONS
 from bench.paper.settings import TRACE, Extent
 
+from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 from dualmap_sim.parallel import WorkerError, run_parallel
+from dualmap_sim.workloads.mooncake import TraceError, read_mooncake
 
 _ROOT: Final = Path(__file__).parents[2]
 _RECORDED: Final = _ROOT / "bench" / "results" / "paper"
@@ -26,35 +29,47 @@ _CODE: Final = ("core", "sim")
 """What results depend on, beside the workloads and the cells' own settings."""
 
 
-def _names(
-    accepted: Sequence[str] | None,
-) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
-    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-        if value is None:
-            return None
-        names = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-        unknown = [name for name in names if accepted is not None and name not in accepted]
-        if unknown:
-            raise click.BadParameter(f"{unknown[0]!r} is not accepted; give some of {', '.join(accepted or ())}")
-        return names
-
-    return read
+def _names(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
-@click.command(context_settings={"show_default": True})
+def _refuse_unknown(names: Sequence[str], accepted: Sequence[str], hint: str) -> None:
+    """Raise click.BadParameter for a name that is none of those accepted."""
+    for name in names:
+        if name not in accepted:
+            raise click.BadParameter(f"{name!r} is not accepted; give some of {', '.join(accepted)}", param_hint=hint)
+
+
+def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a trace that cannot be read. The default one is not looked at: it may be missing."""
+    if value is not None:
+        try:
+            read_mooncake(value)
+        except TraceError as error:
+            raise click.BadParameter(str(error)) from error
+    return value
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
     "--section",
     "names",
-    callback=_names(tuple(SECTIONS)),
+    callback=_names,
     help=f"Only these, separated by commas: {', '.join(SECTIONS)}.",
 )
-@click.option("--policies", callback=_names(None), help="Measure these again, whatever is there, and nothing else.")
+@click.option("--policies", callback=_names, help="Measure these again, whatever is there, and nothing else.")
 @click.option("--stale", is_flag=True, help="Measure again what other code than the present one measured.")
 @click.option("--draw", "only_draw", is_flag=True, help="Measure nothing; write pages and plots from what is there.")
 @click.option("--quick", is_flag=True, help="One short window of everything, to see that it works (into build/).")
 @click.option("--processes", default=2, type=click.IntRange(1, 64), help="Measurements at the same time.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where results are kept.")
-@click.option("--trace", default=TRACE, type=click.Path(path_type=Path), help="The Conversation trace.")
+@click.option(
+    "--trace",
+    "asked_trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_trace,
+    help=f"The Conversation trace.  [default: {TRACE}; what needs it is left out where there is none]",
+)
 def paper(
     *,
     names: tuple[str, ...] | None,
@@ -64,7 +79,7 @@ def paper(
     quick: bool,
     processes: int,
     out: Path | None,
-    trace: Path,
+    asked_trace: Path | None,
 ) -> None:
     """Reproduce the papers' evaluations in virtual time; about half an hour of two quiet cores.
 
@@ -77,12 +92,16 @@ def paper(
       python -m bench paper --policies dualmap        after the policy changed
       python -m bench paper --stale                   after the router changed
     """
-    extent = Extent(quick=quick, trace=trace)
+    extent = Extent(quick=quick, trace=asked_trace or TRACE)
     directory = out or (_QUICK if quick else _RECORDED)
+    _refuse_unknown(names or (), tuple(SECTIONS), "--section")
     sections = [SECTIONS[name] for name in names or tuple(SECTIONS)]
+    _refuse_unknown(
+        policies or (), sorted({cell.policy for section in sections for cell in section.cells(extent)}), "--policies"
+    )
     results = Results(directory)
-    if not trace.exists():
-        click.echo(f"paper: there is no {trace}; what needs the Conversation trace is left out", err=True)
+    if not extent.trace.exists():
+        click.echo(f"paper: there is no {extent.trace}; what needs the Conversation trace is left out", err=True)
     try:
         if not only_draw:
             commit = _commit()
@@ -96,6 +115,9 @@ def paper(
     except (ResultsError, WorkerError) as error:
         click.echo(f"paper: {error}", err=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo(f"\n{INTERRUPTED}", err=True)
+        sys.exit(SIGNAL_EXIT_BASE + signal.SIGINT)
 
 
 def _to_measure(

@@ -127,6 +127,43 @@ def test_a_section_that_is_none_is_refused_with_those_there_are(bench: Bench) ->
     assert "'goodputs' is not accepted; give some of goodput, ttft" in done.output
 
 
+def test_policies_that_no_section_asked_for_has_are_refused_with_those_there_are(bench: Bench) -> None:
+    done = CliRunner().invoke(bench("command").paper, ["--section", "goodput", "--policies", "dualmap,dual_map"])
+    assert done.exit_code == 2
+    assert "--policies" in done.output
+    assert "'dual_map' is not accepted; give some of cache_affinity, dualmap, dualmap_paper" in done.output
+
+
+@pytest.mark.parametrize(("text", "told"), [(None, "No such file"), ("{}\n{", "trace.jsonl:1: ")])
+def test_a_trace_that_is_named_and_cannot_be_read_is_refused(
+    bench: Bench, tmp_path: Path, text: str | None, told: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    if text is not None:
+        trace.write_text(text)
+    done = CliRunner().invoke(bench("command").paper, ["--draw", "--out", str(tmp_path), "--trace", str(trace)])
+    assert done.exit_code == 2
+    assert "--trace" in done.output
+    assert told in done.output
+
+
+def test_ctrl_c_ends_with_130_as_everywhere(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: Any, **_options: Any) -> None:
+        raise KeyboardInterrupt
+
+    command = bench("command")
+    monkeypatch.setattr(command, "_measure", interrupt)
+    done = CliRunner().invoke(command.paper, ["--section", "goodput", "--out", str(tmp_path)])
+    assert done.exit_code == 130
+    assert done.output.endswith("interrupted; nothing is left running.\n")
+
+
+def test_help_has_a_short_name(bench: Bench) -> None:
+    done = CliRunner().invoke(bench("command").paper, ["-h"])
+    assert done.exit_code == 0
+    assert "--stale" in done.output
+
+
 def test_every_cell_has_a_name_of_its_own_and_knows_its_policy(bench: Bench) -> None:
     extent = bench("settings").Extent(trace=ROOT / "pyproject.toml")
     for section in bench("sections").SECTIONS.values():
