@@ -67,17 +67,10 @@ def make_plan(
     as_json: bool,
 ) -> Plan:
     """Read the options, load every window once, and check that its requests can be served. Raises BadParameter."""
-    if trace_file is not None and workload is not None:
-        raise click.UsageError("--trace and --workload are two sources; give one of them")
-    if trace_file is None and (most := max(starts) + (requests or REQUESTS)) > REQUESTS_MOST:
-        raise click.BadParameter(
-            f"{most} requests would be generated; let the window end at {REQUESTS_MOST} at most",
-            param_hint="--start and --requests",
-        )
     engine = changed(PRESETS[model], parameters)
     base = Experiment(
         requests_per_s=1.0,
-        workload=Workload(name=workload or "default", trace=trace_file, requests=requests or REQUESTS),
+        workload=_source(trace_file, workload, requests or REQUESTS, starts),
         instances=instances,
         engine=engine,
         engines=_slow_ones(slow, engine, instances, policies),
@@ -134,6 +127,18 @@ def sample_s(experiment: Experiment) -> float:
     arriving_s = len(trace.requests) / experiment.requests_per_s
     work_s = prefill_work_s(trace, engine.prefill, ideally_cached=False) + decode_work_s(trace, engine)
     return max(1.0, arriving_s / _SAMPLES_MOST, work_s / experiment.instances / _SAMPLES_MOST)
+
+
+def _source(trace_file: Path | None, workload: str | None, requests: int, starts: Sequence[int]) -> Workload:
+    """Return what is replayed, of which windows are taken. Raises UsageError or BadParameter."""
+    if trace_file is not None and workload is not None:
+        raise click.UsageError("--trace and --workload are two sources; give one of them")
+    if trace_file is None and (most := max(starts) + requests) > REQUESTS_MOST:
+        raise click.BadParameter(
+            f"{most} requests would be generated; let the window end at {REQUESTS_MOST} at most",
+            param_hint="--start and --requests",
+        )
+    return Workload(name=workload or "default", trace=trace_file, requests=requests)
 
 
 def _slow_ones(
