@@ -34,7 +34,7 @@ class World:
     ``fast`` and ``slow`` have simulated engines, two quick ones and one that needs minutes for a long prompt;
     ``halved`` has a member where nothing listens; ``empty`` has none; ``changing`` is for tests that change members.
     ``queued`` and ``hasty`` have one upstream that is handed one prompt at a time: in ``queued`` three more may wait,
-    in ``hasty`` none for long. ``awaited`` has no member, and requests wait for the first.
+    in order, in ``hasty`` none for long. ``awaited`` has no member, and requests wait for the first.
     The model of pool X is ``X-model``, its alias ``X``.
     """
 
@@ -79,7 +79,7 @@ class World:
             "halved": document("halved", [member_of(self.left), dead], **PATIENT),
             "empty": document("empty", []),
             "changing": document("changing", scripted),
-            "queued": document("queued", [member_of(self.left)], **BUSY, **queue(maxHeld=3)),
+            "queued": document("queued", [member_of(self.left)], **BUSY, **queue(maxHeld=3, maxOvertaken=0)),
             "hasty": document("hasty", [member_of(self.left)], **BUSY, **queue(maxWait="200ms")),
             "awaited": document("awaited", [], **queue(holdWhenEmpty=True)),
         }
