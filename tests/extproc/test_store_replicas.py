@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import builders
-from dualmap.pool import Pool, Prefix, Routing, Session, SessionMigration
+from dualmap.pool import Pool, Prefix, Queue, Routing, Session, SessionMigration
 from dualmap.receipt import Receipt
 from dualmap.requests import Decision
 from dualmap_extproc.metrics import Metrics
@@ -23,7 +23,11 @@ from waiting import until
 
 POOL = builders.pool()
 # Keys of one length, however often a test asks.
-FIXED = builders.pool(routing=Routing(prefix=Prefix(max_blocks=POOL.routing.prefix.initial_blocks)))
+FIXED = builders.pool(
+    routing=Routing(
+        prefix=Prefix(max_blocks=POOL.routing.prefix.initial_blocks), queue=Queue(dispatch_window_s=float("inf"))
+    )
+)
 # A session goes to its host.
 STICKY = builders.pool(routing=Routing(session=Session(migration=SessionMigration(enabled=True))))
 
