@@ -134,5 +134,5 @@ def _trace(workload: str, sample: int, requests: int) -> Trace:
 def _arrivals(workload: str, sample: int, requests: int, rate: float, sessions: bool) -> tuple[Arrival, ...]:
     trace = _trace(workload, sample, requests).at_rate(rate)
     if not sessions:
-        trace = replace(trace, requests=tuple(replace(request, session=None) for request in trace.requests))
+        trace = trace.without_sessions()
     return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)

@@ -4,7 +4,6 @@ A section with a measurement of its own has it in its own module.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
@@ -32,9 +31,9 @@ def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> 
     except NeverOverloaded:
         return {"goodput_qps": None}
     figures: Figures = {"goodput_qps": found.requests_per_s, "runs": found.runs}
-    if not found.requests_per_s:
+    summary = found.summary
+    if summary is None:
         return figures
-    summary = run_experiment(replace(experiment, requests_per_s=found.requests_per_s)).summary
     return {**figures, "ttft_p999_s": summary.ttft_p999_s, "refused_share": summary.refused / summary.requests}
 
 

@@ -179,8 +179,9 @@ class MemberLoad:
             if head is None or self._head_settles_s(head) > settles_s:
                 self._silence(next(iter(self._decoding.values())))
             elif head.streamed:
-                self._give_up_prefill(settles_s, head)
+                self._end_prefill(settles_s, head)
                 self._silent_since_s = settles_s
+                self._changed()
             else:
                 self.first_token(settles_s, head)
 
@@ -302,10 +303,8 @@ class MemberLoad:
             # Engines serve first come first served: whoever was to end before has ended unheard. Or it was passed, as
             # some schedulers allow, and holds up nobody; its first token may still come, and teaches no speed.
             while (passed := self._head) is not None and passed is not entry:
-                self._release_prefill(passed)
-                self._decode(now, passed)
-            self._release_prefill(entry)
-            self._decode(now, entry)
+                self._end_prefill(now, passed)
+            self._end_prefill(now, entry)
         entry.prefilled = True
         # Other replicas' prefills are taken to be spread evenly among what is left of ours.
         self._head_since_s = self._silent_since_s = now + self.peers.backlog_s / (len(self._pending) + 1)
@@ -340,10 +339,9 @@ class MemberLoad:
         self.in_flight -= 1
         self._changed()
 
-    def _give_up_prefill(self, now: float, entry: Entry) -> None:
+    def _end_prefill(self, now: float, entry: Entry) -> None:
         self._release_prefill(entry)
         self._decode(now, entry)
-        self._changed()
 
     def _decode(self, now: float, entry: Entry) -> None:
         entry.stage, entry.silent_since_s = Stage.DECODING, now

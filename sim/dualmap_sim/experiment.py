@@ -225,9 +225,9 @@ def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
     paced = trace.at_rate(experiment.requests_per_s)
     router_block_tokens = experiment.block_tokens or trace.block_tokens
     engine_block_tokens = experiment.engine.block_tokens
-    if not experiment.sessions:
-        paced = replace(paced, requests=tuple(replace(request, session=None) for request in paced.requests))
     if trace.closed_loop:
+        if not experiment.sessions:
+            paced = paced.without_sessions()
         # Another rate may bring another order, and with it other numbers.
         return arrivals(paced, router_block_tokens=router_block_tokens, engine_block_tokens=engine_block_tokens)
     prompts = _prompts(
@@ -259,5 +259,5 @@ def _prompts(
     """Return the trace's requests with their prompts' blocks named, which takes longer than to bring them in time."""
     trace = _trace(workload, input_tokens_max)
     if not sessions:
-        trace = replace(trace, requests=tuple(replace(request, session=None) for request in trace.requests))
+        trace = trace.without_sessions()
     return arrivals(trace, router_block_tokens=router_block_tokens, engine_block_tokens=engine_block_tokens)

@@ -10,11 +10,12 @@ Neighbours: ``experiment`` does the runs, ``parallel`` several searches at once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Final
 
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
+from dualmap_sim.summary import Summary
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
 
 _FIRST_STEP: Final = 1.2
@@ -34,12 +35,14 @@ class Goodput:
     """What a search found: the rate, how many runs it took, and the bracket it stands in.
 
     The upper end of ``bracket`` is the next rate of the grid, which did not attain the share. Where not even requests
-    that have the engines to themselves attain it, the rate is 0.
+    that have the engines to themselves attain it, the rate is 0. ``summary`` has the figures of the run at the rate
+    (without a CV, which would take samples of the load); None where there was none.
     """
 
     requests_per_s: float
     runs: int
     bracket: tuple[float, float]
+    summary: Summary | None = field(default=None, compare=False)
 
 
 def goodput(
@@ -63,8 +66,12 @@ def goodput(
             good = middle
         else:
             bad = middle
-    rate = 0.0 if good is None else search.rate(good)
-    return Goodput(requests_per_s=rate, runs=search.runs, bracket=(rate, search.rate(bad)))
+    if good is None:
+        return Goodput(requests_per_s=0.0, runs=search.runs, bracket=(0.0, search.rate(bad)))
+    rate = search.rate(good)
+    return Goodput(
+        requests_per_s=rate, runs=search.runs, bracket=(rate, search.rate(bad)), summary=search.summary(good)
+    )
 
 
 def ideal_capacity(experiment: Experiment) -> float:
@@ -84,7 +91,8 @@ class _Search:
         self._attainment = attainment
         self._ratio = 1 + tolerance
         self._on_try = on_try
-        self._tried: dict[int, bool] = {}
+        # The figures of each run that attained the share, None for the others.
+        self._tried: dict[int, Summary | None] = {}
 
     @property
     def runs(self) -> int:
@@ -102,7 +110,12 @@ class _Search:
             if self._on_try is not None:
                 self._on_try(rate)
             outcome = run_experiment(replace(self._experiment, requests_per_s=rate), stop_below=self._attainment)
-            self._tried[step] = not outcome.gave_up and outcome.summary.slo_attainment >= self._attainment
+            attained = not outcome.gave_up and outcome.summary.slo_attainment >= self._attainment
+            self._tried[step] = outcome.summary if attained else None
+        return self._tried[step] is not None
+
+    def summary(self, step: int) -> Summary | None:
+        """Return the figures of a grid point that was tried, None where it did not attain the share."""
         return self._tried[step]
 
     def bracket(self, guess: float) -> tuple[int | None, int]:

@@ -49,9 +49,7 @@ def scaling(extent: Extent, policy: str, rate: float, *, up: bool) -> Figures:
     """Replay a scaling; return attainment and hit rate over time, and over the time after the change."""
     seconds = _SECONDS / (2 if extent.quick else 1)
     trace = load_workload(extent.workload(TOOL_AGENT, 0)).capped(_ENGINE.input_tokens_max)
-    trace = replace(
-        trace, requests=tuple(replace(each, session=None) for each in trace.requests[: int(seconds * rate)])
-    )
+    trace = replace(trace, requests=trace.requests[: int(seconds * rate)]).without_sessions()
     replayed = arrivals(
         trace.at_rate(rate), router_block_tokens=trace.block_tokens, engine_block_tokens=_ENGINE.block_tokens
     )

@@ -71,6 +71,10 @@ class Trace:
             for r in self.requests
         )
 
+    def without_sessions(self) -> "Trace":
+        """Return the trace with requests that name no session."""
+        return self._with(replace(r, session=None) for r in self.requests)
+
     def longer_than(self, input_tokens: int) -> int:
         """Return how many prompts have more than ``input_tokens``."""
         return sum(request.input_tokens > input_tokens for request in self.requests)
