@@ -49,15 +49,16 @@ class Fleet:
     def adopt(self, now: float, pool: Pool) -> set[str]:
         """Take a new version of the pool; return the members that are where they were.
 
-        Another address under the same id is a restarted instance: it keeps its keys, but its cache is empty.
+        Another address or incarnation under the same id is a restarted instance: it keeps its keys, but its cache is
+        empty.
         """
         previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
         self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self.membership = Membership(pool)
-        known = {member.id: member.endpoint for member in previous.members}
-        stayed = {member.id for member in pool.members if known.get(member.id) == member.endpoint}
+        known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
+        stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
         if pool.routing.prefix.block_tokens != previous.routing.prefix.block_tokens:
             self._tree, instances = PrefixTree(), {}
         indexes = {member: instance.index for member, instance in instances.items()}

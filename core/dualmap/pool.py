@@ -25,13 +25,18 @@ class RingAlgorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One instance of the pool. ``id`` is its identity on the rings and survives restarts; address and port do not."""
+    """One instance of the pool. ``id`` is its identity on the rings and survives restarts; address and port do not.
+
+    ``incarnation`` names the life of the process behind it, where the operator knows it: another one has an empty cache
+    though it is at the same address. Empty where nobody knows.
+    """
 
     id: str
     address: str
     port: int
     state: MemberState = MemberState.ACTIVE
     weight: int = 100
+    incarnation: str = ""
 
     @property
     def endpoint(self) -> str:

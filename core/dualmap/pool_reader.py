@@ -347,6 +347,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             port=fields.integer("port", default_port, 1, 65_535),
             state=MemberState(state),
             weight=fields.integer("weight", 100, 0, 1000),
+            incarnation=fields.text("incarnation", ""),
         )
         fields.get("since")
         fields.refuse_others()

@@ -35,7 +35,8 @@ OBJECT: dict[str, Any] = {
     "status": {
         "observedGeneration": 3,
         "ring": {"version": 7, "members": [
-            {"id": "qwen-1", "address": "10.0.0.12", "port": 9000, "state": "Draining", "weight": 50, "since": "now"},
+            {"id": "qwen-1", "address": "10.0.0.12", "port": 9000, "state": "Draining", "weight": 50, "since": "now",
+             "incarnation": "2"},
             {"id": "qwen-0", "address": "fd00::1"},
         ]},
     },
@@ -71,6 +72,7 @@ def test_every_field_is_read() -> None:
     assert (routing.session.header, routing.session.ttl_s, routing.session.migration.cooldown_s) == ("x-user", 3600, 10)
     assert pool.ring_version == 7
     first, second = pool.members
+    assert (first.incarnation, second.incarnation) == ("", "2")
     assert (first.id, first.endpoint, first.state, first.weight) == (
         "qwen-0",
         "[fd00::1]:8000",

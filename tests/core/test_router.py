@@ -281,11 +281,15 @@ def test_a_new_member_takes_only_its_share_and_nobody_loses_cache() -> None:
     assert sum(receipt.matched_tokens == 384 for receipt in after) > 200
 
 
-def test_a_member_under_a_new_address_is_known_to_be_empty() -> None:
+@pytest.mark.parametrize("restarted", ["elsewhere", "in place"])
+def test_a_restarted_member_is_known_to_be_empty(restarted: str) -> None:
     router = PoolRouter(pool(2))
     decide(router, "1", text_of(512, "x"))
-    moved = tuple(replace(each, address=f"10.7.0.{n}") for n, each in enumerate(router.pool.members))
-    router.on_pool(1.0, replace(router.pool, members=moved))
+    again = tuple(
+        replace(each, address=f"10.7.0.{n}") if restarted == "elsewhere" else replace(each, incarnation="2")
+        for n, each in enumerate(router.pool.members)
+    )
+    router.on_pool(1.0, replace(router.pool, members=again))
     assert decide(router, "2", text_of(512, "x"), 1.0).receipt.matched_tokens == 0
 
 
