@@ -15,8 +15,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from dualmap.requests import Usage
+from dualmap_edge.logs import get_logger
 from dualmap_extproc.ending import Ending, ending_of
-from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import (
     ACCESS_LOG_METHOD,
     ACCESS_LOG_SERVICE,

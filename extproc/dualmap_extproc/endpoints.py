@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import grpc
 
 from dualmap.pool import MemberState, Pool
-from dualmap_extproc.logs import get_logger
+from dualmap_edge.logs import get_logger
 from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, EDS_METHOD, EDS_SERVICE, cluster_name
 from dualmap_extproc.wire import base_pb2, discovery_pb2
 

@@ -8,13 +8,10 @@ from typing import Any
 
 import click
 
-from dualmap.errors import PoolError
-from dualmap.pool_reader import parse_duration
-from dualmap_extproc import logs
+from dualmap_edge import logs
+from dualmap_edge.options import PORT, Duration
 from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
-
-_PORT = click.IntRange(0, 65535)
 
 
 class _ReplicaId(click.ParamType[str]):
@@ -28,21 +25,6 @@ class _ReplicaId(click.ParamType[str]):
             shown = text if len(text) <= 40 else f"{text[:40]}..."
             self.fail(f"{shown!r} is not accepted; give 1 to {REPLICA_ID_CHARACTERS} ASCII characters, no spaces")
         return text
-
-
-class _Duration(click.ParamType[float]):
-    """A duration as pool files spell it (``500ms``, ``25s``, ``1m``), in seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        try:
-            return parse_duration(value, "--drain-timeout", high_s=3600.0)
-        except PoolError as error:
-            # Click names the option itself.
-            self.fail(f"{value!r} is not accepted; give {error.accepted}", param, ctx)
 
 
 def _check_distinct(ports: dict[str, int]) -> None:
@@ -65,10 +47,10 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="Pool file (InferencePool as YAML); repeat for several.",
 )
 @click.option("--host", default="0.0.0.0", help="Address that all ports are bound on.")
-@click.option("--grpc-port", default=9002, type=_PORT, help="ext_proc, discovery, access log, health. 0: any.")
-@click.option("--health-port", default=9003, type=_PORT, help="gRPC health in plain text. 0: any.")
-@click.option("--metrics-port", default=9090, type=_PORT, help="/metrics and /pools over HTTP. 0: any.")
-@click.option("--als-port", default=9004, type=_PORT, help="Envoy's access log over gRPC. 0: any.")
+@click.option("--grpc-port", default=9002, type=PORT, help="ext_proc, discovery, access log, health. 0: any.")
+@click.option("--health-port", default=9003, type=PORT, help="gRPC health in plain text. 0: any.")
+@click.option("--metrics-port", default=9090, type=PORT, help="/metrics and /pools over HTTP. 0: any.")
+@click.option("--als-port", default=9004, type=PORT, help="Envoy's access log over gRPC. 0: any.")
 @click.option("--tls", default="off", metavar="off|self-signed|DIR", help="DIR holds tls.crt and tls.key.")
 @click.option(
     "--tls-client-ca",
@@ -84,7 +66,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     type=_ReplicaId(),
     help="Name of this router, unlike any other's.",
 )
-@click.option("--drain-timeout", default="25s", type=_Duration(), help="Longest wait for requests at SIGTERM.")
+@click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for requests at SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option("--log-prompts", is_flag=True, help="Quote headers and prompts in debug lines; needs --log-level debug.")

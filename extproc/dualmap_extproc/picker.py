@@ -21,11 +21,11 @@ from dualmap.prompt import Prompt
 from dualmap.requests import Completion, Decision, Held, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap.sessions import session_key
+from dualmap_edge.logs import get_logger
 from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.body import read_body
 from dualmap_extproc.ending import Ending
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
-from dualmap_extproc.logs import get_logger
 from dualmap_extproc.names import cluster_name
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.settings import Limits

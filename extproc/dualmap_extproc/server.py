@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from dualmap_extproc.logs import get_logger
+from dualmap_edge.logs import get_logger
+from dualmap_edge.ports import AddressError, address
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.observer import Observer
 from dualmap_extproc.picker import Picker
-from dualmap_extproc.ports import AddressError, address
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.stream import Stream
 from dualmap_extproc.wire import ext_proc_pb2 as wire

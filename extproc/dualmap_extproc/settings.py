@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dualmap_extproc.logs import LogFormat
+from dualmap_edge.logs import LogFormat
 
 # What a router may be called, since its name is part of request ids, metrics and keys in Redis: as long as a host name.
 REPLICA_ID_CHARACTERS: Final = 253

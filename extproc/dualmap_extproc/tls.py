@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
-from dualmap_extproc.logs import get_logger
+from dualmap_edge.logs import get_logger
 
 if TYPE_CHECKING:
     from cryptography import x509

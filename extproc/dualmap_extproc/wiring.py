@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
 from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.http_status import StatusServer
@@ -19,7 +20,6 @@ from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.pools.adoption import Adoption
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
-from dualmap_extproc.ports import AddressError, address, check_free
 from dualmap_extproc.server import ExternalProcessor, GrpcServers, keep_deadlines
 from dualmap_extproc.settings import RedisSettings, Settings
 from dualmap_extproc.store.exchange import Exchange

@@ -7,7 +7,7 @@ import pytest
 from dualmap.pool import Session
 from dualmap.requests import Usage
 from dualmap.router import PoolRouter
-from dualmap_extproc import logs
+from dualmap_edge import logs
 from dualmap_extproc.access_log import AccessLogEntry
 from dualmap_extproc.body import may_go_on
 from dualmap_extproc.errors import Refused

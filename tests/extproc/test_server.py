@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from dualmap_edge.ports import AddressError
 from dualmap_extproc import server
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.picker import Picker
-from dualmap_extproc.ports import AddressError
 from dualmap_extproc.server import ExternalProcessor, GrpcServers, Ports, keep_deadlines
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire

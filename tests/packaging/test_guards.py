@@ -13,7 +13,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for name in ("core", "extproc", "sim", "cli", "pyproject.toml"):
+    for name in ("core", "edge", "operator", "extproc", "sim", "cli", "pyproject.toml"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -23,7 +23,10 @@ def copy(tmp_path: Path) -> Path:
 
 
 def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": ":".join(str(copy / name) for name in ("core", "extproc", "sim", "cli")), "PATH": str(BIN)}
+    env = {
+        "PYTHONPATH": ":".join(str(copy / name) for name in ("core", "edge", "operator", "extproc", "sim", "cli")),
+        "PATH": str(BIN),
+    }
     return subprocess.run(
         [str(BIN / command[0]), *command[1:]], cwd=copy, env=env, capture_output=True, text=True, check=False
     )

@@ -17,7 +17,17 @@ def test_tests_are_no_packages() -> None:
     assert not [*ROOT.glob("tests/**/__init__.py"), *ROOT.glob("e2e/**/__init__.py")]
 
 
-@pytest.mark.parametrize("package", ["core/dualmap", "extproc/dualmap_extproc", "sim/dualmap_sim", "cli/dualmap_cli"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "core/dualmap",
+        "edge/dualmap_edge",
+        "operator/dualmap_operator",
+        "extproc/dualmap_extproc",
+        "sim/dualmap_sim",
+        "cli/dualmap_cli",
+    ],
+)
 def test_packages_are_typed_and_modules_can_be_read(package: str) -> None:
     assert (ROOT / package / "py.typed").exists()
     long = {

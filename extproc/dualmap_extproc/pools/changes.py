@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Final
 
 from dualmap.pool import Pool
-from dualmap_extproc.logs import get_logger
+from dualmap_edge.logs import get_logger
 
 # A pool may have tens of thousands of members; a line names so many and counts the rest.
 _IDS_SHOWN: Final = 20

@@ -19,7 +19,7 @@ import yaml
 from dualmap.errors import PoolError
 from dualmap.pool import Pool
 from dualmap.pool_reader import check_distinct, read_pools
-from dualmap_extproc.logs import get_logger
+from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
 
 # 100 bytes a member: room for tens of thousands of members, or hundreds of pools with their pod templates.

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, SharedBinding
 from dualmap.pool import Pool
-from dualmap_extproc.logs import get_logger
+from dualmap_edge.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
 from dualmap_extproc.store.unsent import Unsent
 

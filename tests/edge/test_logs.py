@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dualmap_extproc.logs import LOG_FORMATS, LogFormat, configure, get_logger
+from dualmap_edge.logs import LOG_FORMATS, LogFormat, configure, get_logger
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import (
@@ -132,7 +132,7 @@ def test_another_level_or_format_is_refused_with_what_is_accepted(level: str, lo
 def test_a_closed_stderr_does_not_reach_the_caller() -> None:
     code = (
         "import os, sys\n"
-        "from dualmap_extproc.logs import LOG_FORMATS, LogFormat, configure, get_logger\n"
+        "from dualmap_edge.logs import LOG_FORMATS, LogFormat, configure, get_logger\n"
         "configure(level='info', log_format='text')\n"
         "os.close(2)\n"
         "get_logger('dualmap_extproc.x').info('into the void')\n"
@@ -143,7 +143,7 @@ def test_a_closed_stderr_does_not_reach_the_caller() -> None:
 
 
 def test_getting_a_logger_does_not_import_the_renderer() -> None:
-    code = "import sys; from dualmap_extproc.logs import get_logger; get_logger('x'); print('structlog' in sys.modules)"
+    code = "import sys; from dualmap_edge.logs import get_logger; get_logger('x'); print('structlog' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 

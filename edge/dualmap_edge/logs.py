@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LogFormat = Literal["text", "json"]
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_OURS: Final = ("dualmap_edge", "dualmap_extproc", "dualmap_operator")
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 
 
@@ -68,7 +69,8 @@ def configure(*, level: str, log_format: LogFormat) -> None:
         root.removeHandler(handler)
     root.addHandler(_handler(json=log_format == "json"))
     root.setLevel(logging.WARNING)
-    logging.getLogger(__package__).setLevel(level.upper())
+    for package in _OURS:
+        logging.getLogger(package).setLevel(level.upper())
 
 
 def _handler(*, json: bool) -> logging.Handler:

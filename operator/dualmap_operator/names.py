@@ -1,0 +1,48 @@
+"""Names that users, dashboards and scripts rely on: labels, the readiness gate, conditions, reasons of Events."""
+
+from enum import StrEnum
+from typing import Final
+
+from dualmap.pool_reader import API_VERSION, GROUP
+
+KIND: Final = "InferencePool"
+PLURAL: Final = "inferencepools"
+VERSION: Final = API_VERSION.removeprefix(f"{GROUP}/")
+FIELD_MANAGER: Final = "dualmap-operator"
+FINALIZER: Final = f"{GROUP}/drain"
+POOL_LABEL: Final = f"{GROUP}/pool"
+IN_RING_GATE: Final = f"{GROUP}/in-ring"
+ORDINAL_LABEL: Final = "apps.kubernetes.io/pod-index"
+REVISION_LABEL: Final = "controller-revision-hash"
+
+
+class ConditionType(StrEnum):
+    """The types of condition in an InferencePool's status."""
+
+    ACCEPTED = "Accepted"
+    AVAILABLE = "Available"
+    RING_SYNCED = "RingSynced"
+    PROGRESSING = "Progressing"
+    DRAINING = "Draining"
+    SCALING_LIMITED = "ScalingLimited"
+    DEGRADED = "Degraded"
+
+
+class EventReason(StrEnum):
+    """The reasons of the Kubernetes Events that the operator posts on a pool."""
+
+    ACCEPTED = "Accepted"
+    INVALID_SPEC = "InvalidSpec"
+    TEMPLATE_WARNING = "TemplateWarning"
+    MEMBER_JOINING = "MemberJoining"
+    MEMBER_ACTIVE = "MemberActive"
+    MEMBER_DRAINING = "MemberDraining"
+    MEMBER_LEFT = "MemberLeft"
+    DRAIN_TIMED_OUT = "DrainTimedOut"
+    DRAIN_CANCELLED = "DrainCancelled"
+    SCALED_UP = "ScaledUp"
+    SCALED_DOWN = "ScaledDown"
+    ROLLING_POD = "RollingPod"
+    POOL_DEGRADED = "PoolDegraded"
+    POOL_RECOVERED = "PoolRecovered"
+    APPLY_FAILED = "ApplyFailed"
