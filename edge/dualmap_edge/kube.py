@@ -1,0 +1,351 @@
+"""The way to a Kubernetes API server: requests and watches, JSON objects in and out, no generated models.
+
+The router's ``pools.kube`` and the operator's ``api`` call through it. The ``kubernetes`` library finds the server and
+authenticates (PROTOCOLS section 4); it is imported when a client connects, in a thread, since it takes seconds that no
+request may wait for. What its watch leaves undone is done here: lines of any length, and an end to one gone silent.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, Self
+from urllib.parse import urlencode
+
+import aiohttp
+
+CONNECT_TIMEOUT_S: Final = 5.0
+# How long the server keeps a watch open, and how much longer nothing may come before it is given up: a server that is
+# there ends it in time, so silence beyond that is a connection that was cut without a word.
+WATCH_TIMEOUT_S: Final = 45.0
+WATCH_INACTIVITY_S: Final = 55.0
+_GONE: Final = 410
+_UNAUTHORIZED: Final = 401
+# What an error says at most: a proxy's error page may be long.
+_MESSAGE_CHARACTERS: Final = 500
+
+
+class KubeError(Exception):
+    """A request failed. ``status`` is HTTP's, 0 when no answer came; ``reason`` is the API's word, such as Conflict.
+
+    ``retry_after_s`` is how long the server asks to be left alone (429 and 503), None where it does not say.
+    """
+
+    def __init__(self, status: int, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
+        self.status = status
+        self.message = message
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{status} {message}" if status else message)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the version a list or watch began at is gone, so that only a new list helps."""
+        return self.status == _GONE
+
+
+class KubeConfigError(KubeError):
+    """There is no usable way to a server: neither a kubeconfig nor a pod's service account."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(0, message)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of a watch: ``type`` is ADDED, MODIFIED, DELETED or BOOKMARK; of a bookmark only the version counts."""
+
+    type: str
+    object: dict[str, Any]
+
+
+class KubeClient:
+    """One API server. Belongs to the event loop that connected it; ``close`` it there."""
+
+    def __init__(self, library: "_Library") -> None:
+        self._library = library
+
+    @classmethod
+    async def connect(cls, kubeconfig: Path | None = None) -> Self:
+        """Find the server by ``kubeconfig``, else by env KUBECONFIG or ``~/.kube/config``, else as a pod does.
+
+        Nothing is sent yet: a server that is away shows at the first request. Raises KubeConfigError.
+        """
+        return cls(await _Library.load(kubeconfig))
+
+    @property
+    def server(self) -> str:
+        """The server's URL, for logs."""
+        return self._library.host
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        body: object = None,
+        content_type: str = "application/json",
+        timeout_s: float = 10.0,
+    ) -> dict[str, Any]:
+        """Return the answer to one request; ``path`` begins with ``/api``. Raises KubeError for every other outcome."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        try:
+            response = await self._library.send(
+                method, path, query=query, body=body, content_type=content_type, timeout=timeout
+            )
+            async with response:
+                text = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _not_reached(error, timeout_s) from error
+        if response.status >= 400:
+            raise _refusal(response.status, response.headers, text)
+        return _document(text)
+
+    async def watch(
+        self,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        timeout_s: float = WATCH_TIMEOUT_S,
+        inactivity_s: float = WATCH_INACTIVITY_S,
+    ) -> AsyncIterator[WatchEvent]:
+        """Yield what happens to a collection after the ``resourceVersion`` in ``query``.
+
+        Ends when the server ends it (asked to after ``timeout_s``) or when nothing came for ``inactivity_s``. Raises
+        KubeError; its ``expired`` says that the version is gone. Close it (``contextlib.aclosing``) when done early.
+        """
+        asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(inactivity_s):
+                response = await self._library.send("GET", path, query=asked, timeout=patience)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _not_reached(error, inactivity_s) from error
+        try:
+            if response.status >= 400:
+                async with asyncio.timeout(inactivity_s):
+                    raise _refusal(response.status, response.headers, await response.read())
+            lines = _Lines()
+            while True:
+                async with asyncio.timeout(inactivity_s):
+                    piece = await response.content.readany()
+                if not piece:
+                    break
+                for line in lines.split(piece):
+                    yield _event(line)
+            if lines.unfinished:
+                raise KubeError(0, "a watch ended within an event")
+        except TimeoutError:
+            return
+        except (aiohttp.ClientError, OSError) as error:
+            raise _not_reached(error, inactivity_s) from error
+        finally:
+            # Not returned to the pool of connections: what may still come on it is nobody's.
+            response.close()
+
+    async def close(self) -> None:
+        """End every request and watch, and close the connections."""
+        await self._library.close()
+
+
+class _Library:
+    """What the kubernetes library does here: where the server is, who we are, and the connections to it."""
+
+    def __init__(self, configuration: Any, rest: Any, kubeconfig: Path | None) -> None:
+        self._configuration = configuration
+        self._rest = rest
+        self._kubeconfig = kubeconfig
+
+    @classmethod
+    async def load(cls, kubeconfig: Path | None) -> Self:
+        await asyncio.to_thread(_import_library)
+        from kubernetes.aio.client.rest import RESTClientObject
+
+        configuration = await _configuration(kubeconfig)
+        try:
+            return cls(configuration, RESTClientObject(configuration), kubeconfig)
+        except (OSError, ValueError) as error:
+            raise KubeConfigError(
+                f"the certificates of the Kubernetes configuration cannot be used: {error}"
+            ) from error
+
+    @property
+    def host(self) -> str:
+        return str(self._configuration.host)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]],
+        timeout: aiohttp.ClientTimeout,
+        body: object = None,
+        content_type: str = "application/json",
+    ) -> aiohttp.ClientResponse:
+        """Send one request and return its response with the body unread; asks who we are again after a 401."""
+        url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        response = await self._send(method, url, body, content_type, timeout)
+        if response.status != _UNAUTHORIZED:
+            return response
+        # A kubeconfig's token may have been exchanged since, or come from a plugin that must be asked again.
+        before = await self._token()
+        try:
+            renewed = await _configuration(self._kubeconfig)
+        except KubeConfigError:
+            return response
+        self._configuration.api_key = renewed.api_key
+        if await self._token() == before:
+            return response
+        response.close()
+        return await self._send(method, url, body, content_type, timeout)
+
+    async def close(self) -> None:
+        await self._rest.close()
+
+    async def _send(
+        self, method: str, url: str, body: object, content_type: str, timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        token = await self._token()
+        if token is not None:
+            headers["Authorization"] = token
+        answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+        response: aiohttp.ClientResponse = answer.response
+        return response
+
+    async def _token(self) -> str | None:
+        """Return the Authorization header; a pod's token is read from its file again every minute (the library's)."""
+        token: str | None = await self._configuration.get_api_key_with_prefix("BearerToken")
+        return token
+
+
+class _Lines:
+    """Bytes to lines: a watch sends one event per line, which may be several MB long and come in many pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return any(piece.strip() for piece in self._pieces)
+
+    def split(self, piece: bytes) -> list[bytes]:
+        """Return the lines that ``piece`` completes."""
+        first, newline, rest = piece.partition(b"\n")
+        self._pieces.append(first)
+        if not newline:
+            return []
+        *whole, last = rest.split(b"\n")
+        lines = [b"".join(self._pieces), *whole]
+        self._pieces = [last]
+        return [line for line in lines if line.strip()]
+
+
+def _import_library() -> None:
+    import kubernetes.aio.client.rest
+    import kubernetes.aio.config  # noqa: F401  # what is wanted is that it has been imported
+
+
+async def _configuration(kubeconfig: Path | None) -> Any:
+    """Return the library's Configuration for the server; raises KubeConfigError."""
+    import kubernetes.aio.config
+    from kubernetes.aio.client import Configuration
+
+    config: Any = kubernetes.aio.config  # Any, because it says nothing of its types.
+    configuration = Configuration()
+    # Each watch holds a connection, and there may be as many as there are pools.
+    configuration.connection_pool_maxsize = 0
+    # Env KUBECONFIG as the library read it, which may name several files.
+    location = str(kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION)
+    try:
+        if _has_kubeconfig(location, config.kube_config.ENV_KUBECONFIG_PATH_SEPARATOR):
+            await _load_kubeconfig(config, location, configuration)
+        else:
+            config.load_incluster_config(configuration)
+    except config.ConfigException as error:
+        raise KubeConfigError(
+            f"no way to a Kubernetes API server: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
+            "service account"
+        ) from error
+    return configuration
+
+
+def _has_kubeconfig(location: str, separator: str) -> bool:
+    """Return whether a kubeconfig is to be used; raises KubeConfigError for one that was asked for and is not there."""
+    files = [Path(each).expanduser() for each in location.split(separator) if each]
+    if any(file.exists() for file in files):
+        return True
+    if files and files != [Path.home() / ".kube" / "config"]:
+        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to a kubeconfig that does")
+    return False
+
+
+async def _load_kubeconfig(config: Any, location: str, configuration: object) -> None:
+    try:
+        await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
+    except Exception as error:  # the library raises whatever a file's wrong shape makes it stumble over
+        raise KubeConfigError(f"kubeconfig {location} cannot be used: {_clipped(str(error) or repr(error))}") from error
+
+
+def _document(text: bytes) -> dict[str, Any]:
+    """Return a JSON object; raises KubeError for anything else."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise KubeError(0, f"an answer is no JSON: {_clipped(text)}") from error
+    if not isinstance(document, dict):
+        raise KubeError(0, f"an answer is no JSON object: {_clipped(text)}")
+    return document
+
+
+def _event(line: bytes) -> WatchEvent:
+    """Return one event; raises KubeError for one that says what went wrong."""
+    document = _document(line)
+    kind, value = document.get("type"), document.get("object")
+    if not isinstance(kind, str) or not isinstance(value, dict):
+        raise KubeError(0, f"a watch sent what is no event: {_clipped(line)}")
+    if kind == "ERROR":
+        _raise_status(value)
+    return WatchEvent(kind, value)
+
+
+def _raise_status(status: Mapping[str, Any]) -> NoReturn:
+    """Raise the KubeError that a Status object within a watch stands for."""
+    code = status.get("code")
+    raise KubeError(
+        code if isinstance(code, int) else 500,
+        _clipped(str(status.get("message", "a watch broke off"))),
+        reason=str(status.get("reason", "")),
+    )
+
+
+def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
+    """Return the error of an answer: its Status object's words, or what else stands in it."""
+    reason = ""
+    try:
+        document = _document(text)
+        message, reason = str(document.get("message", "")), str(document.get("reason", ""))
+    except KubeError:
+        message = text.decode(errors="replace")
+    wait = headers.get("Retry-After", "")
+    return KubeError(
+        status,
+        _clipped(message or reason or "without a word"),
+        reason=reason,
+        retry_after_s=float(wait) if wait.isdecimal() else None,
+    )
+
+
+def _not_reached(error: Exception, timeout_s: float) -> KubeError:
+    if isinstance(error, TimeoutError):
+        return KubeError(0, f"the API server did not answer within {timeout_s:g} s")
+    return KubeError(0, f"the API server cannot be reached: {_clipped(str(error) or repr(error))}")
+
+
+def _clipped(text: str | bytes) -> str:
+    shown = text.decode(errors="replace") if isinstance(text, bytes) else text
+    shown = " ".join(shown.split())
+    return shown if len(shown) <= _MESSAGE_CHARACTERS else f"{shown[:_MESSAGE_CHARACTERS]}..."

@@ -1,0 +1,299 @@
+"""The client for the Kubernetes API against a small server of aiohttp's, whose every answer the test decides."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dualmap_edge import kube
+from dualmap_edge.kube import KubeClient, KubeConfigError, KubeError, WatchEvent
+
+PODS = "/api/v1/namespaces/llm/pods"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """An API server that answers what ``handler`` says; ``kubeconfig`` leads to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.handler: Handler | None = None
+        self.requests: list[web.Request] = []
+        self.kubeconfig = folder / "kubeconfig"
+        self._runner = web.AppRunner(self._application(), shutdown_timeout=0.1)
+
+    def _application(self) -> web.Application:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        return application
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(request)
+        assert self.handler is not None
+        return await self.handler(request)
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.write_kubeconfig()
+
+    def write_kubeconfig(self, **user: str) -> None:
+        write_kubeconfig(self.kubeconfig, f"http://127.0.0.1:{self.port}", **user)
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+
+def write_kubeconfig(path: Path, server: str, **user: str) -> None:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        "clusters": [{"name": "here", "cluster": {"server": server}}],
+        "users": [{"name": "me", "user": user}],
+    }
+    path.write_text(json.dumps(config))
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    server = Server(tmp_path)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[KubeClient]:
+    client = await KubeClient.connect(server.kubeconfig)
+    yield client
+    await client.close()
+
+
+def answering(status: int, document: object, **headers: str) -> Handler:
+    async def answer(_request: web.Request) -> web.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.json_response(document, status=status, headers=named)
+
+    return answer
+
+
+def streaming(*pieces: bytes, then: asyncio.Event | None = None, cut: bool = False) -> Handler:
+    """Answer with these pieces, each written by itself; stay silent until ``then``; ``cut``: break off."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if then is not None:
+            await then.wait()
+        if cut:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return answer
+
+
+def line(kind: str, /, **value: object) -> bytes:
+    return json.dumps({"type": kind, "object": value}).encode() + b"\n"
+
+
+async def watched(client: KubeClient, **options: float) -> list[WatchEvent]:
+    async with aclosing(client.watch(PODS, query=[("resourceVersion", "5")], **options)) as events:
+        return [event async for event in events]
+
+
+async def test_a_request_carries_query_body_and_content_type(server: Server, client: KubeClient) -> None:
+    seen: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.method, request.path, dict(request.query), request.content_type, await request.json()))
+        return web.json_response({"kind": "Pod"})
+
+    server.handler = answer
+    answered = await client.request(
+        "PATCH",
+        PODS,
+        query=[("labelSelector", "app in (a,b),!c"), ("force", "true")],
+        body={"a": 1},
+        content_type="application/apply-patch+yaml",
+    )
+    assert answered == {"kind": "Pod"}
+    query = {"labelSelector": "app in (a,b),!c", "force": "true"}
+    assert seen == [("PATCH", PODS, query, "application/apply-patch+yaml", {"a": 1})]
+
+
+async def test_a_json_patch_goes_out_as_one(server: Server, client: KubeClient) -> None:
+    server.handler = answering(200, {})
+    await client.request("PATCH", PODS, body=[{"op": "test"}], content_type="application/json-patch+json")
+    assert server.requests[0].content_type == "application/json-patch+json"
+
+
+@pytest.mark.parametrize(
+    ("status", "document", "reason", "message"),
+    [
+        (409, {"kind": "Status", "reason": "Conflict", "message": "it was changed"}, "Conflict", "it was changed"),
+        (500, ["no", "status"], "", '["no", "status"]'),
+        (404, {}, "", "without a word"),
+    ],
+)
+async def test_a_refusal_says_status_and_words(
+    server: Server, client: KubeClient, status: int, document: object, reason: str, message: str
+) -> None:
+    server.handler = answering(status, document)
+    with pytest.raises(KubeError) as caught:
+        await client.request("GET", PODS)
+    error = caught.value
+    assert (error.status, error.reason, error.message, error.expired) == (status, reason, message, False)
+    assert str(error) == f"{status} {message}"
+
+
+@pytest.mark.parametrize(("header", "wait_s"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", None)])
+async def test_how_long_to_wait_is_handed_on(
+    server: Server, client: KubeClient, header: str, wait_s: float | None
+) -> None:
+    server.handler = answering(429, {"message": "too many"}, Retry_After=header)
+    with pytest.raises(KubeError) as caught:
+        await client.request("GET", PODS)
+    assert caught.value.retry_after_s == wait_s
+
+
+async def test_an_answer_that_is_no_object_is_an_error(server: Server, client: KubeClient) -> None:
+    for body in (b"<html>a proxy's page", b"[]"):
+
+        async def answer(_request: web.Request, body: bytes = body) -> web.Response:
+            return web.Response(body=body)
+
+        server.handler = answer
+        with pytest.raises(KubeError, match="no JSON"):
+            await client.request("GET", PODS)
+
+
+async def test_no_server_and_no_answer_are_told_apart_from_refusals(server: Server, client: KubeClient) -> None:
+    never = asyncio.Event()
+    server.handler = streaming(then=never)
+    with pytest.raises(KubeError, match=r"did not answer within 0\.05 s") as caught:
+        await client.request("GET", PODS, timeout_s=0.05)
+    assert caught.value.status == 0
+    never.set()
+    await server.stop()
+    for attempt in (client.request("GET", PODS), watched(client)):
+        with pytest.raises(KubeError, match="cannot be reached") as unreached:
+            await attempt
+        assert unreached.value.status == 0
+
+
+async def test_a_watch_yields_events_and_bookmarks_until_the_server_ends_it(server: Server, client: KubeClient) -> None:
+    pieces = [line("ADDED", a=1)[:7], line("ADDED", a=1)[7:] + line("MODIFIED", a=2) + b'{"ty', line("BOOKMARK")[4:]]
+    server.handler = streaming(*pieces)
+    events = await watched(client, timeout_s=44.6)
+    assert events == [WatchEvent("ADDED", {"a": 1}), WatchEvent("MODIFIED", {"a": 2}), WatchEvent("BOOKMARK", {})]
+    query = dict(server.requests[0].query)
+    assert query == {"resourceVersion": "5", "watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": "45"}
+
+
+async def test_an_event_may_be_several_megabytes_long(server: Server, client: KubeClient) -> None:
+    text = "x" * (5 * 1024 * 1024)
+    server.handler = streaming(line("ADDED", text=text) + line("DELETED"))
+    events = await watched(client)
+    assert [event.type for event in events] == ["ADDED", "DELETED"]
+    assert events[0].object["text"] == text
+
+
+async def test_a_version_that_is_gone_is_told_by_status_and_by_event(server: Server, client: KubeClient) -> None:
+    gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+    for handler in (answering(410, gone), streaming(line("ERROR", **gone))):
+        server.handler = handler
+        with pytest.raises(KubeError, match="410 too old") as caught:
+            await watched(client)
+        assert caught.value.expired
+        assert caught.value.reason == "Expired"
+
+
+async def test_a_silent_watch_ends(server: Server, client: KubeClient) -> None:
+    never = asyncio.Event()
+    server.handler = streaming(line("ADDED", a=1), then=never)
+    assert await watched(client, inactivity_s=0.05) == [WatchEvent("ADDED", {"a": 1})]
+    never.set()
+
+
+async def test_a_watch_that_is_never_answered_is_an_error(server: Server, client: KubeClient) -> None:
+    never = asyncio.Event()
+
+    async def answer(_request: web.Request) -> web.Response:
+        await never.wait()
+        return web.Response()
+
+    server.handler = answer
+    with pytest.raises(KubeError, match="did not answer"):
+        await watched(client, inactivity_s=0.05)
+    never.set()
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        (streaming(line("ADDED", a=1), cut=True), "cannot be reached"),
+        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "within an event"),
+        (streaming(line("ADDED", a=1), b"]garbage[\n"), "no JSON"),
+        (streaming(line("ADDED", a=1), b'{"type": 3}\n'), "no event"),
+    ],
+)
+async def test_a_watch_that_breaks_off_is_an_error_after_what_came(
+    server: Server, client: KubeClient, handler: Handler, words: str
+) -> None:
+    server.handler = handler
+    events = []
+    with pytest.raises(KubeError, match=words) as caught:  # noqa: PT012  # what came before counts too
+        async with aclosing(client.watch(PODS)) as watch:
+            async for event in watch:
+                events.append(event)
+    assert [event.type for event in events] == ["ADDED"]
+    assert caught.value.status == 0
+
+
+async def test_a_token_is_read_again_when_it_is_refused(server: Server) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        known = request.headers.get("Authorization") == "Bearer new"
+        return web.json_response({"message": "" if known else "who are you"}, status=200 if known else 401)
+
+    server.handler = answer
+    server.write_kubeconfig(token="old")
+    client = await KubeClient.connect(server.kubeconfig)
+    with pytest.raises(KubeError, match="who are you"):
+        await client.request("GET", PODS)
+    assert len(server.requests) == 1
+    server.write_kubeconfig(token="new")
+    await client.request("GET", PODS)
+    assert [request.headers["Authorization"] for request in server.requests[1:]] == ["Bearer old", "Bearer new"]
+    await client.close()
+
+
+async def test_a_kubeconfig_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    missing, broken = tmp_path / "missing", tmp_path / "broken"
+    broken.write_text("- no\n- mapping")
+    for path, words in ((missing, "does not exist"), (broken, "cannot be used")):
+        with pytest.raises(KubeConfigError, match=words) as caught:
+            await KubeClient.connect(path)
+        assert str(path) in str(caught.value)
+
+
+async def test_without_kubeconfig_and_pod_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kubernetes.aio import config
+
+    monkeypatch.setattr(kube.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / ".kube" / "config"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(KubeConfigError, match="set KUBECONFIG to a kubeconfig, or run in a pod"):
+        await KubeClient.connect()
