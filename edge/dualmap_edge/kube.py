@@ -7,7 +7,7 @@ request may wait for. What its watch leaves undone is done here: lines of any le
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
@@ -110,7 +110,7 @@ class KubeClient:
         query: Sequence[tuple[str, str]] = (),
         timeout_s: float = WATCH_TIMEOUT_S,
         inactivity_s: float = WATCH_INACTIVITY_S,
-    ) -> AsyncIterator[WatchEvent]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """Yield what happens to a collection after the ``resourceVersion`` in ``query``.
 
         Ends when the server ends it (asked to after ``timeout_s``) or when nothing came for ``inactivity_s``. Raises

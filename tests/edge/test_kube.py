@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dualmap_edge import kube
 from dualmap_edge.kube import KubeClient, KubeConfigError, KubeError, WatchEvent
 
 PODS = "/api/v1/namespaces/llm/pods"
@@ -292,7 +291,7 @@ async def test_without_kubeconfig_and_pod_the_error_says_what_to_do(
 ) -> None:
     from kubernetes.aio import config
 
-    monkeypatch.setattr(kube.Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / ".kube" / "config"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(KubeConfigError, match="set KUBECONFIG to a kubeconfig, or run in a pod"):
