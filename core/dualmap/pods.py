@@ -107,8 +107,8 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 def _node_lost(conditions: Mapping[str, _Condition], gates: list[str]) -> bool:
     """Return whether somebody other than the pod's kubelet took its readiness away.
 
-    When a node stops reporting, the control plane makes Ready false and leaves ContainersReady as it was. A kubelet
-    that has not yet seen the last gate come true leaves the two just as far apart, but Ready's transition is older then.
+    When a node stops reporting, the control plane makes Ready false and leaves ContainersReady as it was. The same
+    stands there while a kubelet has not yet seen the last gate come true, but then Ready's transition is the older one.
     """
     needed = [conditions.get(each, _Condition()) for each in ("ContainersReady", *gates)]
     ready = conditions.get("Ready")
