@@ -1,0 +1,135 @@
+"""What the status says: conditions, counts, Events, and that nothing changes at rest."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualmap.pool import MemberState
+from dualmap_operator.names import EventReason
+from dualmap_operator.observed import Condition, Observed
+from dualmap_operator.plan import plan, plan_refused
+from dualmap_operator.plan_values import Plan
+from scenario import NOW_S, adopted, member, pod, router, seen, selector_spec, starting, template_spec
+
+PODS = (pod(0), pod(1), pod(2))
+ACTIVE = tuple(member(each) for each in PODS)
+
+
+def condition(of: Plan, type_: str) -> Condition:
+    (found,) = (each for each in of.status.conditions if each.type == type_)
+    return found
+
+
+def after(made: Plan, observed: Observed) -> Observed:
+    """The same world once the watch has shown what the plan wrote."""
+    return replace(observed, published=made.status)
+
+
+def test_at_rest_a_second_pass_changes_nothing() -> None:
+    observed = seen(PODS, ACTIVE, routers=[router()])
+    first = plan(template_spec(), observed, NOW_S)
+    second = plan(template_spec(), after(first, observed), NOW_S + 3600)
+    assert second.status == first.status
+    assert second.events == ()
+    assert second.again_s == 30
+    told = {each.type: each.status for each in first.status.conditions}
+    assert told == {
+        "Accepted": True, "Available": True, "RingSynced": True, "Progressing": False, "Draining": False,
+        "ScalingLimited": False, "Degraded": False,
+    }  # fmt: skip
+
+
+def test_a_condition_keeps_its_time_until_it_turns() -> None:
+    observed = seen(PODS, ACTIVE, routers=[router()])
+    first = plan(template_spec(), observed, NOW_S)
+    later = plan(template_spec(), after(first, observed), NOW_S + 10)
+    assert condition(later, "Available").since_s == NOW_S
+    down = replace(after(later, observed), pods=tuple(starting(n) for n in range(3)))
+    turned = plan(template_spec(), down, NOW_S + 20)
+    assert condition(turned, "Available").since_s == NOW_S + 20
+
+
+def test_counts() -> None:
+    pods = (*PODS, starting(3))
+    members = (
+        *ACTIVE[:1],
+        member(PODS[1], MemberState.JOINING, age_s=1, weight=25),
+        member(PODS[2], MemberState.DRAINING),
+    )
+    status = plan(template_spec(4), seen(pods, members, size=4), NOW_S).status
+    assert (status.replicas, status.ready_replicas, status.in_ring) == (4, 3, 2)
+    assert status.selector == "serving.dualmap.dev/pool=qwen"
+    assert status.observed_generation == 1
+
+
+@pytest.mark.parametrize(
+    ("routers", "status", "reason"),
+    [
+        ([], None, "NoRouters"),
+        ([router(ready=False)], None, "NoRouters"),
+        ([router()], True, "RoutersAgree"),
+        ([router(), router("b", version=4)], False, "RoutersBehind"),
+        ([router(), router("b", heard=False)], False, "RoutersSilent"),
+        ([router(), router("b", version=4, ready=False)], True, "RoutersAgree"),
+    ],
+)
+def test_ring_synced_is_what_every_ready_router_says(routers: list, status: bool | None, reason: str) -> None:  # type: ignore[type-arg]
+    said = condition(plan(template_spec(), seen(PODS, ACTIVE, routers=routers), NOW_S), "RingSynced")
+    assert (said.status, said.reason) == (status, reason)
+
+
+def test_a_pool_that_starts_is_given_time_before_it_is_degraded() -> None:
+    pods = tuple(starting(n, serving_since_s=NOW_S) for n in range(3))
+    observed = seen(pods, version=0)
+    first = plan(template_spec(), observed, NOW_S)
+    assert (condition(first, "Available").status, condition(first, "Degraded").status) == (False, False)
+    waited = plan(template_spec(), after(first, observed), NOW_S + first.again_s)
+    assert first.again_s <= 30
+    assert condition(waited, "Degraded").reason == "NoReadyMember"
+    assert EventReason.POOL_DEGRADED in {event.reason for event in waited.events}
+
+
+def test_no_replicas_wanted_is_not_degraded() -> None:
+    observed = seen((), size=0, version=0)
+    made = plan(template_spec(0), observed, NOW_S)
+    later = plan(template_spec(0), after(made, observed), NOW_S + 600)
+    assert condition(later, "Available").reason == "ScaledToZero"
+    assert condition(later, "Degraded").status is False
+    assert later.status == made.status
+
+
+def test_what_could_not_be_applied_is_told() -> None:
+    observed = replace(seen(PODS, ACTIVE), failures=("StatefulSet llm/qwen: exceeded quota",))
+    made = plan(template_spec(), observed, NOW_S)
+    assert (condition(made, "Degraded").reason, condition(made, "Degraded").message) == (
+        "ApplyFailed",
+        "StatefulSet llm/qwen: exceeded quota",
+    )
+
+
+def test_adopted_pods_say_that_replicas_have_no_effect() -> None:
+    made = plan(selector_spec(), seen((adopted("a"),), [member(adopted("a"))], size=None), NOW_S)
+    limited = condition(made, "ScalingLimited")
+    assert limited.status is True
+    assert "spec.replicas has no effect" in limited.message
+    assert made.status.selector == "app=vllm"
+
+
+def test_a_spec_that_cannot_be_used_leaves_the_ring_and_says_why() -> None:
+    observed = seen(PODS, ACTIVE, routers=[router()])
+    before = after(plan(template_spec(), observed, NOW_S), observed)
+    made = plan_refused(before, 7, "spec.slo.ttft: 'soon' is not accepted", NOW_S + 5)
+    assert made.status.members == ACTIVE
+    assert (made.status.ring_version, made.status.observed_generation) == (5, 7)
+    assert (condition(made, "Accepted").status, condition(made, "Accepted").reason) == (False, "InvalidSpec")
+    assert condition(made, "Available").status is True
+    assert [event.reason for event in made.events] == [EventReason.INVALID_SPEC]
+    again = plan_refused(after(made, before), 7, "spec.slo.ttft: 'soon' is not accepted", NOW_S + 9)
+    assert (again.status, again.events) == (made.status, ())
+
+
+def test_a_thousand_changes_are_one_event() -> None:
+    pods = tuple(pod(n, address=f"10.{n // 250}.0.{n % 250}") for n in range(1000))
+    made = plan(template_spec(1000), seen(pods, size=1000, version=0), NOW_S)
+    (event,) = (each for each in made.events if each.reason is EventReason.MEMBER_ACTIVE)
+    assert "and 990 more" in event.message

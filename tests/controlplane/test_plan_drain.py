@@ -1,0 +1,174 @@
+"""Scale-down, take-back and deletion: Draining first, the StatefulSet only when nobody is served any more."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualmap.pool import MemberState
+from dualmap_operator.names import EventReason
+from dualmap_operator.observed import Observed
+from dualmap_operator.plan import DRAIN_LOOK_S, plan
+from scenario import (
+    NOW_S,
+    InconsistentScenarioError,
+    adopted,
+    member,
+    pod,
+    router,
+    seen,
+    selector_spec,
+    size_asked,
+    states,
+    template_spec,
+)
+
+PODS = (pod(0), pod(1), pod(2))
+ACTIVE = tuple(member(each) for each in PODS)
+DRAINING = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=20))
+
+
+def draining(**changes: object) -> Observed:
+    """Three pods, of which the last drains, and what is said of it."""
+    return seen(PODS, DRAINING, **changes)  # type: ignore[arg-type]  # as seen() takes them
+
+
+class TestVictims:
+    def test_are_published_draining_before_anything_shrinks(self) -> None:
+        made = plan(template_spec(1), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
+        assert states(made) == {"qwen-0": "Active", "qwen-1": "Draining", "qwen-2": "Draining"}
+        assert made.status.ring_version == 6
+        assert size_asked(made) == 3
+        assert {gate.pod: gate.in_ring for gate in made.gates} == {"qwen-1": False, "qwen-2": False}
+        assert made.again_s <= DRAIN_LOOK_S
+
+    def test_stay_while_a_router_has_a_request_in_flight_there(self) -> None:
+        looks = {"qwen-2": 0}
+        made = plan(template_spec(2), draining(routers=[router(busy={"qwen-2": 1})], idle_looks=looks), NOW_S)
+        assert size_asked(made) == 3
+        assert made.look == {"qwen-2"}
+
+    def test_one_idle_look_is_not_enough(self) -> None:
+        made = plan(template_spec(2), draining(routers=[router()], idle_looks={"qwen-2": 1}), NOW_S)
+        assert size_asked(made) == 3
+
+    def test_go_after_two_idle_looks(self) -> None:
+        made = plan(template_spec(2), draining(routers=[router()], idle_looks={"qwen-2": 2}), NOW_S)
+        assert size_asked(made) == 2
+        assert [event.reason for event in made.events if event.reason is EventReason.SCALED_DOWN]
+
+    def test_all_stay_while_one_is_busy(self) -> None:
+        members = (ACTIVE[0], *(member(each, MemberState.DRAINING, age_s=20) for each in PODS[1:]))
+        looks = {"qwen-1": 0, "qwen-2": 9}
+        made = plan(
+            template_spec(1), seen(PODS, members, routers=[router(busy={"qwen-1": 1})], idle_looks=looks), NOW_S
+        )
+        assert size_asked(made) == 3
+
+    def test_go_when_the_drain_has_taken_its_time_and_that_is_said(self) -> None:
+        late = draining(routers=[router(busy={"qwen-2": 1})], idle_looks={"qwen-2": 0})
+        made = plan(template_spec(2, drain_timeout_s=20), late, NOW_S)
+        assert size_asked(made) == 2
+        assert any(event.reason is EventReason.DRAIN_TIMED_OUT and event.warning for event in made.events)
+
+    def test_are_taken_back_by_a_larger_wish(self) -> None:
+        made = plan(template_spec(3), draining(routers=[router(busy={"qwen-2": 1})]), NOW_S)
+        assert states(made)["qwen-2"] == "Active"
+        assert made.status.ring_version == 6
+        assert size_asked(made) == 3
+        assert EventReason.DRAIN_CANCELLED in {event.reason for event in made.events}
+
+    def test_that_never_served_go_at_once(self) -> None:
+        pods = (*PODS[:2], pod(2, serving=False, ready=False, in_ring=False, address=""))
+        made = plan(template_spec(2), seen(pods, ACTIVE[:2], routers=[router()]), NOW_S)
+        assert size_asked(made) == 2
+        assert "qwen-2" not in states(made)
+
+    def test_that_stop_passing_their_probes_still_finish_what_streams(self) -> None:
+        pods = (*PODS[:2], pod(2, serving=False, ready=False, in_ring=False))
+        busy = seen(pods, DRAINING, routers=[router(busy={"qwen-2": 1})])
+        made = plan(template_spec(2), busy, NOW_S)
+        assert states(made)["qwen-2"] == "Draining"
+        assert size_asked(made) == 3
+
+
+class TestIdle:
+    """One look: who must have said what."""
+
+    @pytest.mark.parametrize(
+        ("routers", "engine", "expected"),
+        [
+            ([router()], None, True),
+            ([router()], 0, True),
+            ([router()], 2, False),
+            ([router(version=4)], 0, False),
+            ([router(version=4, ready=False)], 0, True),
+            ([router(), router("b", busy={"qwen-2": 1})], 0, False),
+            ([router(), router("b", busy={"qwen-2": 1}, ready=False)], 0, False),
+            ([router(), router("b", heard=False)], None, False),
+            ([router(), router("b", heard=False)], 0, True),
+            ([router(), router("b", heard=False, ready=False)], None, True),
+            ([router(version=0)], None, True),
+            ([], 0, True),
+            ([], None, False),
+            ([], 1, False),
+        ],
+        ids=[
+            "routers agree", "both agree", "engine busy", "ready router behind", "leaving router behind",
+            "another busy", "a leaving router busy", "silent router, unknown engine", "silent router, idle engine",
+            "silent, not ready", "router that serves no such pool", "engine alone", "nobody says anything",
+            "engine alone, busy",
+        ],
+    )  # fmt: skip
+    def test_what_was_said(self, routers: list, engine: int | None, expected: bool) -> None:  # type: ignore[type-arg]
+        from dualmap_operator.drain import idle
+
+        observed = seen(PODS, DRAINING, routers=routers, engines={"qwen-2": engine})
+        assert idle(DRAINING[2], observed) is expected
+
+
+class TestDeletion:
+    def test_drains_every_member_and_touches_no_child(self) -> None:
+        made = plan(template_spec(3, deleting=True), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
+        assert set(states(made).values()) == {"Draining"}
+        assert made.children == ()
+        assert not made.finished
+
+    def test_is_finished_when_all_have_drained(self) -> None:
+        members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
+        looks = {each.name: 2 for each in PODS}
+        made = plan(template_spec(3, deleting=True), seen(PODS, members, routers=[router()], idle_looks=looks), NOW_S)
+        assert made.finished
+        busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})], idle_looks={**looks, "qwen-0": 0})
+        assert not plan(template_spec(3, deleting=True), busy, NOW_S).finished
+
+    def test_never_waits_longer_than_the_timeout(self) -> None:
+        members = tuple(member(each, MemberState.DRAINING, age_s=700) for each in PODS)
+        busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})])
+        assert plan(template_spec(3, deleting=True), busy, NOW_S).finished
+
+    def test_of_an_empty_pool_is_finished_at_once(self) -> None:
+        assert plan(template_spec(3, deleting=True), seen((), size=None), NOW_S).finished
+
+
+class TestAdoptedPods:
+    def test_that_terminate_drain_at_once_and_leave_with_their_pod(self) -> None:
+        pods = (adopted("a"), adopted("b", 1, terminating=True))
+        members = tuple(member(replace(each, terminating=False)) for each in pods)
+        made = plan(selector_spec(), seen(pods, members, size=None), NOW_S)
+        assert states(made) == {"a": "Active", "b": "Draining"}
+        assert made.children == ()
+        gone = plan(selector_spec(), seen(pods[:1], made.status.members, size=None, version=6), NOW_S)
+        assert states(gone) == {"a": "Active"}
+        assert gone.status.ring_version == 7
+
+    def test_are_not_scaled_by_us(self) -> None:
+        pods = tuple(adopted(name, number) for number, name in enumerate("abc"))
+        made = plan(selector_spec(), seen(pods, [member(each) for each in pods], size=None), NOW_S)
+        assert set(states(made).values()) == {"Active"}
+
+
+def test_a_scenario_that_cannot_be_is_refused() -> None:
+    with pytest.raises(InconsistentScenarioError, match="readiness gate"):
+        seen([pod(0, in_ring=False)])
+    with pytest.raises(InconsistentScenarioError, match="ahead of the published ring"):
+        seen([pod(0)], routers=[router(version=6)])

@@ -1,0 +1,112 @@
+"""Who is in the ring: joining by and by, leaving at once, coming back empty, damped when it flaps."""
+
+from dataclasses import replace
+
+import pytest
+from scenario import NOW_S, member, pod, router, seen, starting, states, template_spec
+
+from dualmap.pool import MemberState
+from dualmap_operator.names import EventReason
+from dualmap_operator.plan import plan
+from dualmap_operator.ring import RAMP_S
+
+PODS = (pod(0), pod(1), pod(2))
+ACTIVE = tuple(member(each) for each in PODS)
+
+
+def test_identical_membership_changes_no_version() -> None:
+    made = plan(template_spec(), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
+    assert made.status.ring_version == 5
+    assert made.status.members == ACTIVE
+    assert (made.gates, made.restarts) == ((), ())
+
+
+def test_the_first_members_are_active_at_once() -> None:
+    fresh = tuple(pod(n, ready=False, in_ring=False, serving_since_s=NOW_S) for n in range(2))
+    made = plan(template_spec(2), seen(fresh, version=0, size=2), NOW_S)
+    assert states(made) == {"qwen-0": "Active", "qwen-1": "Active"}
+    assert {gate.pod: gate.in_ring for gate in made.gates} == {"qwen-0": True, "qwen-1": True}
+
+
+@pytest.mark.parametrize(
+    ("age_s", "state", "weight"),
+    [(0, "Joining", 25), (9, "Joining", 25), (10, "Joining", 50), (20, "Joining", 75), (RAMP_S, "Active", 100)],
+)
+def test_a_cold_member_takes_over_keys_by_and_by(age_s: float, state: str, weight: int) -> None:
+    joining = replace(member(PODS[2], MemberState.JOINING, age_s=age_s), weight=25)
+    made = plan(template_spec(), seen(PODS, (*ACTIVE[:2], joining)), NOW_S)
+    (after,) = (each for each in made.status.members if each.id == "qwen-2")
+    assert (after.state.value, after.weight) == (state, weight)
+    assert made.status.ring_version == (6 if state == "Active" else 5), "weight alone is no new version"
+    assert made.again_s <= 10
+
+
+def test_a_pod_that_joins_others_begins_with_little() -> None:
+    made = plan(template_spec(), seen((*PODS[:2], pod(2, ready=False, in_ring=False)), ACTIVE[:2]), NOW_S)
+    (joined,) = (each for each in made.status.members if each.id == "qwen-2")
+    assert (joined.state, joined.weight) == (MemberState.JOINING, 25)
+    assert made.status.in_ring == 2
+
+
+def test_a_pod_that_loses_readiness_leaves_at_once() -> None:
+    made = plan(template_spec(), seen((*PODS[:2], starting(2)), ACTIVE), NOW_S)
+    assert "qwen-2" not in states(made)
+    assert made.status.ring_version == 6
+    assert EventReason.MEMBER_LEFT in {event.reason for event in made.events}
+
+
+def test_a_pod_restarted_in_place_keeps_its_id_and_joins_anew() -> None:
+    again = pod(2, incarnation="uid-2-1")
+    made = plan(template_spec(), seen((*PODS[:2], again), ACTIVE), NOW_S)
+    (joined,) = (each for each in made.status.members if each.id == "qwen-2")
+    assert (joined.state, joined.incarnation) == (MemberState.JOINING, "uid-2-1")
+    assert made.status.ring_version == 6
+
+
+def test_a_pod_at_another_address_joins_anew() -> None:
+    made = plan(template_spec(), seen((*PODS[:2], pod(2, address="10.9.9.9")), ACTIVE), NOW_S)
+    (joined,) = (each for each in made.status.members if each.id == "qwen-2")
+    assert (joined.state, joined.address) == (MemberState.JOINING, "10.9.9.9")
+
+
+@pytest.mark.parametrize(
+    ("flaps", "serving_s", "joins"),
+    [(0, 0, True), (1, 4, False), (1, 5, True), (2, 9, False), (2, 10, True), (9, 29, False), (9, 30, True)],
+)
+def test_whoever_flaps_waits_longer_to_come_back(flaps: int, serving_s: float, joins: bool) -> None:
+    back = pod(2, ready=False, in_ring=False, flaps=flaps, serving_since_s=NOW_S - serving_s)
+    made = plan(template_spec(), seen((*PODS[:2], back), ACTIVE[:2]), NOW_S)
+    assert ("qwen-2" in states(made)) is joins
+    if not joins:
+        assert 0 < made.again_s <= 1, "nothing else would wake the pool when it has settled"
+
+
+def test_a_terminating_pod_drains_and_is_not_taken_back() -> None:
+    going = pod(1, terminating=True)
+    made = plan(template_spec(), seen((PODS[0], going, PODS[2]), ACTIVE), NOW_S)
+    assert states(made)["qwen-1"] == "Draining"
+    again = plan(template_spec(), seen((PODS[0], going, PODS[2]), made.status.members, version=6), NOW_S)
+    assert states(again)["qwen-1"] == "Draining"
+    dead = replace(going, serving=False, ready=False, in_ring=False)
+    assert "qwen-1" not in states(
+        plan(template_spec(), seen((PODS[0], dead, PODS[2]), again.status.members, version=6), NOW_S)
+    )
+
+
+def test_of_two_pods_at_one_address_the_one_that_serves_is_listed() -> None:
+    old = pod(1, terminating=True)
+    reused = pod(2, address=old.address)
+    made = plan(template_spec(), seen((PODS[0], old, reused), (ACTIVE[0], member(old), member(PODS[2]))), NOW_S)
+    assert [each.id for each in made.status.members if each.address == old.address] == ["qwen-2"]
+
+
+def test_no_pod_ready_says_so_and_comes_back_whole() -> None:
+    down = tuple(starting(n) for n in range(3))
+    made = plan(template_spec(), seen(down, ACTIVE), NOW_S)
+    conditions = {each.type: each for each in made.status.conditions}
+    assert made.status.members == ()
+    assert (conditions["Available"].status, conditions["Degraded"].status) == (False, True)
+    assert conditions["Degraded"].reason == "NoReadyMember"
+    back = tuple(replace(each, serving=True, serving_since_s=NOW_S) for each in down)
+    observed = replace(seen(back, version=6), published=made.status)
+    assert set(states(plan(template_spec(), observed, NOW_S)).values()) == {"Active"}

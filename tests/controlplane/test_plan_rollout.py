@@ -1,0 +1,71 @@
+"""A changed template goes through the ring one pod at a time; a pod that cannot start stops it."""
+
+from dataclasses import replace
+
+from scenario import NOW_S, REVISION, member, pod, router, seen, starting, states, template_spec
+
+from dualmap.pool import MemberState
+from dualmap_operator.observed import ObservedStatefulSet
+from dualmap_operator.plan import plan
+
+NEW = "qwen-2"
+PODS = (pod(0), pod(1), pod(2))
+ACTIVE = tuple(member(each) for each in PODS)
+
+
+def test_the_highest_outdated_pod_drains_first_and_alone() -> None:
+    made = plan(template_spec(), seen(PODS, ACTIVE, routers=[router()], revision=NEW), NOW_S)
+    assert states(made) == {"qwen-0": "Active", "qwen-1": "Active", "qwen-2": "Draining"}
+    assert made.restarts == ()
+
+
+def test_it_is_deleted_when_it_has_drained() -> None:
+    members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
+    waiting = seen(PODS, members, routers=[router(busy={"qwen-2": 1})], revision=NEW)
+    assert plan(template_spec(), waiting, NOW_S).restarts == ()
+    idle = seen(PODS, members, routers=[router()], idle_looks={"qwen-2": 2}, revision=NEW)
+    (restart,) = plan(template_spec(), idle, NOW_S).restarts
+    assert (restart.pod, restart.uid) == ("qwen-2", "uid-2")
+
+
+def test_the_next_waits_until_its_successor_is_active() -> None:
+    successor = pod(2, revision=NEW, uid="uid-9", incarnation="uid-9-0", ready=False, in_ring=False)
+    joining = seen((*PODS[:2], successor), (*ACTIVE[:2], member(successor, MemberState.JOINING, age_s=5)), revision=NEW)
+    assert states(plan(template_spec(), joining, NOW_S))["qwen-1"] == "Active"
+    active = seen((*PODS[:2], successor), (*ACTIVE[:2], member(successor)), revision=NEW)
+    assert states(plan(template_spec(), active, NOW_S))["qwen-1"] == "Draining"
+
+
+def test_a_template_that_cannot_start_takes_one_pod_only() -> None:
+    broken = starting(2, revision=NEW)
+    made = plan(template_spec(), seen((*PODS[:2], broken), ACTIVE[:2], revision=NEW), NOW_S)
+    assert states(made) == {"qwen-0": "Active", "qwen-1": "Active"}
+    assert made.restarts == ()
+
+
+def test_its_mended_version_replaces_the_broken_pod_first() -> None:
+    broken = starting(2, revision=NEW)
+    made = plan(template_spec(), seen((*PODS[:2], broken), ACTIVE[:2], revision="qwen-3"), NOW_S)
+    assert [restart.pod for restart in made.restarts] == ["qwen-2"]
+    assert set(states(made).values()) == {"Active"}
+
+
+def test_a_template_taken_back_takes_the_pod_back() -> None:
+    members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
+    made = plan(template_spec(), seen(PODS, members, routers=[router()], revision=REVISION), NOW_S)
+    assert states(made)["qwen-2"] == "Active"
+
+
+def test_nothing_rolls_before_the_statefulset_has_seen_its_template() -> None:
+    observed = replace(
+        seen(PODS, ACTIVE, revision=NEW),
+        statefulset=ObservedStatefulSet(replicas=3, update_revision=NEW, generation=2, observed_generation=1),
+    )
+    assert set(states(plan(template_spec(), observed, NOW_S)).values()) == {"Active"}
+
+
+def test_a_pool_that_shrinks_does_not_roll_at_the_same_time() -> None:
+    members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
+    made = plan(template_spec(2), seen(PODS, members, routers=[router(busy={"qwen-2": 1})], revision=NEW), NOW_S)
+    assert states(made) == {"qwen-0": "Active", "qwen-1": "Active", "qwen-2": "Draining"}
+    assert made.restarts == ()
