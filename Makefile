@@ -36,14 +36,15 @@ demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside r
 	@$(BIN)/dualmap demo $(ARGS)
 
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' tests/cli tests/contract tests/packaging tests/bench e2e
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane tests/cli tests/contract tests/packaging tests/bench e2e
 	@$(BIN)/pytest e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
 	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests)
 
-e2e: $(VENV)/.dev ## only the tests through the real Envoy (ARGS="-k spoofed")
-	@$(BIN)/pytest e2e $(ARGS)
+e2e: $(VENV)/.dev ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
+	@$(BIN)/python e2e/controlplane/build.py >/dev/null
+	@e2e/controlplane/netns.sh $(BIN)/pytest e2e/controlplane $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

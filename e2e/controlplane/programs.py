@@ -1,0 +1,78 @@
+"""Programs of the control plane as child processes: started with a log file, waited for, stopped by their id.
+
+Beside `harness.processes` this is synchronous on purpose: a control plane outlives every event loop of the tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_POLL_S = 0.05
+_LOG_SHOWN_CHARS = 4000
+
+
+class ProgramError(AssertionError):
+    """A program ended, or was not ready in time; the message has the end of its log."""
+
+
+class Program:
+    """One program. Everything it prints goes on in the same log file when it is started again."""
+
+    def __init__(self, argv: Sequence[str | Path], *, log: Path) -> None:
+        self._argv = [str(part) for part in argv]
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The id of the running process."""
+        assert self._process is not None, f"{self._argv[0]} is not running"
+        return self._process.pid
+
+    def start(self, *extra: str) -> None:
+        """Start it, with `extra` flags behind its own; does not wait until it is ready."""
+        assert self._process is None, f"{self._argv[0]} is running"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._argv, *extra], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def wait_until(self, ready: Callable[[], bool], what: str, *, timeout_s: float) -> None:
+        """Wait until `ready` says so; raises `ProgramError` when the program ends first or the time is over."""
+
+        def alive_and_ready() -> bool:
+            if self._process is None or self._process.poll() is not None:
+                raise ProgramError(f"{self._argv[0]} ended before {what}:\n{self._end_of_log()}")
+            return ready()
+
+        try:
+            wait_until(alive_and_ready, what, timeout_s=timeout_s)
+        except TimeoutError as late:
+            raise ProgramError(f"{self._argv[0]}: {late}:\n{self._end_of_log()}") from late
+
+    def stop(self, *, grace_s: float) -> None:
+        """Ask it to end (SIGTERM), after `grace_s` make it (SIGKILL); nothing to do when it does not run."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _end_of_log(self) -> str:
+        return self._log.read_text(errors="replace")[-_LOG_SHOWN_CHARS:]
+
+
+def wait_until(check: Callable[[], bool], what: str, *, timeout_s: float) -> None:
+    """Ask `check` again and again until it is true; raises `TimeoutError` that names `what` was waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(_POLL_S)
