@@ -1,0 +1,337 @@
+"""The schema of the CRD and the readers of the code say the same: fields, defaults, bounds, enums, spellings.
+
+What only an API server can tell (whether the rules compile, what a refusal says) is in e2e/controlplane/test_crd.py.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from dualmap.errors import PoolError
+from dualmap.policies import POLICIES
+from dualmap.pool import MemberState, RingAlgorithm
+from dualmap.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
+from dualmap_operator.checks import template_warnings
+from dualmap_operator.names import KIND, PLURAL, VERSION, ConditionType
+from dualmap_operator.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
+
+ROOT = Path(__file__).parents[2]
+CRD: dict[str, Any] = yaml.safe_load((ROOT / "crds" / f"{GROUP}_{PLURAL}.yaml").read_text())
+SCHEMA: dict[str, Any] = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+SPEC, STATUS = SCHEMA["properties"]["spec"], SCHEMA["properties"]["status"]
+TEMPLATE = {"spec": {"containers": [{"name": "engine"}]}}
+POOL: dict[str, Any] = {
+    "apiVersion": f"{GROUP}/{VERSION}",
+    "kind": KIND,
+    "metadata": {"name": "qwen", "namespace": "llm"},
+    "spec": {"model": {"name": "m"}, "workload": {"template": TEMPLATE}},
+}
+MEMBER = {"id": "qwen-0", "address": "10.0.0.1", "port": 8000, "state": "Active", "weight": 100}
+
+
+class Field(NamedTuple):
+    """One field of the schema and where it stands: ``("spec", "slo", "ttft")``."""
+
+    path: tuple[str, ...]
+    schema: dict[str, Any]
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+
+def fields(schema: Mapping[str, Any], *path: str) -> Iterator[Field]:
+    """Every field below a schema; those of a list's items stand below ``[]``."""
+    for name, sub in schema.get("properties", {}).items():
+        yield Field((*path, name), sub)
+        yield from fields(sub, *path, name)
+    if "items" in schema:
+        yield from fields(schema["items"], *path, "[]")
+
+
+SPEC_FIELDS = [each for each in fields(SPEC, "spec") if each.path[:2] != ("spec", "workload")]
+MEMBER_FIELDS = [each for each in fields(STATUS, "status") if each.path[:3] == ("status", "ring", "members")][1:]
+RING_FIELDS = [Field(("status", "ring", "version"), STATUS["properties"]["ring"]["properties"]["version"])]
+READ_FIELDS = [*SPEC_FIELDS, *MEMBER_FIELDS, *RING_FIELDS]
+NUMBERS = [each for each in READ_FIELDS if each.schema["type"] in ("integer", "number")]
+ENUMS = [each for each in READ_FIELDS if "enum" in each.schema]
+DURATIONS = [each for each in SPEC_FIELDS if "duration(self)" in str(each.schema.get("x-kubernetes-validations"))]
+
+
+def with_value(field: Field, value: object) -> dict[str, Any]:
+    """A pool in which one field has this value, a member's in its only member."""
+    document = copy.deepcopy(POOL)
+    if "members" in field.path:
+        document["status"] = {"ring": {"members": [{**MEMBER, field.path[-1]: value}]}}
+        return document
+    *parents, last = field.path
+    target = document
+    for name in parents:
+        target = target.setdefault(name, {})
+    target[last] = value
+    return document
+
+
+def read(document: dict[str, Any]) -> None:
+    """Read a document as routers and operator do; raises PoolError where either refuses it."""
+    read_pools(document)
+    read_spec(document)
+
+
+def bounds(field: Field) -> tuple[str, str]:
+    """The shortest and the longest duration that the field's rule accepts, as the rule spells them."""
+    (rule,) = field.schema["x-kubernetes-validations"]
+    low, high = re.fullmatch(
+        r".*duration\(self\) >= duration\('(\w+)'\) && duration\(self\) <= duration\('(\w+)'\)\)?", rule["rule"], re.S
+    ).groups()  # type: ignore[union-attr]  # a rule without them fails the test here
+    return low, high
+
+
+def defaulted(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Fill in the schema's defaults as the API server does: from the top down."""
+    if schema["type"] == "object":
+        filled = dict(value)
+        for name, sub in schema.get("properties", {}).items():
+            if name not in filled and "default" in sub:
+                filled[name] = copy.deepcopy(sub["default"])
+            if name in filled:
+                filled[name] = defaulted(filled[name], sub)
+        return filled
+    return value
+
+
+def test_the_names_are_those_of_the_code() -> None:
+    names = CRD["spec"]["names"]
+    assert (CRD["spec"]["group"], names["plural"], names["kind"]) == (GROUP, PLURAL, KIND)
+    assert CRD["metadata"]["name"] == f"{PLURAL}.{GROUP}"
+    (version,) = CRD["spec"]["versions"]
+    assert (version["name"], version["served"], version["storage"]) == (VERSION, True, True)
+
+
+def test_every_field_is_described() -> None:
+    assert SCHEMA["description"]
+    assert [str(each) for each in fields(SCHEMA) if not each.schema.get("description")] == []
+
+
+def test_everything_is_bounded_but_the_pods_own_fields() -> None:
+    bound = {"string": "maxLength", "array": "maxItems", "integer": "minimum", "number": "maximum"}
+    unbounded = [
+        str(each)
+        for each in fields(SCHEMA)
+        if len(each.path) > 1
+        and (needed := bound.get(each.schema["type"])) is not None
+        and not each.schema.keys() & {needed, "enum"}
+        and each.schema.get("format") != "date-time"
+    ]
+    assert unbounded == []
+    assert [str(each) for each in fields(SPEC) if "minimum" in each.schema and "maximum" not in each.schema] == []
+
+
+def test_objects_with_defaults_inside_have_one_themselves() -> None:
+    """Otherwise nobody would fill in what is inside."""
+    bare = [
+        str(each)
+        for each in SPEC_FIELDS
+        if each.schema["type"] == "object" and "required" not in each.schema and each.schema.get("default") != {}
+    ]
+    assert bare == []
+
+
+# What is inside drain is the operator's affair: routers pass over it, and the API server drops what the schema lacks.
+OBJECTS = [
+    Field(("spec",), SPEC),
+    *(each for each in READ_FIELDS if each.schema["type"] == "object" and each.path[-1] != "drain"),
+]
+
+
+@pytest.mark.parametrize("field", OBJECTS, ids=str)
+def test_objects_have_the_readers_fields_and_no_others(field: Field) -> None:
+    document = with_value(Field((*field.path, "unknown"), {}), 1)
+    with pytest.raises(PoolError) as refused:
+        read_pools(document)
+    known = refused.value.accepted.removeprefix("one of the fields ").split(", ")
+    assert refused.value.field == f"{field}.unknown"
+    assert set(known) == set(field.schema["properties"])
+
+
+def test_members_have_the_readers_fields_and_no_others() -> None:
+    with pytest.raises(PoolError) as refused:
+        read_pools({**POOL, "status": {"ring": {"members": [{**MEMBER, "unknown": 1}]}}})
+    known = refused.value.accepted.removeprefix("one of the fields ").split(", ")
+    assert set(known) == {each.path[-1] for each in MEMBER_FIELDS}
+
+
+def test_the_defaults_are_the_readers() -> None:
+    document = {**POOL, "spec": defaulted(POOL["spec"], SPEC)}
+    assert document["spec"] != POOL["spec"]
+    assert read_pools(document) == read_pools(POOL)
+    assert read_spec(document) == read_spec(POOL)
+    # Every leaf but the three that a user has to give was filled in: nothing above compared a default with itself.
+    given = {("spec", "model", "name")}
+    leaves = {each.path for each in SPEC_FIELDS if each.schema["type"] != "object"}
+    assert {each.path for each in SPEC_FIELDS if "default" in each.schema} >= leaves - given
+
+
+def test_what_the_operator_reads_has_the_schemas_defaults() -> None:
+    spec = read_spec(POOL)
+    assert spec.workload == TemplateWorkload(template=TEMPLATE)
+    assert spec.replicas == SPEC["properties"]["replicas"]["default"] == 1
+    timeout = SPEC["properties"]["drain"]["properties"]["timeout"]["default"]
+    assert spec.drain_timeout_s == parse_duration(timeout, "timeout") == DRAIN_TIMEOUT_S
+
+
+@pytest.mark.parametrize("field", NUMBERS, ids=str)
+def test_numbers_have_the_readers_bounds(field: Field) -> None:
+    low, high = field.schema["minimum"], field.schema["maximum"]
+    step = 1 if field.schema["type"] == "integer" else 1e-6
+    read(with_value(field, low if field.path[-1] != "maxBlocks" else 2))
+    read(with_value(field, high if field.path[-1] != "initialBlocks" else 64))
+    for outside in (low - step, high + step):
+        with pytest.raises(PoolError):
+            read(with_value(field, outside))
+
+
+@pytest.mark.parametrize("field", DURATIONS, ids=str)
+def test_durations_have_the_readers_bounds(field: Field) -> None:
+    low, high = bounds(field)
+    read(with_value(field, low))
+    read(with_value(field, high))
+    low_s, high_s = (parse_duration(bound, "bound") for bound in (low, high))
+    for outside in (f"{low_s * 999:.6f}ms", f"{high_s + 1:.0f}s"):
+        with pytest.raises(PoolError):
+            read(with_value(field, outside))
+
+
+@pytest.mark.parametrize("field", DURATIONS, ids=str)
+def test_a_durations_refusal_and_description_name_the_rules_bounds(field: Field) -> None:
+    low, high = bounds(field)
+    (rule,) = field.schema["x-kubernetes-validations"]
+    assert f"from {low} to {high}, such as {field.schema['default']}" in " ".join(rule["messageExpression"].split())
+    assert f"rom {low} to {high}" in field.schema["description"]
+
+
+@pytest.mark.parametrize("field", DURATIONS, ids=str)
+@pytest.mark.parametrize(
+    "text",
+    ["500ms", "5s", "1.5s", "0.5m", "10m", "1h", "600000ms", "", "5", "s", "-5s", "0s", "5 s", "5S", "1h30m", "1e3s",
+     "+5s", ".5s", "5.s", "5us", "5ns", "5d"],
+)  # fmt: skip
+def test_durations_are_spelt_as_the_reader_spells_them(field: Field, text: str) -> None:
+    (rule,) = field.schema["x-kubernetes-validations"]
+    (pattern,) = re.findall(r"matches\('\^(.*?)\$'\)", rule["rule"])
+    try:
+        parse_duration(text, "text", low_s=0, high_s=86_400)
+        read_as_a_duration = True
+    except PoolError:
+        read_as_a_duration = False
+    assert (re.fullmatch(pattern, text) is not None) == read_as_a_duration
+    assert len(text) <= field.schema["maxLength"]
+
+
+def test_only_the_dispatch_window_may_be_unlimited() -> None:
+    unlimited = [each for each in DURATIONS if f"self == '{UNLIMITED}'" in str(each.schema)]
+    assert [each.path[-1] for each in unlimited] == ["dispatchWindow"]
+    for each in DURATIONS:
+        if each in unlimited:
+            read(with_value(each, UNLIMITED))
+        else:
+            with pytest.raises(PoolError):
+                read(with_value(each, UNLIMITED))
+
+
+def test_the_enums_are_the_codes() -> None:
+    code = {
+        "spec.engine.type": list(ENGINE_TYPES),
+        "spec.routing.policy": list(POLICIES),
+        "spec.routing.ring.algorithm": [each.value for each in RingAlgorithm],
+        "spec.routing.queue.order": list(QUEUE_ORDERS),
+        "status.ring.members.[].state": [each.value for each in MemberState],
+    }
+    assert {str(each): each.schema["enum"] for each in ENUMS} == code
+
+
+def test_the_conditions_that_the_schema_speaks_of_are_the_operators() -> None:
+    named = re.findall(r"\b[A-Z]\w+", STATUS["properties"]["conditions"]["description"])
+    assert set(ConditionType) <= set(named)
+
+
+def test_texts_are_as_long_as_the_reader_takes_them() -> None:
+    texts = [each for each in READ_FIELDS if "minLength" in each.schema]
+    assert {str(each) for each in texts} == {"spec.model.name", "status.ring.members.[].incarnation"}
+    for field in texts:
+        read(with_value(field, "x" * field.schema["maxLength"]))
+        for text in ("", "x" * (field.schema["maxLength"] + 1)):
+            with pytest.raises(PoolError):
+                read(with_value(field, text))
+    aliases = SPEC["properties"]["model"]["properties"]["aliases"]
+    at_most = aliases["items"]["maxLength"]
+    read(with_value(Field(("spec", "model", "aliases"), aliases), ["x" * at_most]))
+    with pytest.raises(PoolError):
+        read(with_value(Field(("spec", "model", "aliases"), aliases), ["x" * (at_most + 1)]))
+
+
+@pytest.mark.parametrize(
+    ("path", "texts"),
+    [
+        (("metadata", "name"), ["q", "q" * 50, "q" * 51, "q-0", "-q", "q-", "Q", "q.q", "q_q"]),
+        (("spec", "routing", "session", "header"), ["x", "x-y_z", "X", "-x", "x y", "x" * 128, "x" * 129, ":x"]),
+        (("status", "ring", "members", "[]", "id"), ["q-0", "q/0", "a b", "-q", 'a"b', "x" * 253, "x" * 254]),
+    ],
+    ids=["name", "header", "id"],
+)
+def test_names_are_spelt_as_the_reader_spells_them(path: tuple[str, ...], texts: list[str]) -> None:
+    schema = SCHEMA if path[0] == "metadata" else next(each.schema for each in READ_FIELDS if each.path == path)
+    rules = [rule["rule"] for rule in schema.get("x-kubernetes-validations", [])]
+    (pattern,) = [schema["pattern"]] if "pattern" in schema else re.findall(r"matches\('(.*?)'\)", " ".join(rules))
+    for text in texts:
+        accepted = re.fullmatch(pattern, text) is not None and len(text) <= schema.get("maxLength", len(text))
+        try:
+            read(with_value(Field(path, schema), text))
+            assert accepted, text
+        except PoolError:
+            assert not accepted, text
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [None, {}, {"template": TEMPLATE, "selector": {"matchLabels": {"a": "b"}}}, {"selector": {}},
+     {"selector": {"matchLabels": {}}}, {"template": {}}, {"template": {"spec": {"containers": []}}}],
+)  # fmt: skip
+def test_workloads_that_the_schema_refuses_are_refused_by_the_operator_too(workload: object) -> None:
+    with pytest.raises(PoolError, match=r"spec\.workload"):
+        read_spec({**POOL, "spec": {**POOL["spec"], "workload": workload}})
+
+
+def test_the_document_lists_every_field_with_its_default() -> None:
+    text = (ROOT / "docs" / "pool.md").read_text()
+    rows = dict(re.findall(r"^\| `(spec\.[\w.]+)` \| (?:`([^`]*)`|required)", text, re.MULTILINE))
+    leaves = {str(each): each.schema for each in SPEC_FIELDS if each.schema["type"] != "object"}
+    listed = {name: default for name, default in rows.items() if not name.startswith("spec.workload")}
+    assert listed.keys() == leaves.keys()
+    for name, default in listed.items():
+        assert yaml.safe_load(default) == leaves[name].get("default"), name
+
+
+def test_the_documents_examples_are_pools_without_a_warning() -> None:
+    text = (ROOT / "docs" / "pool.md").read_text()
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    in_a_cluster, in_a_file, adopting = examples
+    assert template_warnings(read_spec(in_a_cluster)) == ()
+    assert [member.id for member in read_pools(in_a_file)[0].members] == ["qwen-0", "qwen-1"]
+    read({**POOL, **adopting})
+
+
+def test_the_document_lists_every_field_of_the_status_and_every_condition() -> None:
+    text = (ROOT / "docs" / "pool.md").read_text()
+    listed = set(re.findall(r"^\| `(status\.[\w.\[\]]+)` \|", text, re.MULTILINE))
+    leaves = {
+        str(each).replace("members.[]", "members[]")
+        for each in fields(STATUS, "status")
+        if each.schema["type"] != "object"
+    }
+    assert listed == {each for each in leaves if not each.startswith("status.conditions")} - {"status.ring.members"}
+    assert re.findall(r"^\| `([A-Z]\w+)` \|", text, re.MULTILINE) == list(ConditionType)
