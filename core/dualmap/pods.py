@@ -14,6 +14,7 @@ from dualmap.pool_reader import GROUP
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
 """The readiness gate by which the operator holds a pod's Kubernetes readiness until it is on the rings."""
+_GATE_CLOSED: Final = "ReadinessGatesNotReady"
 _ENDED: Final = ("Failed", "Succeeded")
 _UID_SHOWN: Final = 8
 _MAX_RESTARTS: Final = 2**31
@@ -49,6 +50,7 @@ class _Condition:
 
     holds: bool = False
     since: str = ""
+    reason: str = ""
 
 
 def pod_facts(body: Mapping[str, Any]) -> PodFacts:
@@ -99,7 +101,11 @@ def text_in(mapping: Mapping[str, Any], key: str) -> str:
 
 def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
     return {
-        text_in(each, "type"): _Condition(holds=each.get("status") == "True", since=text_in(each, "lastTransitionTime"))
+        text_in(each, "type"): _Condition(
+            holds=each.get("status") == "True",
+            since=text_in(each, "lastTransitionTime"),
+            reason=text_in(each, "reason"),
+        )
         for each in mappings_in(status, "conditions")
     }
 
@@ -108,11 +114,14 @@ def _node_lost(conditions: Mapping[str, _Condition], gates: list[str]) -> bool:
     """Return whether somebody other than the pod's kubelet took its readiness away.
 
     When a node stops reporting, the control plane makes Ready false and leaves ContainersReady as it was. The same
-    stands there while a kubelet has not yet seen the last gate come true, but then Ready's transition is the older one.
+    stands there while a kubelet has not yet seen the last gate come true, but then Ready's transition is the older one,
+    or its reason says that it waits for a gate.
     """
     needed = [conditions.get(each, _Condition()) for each in ("ContainersReady", *gates)]
     ready = conditions.get("Ready")
-    if ready is None or ready.holds or not all(each.holds and each.since for each in needed):
+    if ready is None or ready.holds or ready.reason == _GATE_CLOSED:
+        return False
+    if not all(each.holds and each.since for each in needed):
         return False
     # The API writes every time as UTC in whole seconds, so that texts are in the order of what they name.
     return ready.since > max(each.since for each in needed)
