@@ -1,0 +1,223 @@
+"""How many instances a pool needs to keep its objective, by what its traffic asks of them; sans-IO, as the router is.
+
+One router sees its share of the traffic, so what it says here is its share of the answer: the shares of all routers
+add up to the pool's. docs/autoscaling.md has the rule, its reasons and what was measured; ``Scaling`` is the rule,
+``LoadWindow`` what it remembers. Every ``now`` is in monotonic seconds, as the router's.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from math import exp
+
+from dualmap.estimate import PrefillModel
+from dualmap.pool import MemberState, Pool
+from dualmap.requests import EndpointStatus, PoolStatus
+
+WINDOW_S = 60.0
+"""Traffic and attainment are looked at over so many seconds; the backlog shall be worked off in as many."""
+_BUCKET_S = 5.0
+# A surge is noticed in the newest part of the window, by so much as it exceeds what chance makes of as few requests.
+_RECENT_S = 15.0
+_SURGE = 1.3
+# Share of the prefill speed that may be asked for. On the Conversation trace 99.5 % of the requests meet the SLO when
+# 0.47 is asked for, 96 % at 0.53, 64 % at 0.63: engines decode, too, and requests come in batches.
+_UTILISATION = 0.5
+# Fewer first tokens than this say nothing about attainment.
+_FEWEST_FIRST_TOKENS = 20
+# How fast instances are added that only attainment asks for: if no request met the SLO, half the fleet in a window.
+_GAIN = 0.5
+# They are given up again over hours: only missing the SLO once more would show that they were needed.
+_RELAX_S = 7200.0
+# A fleet this close to the wish is what was wished for: an HPA tolerates a tenth.
+_TOLERANCE = 1.1
+# Any traffic asks for this much, which is one instance when the sum over routers is rounded up.
+_LEAST = 0.01
+# Seconds that prefills take an instance of one token per second, by which long contexts count for what they cost.
+_WORK = PrefillModel(1.0).speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSignals:
+    """One router's share of what autoscalers look at; attainment is a share of requests (0 to 1), None without any.
+
+    All others add up over routers: tokens that wait for a first token, held ones too, for each instance; tokens per
+    second that arrive and are not cached; and instances needed, to be rounded up when all are added.
+    """
+
+    pending_prefill_tokens_per_endpoint: float
+    arriving_uncached_tokens_per_second: float
+    slo_attainment: float | None
+    desired_replicas: float
+
+
+@dataclass(slots=True)
+class _Bucket:
+    began_s: float
+    requests: int = 0
+    uncached_tokens: int = 0
+    work: float = 0.0
+    refused: int = 0
+    first_tokens: int = 0
+    slo_met: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """What arrived lately: requests, uncached tokens per second, and their work in tokens of a short prompt.
+
+    Refused requests count as much as the others did on average. ``dearness`` is the work of one uncached token.
+    """
+
+    requests: int
+    uncached_tokens_per_second: float
+    work_per_second: float
+    dearness: float
+
+
+class LoadWindow:
+    """What arrived within the last WINDOW_S and how it fared, in buckets."""
+
+    def __init__(self) -> None:
+        self._buckets: deque[_Bucket] = deque()
+        self._began_s: float | None = None
+        # Tokens and work of the average request, for those refused; kept when nothing else arrives any more.
+        self._typical = (0.0, 0.0)
+
+    def add(self, now: float, *, uncached_tokens: int, cached_tokens: int) -> None:
+        """Count a request that was sent to an instance."""
+        bucket = self._bucket_at(now)
+        bucket.requests += 1
+        bucket.uncached_tokens += uncached_tokens
+        bucket.work += _WORK.compute_s(uncached_tokens, cached_tokens)
+
+    def refuse(self, now: float) -> None:
+        """Count a request that no instance had room for."""
+        self._bucket_at(now).refused += 1
+
+    def first_token(self, now: float, *, within_slo: bool) -> None:
+        """Count a first token."""
+        bucket = self._bucket_at(now)
+        bucket.first_tokens += 1
+        bucket.slo_met += within_slo
+
+    def arrivals(self, now: float) -> Arrivals:
+        """Return what arrived: by the whole window, or more where its newest part says that traffic has surged."""
+        buckets = self._last(now, WINDOW_S)
+        requests = sum(each.requests for each in buckets)
+        if requests:
+            self._typical = (
+                sum(each.uncached_tokens for each in buckets) / requests,
+                sum(each.work for each in buckets) / requests,
+            )
+        whole, recent = self._rates(now, WINDOW_S), self._rates(now, _RECENT_S)
+        tokens, work = (max(each, newest / _SURGE) for each, newest in zip(whole, recent, strict=True))
+        return Arrivals(
+            requests=requests + sum(each.refused for each in buckets),
+            uncached_tokens_per_second=tokens,
+            work_per_second=work,
+            dearness=work / tokens if tokens else 1.0,
+        )
+
+    def attainment(self, now: float) -> tuple[int, float | None]:
+        """Return how many first tokens came and which share of them in time, None without any."""
+        buckets = self._last(now, WINDOW_S)
+        count = sum(each.first_tokens for each in buckets)
+        return count, sum(each.slo_met for each in buckets) / count if count else None
+
+    def _rates(self, now: float, over_s: float) -> tuple[float, float]:
+        """Return uncached tokens and work per second."""
+        buckets = self._last(now, over_s)
+        if not buckets or self._began_s is None:
+            return 0.0, 0.0
+        refused = sum(each.refused for each in buckets)
+        tokens = sum(each.uncached_tokens for each in buckets) + refused * self._typical[0]
+        work = sum(each.work for each in buckets) + refused * self._typical[1]
+        # A router that has just begun has not seen a whole window; a few seconds of it are not taken for a rate.
+        seconds = max(min(now - self._first_s(now, over_s), now - self._began_s), _RECENT_S - _BUCKET_S)
+        return tokens / seconds, work / seconds
+
+    def _bucket_at(self, now: float) -> _Bucket:
+        began_s = now - now % _BUCKET_S
+        if not self._buckets or self._buckets[-1].began_s < began_s:
+            if self._began_s is None:
+                self._began_s = now
+            self._buckets.append(_Bucket(began_s))
+            while self._buckets[0].began_s < self._first_s(now, WINDOW_S):
+                self._buckets.popleft()
+        return self._buckets[-1]
+
+    def _last(self, now: float, over_s: float) -> list[_Bucket]:
+        first_s = self._first_s(now, over_s)
+        return [each for each in self._buckets if each.began_s >= first_s]
+
+    @staticmethod
+    def _first_s(now: float, over_s: float) -> float:
+        """Return when the oldest bucket of a window began."""
+        return now - now % _BUCKET_S - over_s + _BUCKET_S
+
+
+class Scaling:
+    """The wish for instances of one pool, as one router has it. To be told of every request, and asked now and then."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.window = LoadWindow()
+        # Instances that the arrivals do not ask for, but attainment does.
+        self._extra = 0.0
+        self._members = 0
+        self._members_since_s = 0.0
+        self._asked_s: float | None = None
+
+    def adopt(self, pool: Pool) -> None:
+        """Take a new version of the pool: its objective and its guess of the speed."""
+        self._pool = pool
+
+    def signals(self, now: float, status: PoolStatus) -> PoolSignals:
+        """Return what autoscalers shall know, of a status of this moment."""
+        serving = [each for each in status.endpoints if each.state != MemberState.DRAINING]
+        backlog_tokens = sum(each.pending_prefill_tokens + each.held_prefill_tokens for each in serving)
+        arrivals, (first_tokens, attainment) = self.window.arrivals(now), self.window.attainment(now)
+        needed = self._needed(arrivals, backlog_tokens, serving)
+        # Members and peers are known to each router, so that each can tell its share of the fleet.
+        share = len(serving) / (1 + status.peers)
+        self._note_members(now, len(serving))
+        known = attainment if first_tokens >= _FEWEST_FIRST_TOKENS else None
+        self._correct(now, known, needed, share)
+        traffic = arrivals.requests or status.held or backlog_tokens
+        return PoolSignals(
+            pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
+            arriving_uncached_tokens_per_second=arrivals.uncached_tokens_per_second,
+            slo_attainment=attainment,
+            desired_replicas=max(needed + self._extra, _LEAST) if traffic else 0.0,
+        )
+
+    def _needed(self, arrivals: Arrivals, backlog_tokens: int, serving: list[EndpointStatus]) -> float:
+        """Return how many instances the arrivals keep busy, and the backlog besides."""
+        speed = self._pool.engine.prefill_tokens_per_second
+        if serving:
+            speed = sum(each.prefill_tokens_per_second for each in serving) / len(serving)
+        # By Little's law no more than this waits while everybody is served within the SLO.
+        in_time = arrivals.work_per_second * self._pool.slo.ttft_s
+        late = max(0.0, backlog_tokens * arrivals.dearness - in_time)
+        return (arrivals.work_per_second + late / WINDOW_S) / (speed * _UTILISATION)
+
+    def _note_members(self, now: float, members: int) -> None:
+        if members != self._members:
+            self._members, self._members_since_s = members, now
+
+    def _correct(self, now: float, attainment: float | None, needed: float, share: float) -> None:
+        """Add instances while the SLO is missed by a fleet that is as large as was wished, or give some up again.
+
+        ``share`` is this router's share of the fleet. What an unfinished scale-up misses calls for no more instances,
+        and what the fleet missed before it last changed says nothing about it.
+        """
+        passed_s = 0.0 if self._asked_s is None else min(now - self._asked_s, WINDOW_S)
+        self._asked_s = now
+        goal = self._pool.slo.attainment
+        if attainment is None or attainment >= (1.0 + goal) / 2:
+            self._extra *= exp(-passed_s / _RELAX_S)
+        elif attainment < goal:
+            settled = now - self._members_since_s >= WINDOW_S
+            if settled and needed + self._extra <= share * _TOLERANCE:
+                growth = _GAIN * (1.0 - attainment / goal) * share * passed_s / WINDOW_S
+                self._extra = max(self._extra, share - needed) + growth
