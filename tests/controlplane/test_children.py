@@ -1,0 +1,280 @@
+"""The manifests of a pool's children: whole, owned, and with the user's template as the user wrote it."""
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from dualmap_operator.children import children
+from dualmap_operator.spec import PoolSpec, SelectorWorkload
+from pod_templates import GOOD_CONTAINER, PORT, engine_with, odd_templates, pool_of, template_of
+
+LABEL = "serving.dualmap.dev/pool"
+GATE = {"conditionType": "serving.dualmap.dev/in-ring"}
+
+
+def pod_template(spec: PoolSpec) -> Any:
+    return children(spec, replicas=1)[0]["spec"]["template"]
+
+
+def container(written: dict[str, Any], place: int = 0) -> Any:
+    return pod_template(pool_of(template_of(written)))["spec"]["containers"][place]
+
+
+def test_a_template_has_three_children_with_the_pools_name() -> None:
+    made = children(pool_of(template_of(GOOD_CONTAINER)), replicas=3)
+
+    assert [(child["apiVersion"], child["kind"]) for child in made] == [
+        ("apps/v1", "StatefulSet"),
+        ("v1", "Service"),
+        ("policy/v1", "PodDisruptionBudget"),
+    ]
+    assert {(child["metadata"]["namespace"], child["metadata"]["name"]) for child in made} == {("llm", "qwen")}
+
+
+def test_every_child_is_controlled_by_the_pool_and_says_whose_it_is() -> None:
+    for child in children(pool_of(template_of(GOOD_CONTAINER)), replicas=3):
+        assert child["metadata"]["ownerReferences"] == [
+            {
+                "apiVersion": "serving.dualmap.dev/v1alpha1",
+                "kind": "InferencePool",
+                "name": "qwen",
+                "uid": "7f7ad0a4",
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ]
+        assert child["metadata"]["labels"] == {
+            "app.kubernetes.io/name": "inference-engine",
+            "app.kubernetes.io/instance": "qwen",
+            "app.kubernetes.io/part-of": "dualmap",
+            "app.kubernetes.io/managed-by": "dualmap-operator",
+            LABEL: "qwen",
+        }
+
+
+def test_adopted_pods_have_no_children() -> None:
+    adopted = SelectorWorkload(selector={"matchLabels": {"app": "qwen"}})
+
+    assert children(replace(pool_of({}), workload=adopted), replicas=3) == ()
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 7])
+def test_the_stateful_set_has_the_size_given_whatever_the_spec_wants(replicas: int) -> None:
+    spec = pool_of(template_of(GOOD_CONTAINER))
+    assert spec.replicas == 4
+
+    content = children(spec, replicas=replicas)[0]["spec"]
+
+    template = content.pop("template")
+    assert content == {
+        "replicas": replicas,
+        "serviceName": "qwen",
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": {LABEL: "qwen"}},
+    }
+    assert template["metadata"]["labels"].items() >= {LABEL: "qwen"}.items()
+
+
+def test_the_size_is_all_that_a_change_of_replicas_changes() -> None:
+    spec = pool_of(template_of(GOOD_CONTAINER))
+    before, after = children(spec, replicas=4), children(replace(spec, replicas=9, generation=4), replicas=9)
+
+    assert after[0]["spec"].pop("replicas") == 9
+    assert before[0]["spec"].pop("replicas") == 4
+    assert before == after
+
+
+def test_the_service_is_headless_and_names_pods_before_they_are_ready() -> None:
+    assert children(pool_of(template_of(GOOD_CONTAINER)), replicas=1)[1]["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {LABEL: "qwen"},
+        "ports": [{"name": "http", "protocol": "TCP", "port": PORT, "targetPort": PORT}],
+    }
+
+
+def test_one_pod_at_a_time_may_be_evicted_and_one_that_is_not_ready_always() -> None:
+    assert children(pool_of(template_of(GOOD_CONTAINER)), replicas=1)[2]["spec"] == {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": {LABEL: "qwen"}},
+    }
+
+
+def test_labels_and_annotations_of_the_user_stay_but_the_pools_own_label_wins() -> None:
+    template = template_of(GOOD_CONTAINER)
+    template["metadata"] = {"labels": {"app": "qwen", LABEL: "another"}, "annotations": {"a": "b"}}
+
+    made = pod_template(pool_of(template))
+
+    assert made["metadata"] == {"labels": {"app": "qwen", LABEL: "qwen"}, "annotations": {"a": "b"}}
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": {"labels": None}}])
+def test_a_template_without_labels_gets_the_one_its_set_selects_by(metadata: dict[str, Any]) -> None:
+    made = pod_template(pool_of({**metadata, "spec": {"containers": [GOOD_CONTAINER]}}))
+
+    assert made["metadata"] == {"labels": {LABEL: "qwen"}}
+
+
+def test_the_readiness_gate_joins_those_of_the_user_once() -> None:
+    own = {"conditionType": "example.com/warm"}
+
+    assert pod_template(pool_of(template_of(GOOD_CONTAINER)))["spec"]["readinessGates"] == [GATE]
+    for written in ([own], [own, GATE]):
+        made = pod_template(pool_of(template_of(GOOD_CONTAINER, readinessGates=written)))
+        assert made["spec"]["readinessGates"] == [own, GATE]
+
+
+def test_pods_are_spread_over_nodes_and_zones_as_far_as_there_are_any() -> None:
+    rules = pod_template(pool_of(template_of(GOOD_CONTAINER)))["spec"]["topologySpreadConstraints"]
+
+    assert [rule["topologyKey"] for rule in rules] == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+    for rule in rules:
+        assert rule["maxSkew"] == 1
+        assert rule["whenUnsatisfiable"] == "ScheduleAnyway"
+        assert rule["labelSelector"] == {"matchLabels": {LABEL: "qwen"}}
+
+
+@pytest.mark.parametrize("own", [[], [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}]])
+def test_a_spread_of_the_users_own_stays(own: list[Any]) -> None:
+    made = pod_template(pool_of(template_of(GOOD_CONTAINER, topologySpreadConstraints=own)))
+
+    assert made["spec"]["topologySpreadConstraints"] == own
+
+
+@pytest.mark.parametrize(
+    ("pod", "drain_timeout_s", "expected"),
+    [
+        ({}, 600.0, 640),
+        ({}, 0.5, 41),
+        ({"terminationGracePeriodSeconds": None}, 60.0, 100),
+        ({"terminationGracePeriodSeconds": 30}, 600.0, 640),
+        ({"terminationGracePeriodSeconds": 3600}, 600.0, 3600),
+    ],
+)
+def test_the_grace_period_covers_the_drain_and_a_longer_one_stays(
+    pod: dict[str, Any], drain_timeout_s: float, expected: int
+) -> None:
+    spec = pool_of(template_of(GOOD_CONTAINER, **pod), drain_timeout_s=drain_timeout_s)
+
+    assert pod_template(spec)["spec"]["terminationGracePeriodSeconds"] == expected
+
+
+def test_the_grace_period_covers_a_long_shutdown_of_vllm_too() -> None:
+    engine = engine_with(args=["--shutdown-timeout", "90"])
+
+    made = pod_template(pool_of(template_of(engine), drain_timeout_s=60.0))
+
+    assert made["spec"]["terminationGracePeriodSeconds"] == 60 + 10 + 90
+
+
+def test_the_engine_gets_a_pre_stop_script_that_knows_the_pods_address() -> None:
+    made = container(engine_with(env=[{"name": "A", "value": "b"}], lifecycle={"stopSignal": "SIGINT"}))
+
+    shell, flag, script = made["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("/bin/sh", "-c")
+    assert "port=8000 metrics=/metrics timeout=600 settle=5" in script
+    assert made["lifecycle"]["stopSignal"] == "SIGINT"
+    address = {"name": "DUALMAP_POD_IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}
+    assert made["env"] == [{"name": "A", "value": "b"}, address]
+
+
+def test_the_script_can_be_read_in_kubectls_yaml() -> None:
+    script = container(engine_with())["lifecycle"]["preStop"]["exec"]["command"][2]
+
+    # What keeps YAML from writing a text line by line, as it stands.
+    assert "\t" not in script
+    assert all(line == line.rstrip() for line in script.splitlines())
+    assert script.isascii()
+
+
+def test_a_variable_of_that_name_stays() -> None:
+    own = {"name": "DUALMAP_POD_IP", "value": "10.0.0.7"}
+
+    assert container(engine_with(env=[own]))["env"] == [own]
+
+
+def test_a_pre_stop_of_the_users_own_stays_and_nothing_is_added_for_it() -> None:
+    written = engine_with(lifecycle={"preStop": {"sleep": {"seconds": 5}}})
+
+    assert container(written) == written
+
+
+def test_the_engine_is_the_container_that_has_its_port() -> None:
+    sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
+
+    made = pod_template(pool_of(template_of(sidecar, engine_with())))["spec"]["containers"]
+
+    assert made[0] == sidecar
+    assert "preStop" in made[1]["lifecycle"]
+
+
+def test_the_engine_is_the_first_container_where_none_has_its_port() -> None:
+    sidecar = {"name": "proxy", "image": "envoy"}
+
+    made = pod_template(pool_of(template_of(engine_with(ports=None), sidecar)))["spec"]["containers"]
+
+    assert "preStop" in made[0]["lifecycle"]
+    assert made[1] == sidecar
+
+
+def test_whatever_else_the_user_wrote_stays() -> None:
+    written = template_of(
+        GOOD_CONTAINER,
+        nodeSelector={"gpu": "h200"},
+        volumes=[{"name": "models", "hostPath": {"path": "/m"}}],
+        tomorrow={"field": [1, None]},
+    )
+
+    made = pod_template(pool_of(written))["spec"]
+
+    for field in ("nodeSelector", "volumes", "tomorrow"):
+        assert made[field] == written["spec"][field]
+    assert made["containers"][0].items() >= GOOD_CONTAINER.items()
+
+
+def test_children_share_nothing_with_the_users_object_nor_with_each_other() -> None:
+    written = template_of(engine_with(env=[], lifecycle={}), readinessGates=[])
+    before = copy.deepcopy(written)
+    spec = pool_of(written)
+
+    first, second = children(spec, replicas=1), children(spec, replicas=1)
+    assert first == second
+    first[0]["spec"]["template"]["spec"]["containers"][0]["args"].append("--more")
+    first[0]["spec"]["selector"]["matchLabels"]["more"] = "labels"
+
+    assert written == before
+    assert children(spec, replicas=1) == second
+    assert first[2]["spec"]["selector"] == second[2]["spec"]["selector"]
+
+
+@given(odd_templates())
+def test_no_template_is_too_odd(template: dict[str, Any]) -> None:
+    before = copy.deepcopy(template)
+    spec = pool_of(template)
+
+    made = children(spec, replicas=2)
+
+    assert template == before
+    assert json.loads(json.dumps(made)) == list(made)
+    assert children(spec, replicas=2) == made
+
+
+def test_what_cannot_be_added_to_is_left_for_the_api_server_to_refuse() -> None:
+    odd = {
+        "metadata": {"labels": ["a"]},
+        "spec": {
+            "containers": [engine_with(lifecycle="never", env="none")],
+            "readinessGates": "none",
+            "topologySpreadConstraints": "wide",
+            "terminationGracePeriodSeconds": "long",
+        },
+    }
+
+    assert pod_template(pool_of(odd)) == odd
