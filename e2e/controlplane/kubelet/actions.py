@@ -1,0 +1,88 @@
+"""What probes and preStop do: an HTTP request, a connection, a command, a gRPC health check, a sleep.
+
+``probes.py`` asks again and again, ``containers.py`` once before SIGTERM. One action, once, is done here.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from controlplane.kubelet.processes import run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """The container an action is about: where it answers, and what its commands are told."""
+
+    address: str
+    ports: Mapping[str, int]
+    environment: Mapping[str, str]
+    log: Path
+
+    def port(self, port: int | str) -> int:
+        """Return a port given by number or by its name in the container; raises LookupError for an unknown name."""
+        return port if isinstance(port, int) else self.ports[port]
+
+
+async def perform(handler: Mapping[str, Any], where: Surroundings, *, timeout_s: float | None) -> bool:
+    """Do what ``handler`` (a probe or lifecycle handler) says; True when it succeeded within ``timeout_s``."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            if "exec" in handler:
+                return await run(handler["exec"]["command"], environment=where.environment, log=where.log) == 0
+            if "httpGet" in handler:
+                return await _http_get(handler["httpGet"], where)
+            if "tcpSocket" in handler:
+                return await _connects(handler["tcpSocket"], where)
+            if "grpc" in handler:
+                return await _serves(handler["grpc"], where, timeout_s=timeout_s)
+            if "sleep" in handler:
+                await asyncio.sleep(handler["sleep"]["seconds"])
+                return True
+    except (OSError, aiohttp.ClientError, TimeoutError, LookupError):
+        return False
+    raise ValueError(f"an action of an unknown kind: {dict(handler)}")
+
+
+async def _http_get(action: Mapping[str, Any], where: Surroundings) -> bool:
+    scheme = action.get("scheme", "HTTP").lower()
+    host = action.get("host") or where.address
+    url = f"{scheme}://{host}:{where.port(action['port'])}{action.get('path', '/')}"
+    headers = {each["name"]: each["value"] for each in action.get("httpHeaders") or ()}
+    # As the kubelet: whoever answers is believed, whatever its certificate.
+    trusting = ssl.create_default_context()
+    trusting.check_hostname = False
+    trusting.verify_mode = ssl.CERT_NONE
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=headers, ssl=trusting, allow_redirects=False) as answer,
+    ):
+        return 200 <= answer.status < 400
+
+
+async def _connects(action: Mapping[str, Any], where: Surroundings) -> bool:
+    _, writer = await asyncio.open_connection(action.get("host") or where.address, where.port(action["port"]))
+    writer.close()
+    return True
+
+
+async def _serves(action: Mapping[str, Any], where: Surroundings, *, timeout_s: float | None) -> bool:
+    """Ask in a thread: gRPC's asyncio side wants one loop per process, and this kubelet's is its second."""
+
+    def check() -> bool:
+        with grpc.insecure_channel(f"{where.address}:{action['port']}") as channel:
+            request = health_pb2.HealthCheckRequest(service=action.get("service") or "")
+            try:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return await asyncio.to_thread(check)

@@ -1,0 +1,92 @@
+"""What a pod knows of its containers, and the container that only says that it runs.
+
+``pods.py`` holds the containers of a pod, reads their views and stops them; ``process_containers.py`` has real ones.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from controlplane.kubelet.status import ContainerView, Running, State, Terminated
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a pod's containers share: where they run, what they inherit, where they write."""
+
+    address: str
+    host_address: str
+    environment: Mapping[str, str]
+    logs: Path
+
+
+class Container(Protocol):
+    """What a pod knows of its containers."""
+
+    @property
+    def view(self) -> ContainerView:
+        """What it does at the moment."""
+
+    @property
+    def pid(self) -> int | None:
+        """The main process' id while it runs."""
+
+    async def run(self) -> None:
+        """Keep it running; returns once it is over for good. Cancelled, it leaves nothing behind."""
+
+    def stop(self, grace_s: float) -> None:
+        """Begin to end it for good; asked again, the grace period can only become shorter."""
+
+    def crash(self) -> None:
+        """Kill it as if it had crashed; raises ProcessLookupError where nothing runs."""
+
+
+class FakeContainer:
+    """A container that only says that it runs and is ready."""
+
+    def __init__(self, spec: Object, on_change: Callable[[], None]) -> None:
+        self._spec = spec
+        self._on_change = on_change
+        self._state: State = Running(started_s=time.time())
+        self._stopping = asyncio.Event()
+
+    @property
+    def view(self) -> ContainerView:
+        """What it says it does."""
+        running = isinstance(self._state, Running)
+        return ContainerView(
+            name=self._spec["name"],
+            image=self._spec.get("image", ""),
+            container_id="",
+            state=self._state,
+            last=None,
+            restarts=0,
+            started=running,
+            ready=running,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """There is no process."""
+        return None
+
+    async def run(self) -> None:
+        """Say so until it is stopped."""
+        await self._stopping.wait()
+
+    def stop(self, grace_s: float) -> None:
+        """End at once: what does nothing needs no grace."""
+        if isinstance(self._state, Running):
+            now_s = time.time()
+            self._state = Terminated(exit_code=0, started_s=self._state.started_s, finished_s=now_s)
+            self._stopping.set()
+            self._on_change()
+
+    def crash(self) -> None:
+        """There is nothing to kill."""
+        raise ProcessLookupError(f"container {self._spec['name']} is a fake")

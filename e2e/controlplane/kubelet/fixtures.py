@@ -1,0 +1,38 @@
+"""The kubelet as pytest fixtures; ``conftest.py`` imports them.
+
+``kubelet`` is the session's one node. A test that loses a node makes one of its own with ``kubelet_on``.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controlplane.cluster import Cluster
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+
+# Enough addresses for 1000 pods, and for as many that end while those start.
+_BLOCKS = 8
+
+
+@pytest.fixture(scope="session", name="kubelet")
+def _kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
+    """The node that the session's tests share."""
+    with kubelet_on(cluster, "node-0", blocks=_BLOCKS) as kubelet:
+        yield kubelet
+
+
+@contextmanager
+def kubelet_on(cluster: Cluster, node: str, *, blocks: int = 1) -> Iterator[ProcessKubelet]:
+    """A further node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH."""
+    logs = cluster.logs / node
+    logs.mkdir(exist_ok=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    networks = [cluster.address_block() for _ in range(blocks)]
+    with ProcessKubelet(
+        cluster.kubeconfig(f"kubelet-{node}"), node, networks, environment={"PATH": path, "HOME": str(logs)}, logs=logs
+    ) as kubelet:
+        yield kubelet

@@ -1,0 +1,146 @@
+"""One pod on the node: its containers run, its status is published, and at its end it is deleted.
+
+``agent.py`` starts one worker per pod and tells it what the watch shows; ``status.py`` computes what is published.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from controlplane.kubelet.api import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, passing
+from controlplane.kubelet.containers import Container, FakeContainer, Object, Place
+from controlplane.kubelet.process_containers import ProcessContainer
+from controlplane.kubelet.status import Placement, pod_status
+from dualmap_edge.kube import KubeClient, KubeError
+
+# A pod so annotated with "true" has a status but no processes: a thousand of them cost nothing.
+FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"
+# What a pod's containers still get when its object is gone already.
+_FORGOTTEN_GRACE_S: Final = 1.0
+
+
+class PodWorker:
+    """A pod from its arrival on the node to its end. Containers run from the beginning, also while nothing is said."""
+
+    def __init__(self, pod: Object, place: Place, client: KubeClient, turns: asyncio.Semaphore) -> None:
+        """``turns`` bounds how many workers talk to the API server at once."""
+        metadata = pod["metadata"]
+        self.namespace: str = metadata["namespace"]
+        self.name: str = metadata["name"]
+        self.uid: str = metadata["uid"]
+        self.place = place
+        self._pod = pod
+        self._path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
+        self._client = client
+        self._turns = turns
+        self._where = Placement(address=place.address, host_address=place.host_address, start_s=time.time())
+        self._changed = asyncio.Event()
+        self._terminating = False
+        self._gone = False
+        fake = (metadata.get("annotations") or {}).get(FAKE_ANNOTATION) == "true"
+        self.containers: Mapping[str, Container] = {
+            spec["name"]: FakeContainer(spec, self._changed.set)
+            if fake
+            else ProcessContainer(pod, spec, place, self._changed.set)
+            for spec in pod["spec"]["containers"]
+        }
+        self._end_if_told()
+        self._lives = [asyncio.create_task(each.run()) for each in self.containers.values()]
+        for life in self._lives:
+            life.add_done_callback(lambda _: self._changed.set())
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pod's published Ready condition is True."""
+        conditions = self._pod.get("status", {}).get("conditions") or ()
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+    def observe(self, pod: Object) -> None:
+        """Take in what the API server shows of the pod, unless something newer is known."""
+        if _version(pod) > _version(self._pod):
+            self._pod = pod
+            self._end_if_told()
+            self._changed.set()
+
+    def forget(self) -> None:
+        """The pod's object is gone: nothing is said of it any more, and its containers end."""
+        self._gone = True
+        self._stop(_FORGOTTEN_GRACE_S)
+
+    async def run(self) -> None:
+        """Publish what changes until the pod was told to end and has ended; then delete it. Raises what broke it."""
+        while True:
+            self._changed.clear()
+            await self._publish()
+            for life in self._lives:
+                if life.done():
+                    life.result()
+            if self._terminating and all(life.done() for life in self._lives):
+                break
+            await self._changed.wait()
+        # What the last container to end changed has to be said before nobody can be told.
+        await self._publish()
+        options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
+        await self._say("DELETE", self._path, options, "application/json")
+
+    async def abandon(self) -> None:
+        """Kill the containers' processes and have them not start again."""
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    def _end_if_told(self) -> None:
+        metadata = self._pod["metadata"]
+        if "deletionTimestamp" in metadata:
+            self._stop(metadata.get("deletionGracePeriodSeconds") or _FORGOTTEN_GRACE_S)
+
+    def _stop(self, grace_s: float) -> None:
+        self._terminating = True
+        self._changed.set()
+        for container in self.containers.values():
+            container.stop(grace_s)
+
+    async def _publish(self) -> None:
+        views = [each.view for each in self.containers.values()]
+        status = pod_status(self._pod, views, self._where, now_s=time.time())
+        if _says(_by_type(self._pod.get("status", {})), _by_type(status)):
+            return
+        body = {"metadata": {"uid": self.uid}, "status": status}
+        published = await self._say("PATCH", f"{self._path}/status", body, STRATEGIC_MERGE)
+        if published is not None:
+            self.observe(published)
+
+    async def _say(self, method: str, path: str, body: Object, content_type: str) -> Object | None:
+        """Send until it is taken; None when the pod is gone. Conflicts pass, or the watch says that it is gone."""
+        while not self._gone:
+            try:
+                async with self._turns:
+                    return await self._client.request(method, path, body=body, content_type=content_type)
+            except KubeError as error:
+                if error.status == NOT_FOUND:
+                    return None
+                if not passing(error):
+                    raise
+            await asyncio.sleep(RETRY_S)
+        return None
+
+
+def _version(pod: Object) -> int:
+    return int(pod["metadata"]["resourceVersion"])
+
+
+def _by_type(status: Object) -> Object:
+    """Return a status whose conditions can be looked up: others, such as gates, stand among the published ones."""
+    return {**status, "conditions": {each["type"]: each for each in status.get("conditions") or ()}}
+
+
+def _says(published: Any, wanted: Any) -> bool:
+    """Whether a published value says all of the wanted one; what is empty need not be there."""
+    if not wanted:
+        return not published
+    if isinstance(wanted, Mapping):
+        return isinstance(published, Mapping) and all(_says(published.get(key), wanted[key]) for key in wanted)
+    if isinstance(wanted, list):
+        return isinstance(published, list) and len(published) == len(wanted) and all(map(_says, published, wanted))
+    return bool(published == wanted)

@@ -1,0 +1,175 @@
+"""A kubelet for tests that runs pods as local processes: its own thread, its own loop, a handle for the test.
+
+``fixtures.py`` makes one for pytest. What it honours of a pod, and what not, is told in ``ProcessKubelet``.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from controlplane.kubelet.agent import NodeAgent
+from controlplane.kubelet.pods import PodWorker
+from dualmap_edge.kube import KubeClient, KubeError
+
+_START_TIMEOUT_S: Final = 60.0
+_CALL_TIMEOUT_S: Final = 30.0
+_FAREWELL_TIMEOUT_S: Final = 5.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """A pod on the node at one moment; ``processes`` has the ids of the containers' main processes by their names."""
+
+    namespace: str
+    name: str
+    uid: str
+    address: str
+    ready: bool
+    processes: Mapping[str, int]
+
+
+class ProcessKubelet:
+    """A node whose pods are processes here; needs a network namespace in which their addresses can be bound.
+
+    Honoured: command, args and env with ``$(VAR)`` and fieldRef; startup, liveness and readiness probes (httpGet,
+    tcpSocket, exec, grpc); readiness gates; restartPolicy with a short back-off; preStop (exec, httpGet, sleep) before
+    SIGTERM; grace periods with SIGKILL at their end; eviction and deletion; an API server that goes away and comes
+    back. Not: images, volumes, init containers, postStart, resources, users. A pod annotated
+    ``kubelet.dualmap.dev/fake: "true"`` has a status and no process.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: Path,
+        node: str,
+        networks: Sequence[IPv4Network],
+        *,
+        environment: Mapping[str, str],
+        logs: Path,
+    ) -> None:
+        """``networks`` are the node's own: their addresses bound its pods. Containers inherit ``environment``.
+
+        Each container writes to a file under ``logs``, which must exist.
+        """
+        self.node = node
+        self._kubeconfig = kubeconfig
+        self._networks = networks
+        self._environment = environment
+        self._logs = logs
+        self._running: Future[tuple[asyncio.AbstractEventLoop, NodeAgent]] = Future()
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kubelet-{node}")
+
+    def pods(self) -> tuple[PodView, ...]:
+        """Return the pods on the node, also those that end at the moment."""
+
+        async def views() -> tuple[PodView, ...]:
+            return tuple(_view(worker) for worker in self._agent.workers)
+
+        return self._call(views())
+
+    def kill(self, namespace: str, name: str) -> None:
+        """Kill a pod's processes with SIGKILL, as a crash does; raises LookupError or ProcessLookupError."""
+
+        async def crash() -> None:
+            for container in self._worker(namespace, name).containers.values():
+                container.crash()
+
+        self._call(crash())
+
+    def freeze_node(self) -> None:
+        """Cut the node off for good: nothing is heard from it and it hears nothing, while its processes run on."""
+        self._call(self._agent.freeze())
+
+    def lose_node(self) -> None:
+        """Switch the node off for good: nothing is heard from it, and its processes are killed."""
+        self._call(self._agent.lose())
+
+    def log(self, namespace: str, name: str) -> str:
+        """Return what a pod's containers and their probes and hooks wrote; raises LookupError."""
+
+        async def uid() -> str:
+            return self._worker(namespace, name).uid
+
+        written = sorted(self._logs.glob(f"{name}_{self._call(uid())[:8]}_*.log"))
+        return "".join(each.read_text(errors="replace") for each in written)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._running.result(timeout=_START_TIMEOUT_S)
+        except BaseException:
+            self._thread.join()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Kill every process, delete the node; raises what broke in the kubelet, unless the test has failed already."""
+        loop, agent = self._running.result()
+        assert self._stop is not None
+        loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        if error is None and agent.failures:
+            raise agent.failures[0]
+
+    @property
+    def _agent(self) -> NodeAgent:
+        return self._running.result(timeout=0)[1]
+
+    def _worker(self, namespace: str, name: str) -> PodWorker:
+        for worker in reversed(self._agent.workers):
+            if (worker.namespace, worker.name) == (namespace, name):
+                return worker
+        raise LookupError(f"node {self.node} has no pod {namespace}/{name}")
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Have the kubelet's loop do it, and wait."""
+        loop, _ = self._running.result(timeout=0)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(timeout=_CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # whatever it is belongs to the thread that waits for the start
+            if self._running.done():
+                raise
+            self._running.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        client = await KubeClient.connect(self._kubeconfig)
+        agent = NodeAgent(client, self.node, self._networks, environment=self._environment, logs=self._logs)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await agent.start()
+            self._running.set_result((asyncio.get_running_loop(), agent))
+            await self._stop.wait()
+        finally:
+            await agent.lose()
+            try:
+                async with asyncio.timeout(_FAREWELL_TIMEOUT_S):
+                    await agent.remove_node()
+            except (KubeError, TimeoutError):
+                pass  # The cluster may have been stopped first.
+            await client.close()
+
+
+def _view(worker: PodWorker) -> PodView:
+    return PodView(
+        namespace=worker.namespace,
+        name=worker.name,
+        uid=worker.uid,
+        address=worker.place.address,
+        ready=worker.ready,
+        processes={name: each.pid for name, each in worker.containers.items() if each.pid is not None},
+    )
