@@ -52,7 +52,8 @@ class StatusServer:
         await self._runner.cleanup()
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
-        page = await asyncio.to_thread(self._metrics.render, self._statuses())
+        statuses = self._statuses()
+        page = await asyncio.to_thread(self._metrics.render, statuses, self._metrics.signals(statuses))
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
     async def _get_pools(self, _request: web.Request) -> web.Response:

@@ -1,21 +1,23 @@
-"""Each pool's load as Prometheus gauges, made from the routers' statuses at the moment of a scrape.
+"""Each pool's load as Prometheus gauges, made from the routers' statuses and signals at the moment of a scrape.
 
 ``metrics`` counts what is reported to it and puts these beside it on the page. docs/metrics.md says what each means.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dualmap.pool import MemberState
 from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.scaling import PoolSignals
 
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
 
 _EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float]]
 _PoolGauge = tuple[str, str, Callable[[PoolStatus], float]]
+_Signal = tuple[str, str, Callable[[PoolSignals], float | None]]
 
 # Name without its beginning ``dualmap_endpoint_``, what it says, and where it stands in a status.
 _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
@@ -55,10 +57,33 @@ _POOL_GAUGES: Final[tuple[_PoolGauge, ...]] = (
     ("hotness_nodes", "Prefixes whose traffic share is tracked.", lambda status: status.hotness_nodes),
     ("split_prefixes", "Hot prefixes whose key is longer.", lambda status: status.split_prefixes),
 )
+# What autoscalers look at, after ``dualmap_pool_``; they are rates and shares, of which further digits mean nothing.
+_SIGNALS: Final[tuple[_Signal, ...]] = (
+    (
+        "pending_prefill_tokens_per_endpoint",
+        "Uncached prompt tokens that wait for their first token, held ones included, for each endpoint.",
+        lambda signals: round(signals.pending_prefill_tokens_per_endpoint, 1),
+    ),
+    (
+        "arriving_uncached_tokens_per_second",
+        "Prompt tokens that arrive and are not cached.",
+        lambda signals: round(signals.arriving_uncached_tokens_per_second, 1),
+    ),
+    (
+        "slo_attainment",
+        "Share of the last minute's first tokens that came in time.",
+        lambda signals: None if signals.slo_attainment is None else round(signals.slo_attainment, 4),
+    ),
+    (
+        "desired_replicas",
+        "This router's share of the instances needed: add all routers', then round up.",
+        lambda signals: round(signals.desired_replicas, 3),
+    ),
+)
 
 
-def load_gauges(statuses: Sequence[PoolStatus]) -> Iterator[Metric]:
-    """Yield every gauge of these pools and their endpoints."""
+def load_gauges(statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
+    """Yield every gauge of these pools and their endpoints; ``signals`` by pool."""
     for name, text, endpoint_value in _ENDPOINT_GAUGES:
         family = GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
         for status in statuses:
@@ -69,6 +94,13 @@ def load_gauges(statuses: Sequence[PoolStatus]) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"dualmap_{name}", text, labels=_POOL)
         for status in statuses:
             family.add_metric((status.pool,), pool_value(status))
+        yield family
+    for name, text, signal_value in _SIGNALS:
+        family = GaugeMetricFamily(f"dualmap_pool_{name}", text, labels=_POOL)
+        for pool, of_pool in signals.items():
+            value = signal_value(of_pool)
+            if value is not None:
+                family.add_metric((pool,), value)
         yield family
     yield _members(statuses)
 

@@ -19,7 +19,9 @@ from prometheus_client.registry import Collector
 
 from dualmap.pool import Pool
 from dualmap.requests import Completion, Decision, FirstToken, PoolStatus
+from dualmap.scaling import PoolSignals
 from dualmap_extproc.counts import Distribution, EndpointCounts, PoolCounts, Traffic
+from dualmap_extproc.demand import Demand
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.load_gauges import load_gauges
 
@@ -90,9 +92,10 @@ class Metrics:
     know (a request that outlives its endpoint) counts for the pool, if that is left, and for no endpoint.
     """
 
-    def __init__(self, *, version: str, replica_id: str) -> None:
+    def __init__(self, *, version: str, replica_id: str, demand: Demand | None = None) -> None:
         self._registry = registry = CollectorRegistry()
         self._pools: dict[str, PoolCounts] = {}
+        self._demand = demand or Demand()
         self._decision_s = Distribution(_DECISION_BUCKETS_S)
         # Refusals of requests that reached no pool.
         self._poolless: dict[str, int] = {}
@@ -122,6 +125,8 @@ class Metrics:
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Have series for exactly these pools and their members; counts of those that stay go on."""
+        pools = tuple(pools)
+        self._demand.set_pools(pools)
         members = {pool.id: {member.id for member in pool.members} for pool in pools}
         for pool in self._pools.keys() - members.keys():
             del self._pools[pool]
@@ -145,12 +150,17 @@ class Metrics:
         counters = self._pools.get(pool)
         return Traffic() if counters is None else counters.traffic
 
-    def render(self, statuses: Sequence[PoolStatus]) -> bytes:
-        """Return everything in Prometheus' text format, with the loads of ``statuses``; safe in any thread."""
-        return generate_latest(_Scrape(self._registry, statuses))
+    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+        """Return what autoscalers shall know of each pool (``namespace/name``), by statuses of this moment."""
+        return self._demand.signals(statuses)
+
+    def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
+        """Return everything in Prometheus' text format, with these loads and ``signals``; safe in any thread."""
+        return generate_latest(_Scrape(self._registry, statuses, signals))
 
     def routed(self, pool: str, decision: Decision) -> None:
         """Count a request sent to an instance (Observer)."""
+        self._demand.routed(pool, decision)
         counters = self._pools.get(pool)
         if counters is None:
             return
@@ -173,6 +183,7 @@ class Metrics:
 
     def refused(self, refused: Refused) -> None:
         """Count a request that got an error (Observer); one that reached no pool has an empty ``pool`` label."""
+        self._demand.refused(refused)
         counters = self._pools.get(refused.pool)
         if counters is not None:
             counters.traffic.refused += 1
@@ -191,6 +202,7 @@ class Metrics:
 
     def first_token(self, pool: str, first_token: FirstToken) -> None:
         """Count a first token and whether it came in time (Observer)."""
+        self._demand.first_token(pool, first_token)
         counters = self._pools.get(pool)
         if counters is None:
             return
@@ -335,11 +347,14 @@ def _add(family: HistogramMetricFamily, labels: Sequence[str], bounds: Sequence[
 
 
 class _Scrape(Collector):
-    """One scrape: what was counted, and the loads as the statuses have them."""
+    """One scrape: what was counted, and the loads as the statuses and signals have them."""
 
-    def __init__(self, registry: CollectorRegistry, statuses: Sequence[PoolStatus]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]
+    ) -> None:
         self._registry = registry
         self._statuses = statuses
+        self._signals = signals
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family (prometheus_client's Collector)."""
@@ -347,4 +362,4 @@ class _Scrape(Collector):
             # prometheus_client adds the time of creation to each series; nobody reads it, and it doubles the page.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-        yield from load_gauges(self._statuses)
+        yield from load_gauges(self._statuses, self._signals)

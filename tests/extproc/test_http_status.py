@@ -1,6 +1,6 @@
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -10,6 +10,7 @@ import pytest
 import builders
 from dualmap.requests import PoolStatus
 from dualmap.router import PoolRouter
+from dualmap.scaling import PoolSignals
 from dualmap_extproc.counts import Traffic
 from dualmap_extproc.http_status import StatusServer, pool_document
 from dualmap_extproc.metrics import Metrics
@@ -23,10 +24,10 @@ class Held(Metrics):
         self.begun = threading.Event()
         self.may_end = threading.Event()
 
-    def render(self, statuses: Sequence[PoolStatus]) -> bytes:
+    def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
         self.begun.set()
         assert self.may_end.wait(30)
-        return super().render(statuses)
+        return super().render(statuses, signals)
 
 
 def fresh() -> Metrics:
@@ -61,6 +62,8 @@ async def test_metrics_page_has_counters_and_loads() -> None:
     in_flight = [line for line in page.splitlines() if line.startswith("dualmap_endpoint_in_flight_requests{")]
     assert sorted(line.rsplit(" ", 1)[1] for line in in_flight) == ["0.0", "1.0"]
     assert 'dualmap_ring_version{pool="llm/qwen"} 1.0' in page
+    wish = next(line for line in page.splitlines() if line.startswith('dualmap_pool_desired_replicas{pool="llm/qwen"}'))
+    assert float(wish.rsplit(" ", 1)[1]) > 0
 
 
 async def test_a_pool_as_the_contract_has_it() -> None:

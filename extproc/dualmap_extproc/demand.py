@@ -1,0 +1,63 @@
+"""What each pool's traffic asks of its fleet: told of every request by ``metrics``, asked at a scrape.
+
+The rule is ``dualmap.scaling``'s; here are the pools and the clock. All of it belongs to the event loop.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from dualmap.pool import Pool
+from dualmap.requests import Decision, FirstToken, PoolStatus, Reason
+from dualmap.scaling import PoolSignals, Scaling
+from dualmap_extproc.errors import Refused
+
+# A request that got no instance would have kept one busy; one that is malformed, or for another model, would not.
+_FOR_WANT_OF_INSTANCES: Final = frozenset(reason.value for reason in Reason)
+
+
+class Demand:
+    """The traffic of all pools by ``namespace/name``; ``clock`` gives monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pools: dict[str, Scaling] = {}
+
+    def set_pools(self, pools: Iterable[Pool]) -> None:
+        """Keep the books of exactly these pools."""
+        given = {pool.id: pool for pool in pools}
+        for gone in self._pools.keys() - given.keys():
+            del self._pools[gone]
+        for name, pool in given.items():
+            if name in self._pools:
+                self._pools[name].adopt(pool)
+            else:
+                self._pools[name] = Scaling(pool)
+
+    def routed(self, pool: str, decision: Decision) -> None:
+        """Count a request sent to an instance."""
+        scaling, receipt = self._pools.get(pool), decision.receipt
+        if scaling is not None:
+            cached = receipt.matched_tokens
+            scaling.window.add(self._clock(), uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
+
+    def refused(self, refused: Refused) -> None:
+        """Count a request that got an error, where more instances would have helped it."""
+        scaling = self._pools.get(refused.pool)
+        if scaling is not None and refused.code in _FOR_WANT_OF_INSTANCES:
+            scaling.window.refuse(self._clock())
+
+    def first_token(self, pool: str, first_token: FirstToken) -> None:
+        """Count a first token and whether it came in time."""
+        scaling = self._pools.get(pool)
+        if scaling is not None:
+            scaling.window.first_token(self._clock(), within_slo=first_token.within_slo)
+
+    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+        """Return what autoscalers shall know of each pool, by statuses of this moment."""
+        now = self._clock()
+        return {
+            status.pool: self._pools[status.pool].signals(now, status)
+            for status in statuses
+            if status.pool in self._pools
+        }
