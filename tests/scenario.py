@@ -139,7 +139,7 @@ def check(observed: Observed) -> None:
         wrong.append("two members of one id")
     if observed.published.members and observed.published.ring_version < 1:
         wrong.append("members in a ring that never had a version")
-    draining = {each.id for each in drain.draining(observed)}
+    draining = {each.id for each in drain.draining(observed.published)}
     if observed.idle_looks.keys() - draining:
         wrong.append("looks at members that do not drain")
     if any(report.ring_version > observed.published.ring_version for report in observed.routers):
@@ -190,7 +190,7 @@ class World:
         )
         self.idle_looks = {
             each.id: self.idle_looks.get(each.id, 0) + 1 if drain.idle(each, observed) else 0
-            for each in drain.draining(observed)
+            for each in drain.draining(observed.published)
         }
         observed = replace(observed, idle_looks=self.idle_looks)
         check(observed)

@@ -7,15 +7,15 @@ published version, and one that does not answer leaves the engine's own word to 
 from typing import Final
 
 from dualmap.pool import MemberState
-from dualmap_operator.observed import Observed, RingMember, RouterReport
+from dualmap_operator.observed import Observed, PoolStatus, RingMember, RouterReport
 
 # A request may be on its way from a router to its engine, counted by neither for a moment.
 LOOKS: Final = 2
 
 
-def draining(observed: Observed) -> tuple[RingMember, ...]:
+def draining(published: PoolStatus) -> tuple[RingMember, ...]:
     """Return the members published as Draining: of these routers and engines are asked."""
-    return tuple(each for each in observed.published.members if each.state is MemberState.DRAINING)
+    return tuple(each for each in published.members if each.state is MemberState.DRAINING)
 
 
 def idle(member: RingMember, observed: Observed) -> bool:

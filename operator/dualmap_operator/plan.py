@@ -54,7 +54,7 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
             *_drain_events(spec, observed, replicas, restarts, now_s),
             *_condition_events(published.conditions, status.conditions),
         ),
-        look=frozenset(member.id for member in drain.draining(observed)),
+        look=frozenset(member.id for member in drain.draining(observed.published)),
         again_s=_again_s(observed, status, now_s),
         finished=spec.deleting and _gone(spec, observed, now_s),
     )
@@ -204,7 +204,7 @@ def _drain_events(
         going |= {pod.name for pod in _victims(spec, observed.pods)}
     late = [
         member.id
-        for member in drain.draining(observed)
+        for member in drain.draining(observed.published)
         if member.id in going
         and not drain.drained(member, observed)
         and drain.overdue(member, spec.drain_timeout_s, now_s)
