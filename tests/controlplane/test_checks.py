@@ -1,0 +1,192 @@
+"""What the operator warns of in a pod template, and what it leaves alone."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from dualmap_operator.checks import template_warnings
+from dualmap_operator.spec import SelectorWorkload
+from pod_templates import GOOD_CONTAINER, engine_with, odd_templates, pool_of, template_of
+
+ENGINE = "spec.workload.template.spec.containers[0]"
+
+
+def warned(engine: Mapping[str, Any], **pod: Any) -> tuple[str, ...]:
+    return template_warnings(pool_of(template_of(engine, **pod)))
+
+
+def only(warnings: tuple[str, ...]) -> str:
+    (warning,) = warnings
+    return warning
+
+
+def test_a_good_template_has_no_warnings() -> None:
+    assert warned(GOOD_CONTAINER) == ()
+
+
+def test_adopted_pods_are_somebody_elses() -> None:
+    adopted = SelectorWorkload(selector={"matchLabels": {"app": "qwen"}})
+
+    assert template_warnings(replace(pool_of({}), workload=adopted)) == ()
+
+
+def test_every_warning_names_a_path_and_what_is_better() -> None:
+    bad = {"name": "e", "image": "i", "args": ["--port=9"], "ports": [{"containerPort": 9}]}
+
+    warnings = warned(bad, terminationGracePeriodSeconds=1)
+
+    assert len(warnings) == 6
+    for warning in warnings:
+        assert warning.startswith("spec.workload.template.spec.")
+        assert "; give " in warning or "; declare " in warning
+        assert warning.isascii()
+
+
+class TestGracePeriod:
+    def test_a_shorter_one_says_what_is_used_instead(self) -> None:
+        assert only(warned(GOOD_CONTAINER, terminationGracePeriodSeconds=30)) == (
+            "spec.workload.template.spec.terminationGracePeriodSeconds: 30 is shorter than a drain "
+            "(spec.drain.timeout is 600s), so 640 is used instead; give 640 or more, or a shorter spec.drain.timeout"
+        )
+
+    @pytest.mark.parametrize("own", [None, 640, 3600, "30", True])
+    def test_none_or_a_longer_one_is_right_and_an_odd_one_is_for_the_api_server_to_refuse(self, own: object) -> None:
+        assert warned(GOOD_CONTAINER, terminationGracePeriodSeconds=own) == ()
+
+    def test_a_pre_stop_of_the_users_own_is_not_judged(self) -> None:
+        own = engine_with(lifecycle={"preStop": {"sleep": {"seconds": 1}}})
+
+        assert warned(own) == ()
+
+
+class TestShutdownTimeout:
+    @pytest.mark.parametrize(
+        "commands",
+        [
+            {"args": ["--model=m", "--enable-prompt-tokens-details"]},
+            {"command": ["vllm", "serve", "m"], "args": ["--enable-prompt-tokens-details"]},
+            {"command": ["/opt/venv/bin/vllm", "serve", "m", "--enable-prompt-tokens-details"], "args": None},
+            {
+                "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
+                "args": ["--enable-prompt-tokens-details"],
+            },
+            {"command": ["sh", "-c", "exec vllm serve m --enable-prompt-tokens-details"], "args": None},
+            {
+                "command": ["sh", "-c"],
+                "args": ["vllm serve m \\\n --enable-prompt-tokens-details # --shutdown-timeout 9"],
+            },
+        ],
+    )
+    def test_vllm_without_it_aborts_streams(self, commands: dict[str, Any]) -> None:
+        assert only(warned(engine_with(**commands))) == (
+            f"{ENGINE}.args: no --shutdown-timeout, which means 0: on SIGTERM vLLM aborts the streams that have not "
+            "ended within it; give --shutdown-timeout 20 or more"
+        )
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["--shutdown-timeout=5"],
+            ["--shutdown-timeout", "5"],
+            ["--shutdown_timeout", "5"],
+            ["--shutdown-timeout=60", "--shutdown-timeout=5"],
+        ],
+    )
+    def test_too_little_is_named(self, args: list[str]) -> None:
+        warning = only(warned(engine_with(args=["--enable-prompt-tokens-details", *args])))
+
+        assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5: on SIGTERM")
+
+    @pytest.mark.parametrize(
+        "script", ["vllm serve m --shutdown-timeout 0", "vllm serve m --shutdown-timeout='0' && x"]
+    )
+    def test_a_shells_script_is_read_too(self, script: str) -> None:
+        warnings = warned(engine_with(command=["/bin/bash", "-ec", script], args=None))
+
+        assert f"{ENGINE}.args: --shutdown-timeout 0: on SIGTERM" in warnings[0]
+
+    def test_zero_is_named_whatever_runs_there(self) -> None:
+        assert "--shutdown-timeout 0:" in only(warned(engine_with(command=["/start"], args=["--shutdown-timeout=0"])))
+
+    @pytest.mark.parametrize(
+        "commands",
+        [
+            {"args": ["--shutdown-timeout=20", "--enable-prompt-tokens-details"]},
+            {"args": ["--shutdown_timeout", "90", "--enable_prompt_tokens_details"]},
+            {"args": ["--shutdown-timeout=$(LONG)", "--enable-prompt-tokens-details"]},
+            {"command": ["sh", "-c", "vllm serve m --shutdown-timeout $LONG --enable-prompt-tokens-details"]},
+            {"args": ["--config", "/etc/vllm.yaml"]},
+            {"command": ["/start.sh"], "args": ["--fast"]},
+            {"command": ["dualmap", "engine-sim"], "args": ["--host", "$(POD_IP)"]},
+        ],
+    )
+    def test_enough_or_what_cannot_be_read_here_is_left_alone(self, commands: dict[str, Any]) -> None:
+        assert warned(engine_with(**commands)) == ()
+
+    @pytest.mark.parametrize("engine", ["SGLang", "TensorRTLLM", "Generic"])
+    def test_other_engines_have_no_such_flags(self, engine: str) -> None:
+        assert template_warnings(pool_of(template_of(engine_with(args=["--port=9"])), engine=engine)) == ()
+
+
+class TestPromptTokensDetails:
+    @pytest.mark.parametrize("args", [[], ["--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"]])
+    def test_without_it_the_hit_rate_is_not_measured(self, args: list[str]) -> None:
+        warning = only(warned(engine_with(args=["--shutdown-timeout=20", *args])))
+
+        assert warning.startswith(f"{ENGINE}.args: no --enable-prompt-tokens-details")
+
+
+class TestReadiness:
+    def test_without_a_probe_a_pod_joins_before_it_serves(self) -> None:
+        warning = only(warned(engine_with(readinessProbe=None)))
+
+        assert warning.startswith(f"{ENGINE}.readinessProbe: nothing is given")
+        assert "GET /health on port 8000" in warning
+
+    def test_a_start_up_probe_holds_it_back_too(self) -> None:
+        assert warned(engine_with(readinessProbe=None, startupProbe={"tcpSocket": {"port": 8000}})) == ()
+
+    def test_only_the_engines_container_is_asked_for_one(self) -> None:
+        sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
+
+        assert template_warnings(pool_of(template_of(sidecar, GOOD_CONTAINER))) == ()
+
+
+class TestPorts:
+    def test_ports_without_the_engines_are_worth_a_word(self) -> None:
+        ports = [{"containerPort": 8080}, {"containerPort": 9090}]
+
+        assert only(warned(engine_with(ports=ports))).startswith(
+            f"{ENGINE}.ports: 8080, 9090 where requests are sent to spec.engine.port 8000;"
+        )
+
+    def test_no_ports_at_all_are_fine(self) -> None:
+        assert warned(engine_with(ports=None)) == ()
+        assert warned(engine_with(ports=[])) == ()
+
+    def test_vllm_on_another_port_gets_no_requests(self) -> None:
+        engine = engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8001"])
+
+        assert only(warned(engine)).startswith(f"{ENGINE}.args: --port 8001 where requests are sent to")
+        assert warned(engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8000"])) == ()
+
+
+@given(odd_templates())
+def test_no_template_is_too_odd(template: dict[str, Any]) -> None:
+    assert all(isinstance(warning, str) for warning in template_warnings(pool_of(template)))
+
+
+@pytest.mark.parametrize(
+    "args", ["--shutdown-timeout=0", [None, 5, ["--port=9"], {}], ["--shutdown-timeout"], ["--shutdown-timeout", "--x"]]
+)
+def test_arguments_of_the_wrong_type_are_no_arguments(args: object) -> None:
+    assert "--port" not in " ".join(warned(engine_with(args=args, command=["/start"])))
+
+
+def test_a_script_with_an_open_quote_is_still_read() -> None:
+    script = "cat <<END\nit's\nEND\nvllm serve m --shutdown-timeout 3 --enable-prompt-tokens-details"
+
+    assert "--shutdown-timeout 3:" in only(warned(engine_with(command=["sh", "-c", script], args=None)))
