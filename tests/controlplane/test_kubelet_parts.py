@@ -262,6 +262,34 @@ async def test_a_failing_startup_probe_restarts_the_container(tmp_path: Path) ->
         assert not container.view.started
 
 
+async def test_a_failing_liveness_probe_restarts_the_container(tmp_path: Path) -> None:
+    flag = tmp_path / "alive"
+    flag.touch()
+    probe = {"exec": {"command": ["test", "-e", str(flag)]}, "failureThreshold": 1, "periodSeconds": 0.05}
+    async with running({"command": [*SHELL, FOREVER], "livenessProbe": probe}, tmp_path) as container:
+        await until(lambda: container.view.ready)
+        assert container.view.restarts == 0
+        flag.unlink()
+        await until(lambda: container.view.restarts == 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "exit_code", "again"),
+    [("Never", 1, False), ("OnFailure", 0, False), ("OnFailure", 1, True), ("Always", 0, True)],
+)
+async def test_the_restart_policy_decides(policy: str, exit_code: int, again: bool, tmp_path: Path) -> None:
+    spec = {"command": [*SHELL, f"exit {exit_code}"]}
+    async with running(spec, tmp_path, policy=policy) as container:
+        await until(lambda: isinstance(container.view.state, Terminated) or container.view.restarts > 0)
+
+        if again:
+            await until(lambda: container.view.restarts > 0)
+        else:
+            assert container.view.restarts == 0
+            assert isinstance(container.view.state, Terminated)
+            assert container.view.state.exit_code == exit_code
+
+
 async def test_readiness_is_probed_while_the_container_ends(tmp_path: Path) -> None:
     flag = tmp_path / "ready"
     flag.touch()
@@ -290,9 +318,9 @@ async def test_a_container_left_leaves_no_process_behind(tmp_path: Path) -> None
 
 
 @asynccontextmanager
-async def running(spec: Mapping[str, Any], folder: Path) -> AsyncIterator[ProcessContainer]:
+async def running(spec: Mapping[str, Any], folder: Path, *, policy: str = "Always") -> AsyncIterator[ProcessContainer]:
     place = Place(address="127.0.0.1", host_address="127.0.0.1", environment={"PATH": os.environ["PATH"]}, logs=folder)
-    container = ProcessContainer(pod(), {"name": "engine", **spec}, place, on_change=ignored)
+    container = ProcessContainer(pod(restartPolicy=policy), {"name": "engine", **spec}, place, on_change=ignored)
     life = asyncio.create_task(container.run())
     try:
         yield container

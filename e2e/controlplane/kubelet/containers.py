@@ -90,3 +90,8 @@ class FakeContainer:
     def crash(self) -> None:
         """There is nothing to kill."""
         raise ProcessLookupError(f"container {self._spec['name']} is a fake")
+
+
+def log_name(pod: str, uid: str, container: str) -> str:
+    """Return the name of a container's log file; a pod of the same name that came later has another."""
+    return f"{pod}_{uid[:8]}_{container}.log"

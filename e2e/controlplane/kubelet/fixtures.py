@@ -19,7 +19,7 @@ _BLOCKS = 8
 
 
 @pytest.fixture(scope="session", name="kubelet")
-def _kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
+def kubelet_fixture(cluster: Cluster) -> Iterator[ProcessKubelet]:
     """The node that the session's tests share."""
     with kubelet_on(cluster, "node-0", blocks=_BLOCKS) as kubelet:
         yield kubelet

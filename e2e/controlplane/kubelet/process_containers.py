@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 from controlplane.kubelet.actions import Surroundings, perform
-from controlplane.kubelet.containers import Object, Place
+from controlplane.kubelet.containers import Object, Place, log_name
 from controlplane.kubelet.environment import ContainerConfigError, command_line, environment
 from controlplane.kubelet.probes import Probe, verdicts
 from controlplane.kubelet.processes import Process
@@ -31,8 +31,7 @@ class ProcessContainer:
         self._spec = spec
         self._place = place
         self._on_change = on_change
-        uid: str = pod["metadata"]["uid"]
-        self.log = place.logs / f"{pod['metadata']['name']}_{uid[:8]}_{spec['name']}.log"
+        self.log = place.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
         self._probes = {kind: Probe.read(spec, f"{kind}Probe") for kind in ("startup", "liveness", "readiness")}
         self._process: Process | None = None
         self._state: State = Waiting(reason="ContainerCreating")

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from controlplane.kubelet.agent import NodeAgent
+from controlplane.kubelet.containers import log_name
 from controlplane.kubelet.pods import PodWorker
 from dualmap_edge.kube import KubeClient, KubeError
 
@@ -76,14 +77,29 @@ class ProcessKubelet:
 
         return self._call(views())
 
-    def kill(self, namespace: str, name: str) -> None:
+    def pod(self, namespace: str, name: str) -> PodView:
+        """Return a pod on the node, the newest of its name; raises LookupError."""
+        for view in reversed(self.pods()):
+            if (view.namespace, view.name) == (namespace, name):
+                return view
+        raise LookupError(f"node {self.node} has no pod {namespace}/{name}")
+
+    def kill(self, pod: PodView) -> None:
         """Kill a pod's processes with SIGKILL, as a crash does; raises LookupError or ProcessLookupError."""
 
         async def crash() -> None:
-            for container in self._worker(namespace, name).containers.values():
+            worker = next((each for each in self._agent.workers if each.uid == pod.uid), None)
+            if worker is None:
+                raise LookupError(f"node {self.node} has no pod {pod.namespace}/{pod.name} {pod.uid} any more")
+            for container in worker.containers.values():
                 container.crash()
 
         self._call(crash())
+
+    def log(self, pod: PodView) -> str:
+        """Return what a pod's containers, their probes and their hooks wrote, also after the pod's end."""
+        written = sorted(self._logs.glob(log_name(pod.name, pod.uid, "*")))
+        return "".join(each.read_text(errors="replace") for each in written)
 
     def freeze_node(self) -> None:
         """Cut the node off for good: nothing is heard from it and it hears nothing, while its processes run on."""
@@ -92,15 +108,6 @@ class ProcessKubelet:
     def lose_node(self) -> None:
         """Switch the node off for good: nothing is heard from it, and its processes are killed."""
         self._call(self._agent.lose())
-
-    def log(self, namespace: str, name: str) -> str:
-        """Return what a pod's containers and their probes and hooks wrote; raises LookupError."""
-
-        async def uid() -> str:
-            return self._worker(namespace, name).uid
-
-        written = sorted(self._logs.glob(f"{name}_{self._call(uid())[:8]}_*.log"))
-        return "".join(each.read_text(errors="replace") for each in written)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -125,12 +132,6 @@ class ProcessKubelet:
     @property
     def _agent(self) -> NodeAgent:
         return self._running.result(timeout=0)[1]
-
-    def _worker(self, namespace: str, name: str) -> PodWorker:
-        for worker in reversed(self._agent.workers):
-            if (worker.namespace, worker.name) == (namespace, name):
-                return worker
-        raise LookupError(f"node {self.node} has no pod {namespace}/{name}")
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Have the kubelet's loop do it, and wait."""
