@@ -1,0 +1,187 @@
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.pool import MemberState
+from dualmap.pool_reader import read_pools
+from dualmap_operator.observed import Condition, PoolStatus, RingMember, Shown
+from dualmap_operator.reading import read_status
+from dualmap_operator.status import status_document, time_text
+
+NOON_S = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
+
+
+def member(id: str, **more: Any) -> RingMember:
+    fields = {"address": "10.0.0.1", "port": 8000, "state": MemberState.ACTIVE, "weight": 100, "since_s": NOON_S}
+    return RingMember(id=id, **{**fields, **more})
+
+
+def ids(document: dict[str, Any]) -> list[str]:
+    return [member["id"] for member in document["ring"]["members"]]
+
+
+def test_the_shape_that_the_design_gives() -> None:
+    status = PoolStatus(
+        observed_generation=3,
+        replicas=4,
+        ready_replicas=3,
+        in_ring=1,
+        selector="serving.dualmap.dev/pool=qwen",
+        ring_version=7,
+        members=(member("qwen-0", incarnation="6d1a57ee-0"),),
+        traffic=Shown(slo_attainment="0.97", cache_hit_rate="0.63"),
+        conditions=(
+            Condition(
+                type="Draining",
+                status=None,
+                reason="Asking",
+                message="no router has answered yet",
+                since_s=NOON_S,
+                observed_generation=3,
+            ),
+        ),
+    )
+    assert status_document(status) == {
+        "observedGeneration": 3,
+        "replicas": 4,
+        "readyReplicas": 3,
+        "inRing": 1,
+        "selector": "serving.dualmap.dev/pool=qwen",
+        "ring": {
+            "version": 7,
+            "members": [
+                {
+                    "id": "qwen-0",
+                    "address": "10.0.0.1",
+                    "port": 8000,
+                    "state": "Active",
+                    "weight": 100,
+                    "since": "2026-11-22T12:00:00Z",
+                    "incarnation": "6d1a57ee-0",
+                }
+            ],
+        },
+        "traffic": {"sloAttainment": "0.97", "cacheHitRate": "0.63"},
+        "conditions": [
+            {
+                "type": "Draining",
+                "status": "Unknown",
+                "reason": "Asking",
+                "message": "no router has answered yet",
+                "lastTransitionTime": "2026-11-22T12:00:00Z",
+                "observedGeneration": 3,
+            }
+        ],
+    }
+
+
+def test_traffic_that_is_not_known_is_taken_away() -> None:
+    assert status_document(PoolStatus())["traffic"] is None
+    shown = Shown(cache_hit_rate="0.63")
+    assert status_document(PoolStatus(traffic=shown))["traffic"] == {"sloAttainment": None, "cacheHitRate": "0.63"}
+
+
+def test_an_incarnation_nobody_knows_is_left_out() -> None:
+    assert "incarnation" not in status_document(PoolStatus(members=(member("a"),)))["ring"]["members"][0]
+
+
+def test_members_are_in_the_order_of_their_numbers() -> None:
+    mixed = ("qwen-10", "qwen-2", "7b-qwen-1", "qwen-1", "other", "qwen-02")
+    document = status_document(PoolStatus(members=tuple(member(each) for each in mixed)))
+    assert ids(document) == ["7b-qwen-1", "other", "qwen-1", "qwen-02", "qwen-2", "qwen-10"]
+
+
+def test_the_router_reads_what_is_written() -> None:
+    members = (
+        member("qwen-0", incarnation="6d1a57ee-0"),
+        member("qwen-1", address="10.0.0.2", state=MemberState.JOINING, weight=25),
+        member("qwen-2", address="fd00::3", state=MemberState.DRAINING),
+    )
+    document = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "qwen", "namespace": "llm"},
+        "spec": {"model": {"name": "m"}},
+        "status": status_document(PoolStatus(ring_version=7, members=members)),
+    }
+    (pool,) = read_pools(document)
+    assert pool.ring_version == 7
+    assert [(each.id, each.address, each.port, each.state, each.weight, each.incarnation) for each in pool.members] == [
+        (each.id, each.address, each.port, each.state, each.weight, each.incarnation) for each in members
+    ]
+
+
+@pytest.mark.parametrize(
+    ("time_s", "text"),
+    [
+        (0.0, "1970-01-01T00:00:00Z"),
+        (NOON_S + 0.999_999_5, "2026-11-22T12:00:00Z"),
+        (NOON_S + 1, "2026-11-22T12:00:01Z"),
+    ],
+)
+def test_times(time_s: float, text: str) -> None:
+    assert time_text(time_s) == text
+
+
+COUNTS = st.integers(0, 10_000)
+WHOLE_SECONDS = st.integers(0, 4_000_000_000).map(float)
+NAMES = st.text("abz019-.", min_size=1, max_size=8)
+SHARES = st.sampled_from(["", "0.00", "0.63", "1.00"])
+STATUSES = st.builds(
+    PoolStatus,
+    observed_generation=COUNTS,
+    replicas=COUNTS,
+    ready_replicas=COUNTS,
+    in_ring=COUNTS,
+    selector=st.text(max_size=10),
+    ring_version=st.integers(0, 2**53),
+    members=st.lists(
+        st.builds(
+            RingMember,
+            id=NAMES,
+            address=st.ip_addresses().map(str),
+            port=st.integers(1, 65_535),
+            state=st.sampled_from(MemberState),
+            weight=st.integers(0, 1000),
+            since_s=WHOLE_SECONDS,
+            incarnation=st.text(max_size=5),
+        ),
+        max_size=5,
+        unique_by=lambda member: member.id,
+    ).map(tuple),
+    traffic=st.builds(Shown, slo_attainment=SHARES, cache_hit_rate=SHARES),
+    conditions=st.lists(
+        st.builds(
+            Condition,
+            type=NAMES,
+            status=st.sampled_from([True, False, None]),
+            reason=st.text(max_size=5),
+            message=st.text(max_size=5),
+            since_s=WHOLE_SECONDS,
+            observed_generation=COUNTS,
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@given(status=STATUSES)
+def test_what_is_written_is_read_back(status: PoolStatus) -> None:
+    read = read_status(status_document(status))
+    assert set(read.members) == set(status.members)
+    # The order of members is the writer's; having been written once, nothing changes any more.
+    assert read == read_status(status_document(read))
+    assert read == PoolStatus(
+        observed_generation=status.observed_generation,
+        replicas=status.replicas,
+        ready_replicas=status.ready_replicas,
+        in_ring=status.in_ring,
+        selector=status.selector,
+        ring_version=status.ring_version,
+        members=read.members,
+        traffic=status.traffic,
+        conditions=status.conditions,
+    )

@@ -1,0 +1,188 @@
+from dataclasses import asdict
+from itertools import pairwise
+
+import pytest
+
+from dualmap_extproc.counts import Traffic
+from dualmap_operator.observed import Shown
+from dualmap_operator.traffic import TrafficWindow
+
+NOTHING = Shown()
+
+
+def totals(
+    requests: int = 0, *, slo_met: int | None = None, predicted: int = 0, measured: int = 0, late: int = 0
+) -> dict[str, object]:
+    """A router's totals as it sends them: 100 prompt tokens a request, and a first token of each."""
+    return dict(
+        asdict(
+            Traffic(
+                requests=requests,
+                first_tokens=requests - late,
+                slo_met=requests - late if slo_met is None else slo_met,
+                prompt_tokens=100 * requests,
+                predicted_cached_tokens=predicted,
+                measured_cached_tokens=measured,
+            )
+        )
+    )
+
+
+class Watched:
+    """A window whose routers are looked at every ten seconds."""
+
+    def __init__(self, published: Shown | None = None) -> None:
+        self.window = TrafficWindow(published=published)
+        self.now_s = 1000.0
+        self.last: dict[str, dict[str, object]] = {}
+        self.shown = self.window.shown(self.now_s)
+
+    def look(self, **routers: dict[str, object]) -> Shown:
+        self.now_s += 10
+        self.last = routers
+        for router, each in routers.items():
+            self.window.add(self.now_s, router, each)
+        self.shown = self.window.shown(self.now_s)
+        return self.shown
+
+    def wait(self, seconds: float) -> Shown:
+        """Nothing more happens; the routers are looked at as before."""
+        for _ in range(round(seconds / 10)):
+            self.look(**self.last)
+        return self.shown
+
+
+class TestShares:
+    def test_what_was_added_and_not_what_was_there(self) -> None:
+        watched = Watched()
+        watched.look(a=totals(1000, slo_met=0))
+        watched.look(a=totals(1100, slo_met=97, predicted=6300))
+        assert watched.wait(30) == Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+
+    def test_routers_add_up_by_their_requests(self) -> None:
+        watched = Watched()
+        watched.look(a=totals(), b=totals(50, slo_met=50))
+        watched.look(a=totals(30, slo_met=30), b=totals(60, slo_met=50))
+        assert watched.wait(30).slo_attainment == "0.75"
+
+    @pytest.mark.parametrize(("slo_met", "text"), [(0, "0.00"), (100, "1.00"), (50, "0.50"), (7, "0.07")])
+    def test_two_digits(self, slo_met: int, text: str) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        watched.look(a=totals(100, slo_met=slo_met))
+        assert watched.wait(30).slo_attainment == text
+
+    def test_a_handful_is_needed(self) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        watched.look(a=totals(4))
+        assert watched.wait(60) == NOTHING
+        watched.look(a=totals(5))
+        assert watched.wait(30) == Shown(slo_attainment="1.00", cache_hit_rate="0.00")
+
+    def test_answers_in_one_piece_have_no_first_token_but_a_hit_rate(self) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        watched.look(a=totals(100, late=100, predicted=5000))
+        assert watched.wait(30) == Shown(cache_hit_rate="0.50")
+
+    def test_requests_without_a_prompt_have_no_hit_rate(self) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        watched.look(a={**totals(100), "prompt_tokens": 0})
+        assert watched.wait(30) == Shown(slo_attainment="1.00")
+
+
+class TestHitRate:
+    def test_engines_that_report_are_believed_and_predictions_not_added(self) -> None:
+        watched = Watched()
+        watched.look(a=totals(), b=totals())
+        watched.look(a=totals(100, predicted=9000, measured=4000), b=totals(100, predicted=9000))
+        assert watched.wait(30).cache_hit_rate == "0.20"
+
+    def test_estimates_of_prompts_may_be_short(self) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        watched.look(a=totals(100, measured=10_500))
+        assert watched.wait(30).cache_hit_rate == "1.00"
+
+
+class TestRouters:
+    def test_one_that_began_anew_counts_from_zero(self) -> None:
+        watched = Watched()
+        watched.look(a=totals(1000))
+        watched.look(a=totals(1010))
+        watched.look(a=totals(10, slo_met=0))
+        assert watched.wait(30).slo_attainment == "0.50"
+
+    def test_one_that_is_gone_leaves_what_it_has_counted(self) -> None:
+        watched = Watched()
+        watched.look(a=totals(), b=totals())
+        watched.look(a=totals(10), b=totals(10, slo_met=0))
+        watched.look(a=totals(10))
+        assert watched.wait(30).slo_attainment == "0.50"
+
+    def test_one_not_heard_of_for_a_window_begins_anew(self) -> None:
+        watched = Watched()
+        watched.look(a=totals(10), b=totals())
+        watched.look(b=totals())
+        watched.wait(310)
+        watched.look(a=totals(100_010, slo_met=0), b=totals(10))
+        assert watched.wait(30).slo_attainment == "1.00"
+
+    @pytest.mark.parametrize(
+        "unreadable",
+        [{}, {"requests": 5}, {**totals(), "slo_met": "1"}, {**totals(), "requests": -1}, {"slo_met": None}],
+    )
+    def test_what_cannot_be_read_is_passed_over(self, unreadable: dict[str, object]) -> None:
+        watched = Watched()
+        watched.look(a=totals(1000, slo_met=0))
+        watched.look(a=unreadable)
+        watched.look(a=totals(1010, slo_met=10))
+        assert watched.wait(30).slo_attainment == "1.00"
+
+
+class TestTime:
+    def test_what_is_older_than_the_window_is_forgotten(self) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        watched.look(a=totals(100, slo_met=0))
+        assert watched.wait(150).slo_attainment == "0.00"
+        watched.look(a=totals(200, slo_met=100))
+        assert watched.wait(60).slo_attainment == "0.50"
+        assert watched.wait(120).slo_attainment == "1.00"
+        assert watched.wait(240) == NOTHING
+
+    def test_it_changes_at_most_every_thirty_seconds(self) -> None:
+        watched = Watched()
+        watched.look(a=totals())
+        changes: list[float] = []
+        for n in range(1, 40):
+            before = watched.shown
+            if watched.look(a=totals(10 * n, slo_met=n * n // 5)) != before:
+                changes.append(watched.now_s)
+        assert len(changes) > 5
+        assert all(later - earlier >= 30 for earlier, later in pairwise(changes))
+
+    def test_looks_in_close_succession_add_up(self) -> None:
+        window = TrafficWindow()
+        window.shown(0.0)
+        for n in range(1001):
+            window.add(n / 5, "a", totals(n, slo_met=n // 4))
+        assert window.shown(200.0).slo_attainment == "0.25"
+
+
+class TestAnotherOperatorBefore:
+    PUBLISHED = Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+
+    def test_what_it_published_stays_while_we_know_nothing(self) -> None:
+        watched = Watched(self.PUBLISHED)
+        watched.look(a=totals(1000))
+        assert watched.wait(280) == self.PUBLISHED
+        assert watched.wait(30) == NOTHING
+
+    def test_it_gives_way_to_what_we_have_seen(self) -> None:
+        watched = Watched(self.PUBLISHED)
+        watched.look(a=totals(1000))
+        assert watched.look(a=totals(1100, slo_met=1100, predicted=0)) == self.PUBLISHED
+        assert watched.wait(30) == Shown(slo_attainment="1.00", cache_hit_rate="0.00")

@@ -1,0 +1,147 @@
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.pods import IN_RING_GATE, pod_facts
+
+UID = "6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2"
+
+
+def condition(kind: str, status: str = "True", second: int = 0, **more: str) -> dict[str, str]:
+    return {"type": kind, "status": status, "lastTransitionTime": f"2026-11-22T02:00:{second:02}Z", **more}
+
+
+def pod(*conditions: dict[str, str], gates: tuple[str, ...] = (IN_RING_GATE,), **status: object) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "qwen-0", "namespace": "llm", "uid": UID},
+        "spec": {"readinessGates": [{"conditionType": gate} for gate in gates]},
+        "status": {"phase": "Running", "podIP": "10.244.0.7", "conditions": list(conditions), **status},
+    }
+
+
+def running(*, gate: str = "True", ready: str = "True") -> dict[str, Any]:
+    return pod(condition("ContainersReady", second=3), condition(IN_RING_GATE, gate, 5), condition("Ready", ready, 5))
+
+
+class TestServing:
+    def test_containers_decide_and_our_own_gate_does_not(self) -> None:
+        facts = pod_facts(running(gate="False", ready="False"))
+        assert (facts.serving, facts.ready, facts.in_ring) == (True, False, False)
+        assert facts.serving_since == "2026-11-22T02:00:03Z"
+
+    def test_in_the_ring(self) -> None:
+        facts = pod_facts(running())
+        assert (facts.serving, facts.ready, facts.in_ring) == (True, True, True)
+
+    @pytest.mark.parametrize("status", ["False", "Unknown", None])
+    def test_containers_that_are_not_ready(self, status: str | None) -> None:
+        conditions = [] if status is None else [condition("ContainersReady", status)]
+        assert not pod_facts(pod(*conditions)).serving
+
+    @pytest.mark.parametrize(("status", "serves"), [("True", True), ("False", False), (None, False)])
+    def test_other_gates_count(self, status: str | None, serves: bool) -> None:
+        others = [] if status is None else [condition("example.com/warm", status, 9)]
+        facts = pod_facts(
+            pod(condition("ContainersReady", second=3), *others, gates=(IN_RING_GATE, "example.com/warm"))
+        )
+        assert facts.serving is serves
+        if serves:
+            assert facts.serving_since == "2026-11-22T02:00:09Z"
+
+    @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
+    def test_a_pod_that_has_ended_serves_nobody_whatever_its_conditions_say(self, phase: str) -> None:
+        body = running()
+        body["status"]["phase"] = phase
+        facts = pod_facts(body)
+        assert (facts.serving, facts.ready) == (False, False)
+
+    def test_a_terminating_pod_serves_on(self) -> None:
+        body = running()
+        body["metadata"]["deletionTimestamp"] = "2026-11-22T03:00:00Z"
+        facts = pod_facts(body)
+        assert (facts.serving, facts.terminating) == (True, True)
+        assert not pod_facts(running()).terminating
+
+    def test_a_pod_without_our_gate(self) -> None:
+        facts = pod_facts(pod(condition("ContainersReady"), condition("Ready"), gates=()))
+        assert (facts.serving, facts.ready, facts.in_ring) == (True, True, None)
+
+    def test_a_gate_that_nobody_has_set_is_false(self) -> None:
+        assert pod_facts(pod(condition("ContainersReady"))).in_ring is False
+
+
+class TestNodeLost:
+    def lost(self, gate_s: int, ready_s: int, **more: str) -> dict[str, Any]:
+        return pod(
+            condition("ContainersReady", second=3),
+            condition(IN_RING_GATE, second=gate_s),
+            condition("Ready", "False", ready_s, **more),
+        )
+
+    def test_readiness_taken_away_by_the_node_controller(self) -> None:
+        assert not pod_facts(self.lost(5, 45)).serving
+
+    def test_a_kubelet_that_has_not_yet_seen_our_gate(self) -> None:
+        assert pod_facts(self.lost(5, 1)).serving
+        assert pod_facts(self.lost(5, 6, reason="ReadinessGatesNotReady")).serving
+
+    def test_a_gate_without_a_time_tells_nothing(self) -> None:
+        body = self.lost(5, 45)
+        del body["status"]["conditions"][1]["lastTransitionTime"]
+        assert pod_facts(body).serving
+
+    def test_a_pod_on_its_way_out_of_the_ring_is_not_lost(self) -> None:
+        body = self.lost(5, 45)
+        body["status"]["conditions"][1]["status"] = "False"
+        assert pod_facts(body).serving
+
+
+class TestIdentity:
+    def test_names(self) -> None:
+        facts = pod_facts(running())
+        assert (facts.name, facts.namespace, facts.uid) == ("qwen-0", "llm", UID)
+
+    def test_each_restart_of_any_container_is_another_incarnation(self) -> None:
+        containers = [{"name": "engine", "restartCount": 2}, {"name": "sidecar", "restartCount": 1}]
+        assert pod_facts(pod(containerStatuses=containers)).incarnation == "6d1a57ee-3"
+        assert pod_facts(pod()).incarnation == "6d1a57ee-0"
+
+    def test_a_pod_without_uid_has_no_incarnation(self) -> None:
+        assert pod_facts({}).incarnation == ""
+
+    @pytest.mark.parametrize(
+        ("written", "read"),
+        [("10.244.0.7", "10.244.0.7"), ("FD00::1", "fd00::1"), ("", ""), ("engine.llm", ""), (None, ""), (7, "")],
+    )
+    def test_addresses(self, written: object, read: str) -> None:
+        assert pod_facts(pod(podIP=written)).address == read
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def every_path(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, each in inner for found in every_path(each, (*path, key)))]
+
+
+FULL = running()
+FULL["status"]["containerStatuses"] = [{"name": "engine", "restartCount": 2}]
+FULL["metadata"]["deletionTimestamp"] = "2026-11-22T03:00:00Z"
+
+
+@given(path=st.sampled_from(every_path(FULL)[1:]), value=JSON)
+def test_whatever_stands_in_a_body_it_is_read(path: tuple[str | int, ...], value: object) -> None:
+    body: Any = copy.deepcopy(FULL)
+    inner = body
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    pod_facts(body)
