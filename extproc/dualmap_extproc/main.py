@@ -1,17 +1,20 @@
 """``dualmap router``: the command. Settings are parsed here, once; ``wiring`` runs what they describe."""
 
 import os
+import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from dualmap_edge import logs
 from dualmap_edge.options import PORT, Duration
-from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, Settings
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Settings
 from dualmap_extproc.store.options import redis_options, redis_settings
+
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
 class _ReplicaId(click.ParamType[str]):
@@ -25,6 +28,33 @@ class _ReplicaId(click.ParamType[str]):
             shown = text if len(text) <= 40 else f"{text[:40]}..."
             self.fail(f"{shown!r} is not accepted; give 1 to {REPLICA_ID_CHARACTERS} ASCII characters, no spaces")
         return text
+
+
+class _Namespace(click.ParamType[str]):
+    """The name of a Kubernetes namespace."""
+
+    name = "namespace"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if not _DNS_LABEL.fullmatch(text):
+            self.fail(f"{text!r} is not accepted; give a DNS label of at most 63 characters", param, ctx)
+        return text
+
+
+def _kube_settings(
+    pools: tuple[Path, ...], *, kube: bool, namespace: str | None, all_namespaces: bool
+) -> KubeSettings | None:
+    """Return where pools are watched, None where they come from files; raises UsageError for a mixture."""
+    if bool(pools) == kube:
+        wrong = "--pool and --kube exclude each other" if kube else "no pools"
+        raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --kube")
+    if namespace is not None and all_namespaces:
+        raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
+    if not kube and (namespace is not None or all_namespaces):
+        option = "--all-namespaces" if namespace is None else "--namespace"
+        raise click.UsageError(f"{option} means nothing without --kube; give both or neither")
+    return KubeSettings(namespace=namespace) if kube else None
 
 
 def _check_distinct(ports: dict[str, int]) -> None:
@@ -42,10 +72,12 @@ def _check_distinct(ports: dict[str, int]) -> None:
     "--pool",
     "pools",
     multiple=True,
-    required=True,
     type=click.Path(path_type=Path),
     help="Pool file (InferencePool as YAML); repeat for several.",
 )
+@click.option("--kube", is_flag=True, help="Watch the pools of a Kubernetes API: env KUBECONFIG, else in-cluster.")
+@click.option("--namespace", type=_Namespace(), help="With --kube: only the pools of this namespace.")
+@click.option("--all-namespaces", is_flag=True, help="With --kube: the pools of all namespaces; so without either.")
 @click.option("--host", default="0.0.0.0", help="Address that all ports are bound on.")
 @click.option("--grpc-port", default=9002, type=PORT, help="ext_proc, discovery, access log, health. 0: any.")
 @click.option("--health-port", default=9003, type=PORT, help="gRPC health in plain text. 0: any.")
@@ -71,6 +103,10 @@ def _check_distinct(ports: dict[str, int]) -> None:
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option("--log-prompts", is_flag=True, help="Quote headers and prompts in debug lines; needs --log-level debug.")
 def router(
+    pools: tuple[Path, ...],
+    kube: bool,
+    namespace: str | None,
+    all_namespaces: bool,
     drain_timeout: float,
     redis: str | None,
     redis_password: str | None,
@@ -83,6 +119,7 @@ def router(
     \b
     Example:
       dualmap router --pool pool.yaml --redis redis://redis:6379
+      dualmap router --kube --namespace llm
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
     SIGTERM turns readiness off first, serves what is open, and exits 0.
@@ -92,10 +129,11 @@ def router(
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
     from dualmap_extproc.wiring import run  # Here, because gRPC and aiohttp take a second that --help need not.
 
+    watched = _kube_settings(pools, kube=kube, namespace=namespace, all_namespaces=all_namespaces)
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})
     if options["log_prompts"] and options["log_level"] != "debug":
         raise click.UsageError("--log-prompts means nothing without --log-level debug; give both or neither")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
-    settings = Settings(drain_timeout_s=drain_timeout, redis=shared, **options)
+    settings = Settings(pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, **options)
     logs.configure(level=settings.log_level, log_format=settings.log_format)
     sys.exit(run(settings))

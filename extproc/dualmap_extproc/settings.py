@@ -56,14 +56,23 @@ class RedisSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KubeSettings:
+    """Which InferencePools of a Kubernetes API are served: those of one namespace, or of all (None)."""
+
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder.
 
+    Pools come from the files ``pools``, or from the Kubernetes API where ``kube`` says which.
     ``tls_client_ca`` is what clients' certificates are checked against (None: clients need none). ``redis`` is None for
     a router that is alone. ``log_prompts`` lets debug logs quote headers and prompts.
     """
 
-    pools: tuple[Path, ...]
+    pools: tuple[Path, ...] = ()
+    kube: KubeSettings | None = None
     host: str = "0.0.0.0"
     grpc_port: int = 9002
     health_port: int = 9003

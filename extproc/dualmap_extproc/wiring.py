@@ -7,11 +7,14 @@ need not take.
 import asyncio
 import secrets
 import signal
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import click
 
+from dualmap_edge.kube import KubeClient, KubeConfigError
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
 from dualmap_extproc.endpoints import EndpointDiscovery
@@ -20,6 +23,8 @@ from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.pools.adoption import Adoption
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
+from dualmap_extproc.pools.kube import KubePools
+from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.server import ExternalProcessor, GrpcServers, keep_deadlines
 from dualmap_extproc.settings import RedisSettings, Settings
 from dualmap_extproc.store.exchange import Exchange
@@ -32,7 +37,7 @@ def run(settings: Settings) -> int:
     """Run the router until it is stopped; return its exit status: 1 for a failure, 2 for bad settings or pool files."""
     try:
         asyncio.run(serve(settings))
-    except (PoolFileError, TlsError) as error:
+    except (KubeConfigError, PoolFileError, TlsError) as error:
         click.echo(f"dualmap router: {error}", err=True)
         return 2
     except AddressError as error:
@@ -44,7 +49,7 @@ def run(settings: Settings) -> int:
 async def serve(settings: Settings) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it.
 
-    Raises PoolFileError, TlsError or AddressError for what keeps it from starting.
+    Raises KubeConfigError, PoolFileError, TlsError or AddressError for what keeps it from starting.
     """
     loop = asyncio.get_running_loop()
     stop = _stop_signalled(loop)
@@ -66,8 +71,7 @@ async def serve(settings: Settings) -> None:
         for entry in entries:
             picker.access_log(loop.time(), entry)
 
-    files = PoolFileWatcher(settings.pools)
-    adoption.adopt(files.load())
+    source = await _source(settings, metrics, adoption)
     servers = GrpcServers(
         ExternalProcessor(picker, metrics, settings.limits),
         services=(discovery.handler(),),
@@ -80,16 +84,16 @@ async def serve(settings: Settings) -> None:
         ready_line = await _listen(settings, servers, status)
         tasks += [
             asyncio.create_task(stop.wait()),
-            asyncio.create_task(
-                files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused)
-            ),
+            asyncio.create_task(source.run()),
             asyncio.create_task(keep_deadlines(picker)),
         ]
         if exchange is not None:
             tasks.append(asyncio.create_task(exchange.run()))
-        await servers.ready()
-        click.echo(ready_line, err=True)
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done = await _first_ended(tasks, before=source.known())
+        if not done:
+            await servers.ready()
+            click.echo(ready_line, err=True)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await servers.drain(settings.drain_timeout_s)
         # Only `stop` may end; a watcher that died must not go unnoticed, and a supervisor starts the router again.
         for task in done:
@@ -102,6 +106,49 @@ async def serve(settings: Settings) -> None:
             await exchange.leave()
         await servers.close()
         await status.close()
+        await source.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Where pools come from: ``run`` adopts them as they change, ``known`` waits for the first ones to be adopted."""
+
+    run: Callable[[], Coroutine[Any, Any, None]]
+    known: Callable[[], Coroutine[Any, Any, object]]
+    close: Callable[[], Coroutine[Any, Any, object]]
+
+
+async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _Source:
+    """Return the pools' source; those of files are adopted at once. Raises PoolFileError and KubeConfigError."""
+    if settings.kube is not None:
+        client = await KubeClient.connect()
+        observer = KubeMetrics(metrics.registry, metrics.pools_refused)
+        pools = KubePools(client, settings.kube.namespace, observer)
+        observer.show_ages(pools.ages_s)
+        return _Source(run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close)
+    files = PoolFileWatcher(settings.pools)
+    adoption.adopt(files.load())
+    return _Source(
+        run=lambda: files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused),
+        known=_at_once,
+        close=_at_once,
+    )
+
+
+async def _at_once() -> None:
+    """Nothing to wait for: the pools of files are known before any port is bound, and leave nothing to close."""
+
+
+async def _first_ended(
+    tasks: Sequence[asyncio.Task[Any]], *, before: Coroutine[Any, Any, object]
+) -> set[asyncio.Task[Any]]:
+    """Return which of the tasks ended ``before`` that did; none when it came first."""
+    awaited = asyncio.create_task(before)
+    try:
+        done, _ = await asyncio.wait([awaited, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        return set() if awaited in done else done
+    finally:
+        awaited.cancel()
 
 
 def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:

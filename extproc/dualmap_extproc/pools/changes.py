@@ -20,7 +20,7 @@ def log_changes(before: Sequence[Pool], after: Sequence[Pool]) -> None:
     old, new = ({pool.id: pool for pool in pools} for pools in (before, after))
     for pool_id, pool in new.items():
         if pool_id not in old:
-            members = _clipped(member.id for member in pool.members)
+            members = clipped(member.id for member in pool.members)
             _log.warning(f"a pool appeared; {_ENVOY_HINT}", pool=pool_id, ring_version=pool.ring_version, added=members)
         elif pool != old[pool_id]:
             _log_change(old[pool_id], pool)
@@ -34,9 +34,9 @@ def _log_change(old: Pool, new: Pool) -> None:
         "pool reloaded",
         pool=new.id,
         ring_version=new.ring_version,
-        added=_clipped(each for each in now if each not in was),
-        removed=_clipped(each for each in was if each not in now),
-        changed=_clipped(each for each in now if each in was and now[each] != was[each]),
+        added=clipped(each for each in now if each not in was),
+        removed=clipped(each for each in was if each not in now),
+        changed=clipped(each for each in now if each in was and now[each] != was[each]),
         settings=[
             field.name
             for field in fields(Pool)
@@ -57,7 +57,8 @@ def _log_change(old: Pool, new: Pool) -> None:
         )
 
 
-def _clipped(ids: Iterable[str]) -> list[str]:
+def clipped(ids: Iterable[str]) -> list[str]:
+    """Return member ids for a log line: the first of them, and how many more there are."""
     listed = list(ids)
     more = len(listed) - _IDS_SHOWN
     return [*listed[:_IDS_SHOWN], f"and {more} more"] if more > 0 else listed

@@ -1,0 +1,216 @@
+"""Pools from the Kubernetes API: InferencePools and their pods watched, and what follows handed on like pool files.
+
+What an object means is ``dualmap.pool_reader``'s business, what a pod's says ``dualmap.pods``'s. ``reflector`` keeps
+collections up to date, ``objects`` and ``pods`` hold what is known, and this module brings them together: one watch for
+the pools in scope, one for the pods of each pool, and one task that tells of what came of them. The router writes
+nothing to Kubernetes; it lists and watches ``inferencepools`` and ``pods`` (INFERENCEPOOL).
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from dualmap.pods import mapping_in, pod_facts, text_in
+from dualmap.pool import Pool
+from dualmap.pool_reader import API_VERSION
+from dualmap_edge.kube import KubeClient
+from dualmap_edge.logs import get_logger
+from dualmap_extproc.pools.changes import clipped, log_changes
+from dualmap_extproc.pools.objects import PoolObjects, Refusal
+from dualmap_extproc.pools.pods import PoolPods
+from dualmap_extproc.pools.reflector import KubeObserver, Patience, Reflector
+
+POOLS: Final = "inferencepools"
+PODS: Final = "pods"
+_log = get_logger(__name__)
+
+
+class KubePoolsObserver(KubeObserver, Protocol):
+    """Who is told what happens here; ``metrics`` is."""
+
+    def pools_refused(self) -> None:
+        """Count a change of pools that was refused."""
+
+    def kube_pools_refused(self, count: int) -> None:
+        """Note how many things are refused now."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _PodWatch:
+    """The watch of one pool's pods, and what it has told."""
+
+    selector: str
+    pods: PoolPods
+    reflector: Reflector
+    task: asyncio.Task[None]
+    left_out: list[str] = field(default_factory=list)
+
+
+class KubePools:
+    """Keeps the pools of one namespace (None: of all) up to date, while it ``run``s.
+
+    An object that is refused keeps its last good version, and nothing that fails takes away what is known.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str | None,
+        observer: KubePoolsObserver,
+        *,
+        patience: Patience | None = None,
+    ) -> None:
+        self._client = client
+        self._observer = observer
+        self._patience = patience or Patience()
+        self._objects = PoolObjects()
+        self._watches: dict[str, _PodWatch] = {}
+        self._listed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._told: tuple[Pool, ...] = ()
+        self._refusals: tuple[Refusal, ...] = ()
+        self._scope = "all namespaces" if namespace is None else f"namespace {namespace}"
+        within = "" if namespace is None else f"/namespaces/{namespace}"
+        self._reflector = Reflector(
+            client,
+            f"/apis/{API_VERSION}{within}/{POOLS}",
+            _PoolSink(self._objects, self._pools_changed),
+            observer,
+            resource=POOLS,
+            patience=self._patience,
+        )
+
+    async def listed(self) -> None:
+        """Wait until the pools in scope have been listed once, and told of."""
+        await self._listed.wait()
+
+    def ages_s(self) -> dict[str, float]:
+        """Return for each resource how long ago the API server last spoke on its quietest watch; safe in any thread."""
+        pods = [watch.reflector.age_s() for watch in tuple(self._watches.values())]
+        ages = {POOLS: self._reflector.age_s()}
+        return {**ages, PODS: max(pods)} if pods else ages
+
+    async def run(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
+        """Watch until cancelled; call ``on_pools`` with all pools after the first list and after every change."""
+        _log.info("waiting for the pools of the Kubernetes API", server=self._client.server, scope=self._scope)
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._reflector.run())
+            self._tasks.create_task(self._tell(on_pools))
+
+    async def _tell(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                self._tell_once(on_pools)
+            except Exception as error:  # noqa: BLE001  # whatever a pool brings about, the others must be told on
+                _log.error("pools could not be taken over, the last good ones serve on", reason=repr(error))
+            self._listed.set()
+
+    def _tell_once(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
+        pools = tuple(self._as_their_pods(pool) for pool in self._objects.pools)
+        if pools == self._told and self._listed.is_set():
+            return
+        log_changes(self._told, pools)
+        self._told = pools
+        on_pools(pools)
+
+    def _as_their_pods(self, pool: Pool) -> Pool:
+        watch = self._watches.get(pool.id)
+        if watch is None:
+            return pool
+        applied = watch.pods.applied(pool)
+        left_out = [was.id for was, now in zip(pool.members, applied.members, strict=True) if was.state != now.state]
+        if left_out != watch.left_out:
+            watch.left_out = left_out
+            _log.info("members whose pods do not serve take nothing new", pool=pool.id, members=clipped(left_out))
+        return applied
+
+    def _pools_changed(self) -> None:
+        """Take what the objects are now: whose pods to watch, what they publish, what is refused."""
+        wanted = self._objects.selectors
+        for pool_id, watch in tuple(self._watches.items()):
+            if wanted.get(pool_id) != watch.selector:
+                watch.task.cancel()
+                del self._watches[pool_id]
+        for pool in self._objects.pools:
+            if pool.id in wanted and pool.id not in self._watches:
+                self._watches[pool.id] = self._watch_pods(pool.namespace, wanted[pool.id])
+            if pool.id in self._watches:
+                self._watches[pool.id].pods.published(pool)
+        self._tell_refusals()
+        self._changed.set()
+
+    def _watch_pods(self, namespace: str, selector: str) -> _PodWatch:
+        pods = PoolPods()
+        reflector = Reflector(
+            self._client,
+            f"/api/v1/namespaces/{namespace}/{PODS}",
+            _PodSink(pods, self._changed.set),
+            self._observer,
+            resource=PODS,
+            selector=selector,
+            patience=self._patience,
+        )
+        task = self._tasks.create_task(reflector.run())
+        return _PodWatch(selector=selector, pods=pods, reflector=reflector, task=task)
+
+    def _tell_refusals(self) -> None:
+        """Log and count what is refused now and was not before."""
+        refusals = self._objects.refusals
+        for refusal in refusals:
+            if refusal not in self._refusals:
+                _log.error(
+                    "pool refused; what was good of it serves on",
+                    pool=refusal.pool,
+                    field=refusal.field,
+                    value=refusal.value,
+                    accepted=refusal.accepted,
+                )
+                self._observer.pools_refused()
+        refused = {refusal.pool for refusal in refusals}
+        for pool in sorted({refusal.pool for refusal in self._refusals} - refused):
+            _log.info("pool is not refused any more", pool=pool)
+        self._refusals = refusals
+        self._observer.kube_pools_refused(len(refused))
+
+
+class _PoolSink:
+    """Takes InferencePool objects (``reflector.Sink``)."""
+
+    def __init__(self, objects: PoolObjects, changed: Callable[[], None]) -> None:
+        self._objects = objects
+        self._changed = changed
+
+    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        # The items of a list do not say what they are; the list does.
+        kind = {"apiVersion": API_VERSION, "kind": "InferencePool"}
+        self._objects.replace([{**kind, **body} for body in objects])
+        self._changed()
+
+    def changed(self, kind: str, body: Mapping[str, Any]) -> None:
+        if kind == "DELETED":
+            self._objects.remove(body)
+        else:
+            self._objects.put(body)
+        self._changed()
+
+
+class _PodSink:
+    """Takes the pods of one pool (``reflector.Sink``)."""
+
+    def __init__(self, pods: PoolPods, changed: Callable[[], None]) -> None:
+        self._pods = pods
+        self._changed = changed
+
+    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        self._pods.listed([pod_facts(body) for body in objects])
+        self._changed()
+
+    def changed(self, kind: str, body: Mapping[str, Any]) -> None:
+        if kind == "DELETED":
+            self._pods.gone(text_in(mapping_in(body, "metadata"), "name"))
+        else:
+            self._pods.seen(pod_facts(body))
+        self._changed()

@@ -1,0 +1,55 @@
+"""How the watches of a Kubernetes API fare, as Prometheus metrics beside the router's own (``metrics``).
+
+They are there only with ``--kube``; docs/metrics.md says what each means.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class KubeMetrics:
+    """Implements ``pools.kube.KubePoolsObserver``; ``pools_refused`` is where refused changes of pools are counted."""
+
+    def __init__(self, registry: CollectorRegistry, pools_refused: Callable[[], None]) -> None:
+        self.pools_refused = pools_refused
+        self._registry = registry
+        self._lists = Counter("dualmap_kube_lists", "Times all objects were listed.", ("resource",), registry=registry)
+        self._errors = Counter(
+            "dualmap_kube_errors", "Lists and watches that failed.", ("resource", "kind"), registry=registry
+        )
+        self._refused = Gauge("dualmap_kube_pools_refused", "Pools refused as they are now.", registry=registry)
+
+    def show_ages(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
+        """Have the age of the news shown as ``ages_s`` tells it by resource, in any thread."""
+        self._registry.register(_Ages(ages_s))
+
+    def kube_listed(self, resource: str) -> None:
+        """Count a list of a collection (KubeObserver)."""
+        self._lists.labels(resource).inc()
+
+    def kube_failed(self, resource: str, kind: str) -> None:
+        """Count a list or watch that failed (KubeObserver)."""
+        self._errors.labels(resource, kind).inc()
+
+    def kube_pools_refused(self, count: int) -> None:
+        """Note how many pools are refused now (KubePoolsObserver)."""
+        self._refused.set(count)
+
+
+class _Ages(Collector):
+    """The age of what is known, taken at the moment of a scrape."""
+
+    def __init__(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
+        self._ages_s = ages_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one family (prometheus_client's Collector)."""
+        family = GaugeMetricFamily(
+            "dualmap_kube_watch_age_seconds", "Since the API server last spoke.", labels=("resource",)
+        )
+        for resource, age_s in self._ages_s().items():
+            family.add_metric((resource,), age_s)
+        yield family
