@@ -54,7 +54,7 @@ _ENGINE_METRICS: Final[Mapping[str, _EngineMetrics]] = {
 # What follows a metric's name on its line: labels, whose quoted values may hold anything, then a value and perhaps a
 # time. Nothing in it can match in two ways, so that a long line is read once.
 _SAMPLE: Final = re.compile(
-    rb"""(?:\{(?:[^"}\n]++|"(?:[^"\\\n]|\\[^\n])*+")*+\})?[ \t]*+([^ \t\n]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+\n"""
+    rb"""[ \t]*+(?:\{(?:[^"}\n]++|"(?:[^"\\\n]|\\[^\n])*+")*+\})?[ \t]*+([^ \t\n]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+\n"""
 )
 _NAME_GOES_ON: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:")
 
