@@ -16,6 +16,7 @@ from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 # Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "router": ("dualmap_extproc.main", "router", "Run the endpoint picker that Envoy asks where each request goes."),
+    "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that keeps InferencePools."),
     "envoy-config": ("dualmap_extproc.envoy.command", "envoy_config", "Print an Envoy bootstrap for the given pools."),
     "explain": ("dualmap_extproc.explain", "explain", "Say which instance a request would go to, and why."),
     "policies": ("dualmap_extproc.explain", "policies", "List every routing policy with its source."),
@@ -64,6 +65,7 @@ def main() -> None:
     \b
     Try it here:         dualmap demo
     Run a router:        dualmap router --pool pool.yaml
+    Run the operator:    dualmap operator --all-namespaces
     Configure Envoy:     dualmap envoy-config --pool pool.yaml > envoy.yaml
     Ask why:             dualmap explain --pool pool.yaml --request request.json
     Plan capacity:       dualmap goodput --policy round_robin,dualmap

@@ -1,0 +1,128 @@
+"""A plan carried out: children, status, gates, restarts, Events, in this order, and nothing that is there already.
+
+One ``Applier`` for each pool, owned by its ``keeper``. The status is written over the version of the pool that the plan
+was made from, so a plan made from an older one never comes through; a restart of the operator at any point between two
+writes leaves a state from which the next plan goes on.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dualmap_edge.logs import get_logger
+from dualmap_operator.api import Api
+from dualmap_operator.errors import ApiError, ConflictError, GoneError
+from dualmap_operator.events import Recorder
+from dualmap_operator.mirror import Key
+from dualmap_operator.plan_values import Gate, Plan, Restart
+from dualmap_operator.status import status_document
+from dualmap_operator.watches import ChildObject, PoolObject, fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What became of a plan: what the API server refused, in words, and whether the pool's status was written."""
+
+    refused: tuple[str, ...] = ()
+    wrote_status: bool = False
+
+
+class Sink(Protocol):
+    """Who carries a keeper's plans out."""
+
+    async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
+        """Carry ``plan`` out. Raises ApiError."""
+
+
+class Applier:
+    """Carries out one pool's plans. ``live`` shows a child as the watch does; ``now`` is seconds since the epoch."""
+
+    def __init__(
+        self,
+        api: Api,
+        recorder: Recorder,
+        *,
+        live: Callable[[str, Key], ChildObject | None],
+        now: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._recorder = recorder
+        self._live = live
+        self._now = now
+        self._log = get_logger(__name__)
+        self._applied: dict[str, tuple[str, str]] = {}
+
+    async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
+        """Carry ``plan`` out.
+
+        Raises ConflictError when the pool has changed since, GoneError when it is no more, ApiError when the server
+        cannot answer; what came before in the plan's order is then done, and the rest is not.
+        """
+        metadata = pool.document["metadata"]
+        refused = [await self._apply_child(child) for child in plan.children]
+        before, after = status_document(pool.status), status_document(plan.status)
+        if before != after:
+            await self._api.write_status(
+                metadata["namespace"],
+                metadata["name"],
+                merge_patch(before, after),
+                resource_version=pool.resource_version,
+            )
+        refused += [await self._set_gate(metadata["namespace"], gate) for gate in plan.gates]
+        refused += [await self._restart(metadata["namespace"], restart) for restart in plan.restarts]
+        for event in plan.events:
+            await self._recorder.post(pool, event)
+        return Applied(refused=tuple(words for words in refused if words), wrote_status=before != after)
+
+    async def _apply_child(self, child: Mapping[str, Any]) -> str:
+        """Apply one child unless it is as we made it; return why it was refused, in words."""
+        kind, metadata = child["kind"], child["metadata"]
+        wanted = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()
+        live = self._live(kind, (metadata["namespace"], metadata["name"]))
+        if live is not None and self._applied.get(kind) == (wanted, live.fingerprint):
+            return ""
+        try:
+            made = await self._api.apply_child(child)
+        except ApiError as error:
+            return _refusal(error)
+        self._applied[kind] = (wanted, fingerprint(made))
+        return ""
+
+    async def _set_gate(self, namespace: str, gate: Gate) -> str:
+        try:
+            await self._api.set_gate(namespace, gate, self._now())
+        except (ConflictError, GoneError):
+            return ""  # Another pod by now, or none: the watch will show it.
+        except ApiError as error:
+            return _refusal(error)
+        return ""
+
+    async def _restart(self, namespace: str, restart: Restart) -> str:
+        self._log.info("deleting a pod, for its successor has another template", pod=f"{namespace}/{restart.pod}")
+        try:
+            await self._api.restart_pod(namespace, restart)
+        except (ConflictError, GoneError):
+            return ""  # Another pod by now, or none: the watch will show it.
+        except ApiError as error:
+            return _refusal(error)
+        return ""
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON merge patch that turns ``before`` into ``after``: fields that are no more become null."""
+    patch: dict[str, Any] = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = merge_patch(old, value)
+        patch[key] = value
+    return patch
+
+
+def _refusal(error: ApiError) -> str:
+    """Return in words what the server has judged; raises ``error`` when it has judged nothing, and may next time."""
+    if 400 <= error.status < 500 and error.status not in (408, 409, 429):
+        return str(error)
+    raise error

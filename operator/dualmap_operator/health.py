@@ -1,0 +1,58 @@
+"""The operator's two HTTP ports: ``/healthz`` for who restarts it when it is ill, ``/metrics`` for Prometheus.
+
+``wiring`` gives it what to say. A standby is healthy as long as it answers.
+"""
+
+from collections.abc import Callable, Sequence
+
+from aiohttp import web
+
+from dualmap_edge.ports import AddressError, check_free
+from dualmap_operator.metrics import CONTENT_TYPE, Metrics
+
+
+class HttpServer:
+    """Serves what ``problems`` and ``metrics`` say at the time of each request, on a port each."""
+
+    def __init__(self, *, problems: Callable[[], Sequence[str]], metrics: Metrics) -> None:
+        self._problems = problems
+        self._metrics = metrics
+        self._runners = (
+            _runner(web.get("/healthz", self._get_health)),
+            _runner(web.get("/metrics", self._get_metrics)),
+        )
+
+    async def start(self, host: str, *, health_port: int, metrics_port: int) -> tuple[int, int]:
+        """Listen on both ports (0: any free one) and return them. Raises AddressError."""
+        bound = []
+        asked = (("--health-port", health_port), ("--metrics-port", metrics_port))
+        for runner, (option, port) in zip(self._runners, asked, strict=True):
+            check_free(host, port, option)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                await self.close()
+                raise AddressError(host, port, option, error.strerror) from error
+            bound.append(int(runner.addresses[0][1]))
+        return bound[0], bound[1]
+
+    async def close(self) -> None:
+        """Stop listening and end what is open."""
+        for runner in self._runners:
+            await runner.cleanup()
+
+    async def _get_health(self, _request: web.Request) -> web.Response:
+        problems = self._problems()
+        if problems:
+            return web.Response(status=500, text="".join(f"{each}\n" for each in problems))
+        return web.Response(text="ok\n")
+
+    async def _get_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _runner(route: web.RouteDef) -> web.AppRunner:
+    application = web.Application()
+    application.add_routes([route])
+    return web.AppRunner(application, access_log=None, shutdown_timeout=1.0)

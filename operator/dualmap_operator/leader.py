@@ -1,0 +1,182 @@
+"""Who of several operators acts: the holder of a Lease (coordination.k8s.io), taken, renewed and handed over here.
+
+``wiring`` runs the control loops while ``Leadership`` is held. The library's own election
+(``kubernetes.aio.leaderelection``) is not used: it writes local time marked as UTC, ends the election on an error that
+is no HTTP answer, may sit in one request past its own deadline, and never hands a lease over when it stops.
+
+Whether a lease has run out is judged by our own monotonic clock since we first saw it as it is, never by comparing the
+times in it with ours: clocks of two machines differ.
+"""
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final
+from urllib.parse import quote
+
+from dualmap_edge.logs import get_logger
+from dualmap_operator.api import Api, collection_path
+from dualmap_operator.errors import ApiError, ConflictError, GoneError, OperatorError
+from dualmap_operator.settings import LeaseSettings
+
+_API_VERSION: Final = "coordination.k8s.io/v1"
+_RELEASED_DURATION_S: Final = 1
+
+
+class LeadershipLostError(OperatorError):
+    """The lease could not be renewed in time, or another holds it: this operator must not act any more."""
+
+
+class Leadership:
+    """One candidate for the Lease ``settings.name`` in ``namespace``; ``identity`` is unlike any other's.
+
+    ``clock`` is monotonic, in seconds; ``now`` gives the time of day, which only people reading the Lease need.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        settings: LeaseSettings,
+        *,
+        namespace: str,
+        identity: str,
+        clock: Callable[[], float],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._identity = identity
+        self._clock = clock
+        self._now = now
+        self._log = get_logger(__name__)
+        self._collection = collection_path(_API_VERSION, "Lease", namespace)
+        self._metadata = {"name": settings.name, "namespace": namespace}
+        self._seen: dict[str, Any] | None = None
+        self._seen_at_s = 0.0
+        self._renewed_at_s: float | None = None
+
+    @property
+    def leading(self) -> bool:
+        """Whether this candidate may act right now."""
+        renewed_at_s = self._renewed_at_s
+        return renewed_at_s is not None and self._clock() - renewed_at_s < self._settings.renew_within_s
+
+    async def acquire(self) -> None:
+        """Return when this candidate holds the lease, however long that takes; errors are logged and outlived."""
+        while True:
+            if await self._try_to_take():
+                break
+            await asyncio.sleep(self._settings.retry_s)
+        self._log.info("leading", lease=self._settings.name, identity=self._identity)
+
+    async def keep(self) -> None:
+        """Renew the lease for good. Raises LeadershipLostError when it was lost, or not renewed in time."""
+        try:
+            while True:
+                await asyncio.sleep(self._settings.retry_s)
+                await self._renew()
+        except LeadershipLostError:
+            self._renewed_at_s = None
+            raise
+
+    async def _renew(self) -> None:
+        """Try once to renew, within what is left of the time; errors but the last are logged and outlived."""
+        began_s = self._clock()
+        left_s = (self._renewed_at_s or 0.0) + self._settings.renew_within_s - began_s
+        if self._renewed_at_s is None or left_s <= 0:
+            raise LeadershipLostError(
+                f"the lease {self._settings.name} was not renewed within {self._settings.renew_within_s:g} s"
+            )
+        timeout_s = min(left_s, self._settings.retry_s)
+        try:
+            try:
+                await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
+            except ConflictError as error:
+                # Written by somebody since we last heard: by us, if an answer was lost on its way.
+                if not await self._look(timeout_s) or self._holder() != self._identity:
+                    raise LeadershipLostError(f"the lease {self._settings.name} is another's now") from error
+                await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
+        except ApiError as error:
+            self._log.warning("the lease could not be renewed, trying again", error=str(error))
+        else:
+            self._renewed_at_s = began_s
+
+    async def release(self) -> None:
+        """Hand the lease over: the next candidate to look takes it at once. Errors are logged: it then runs out."""
+        if self._renewed_at_s is None:
+            return
+        self._renewed_at_s = None
+        try:
+            await self._replace(self._spec("", taking=False), timeout_s=2.0)
+        except ApiError as error:
+            self._log.warning("the lease could not be handed over, it runs out by itself", error=str(error))
+
+    async def _try_to_take(self) -> bool:
+        began_s = self._clock()
+        try:
+            if not await self._look(self._settings.retry_s):
+                await self._create()
+            elif self._free():
+                await self._replace(self._spec(self._identity, taking=True), timeout_s=self._settings.retry_s)
+            else:
+                return False
+        except ConflictError:
+            return False  # Another candidate was faster.
+        except ApiError as error:
+            self._log.warning("the lease could not be read or taken, trying again", error=str(error))
+            return False
+        self._renewed_at_s = began_s
+        return True
+
+    async def _look(self, timeout_s: float) -> bool:
+        """Read the lease and note when it was first seen as it is; False when there is none. Raises ApiError."""
+        try:
+            lease = await self._api.request("GET", self._path, timeout_s=timeout_s)
+        except GoneError:
+            return False
+        self._note(lease)
+        return True
+
+    def _free(self) -> bool:
+        spec = (self._seen or {}).get("spec") or {}
+        duration_s = spec.get("leaseDurationSeconds") or self._settings.duration_s
+        return self._holder() in ("", self._identity) or self._clock() - self._seen_at_s >= duration_s
+
+    def _holder(self) -> str:
+        return str(((self._seen or {}).get("spec") or {}).get("holderIdentity") or "")
+
+    def _spec(self, holder: str, *, taking: bool) -> dict[str, Any]:
+        """Return the spec to write: the one seen, with what changes. Times are UTC, in microseconds, as the API's."""
+        now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        before = (self._seen or {}).get("spec") or {}
+        spec = {
+            **before,
+            "holderIdentity": holder,
+            "leaseDurationSeconds": round(self._settings.duration_s) if holder else _RELEASED_DURATION_S,
+            "renewTime": now,
+        }
+        if taking:
+            spec["acquireTime"] = now
+            spec["leaseTransitions"] = (before.get("leaseTransitions") or 0) + 1
+        return spec
+
+    async def _create(self) -> None:
+        spec = {**self._spec(self._identity, taking=True), "leaseTransitions": 0}
+        body = {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": self._metadata, "spec": spec}
+        self._note(await self._api.request("POST", self._collection, body=body, timeout_s=self._settings.retry_s))
+
+    async def _replace(self, spec: dict[str, Any], *, timeout_s: float) -> None:
+        """Write the lease if it is still as it was seen; raises ConflictError if not."""
+        version = ((self._seen or {}).get("metadata") or {}).get("resourceVersion", "")
+        metadata = {**self._metadata, "resourceVersion": version}
+        body = {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}
+        self._note(await self._api.request("PUT", self._path, body=body, timeout_s=timeout_s))
+
+    def _note(self, lease: dict[str, Any]) -> None:
+        if self._seen is None or lease.get("metadata") != self._seen.get("metadata"):
+            self._seen_at_s = self._clock()
+        self._seen = lease
+
+    @property
+    def _path(self) -> str:
+        return f"{self._collection}/{quote(self._settings.name)}"

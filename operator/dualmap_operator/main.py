@@ -1,0 +1,101 @@
+"""``dualmap operator``: the command. Settings are parsed here, once; ``wiring`` runs what they describe."""
+
+import os
+import re
+import secrets
+import socket
+import sys
+from typing import Any, Final
+
+import click
+
+from dualmap_edge import logs
+from dualmap_edge.options import PORT
+from dualmap_operator.settings import Settings
+
+_DEFAULT_NAMESPACE: Final = "dualmap-system"
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+class _DnsLabel(click.ParamType[str]):
+    """The name of a namespace or Service."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not _DNS_LABEL.fullmatch(str(value)):
+            self.fail(f"{value!r} is not accepted; give a DNS label: up to 63 of a-z, 0-9 and -", param, ctx)
+        return str(value)
+
+
+class _Address(click.ParamType[tuple[str, int]]):
+    """``HOST:PORT``, an IPv6 host in brackets."""
+
+    name = "HOST:PORT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        host, _, port = str(value).rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            host = ""
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+            self.fail(f"{value!r} is not accepted; give HOST:PORT, an IPv6 host in brackets", param, ctx)
+        return host, int(port)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--namespace", type=_DnsLabel(), help="Look after the pools of this namespace alone.")
+@click.option("--all-namespaces", is_flag=True, help="Look after the pools of all namespaces; so it is without either.")
+@click.option("--leader-election", is_flag=True, help="Of several operators let one act, by a Lease in POD_NAMESPACE.")
+@click.option("--host", default="0.0.0.0", help="Address that both ports are bound on.")
+@click.option("--metrics-port", default=9091, type=PORT, help="/metrics over HTTP. 0: any.")
+@click.option("--health-port", default=9092, type=PORT, help="/healthz over HTTP. 0: any.")
+@click.option(
+    "--router-service",
+    default="dualmap-router",
+    type=_DnsLabel(),
+    metavar="NAME",
+    help="Service of the routers, in POD_NAMESPACE; its port named metrics is asked what is in flight.",
+)
+@click.option(
+    "--router",
+    "routers",
+    multiple=True,
+    type=_Address(),
+    metavar="HOST:METRICSPORT",
+    help="Ask this router instead, outside of a cluster; repeat for several.",
+)
+@click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
+@click.option("--log-format", default="text", type=click.Choice(logs.LOG_FORMATS))
+def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> None:
+    """Keep InferencePools: their pods, the members of their rings, their status.
+
+    \b
+    Examples:
+      dualmap operator --all-namespaces --leader-election
+      KUBECONFIG=admin.conf dualmap operator --namespace llm --router 127.0.0.1:9090
+
+    The API server is found by env KUBECONFIG, else as a pod finds it. POD_NAMESPACE (default: dualmap-system) is where
+    the Lease and the routers' Service are. SIGTERM finishes what is being written, hands the Lease over, and exits 0.
+    """
+    from dualmap_operator.wiring import run  # Here, because kopf and aiohttp take a second that --help need not.
+
+    if namespace is not None and all_namespaces:
+        raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
+    if options["health_port"] and options["health_port"] == options["metrics_port"]:
+        raise click.UsageError("--health-port and --metrics-port are the same; give each a port of its own")
+    environment = os.environ  # noqa: TID251  # the one place of the operator that reads the environment
+    pod_namespace = environment.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE
+    if not _DNS_LABEL.fullmatch(pod_namespace):
+        raise click.UsageError(f"env POD_NAMESPACE: {pod_namespace!r} is not accepted; give the name of a namespace")
+    settings = Settings(
+        namespace=namespace,
+        pod_namespace=pod_namespace,
+        # Two lives of one pod are two candidates: what the former was doing is not known.
+        identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+        kubeconfig=bool(environment.get("KUBECONFIG")),
+        **options,
+    )
+    logs.configure(level=settings.log_level, log_format=settings.log_format)
+    sys.exit(run(settings))

@@ -1,0 +1,163 @@
+"""A mirror of all objects of one kind: listed, then watched, listed again whenever the watch has lost its place.
+
+``watches`` holds one for each kind that the operator reads. An object that vanished while nobody was watching is gone
+after the next list, and whoever listens is told so: kopf's own index (1.45.2) keeps such objects for good, since it
+forgets only what a DELETED event names, and a pod that is no more would stay in the ring.
+
+What is kept of an object is what ``read`` makes of it. Nothing that a write of ours answered enters here: an answer may
+come after the object's end.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any, Final, Generic, TypeVar
+
+from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.logs import get_logger
+from dualmap_operator.api import ApiObserver
+
+T = TypeVar("T")
+Key = tuple[str, str]
+"""Namespace and name."""
+Listener = Callable[[Key, T | None, T | None], None]
+"""Told of each change: the object's key, what it was and what it is; None for not there."""
+
+_PAGE: Final = 500
+_FIRST_WAIT_S: Final = 0.5
+_LONGEST_WAIT_S: Final = 5.0
+
+
+class Mirror(Generic[T]):
+    """All objects at ``path`` that ``selector`` selects. ``kind`` names them in logs, metrics and health."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        observer: ApiObserver,
+        *,
+        kind: str,
+        path: str,
+        read: Callable[[Mapping[str, Any]], T],
+        listener: Listener[T],
+        clock: Callable[[], float],
+        selector: str = "",
+    ) -> None:
+        self.kind = kind
+        self._client = client
+        self._observer = observer
+        self._path = path
+        self._query = (("labelSelector", selector),) if selector else ()
+        self._read = read
+        self._listener = listener
+        self._clock = clock
+        self._log = get_logger(__name__)
+        self._objects: dict[Key, T] = {}
+        self._spoke_at_s = clock()
+        self.listed = asyncio.Event()
+        """Set once the first list is complete."""
+
+    def get(self, key: Key) -> T | None:
+        """Return one object, None if there is none of that name."""
+        return self._objects.get(key)
+
+    def items(self) -> Iterator[tuple[Key, T]]:
+        """Return an iterator over all objects; it must be used up before anything else is awaited."""
+        return iter(self._objects.items())
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the server last gave word: a list, an event or a bookmark."""
+        return self._clock() - self._spoke_at_s
+
+    async def run(self) -> None:
+        """Mirror until cancelled; errors are logged, once for each that differs from the last, and outlived."""
+        wait_s, said = _FIRST_WAIT_S, ""
+        while True:
+            try:
+                version = await self._list()
+                wait_s, said = _FIRST_WAIT_S, ""
+                await self._follow(version)
+            except KubeError as error:
+                if not error.expired and str(error) != said:
+                    self._log.warning("a watch failed, trying again", kind=self.kind, error=str(error))
+                    said = str(error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+
+    async def _list(self) -> str:
+        """Take the whole collection over, and return the version that it is of."""
+        present: dict[Key, T] = {}
+        page = ""
+        while True:
+            query = [*self._query, ("limit", str(_PAGE)), *([("continue", page)] if page else [])]
+            answer = await self._request(query)
+            for body in answer.get("items") or []:
+                present[_key(body)] = self._read(body)
+            metadata = answer.get("metadata") or {}
+            page = metadata.get("continue") or ""
+            if not page:
+                break
+        for key in [key for key in self._objects if key not in present]:
+            self._put(key, None)
+        for key, value in present.items():
+            self._put(key, value)
+        self._spoke_at_s = self._clock()
+        self.listed.set()
+        return str(metadata.get("resourceVersion", ""))
+
+    async def _follow(self, version: str) -> None:
+        """Take over what happens from ``version`` on. Raises KubeError when the server refuses to go on from there."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            spoke_at_s = self._spoke_at_s
+            try:
+                version = await self._watch(version)
+                wait_s = _FIRST_WAIT_S
+            except KubeError as error:
+                if error.status:
+                    raise
+                # The connection broke: what we have is as good as it was, unless the server says otherwise.
+                if self._spoke_at_s != spoke_at_s:
+                    wait_s = _FIRST_WAIT_S
+                if wait_s == _FIRST_WAIT_S:
+                    self._log.warning("a watch broke off, going on", kind=self.kind, error=str(error))
+                await asyncio.sleep(wait_s)
+                wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+
+    async def _watch(self, version: str) -> str:
+        """Take over one watch's events, and return the version it came to."""
+        query = [*self._query, ("resourceVersion", version)]
+        async with aclosing(self._client.watch(self._path, query=query)) as events:
+            self._observer.api_request("WATCH", 200)
+            async for event in events:
+                self._spoke_at_s = self._clock()
+                version = str((event.object.get("metadata") or {}).get("resourceVersion") or version)
+                if event.type in ("ADDED", "MODIFIED"):
+                    self._put(_key(event.object), self._read(event.object))
+                elif event.type == "DELETED":
+                    self._put(_key(event.object), None)
+        return version
+
+    async def _request(self, query: list[tuple[str, str]]) -> dict[str, Any]:
+        try:
+            answer = await self._client.request("GET", self._path, query=query, timeout_s=30.0)
+        except KubeError as error:
+            self._observer.api_request("LIST", error.status)
+            raise
+        self._observer.api_request("LIST", 200)
+        return answer
+
+    def _put(self, key: Key, value: T | None) -> None:
+        before = self._objects.get(key)
+        if value is None:
+            self._objects.pop(key, None)
+        else:
+            self._objects[key] = value
+        if before != value:
+            self._listener(key, before, value)
+
+
+def _key(body: Mapping[str, Any]) -> Key:
+    metadata = body.get("metadata") or {}
+    return str(metadata.get("namespace", "")), str(metadata.get("name", ""))

@@ -1,0 +1,241 @@
+"""What the API server shows of pools, their pods and their children: a mirror of each kind, and who is woken by what.
+
+``gather`` reads from here and nowhere else; ``keeper`` is woken from here. Pods are kept as the few facts that matter,
+children as a fingerprint: with a thousand pods their bodies would be megabytes that nobody reads.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dualmap.pods import mapping_in, mappings_in, text_in
+from dualmap.pool_reader import API_VERSION
+from dualmap_edge.kube import KubeClient
+from dualmap_operator.api import ApiObserver, collection_path
+from dualmap_operator.mirror import Key, Mirror
+from dualmap_operator.names import POOL_LABEL
+from dualmap_operator.observed import ObservedPod, ObservedStatefulSet, PoolStatus
+from dualmap_operator.reading import matches, read_pod, read_statefulset, read_status
+from dualmap_operator.spec import PoolSpec, SelectorWorkload
+
+FLAP_WINDOW_S: Final = 300.0
+"""For how long a loss of readiness is remembered."""
+_CHILDREN: Final = (("apps/v1", "StatefulSet"), ("v1", "Service"), ("policy/v1", "PodDisruptionBudget"))
+_IGNORED_METADATA: Final = ("resourceVersion", "generation", "managedFields")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolObject:
+    """One InferencePool: its ``document`` without what nobody reads, and its status as read."""
+
+    document: Mapping[str, Any]
+    uid: str
+    resource_version: str
+    status: PoolStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodObject:
+    """One pod, its labels, and the StatefulSet that controls it (empty for none)."""
+
+    labels: Mapping[str, Any]
+    statefulset: str
+    pod: ObservedPod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildObject:
+    """One object that carries our label: the pool it names, and a hash of all that anybody may set of it."""
+
+    pool: str
+    fingerprint: str
+    statefulset: ObservedStatefulSet | None = None
+
+
+class Watches:
+    """Mirrors of pools, pods and children in ``namespace`` (None: all). ``wake`` is told which pool to look at.
+
+    ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        observer: ApiObserver,
+        *,
+        namespace: str | None,
+        wake: Callable[[Key], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._wake = wake
+        self._clock = clock
+        self._selectors: dict[Key, Mapping[str, Any]] = {}
+        self._pods_in: defaultdict[str, dict[Key, PodObject]] = defaultdict(dict)
+        self._flaps: dict[str, deque[float]] = {}
+
+        def path(api_version: str, kind: str) -> str:
+            return collection_path(api_version, kind, namespace)
+
+        self.pools = Mirror(
+            client,
+            observer,
+            kind="InferencePool",
+            path=path(API_VERSION, "InferencePool"),
+            read=read_pool,
+            listener=self._pool_changed,
+            clock=clock,
+        )
+        self.pods = Mirror(
+            client,
+            observer,
+            kind="Pod",
+            path=path("v1", "Pod"),
+            read=read_pod_object,
+            listener=self._pod_changed,
+            clock=clock,
+        )
+        self._children = {
+            kind: Mirror(
+                client,
+                observer,
+                kind=kind,
+                path=path(api_version, kind),
+                read=read_child,
+                listener=self._child_changed,
+                clock=clock,
+                selector=POOL_LABEL,
+            )
+            for api_version, kind in _CHILDREN
+        }
+
+    async def run(self) -> None:
+        """Mirror until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for mirror in self._mirrors:
+                tasks.create_task(mirror.run())
+
+    async def listed(self) -> None:
+        """Return when every kind was listed once."""
+        for mirror in self._mirrors:
+            await mirror.listed.wait()
+
+    def ages_s(self) -> dict[str, float]:
+        """Return how many seconds ago the server last gave word, by kind."""
+        return {mirror.kind: mirror.age_s for mirror in self._mirrors}
+
+    def pods_of(self, spec: PoolSpec) -> tuple[ObservedPod, ...]:
+        """Return the pods of a pool: those its StatefulSet controls, or those its selector adopts."""
+        here = self._pods_in.get(spec.namespace, {})
+        if isinstance(spec.workload, SelectorWorkload):
+            selector = spec.workload.selector
+            mine = [each for each in here.values() if matches(selector, each.labels)]
+        else:
+            mine = [each for each in here.values() if each.statefulset == spec.name]
+        return tuple(replace(each.pod, flaps=self._flaps_of(each.pod.uid)) for each in mine)
+
+    def child(self, kind: str, key: Key) -> ChildObject | None:
+        """Return a child as the watch shows it."""
+        return self._children[kind].get(key)
+
+    def statefulset(self, key: Key) -> ObservedStatefulSet | None:
+        """Return a pool's StatefulSet as the watch shows it."""
+        child = self.child("StatefulSet", key)
+        return None if child is None else child.statefulset
+
+    @property
+    def _mirrors(self) -> tuple[Mirror[Any], ...]:
+        return (self.pools, self.pods, *self._children.values())
+
+    def _pool_changed(self, key: Key, _before: PoolObject | None, after: PoolObject | None) -> None:
+        workload = {} if after is None else mapping_in(mapping_in(after.document, "spec"), "workload")
+        self._selectors.pop(key, None)
+        if "selector" in workload:
+            self._selectors[key] = mapping_in(workload, "selector")
+        self._wake(key)
+
+    def _pod_changed(self, key: Key, before: PodObject | None, after: PodObject | None) -> None:
+        if after is None:
+            self._pods_in[key[0]].pop(key, None)
+        else:
+            self._pods_in[key[0]][key] = after
+        if before is not None:
+            self._note_flap(before.pod, None if after is None else after.pod)
+        woken: set[Key] = set()
+        for each in (before, after):
+            if each is not None:
+                woken.update(self._pools_of(key[0], each))
+        for pool in woken:
+            self._wake(pool)
+
+    def _child_changed(self, key: Key, before: ChildObject | None, after: ChildObject | None) -> None:
+        for pool in {each.pool for each in (before, after) if each is not None}:
+            self._wake((key[0], pool))
+
+    def _pools_of(self, namespace: str, pod: PodObject) -> list[Key]:
+        owner = [(namespace, pod.statefulset)] if pod.statefulset else []
+        adopting = [
+            key for key, selector in self._selectors.items() if key[0] == namespace and matches(selector, pod.labels)
+        ]
+        return owner + adopting
+
+    def _note_flap(self, before: ObservedPod, after: ObservedPod | None) -> None:
+        if after is None or after.uid != before.uid:
+            self._flaps.pop(before.uid, None)
+        elif before.serving and not after.serving and not after.terminating:
+            self._flaps.setdefault(before.uid, deque()).append(self._clock())
+
+    def _flaps_of(self, uid: str) -> int:
+        times = self._flaps.get(uid)
+        if times is None:
+            return 0
+        oldest_s = self._clock() - FLAP_WINDOW_S
+        while times and times[0] < oldest_s:
+            times.popleft()
+        return len(times)
+
+
+def read_pool(body: Mapping[str, Any]) -> PoolObject:
+    """Read an InferencePool for the mirror."""
+    metadata = mapping_in(body, "metadata")
+    kept = {key: value for key, value in metadata.items() if key != "managedFields"}
+    return PoolObject(
+        # What a list holds says neither kind nor version.
+        document={**body, "apiVersion": API_VERSION, "kind": "InferencePool", "metadata": kept},
+        uid=text_in(metadata, "uid"),
+        resource_version=text_in(metadata, "resourceVersion"),
+        status=read_status(body.get("status")),
+    )
+
+
+def read_pod_object(body: Mapping[str, Any]) -> PodObject:
+    """Read a pod for the mirror."""
+    metadata = mapping_in(body, "metadata")
+    owners = (each for each in mappings_in(metadata, "ownerReferences") if each.get("controller") is True)
+    controlling = [text_in(owner, "name") for owner in owners if owner.get("kind") == "StatefulSet"]
+    return PodObject(
+        labels=mapping_in(metadata, "labels"),
+        statefulset=controlling[0] if controlling else "",
+        pod=read_pod(body),
+    )
+
+
+def read_child(body: Mapping[str, Any]) -> ChildObject:
+    """Read a StatefulSet, Service or PodDisruptionBudget for the mirror."""
+    labels = mapping_in(mapping_in(body, "metadata"), "labels")
+    return ChildObject(
+        pool=text_in(labels, POOL_LABEL),
+        fingerprint=fingerprint(body),
+        statefulset=read_statefulset(body) if "podManagementPolicy" in mapping_in(body, "spec") else None,
+    )
+
+
+def fingerprint(body: Mapping[str, Any]) -> str:
+    """Return a hash of what anybody may set of an object: not of its status, nor of what the server counts."""
+    content = {key: value for key, value in body.items() if key not in ("apiVersion", "kind", "status", "metadata")}
+    metadata = mapping_in(body, "metadata")
+    content["metadata"] = {key: value for key, value in metadata.items() if key not in _IGNORED_METADATA}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

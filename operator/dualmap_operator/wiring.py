@@ -1,0 +1,275 @@
+"""The composition root of ``dualmap operator``: everything is wired here and nowhere else.
+
+``main`` parses the settings and calls ``run``; what is imported here takes more than a second, which its ``--help``
+need not take.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final
+
+import click
+import kopf
+
+from dualmap_edge.kube import KubeClient, KubeConfigError
+from dualmap_edge.logs import get_logger
+from dualmap_edge.ports import AddressError, address
+from dualmap_operator.api import Api
+from dualmap_operator.apply import Applier
+from dualmap_operator.asking import EngineClient, RouterClient
+from dualmap_operator.events import Recorder
+from dualmap_operator.gather import Gatherer
+from dualmap_operator.handlers import make_registry, make_settings
+from dualmap_operator.health import HttpServer
+from dualmap_operator.keeper import Keeper, Keepers, Planner, Tools
+from dualmap_operator.leader import Leadership, LeadershipLostError
+from dualmap_operator.metrics import Metrics
+from dualmap_operator.mirror import Key
+from dualmap_operator.plan import plan, plan_refused
+from dualmap_operator.routers import FixedRouters, ServiceRouters
+from dualmap_operator.settings import Settings
+from dualmap_operator.watches import Watches
+
+# Passes at a time: each may wait for routers, and for the API server, for seconds.
+_PASSES: Final = 16
+# A watch says something at least every 45 s, since the server ends it then with a bookmark.
+_SILENT_S: Final = 120.0
+_UNKEPT_S: Final = 30.0
+_KOPF_EXIT_S: Final = 7.0
+_CANCEL_S: Final = 2.0
+
+
+def run(settings: Settings) -> int:
+    """Run the operator until it is stopped; return its exit status: 1 for a failure, 2 for a bad kubeconfig."""
+    try:
+        asyncio.run(serve(settings))
+    except KubeConfigError as error:
+        click.echo(f"dualmap operator: {error}", err=True)
+        return 2
+    except (AddressError, LeadershipLostError, ControlError) as error:
+        click.echo(f"dualmap operator: {error}", err=True)
+        return 1
+    return 0
+
+
+class ControlError(Exception):
+    """A part of the operator ended that must not; the message says which, and why. A supervisor starts it anew."""
+
+
+async def serve(settings: Settings) -> None:
+    """Run the operator until SIGTERM or SIGINT.
+
+    Raises KubeConfigError or AddressError for what keeps it from starting, LeadershipLostError or ControlError for what
+    ends it.
+    """
+    stop = asyncio.Event()
+    metrics = Metrics()
+    client = await KubeClient.connect()
+    clock = asyncio.get_running_loop().time
+    leadership: Leadership | None = None
+    api = Api(client, metrics, may_write=lambda: leadership is None or leadership.leading)
+    if settings.leader_election:
+        leadership = Leadership(
+            api, settings.lease, namespace=settings.pod_namespace, identity=settings.identity, clock=clock
+        )
+    control = _Control(settings, client, api, metrics)
+    server = HttpServer(problems=control.problems, metrics=metrics)
+    try:
+        health, metrics_port = await server.start(
+            settings.host, health_port=settings.health_port, metrics_port=settings.metrics_port
+        )
+        _stop_signalled(stop)
+        click.echo(
+            f"dualmap operator ready health={address(settings.host, health)} "
+            f"metrics={address(settings.host, metrics_port)}",
+            err=True,
+        )
+        if leadership is not None and not await _before(stop, leadership.acquire()):
+            return
+        metrics.leading(True)
+        await _lead(stop, leadership, control)
+    finally:
+        await server.close()
+        if leadership is not None:
+            await leadership.release()
+        await control.close()
+        await client.close()
+
+
+async def _lead(stop: asyncio.Event, leadership: Leadership | None, control: "_Control") -> None:
+    """Act until told to stop, and end in order; raises what ended a part that must not end."""
+    tasks = [asyncio.create_task(stop.wait()), asyncio.create_task(control.run(lambda: _stop_signalled(stop)))]
+    if leadership is not None:
+        tasks.append(asyncio.create_task(leadership.keep()))
+    _, acting, *renewing = tasks
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if all(not task.done() for task in renewing):
+            # The lease is renewed until nothing is written any more.
+            await control.stop()
+            await asyncio.wait([acting], timeout=_KOPF_EXIT_S)
+        for task in (*renewing, acting):
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_CANCEL_S)
+
+
+class _Control:
+    """The control loops: mirrors, keepers and kopf. ``run`` once, when this operator leads."""
+
+    def __init__(self, settings: Settings, client: KubeClient, api: Api, metrics: Metrics) -> None:
+        loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._metrics = metrics
+        self._log = get_logger(__name__)
+        self._clock = loop.time
+        self._stop_kopf = asyncio.Event()
+        self._router_client = RouterClient()
+        self._engine_client = EngineClient()
+        self._keepers = Keepers(self._keeper)
+        self._watches = Watches(
+            client, metrics, namespace=settings.namespace, wake=self._keepers.wake, clock=self._clock
+        )
+        self._service = (
+            None
+            if settings.routers
+            else ServiceRouters(
+                client, metrics, namespace=settings.pod_namespace, name=settings.router_service, clock=self._clock
+            )
+        )
+        self._routers = self._service or FixedRouters(settings.routers)
+        self._api = api
+        self._recorder = Recorder(api, identity=settings.identity, clock=self._clock)
+        self._tools = Tools(
+            pool=self._watches.pools.get,
+            planner=Planner(plan=plan, refused=plan_refused),
+            observer=metrics,
+            turns=asyncio.Semaphore(_PASSES),
+            clock=self._clock,
+            now=time.time,
+        )
+        self._unkept_since_s: dict[Key, float] = {}
+        self._running = False
+
+    async def run(self, started: Callable[[], None]) -> None:
+        """Look after pools until ``stop``; ``started`` is called when kopf has taken the signals for itself.
+
+        Raises ControlError when a part ends by itself.
+        """
+        self._running = True
+        self._metrics.watch(self._ages_s)
+        mirrors = [self._watches.run()] + ([self._service.mirror.run()] if self._service is not None else [])
+        # Before kopf begins: at its end it cancels every task that has begun since.
+        tasks = [asyncio.create_task(each) for each in mirrors]
+        try:
+            await self._all_listed(tasks)
+            ready = asyncio.Event()
+            tasks.append(asyncio.create_task(_after(ready, started)))
+            await kopf.operator(
+                registry=make_registry(self._keepers, kubeconfig=self._settings.kubeconfig),
+                settings=make_settings(),
+                standalone=True,
+                clusterwide=self._settings.namespace is None,
+                namespaces=[] if self._settings.namespace is None else [self._settings.namespace],
+                stop_flag=self._stop_kopf,
+                ready_flag=ready,
+            )
+        except Exception as error:  # whatever kopf lets out ends the operator, in words
+            raise ControlError(f"kopf ended: {error!r}") from error
+        finally:
+            self._running = False
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Have the keepers finish their passes, and ``run`` return."""
+        self._keepers.closing.set()
+        self._stop_kopf.set()
+
+    async def close(self) -> None:
+        """Close what asks routers and engines."""
+        await self._router_client.close()
+        await self._engine_client.close()
+
+    def problems(self) -> tuple[str, ...]:
+        """Return what is wrong with this operator, in words; nothing while it stands by."""
+        if not self._running:
+            return ()
+        now_s = self._clock()
+        silent = [
+            f"nothing was heard of {kind} for {age_s:.0f} s"
+            for kind, age_s in self._ages_s().items()
+            if age_s > _SILENT_S
+        ]
+        stuck = [f"the pass over {pool} hangs" for pool in self._keepers.stuck()]
+        present = {key for key, _ in self._watches.pools.items()}
+        unkept = {key for key in present if not self._keepers.keeps(key)}
+        self._unkept_since_s = {key: self._unkept_since_s.get(key, now_s) for key in unkept}
+        lost = [
+            f"nobody keeps {'/'.join(key)}"
+            for key, since_s in self._unkept_since_s.items()
+            if now_s - since_s > _UNKEPT_S
+        ]
+        return (*silent, *stuck, *lost)
+
+    def _ages_s(self) -> dict[str, float]:
+        ages_s = self._watches.ages_s()
+        if self._service is not None:
+            ages_s[self._service.mirror.kind] = self._service.mirror.age_s
+        return ages_s
+
+    async def _all_listed(self, mirrors: Iterable[asyncio.Task[Any]]) -> None:
+        """Return when everything was listed once: a pass that sees half of it would take pods for gone."""
+        listed = [asyncio.create_task(self._watches.listed())]
+        if self._service is not None:
+            listed.append(asyncio.create_task(_listed(self._service.mirror.listed)))
+        try:
+            await asyncio.gather(*listed)
+        finally:
+            for task in listed:
+                task.cancel()
+
+    def _keeper(self, key: Key, uid: str) -> Keeper:
+        source = Gatherer(
+            "/".join(key),
+            watches=self._watches,
+            routers=self._routers,
+            router_client=self._router_client,
+            engine_client=self._engine_client,
+            clock=self._clock,
+        )
+        sink = Applier(self._api, self._recorder, live=self._watches.child, now=time.time)
+        return Keeper(key, uid, source=source, sink=sink, tools=self._tools)
+
+
+def _stop_signalled(stop: asyncio.Event) -> None:
+    """Have SIGTERM and SIGINT set ``stop``; kopf puts its own handlers in their place when it begins."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
+async def _before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do ``work`` unless told to stop before it is done; return whether it was done."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return working.done()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+async def _after(event: asyncio.Event, then: Callable[[], None]) -> None:
+    await event.wait()
+    then()
+
+
+async def _listed(event: asyncio.Event) -> None:
+    await event.wait()
