@@ -1,0 +1,239 @@
+"""manifests/: the objects fit each other and the programs they run. That the rights suffice is shown by e2e."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+import builders
+from dualmap.pool_reader import API_VERSION
+from dualmap.router import PoolRouter
+from dualmap_extproc.main import router
+from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.server import LIVENESS_SERVICE
+from dualmap_operator.main import operator
+from dualmap_operator.names import KIND
+from dualmap_operator.settings import LeaseSettings
+
+FOLDER = Path(__file__).parents[2] / "manifests"
+SYSTEM = "dualmap-system"
+Object = Mapping[str, Any]
+
+
+@cache
+def documents(file: str) -> tuple[Object, ...]:
+    return tuple(yaml.safe_load_all((FOLDER / file).read_text()))
+
+
+def files() -> list[str]:
+    return sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+
+
+def every(kind: str) -> list[Object]:
+    found = [each for file in files() for each in documents(file) if each["kind"] == kind]
+    assert found
+    return found
+
+
+def only(file: str, kind: str, name: str) -> Object:
+    (found,) = [each for each in documents(file) if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def rules(file: str) -> Iterator[tuple[Object, Object]]:
+    for role in documents(file):
+        for rule in role.get("rules", ()):
+            yield role, rule
+
+
+RBAC_FILES = ("rbac/system.yaml", "rbac/cluster.yaml", "rbac/namespaced.yaml")
+PROGRAMS: tuple[tuple[str, str, click.Command], ...] = (
+    ("operator.yaml", "dualmap-operator", operator),
+    ("router.yaml", "dualmap-router", router),
+)
+
+
+def test_the_readme_lists_every_file() -> None:
+    linked = re.findall(r"\]\((\S+\.yaml)\)", (FOLDER / "README.md").read_text())
+    assert sorted(linked) == files()
+
+
+def test_what_has_a_namespace_says_which_unless_it_is_applied_to_one() -> None:
+    without = {
+        (file, each["kind"]) for file in files() for each in documents(file) if "namespace" not in each["metadata"]
+    }
+    assert without == {
+        ("namespace.yaml", "Namespace"),
+        ("rbac/cluster.yaml", "ClusterRole"),
+        ("rbac/cluster.yaml", "ClusterRoleBinding"),
+        ("rbac/namespaced.yaml", "Role"),
+        ("rbac/namespaced.yaml", "RoleBinding"),
+    }
+
+
+class TestRights:
+    @pytest.mark.parametrize("file", RBAC_FILES)
+    def test_each_role_is_bound_to_its_service_account(self, file: str) -> None:
+        accounts = {each["metadata"]["name"] for each in every("ServiceAccount")}
+        roles = {(each["kind"], each["metadata"]["name"]) for each in documents(file) if "rules" in each}
+        bindings = [each for each in documents(file) if "roleRef" in each]
+        assert {(each["roleRef"]["kind"], each["roleRef"]["name"]) for each in bindings} == roles
+        assert len(bindings) == len(roles) == len(documents(file)) / 2
+        for each in bindings:
+            (subject,) = each["subjects"]
+            assert subject == {"kind": "ServiceAccount", "name": each["metadata"]["name"], "namespace": SYSTEM}
+            assert subject["name"] == each["roleRef"]["name"]
+            assert subject["name"] in accounts
+
+    @pytest.mark.parametrize("file", RBAC_FILES)
+    def test_nothing_is_granted_wholesale(self, file: str) -> None:
+        for _, rule in rules(file):
+            granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
+            assert not [each for each in granted if "*" in each]
+            assert granted.isdisjoint({"secrets", "configmaps", "pods/exec", "deletecollection", "impersonate"})
+
+    def test_both_forms_grant_the_same(self) -> None:
+        forms = [
+            {(role["metadata"]["name"], str(rule)) for role, rule in rules(file)}
+            for file in ("rbac/cluster.yaml", "rbac/namespaced.yaml")
+        ]
+        assert forms[0] == forms[1]
+        assert {name for name, _ in forms[0]} == {"dualmap-operator", "dualmap-router"}
+
+    def test_the_router_only_reads(self) -> None:
+        verbs = {
+            verb
+            for role, rule in rules("rbac/cluster.yaml")
+            if role["metadata"]["name"] == "dualmap-router"
+            for verb in rule["verbs"]
+        }
+        assert verbs == {"list", "watch"}
+
+    def test_the_lease_is_the_one_the_operator_takes(self) -> None:
+        named = [rule for _, rule in rules("rbac/system.yaml") if "resourceNames" in rule]
+        assert [rule["resourceNames"] for rule in named] == [[LeaseSettings().name]]
+        assert [rule["verbs"] for rule in named] == [["get", "update"]]
+
+
+@pytest.mark.parametrize(("file", "name", "command"), PROGRAMS)
+class TestPrograms:
+    def pod(self, file: str, name: str) -> Any:
+        return only(file, "Deployment", name)["spec"]["template"]["spec"]
+
+    def parsed(self, file: str, name: str, command: click.Command) -> Mapping[str, Any]:
+        (container,) = self.pod(file, name)["containers"]
+        assert container["command"] == ["dualmap", command.name]
+        return command.make_context("dualmap", list(container["args"])).params
+
+    def test_the_command_line_is_accepted_and_watches_all_namespaces(
+        self, file: str, name: str, command: click.Command
+    ) -> None:
+        options = self.parsed(file, name, command)
+        assert options["all_namespaces"] is True
+        assert options["log_format"] == "json"
+
+    def test_the_namespaced_form_of_the_comment_is_accepted(self, file: str, name: str, command: click.Command) -> None:
+        assert "--namespace=llm instead of --all-namespaces" in (FOLDER / file).read_text()
+        args = [each for each in self.pod(file, name)["containers"][0]["args"] if each != "--all-namespaces"]
+        assert command.make_context("dualmap", [*args, "--namespace=llm"]).params["namespace"] == "llm"
+
+    def test_its_ports_are_those_it_listens_on_and_probes_ask(
+        self, file: str, name: str, command: click.Command
+    ) -> None:
+        options = self.parsed(file, name, command)
+        (container,) = self.pod(file, name)["containers"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        assert ports == {key.removesuffix("_port"): value for key, value in options.items() if key.endswith("_port")}
+        for probe in (container["livenessProbe"], container["readinessProbe"]):
+            if "grpc" in probe:
+                assert probe["grpc"]["port"] == ports["health"]
+            else:
+                assert probe["httpGet"] == {"path": "/healthz", "port": "health"}
+
+    def test_its_pods_are_its_own_and_may_run_where_security_is_restricted(
+        self, file: str, name: str, command: click.Command
+    ) -> None:
+        spec = only(file, "Deployment", name)["spec"]
+        selected = spec["selector"]["matchLabels"]
+        assert selected.items() <= spec["template"]["metadata"]["labels"].items()
+        (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == selected
+        pod = spec["template"]["spec"]
+        assert pod["serviceAccountName"] == name
+        assert pod["automountServiceAccountToken"] is True
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not container["image"].endswith(":latest")
+
+
+def test_operators_elect_a_leader_and_know_where_they_are() -> None:
+    spec = only("operator.yaml", "Deployment", "dualmap-operator")["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert spec["replicas"] == 2
+    assert "--leader-election" in container["args"]
+    assert container["env"] == [
+        {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}
+    ]
+
+
+class TestRouter:
+    def test_liveness_is_not_readiness(self) -> None:
+        """A router that drains is not ready, and must not be killed for it."""
+        (container,) = only("router.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]["containers"]
+        assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
+        assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE
+        assert "service" not in container["readinessProbe"]["grpc"]
+
+    def test_it_has_time_to_drain(self) -> None:
+        pod = only("router.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]
+        options = router.make_context("router", list(pod["containers"][0]["args"])).params
+        assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + 10
+
+    def test_its_service_has_the_name_and_port_the_operator_looks_for(self) -> None:
+        service, deployment = (only("router.yaml", kind, "dualmap-router") for kind in ("Service", "Deployment"))
+        pod = deployment["spec"]["template"]
+        assert operator.make_context("operator", []).params["router_service"] == service["metadata"]["name"]
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        listened = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+        assert {each["targetPort"]: each["port"] for each in service["spec"]["ports"]} == listened
+        assert {each["name"]: each["appProtocol"] for each in service["spec"]["ports"]} == {
+            "grpc": "kubernetes.io/h2c",
+            "health": "kubernetes.io/h2c",
+            "als": "kubernetes.io/h2c",
+            "metrics": "http",
+        }
+
+    def test_its_disruption_budget_is_of_its_pods(self) -> None:
+        budget = only("router.yaml", "PodDisruptionBudget", "dualmap-router")
+        service = only("router.yaml", "Service", "dualmap-router")
+        assert budget["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+
+
+class TestHpa:
+    def test_it_scales_the_pool_by_its_full_name(self) -> None:
+        (hpa,) = documents("hpa.yaml")
+        assert hpa["spec"]["scaleTargetRef"] == {"apiVersion": API_VERSION, "kind": KIND, "name": "qwen"}
+
+    def test_its_metric_is_one_the_router_exports(self) -> None:
+        ((hpa,), made) = documents("hpa.yaml"), Metrics(version="1", replica_id="r")
+        made.set_pools([builders.pool(2)])
+        statuses = [PoolRouter(builders.pool(2)).status()]
+        page = made.render(statuses, made.signals(statuses)).decode()
+        for metric in hpa["spec"]["metrics"]:
+            assert f'\n{metric["external"]["metric"]["name"]}{{pool="llm/qwen"}} ' in page
+
+    def test_it_is_more_patient_going_down(self) -> None:
+        behavior = documents("hpa.yaml")[0]["spec"]["behavior"]
+        up, down = (behavior[each]["stabilizationWindowSeconds"] for each in ("scaleUp", "scaleDown"))
+        assert up < 300 <= down
