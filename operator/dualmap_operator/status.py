@@ -17,11 +17,8 @@ _DIGITS: Final = re.compile(r"([0-9]+)")
 
 
 def status_document(status: PoolStatus) -> dict[str, Any]:
-    """Return the whole ``status`` as a merge patch, its members in natural order of their ids.
-
-    ``traffic`` that is not known is None, by which a merge patch removes what was there.
-    """
-    return {
+    """Return the whole ``status``, its members in natural order of their ids; traffic that is not known is left out."""
+    document: dict[str, Any] = {
         "observedGeneration": status.observed_generation,
         "replicas": status.replicas,
         "readyReplicas": status.ready_replicas,
@@ -31,9 +28,12 @@ def status_document(status: PoolStatus) -> dict[str, Any]:
             "version": status.ring_version,
             "members": [_member(member) for member in sorted(status.members, key=_natural)],
         },
-        "traffic": _traffic(status.traffic),
         "conditions": [_condition(condition) for condition in status.conditions],
     }
+    traffic = _traffic(status.traffic)
+    if traffic:
+        document["traffic"] = traffic
+    return document
 
 
 def time_text(time_s: float) -> str:
@@ -66,10 +66,9 @@ def _condition(condition: Condition) -> dict[str, Any]:
     }
 
 
-def _traffic(shown: Shown) -> dict[str, str | None] | None:
-    if shown == Shown():
-        return None
-    return {"sloAttainment": shown.slo_attainment or None, "cacheHitRate": shown.cache_hit_rate or None}
+def _traffic(shown: Shown) -> dict[str, str]:
+    fields = {"sloAttainment": shown.slo_attainment, "cacheHitRate": shown.cache_hit_rate}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _natural(member: RingMember) -> tuple[list[tuple[int, str]], str]:

@@ -78,10 +78,10 @@ def test_the_shape_that_the_design_gives() -> None:
     }
 
 
-def test_traffic_that_is_not_known_is_taken_away() -> None:
-    assert status_document(PoolStatus())["traffic"] is None
+def test_traffic_that_is_not_known_is_left_out() -> None:
+    assert "traffic" not in status_document(PoolStatus())
     shown = Shown(cache_hit_rate="0.63")
-    assert status_document(PoolStatus(traffic=shown))["traffic"] == {"sloAttainment": None, "cacheHitRate": "0.63"}
+    assert status_document(PoolStatus(traffic=shown))["traffic"] == {"cacheHitRate": "0.63"}
 
 
 def test_an_incarnation_nobody_knows_is_left_out() -> None:
