@@ -35,17 +35,16 @@ def runs_vllm(container: Mapping[str, Any]) -> bool:
 
 
 def option(given: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option, from ``--x=5`` and ``--x 5`` alike; empty if it has none, None if not given.
+    """Return the last value of an option, from ``--x=5`` and ``--x 5`` alike; None if it is not given.
 
-    vLLM takes underscores for dashes in names, so ``--x_y`` is read as ``--x-y``.
+    It is empty where nothing follows. vLLM takes underscores for dashes in names, so ``--x_y`` is read as ``--x-y``.
     """
     value = None
     for place, word in enumerate(given):
         key, equals, inner = word.partition("=")
         if not key.startswith("--") or key.replace("_", "-") != name:
             continue
-        following = given[place + 1] if place + 1 < len(given) else ""
-        value = inner if equals else ("" if following.startswith("--") else following)
+        value = inner if equals else "".join(given[place + 1 : place + 2])
     return value
 
 

@@ -86,7 +86,7 @@ while :; do
     *) idle=0 ;;
   esac
   [ $idle -lt 2 ] && [ $now -lt $end ] && [ $((now - heard)) -lt 30 ] || exit 0
-  sleep 2 || exit 1
+  sleep 2
 done
 """
 

@@ -101,7 +101,12 @@ class TestShutdownTimeout:
         assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5: on SIGTERM")
 
     @pytest.mark.parametrize(
-        "script", ["vllm serve m --shutdown-timeout 0", "vllm serve m --shutdown-timeout='0' && x"]
+        "script",
+        [
+            "vllm serve m --shutdown-timeout 0",
+            "vllm serve m --shutdown-timeout='0' && x",
+            "vllm serve m \\\n  --shutdown-timeout \\\n  0",
+        ],
     )
     def test_a_shells_script_is_read_too(self, script: str) -> None:
         warnings = warned(engine_with(command=["/bin/bash", "-ec", script], args=None))
@@ -184,6 +189,11 @@ def test_no_template_is_too_odd(template: dict[str, Any]) -> None:
 )
 def test_arguments_of_the_wrong_type_are_no_arguments(args: object) -> None:
     assert "--port" not in " ".join(warned(engine_with(args=args, command=["/start"])))
+
+
+@pytest.mark.parametrize("containers", ["engine", [None], ["engine"], [], {"engine": {}}])
+def test_without_a_container_there_is_nothing_to_warn_of(containers: object) -> None:
+    assert template_warnings(pool_of({"spec": {"containers": containers}})) == ()
 
 
 def test_a_script_with_an_open_quote_is_still_read() -> None:
