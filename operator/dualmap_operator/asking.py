@@ -19,7 +19,7 @@ from dualmap.pods import mapping_in
 from dualmap_operator.observed import EndpointReport, RouterReport
 
 _TIMEOUT_S: Final = 2.0
-_LARGEST_BYTES: Final = 8 * 1024 * 1024
+_LARGEST_BYTES: Final = 4 * 1024 * 1024
 """An engine's page grows with its histograms, a router's answer by some 120 bytes for each endpoint."""
 _CHUNK_BYTES: Final = 64 * 1024
 _AT_A_TIME: Final = 32

@@ -359,8 +359,8 @@ class TestEngines:
         assert await asked(engines, b"vllm:num_requests_running 0.2\nvllm:num_requests_waiting 0\n") == 1
 
     async def test_a_page_of_megabytes(self, engines: EngineClient) -> None:
-        buckets = b"".join(b'vllm:ttft_bucket{le="%d",model_name="m"} 0\n' % n for n in range(100_000))
-        assert len(buckets) > 4_000_000
+        buckets = b"".join(b'vllm:ttft_bucket{le="%d",model_name="m"} 0\n' % n for n in range(60_000))
+        assert len(buckets) > 2_000_000
         assert await asked(engines, buckets + VLLM + buckets[: 1 << 20].rpartition(b"\n")[0] + b"\n") == 5
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
