@@ -63,8 +63,10 @@ class Gatherer:
         """Return what there is to see of ``pool`` now, having asked routers and engines if it is time to."""
         if self._traffic is None:
             self._traffic = TrafficWindow(published=pool.status.traffic)
-        observed = self._observed(self._traffic, pool, spec, failures)
         draining = drain.draining(pool.status)
+        # A member that was taken back has had requests since: its next drain begins anew.
+        self._idle_looks = {each.id: self._idle_looks[each.id] for each in draining if each.id in self._idle_looks}
+        observed = self._observed(self._traffic, pool, spec, failures)
         self._pace_s = self._pace(observed, bool(draining))
         if self.due_s() > 0:
             return observed

@@ -53,6 +53,7 @@ class Mirror(Generic[T]):
         self._clock = clock
         self._log = get_logger(__name__)
         self._objects: dict[Key, T] = {}
+        self._version = ""
         self._spoke_at_s = clock()
         self.listed = asyncio.Event()
         """Set once the first list is complete."""
@@ -75,9 +76,9 @@ class Mirror(Generic[T]):
         wait_s, said = _FIRST_WAIT_S, ""
         while True:
             try:
-                version = await self._list()
+                await self._list()
                 wait_s, said = _FIRST_WAIT_S, ""
-                await self._follow(version)
+                await self._follow()
             except KubeError as error:
                 if not error.expired and str(error) != said:
                     self._log.warning("a watch failed, trying again", kind=self.kind, error=str(error))
@@ -85,8 +86,8 @@ class Mirror(Generic[T]):
             await asyncio.sleep(wait_s)
             wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
 
-    async def _list(self) -> str:
-        """Take the whole collection over, and return the version that it is of."""
+    async def _list(self) -> None:
+        """Take the whole collection over."""
         present: dict[Key, T] = {}
         page = ""
         while True:
@@ -103,16 +104,16 @@ class Mirror(Generic[T]):
         for key, value in present.items():
             self._put(key, value)
         self._spoke_at_s = self._clock()
+        self._version = str(metadata.get("resourceVersion", ""))
         self.listed.set()
-        return str(metadata.get("resourceVersion", ""))
 
-    async def _follow(self, version: str) -> None:
-        """Take over what happens from ``version`` on. Raises KubeError when the server refuses to go on from there."""
+    async def _follow(self) -> None:
+        """Take over what happens from now on. Raises KubeError when the server cannot go on from where we are."""
         wait_s = _FIRST_WAIT_S
         while True:
             spoke_at_s = self._spoke_at_s
             try:
-                version = await self._watch(version)
+                await self._watch()
                 wait_s = _FIRST_WAIT_S
             except KubeError as error:
                 if error.status:
@@ -125,19 +126,18 @@ class Mirror(Generic[T]):
                 await asyncio.sleep(wait_s)
                 wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
 
-    async def _watch(self, version: str) -> str:
-        """Take over one watch's events, and return the version it came to."""
-        query = [*self._query, ("resourceVersion", version)]
+    async def _watch(self) -> None:
+        """Take over one watch's events."""
+        query = [*self._query, ("resourceVersion", self._version)]
         async with aclosing(self._client.watch(self._path, query=query)) as events:
             self._observer.api_request("WATCH", 200)
             async for event in events:
                 self._spoke_at_s = self._clock()
-                version = str((event.object.get("metadata") or {}).get("resourceVersion") or version)
+                self._version = str((event.object.get("metadata") or {}).get("resourceVersion") or self._version)
                 if event.type in ("ADDED", "MODIFIED"):
                     self._put(_key(event.object), self._read(event.object))
                 elif event.type == "DELETED":
                     self._put(_key(event.object), None)
-        return version
 
     async def _request(self, query: list[tuple[str, str]]) -> dict[str, Any]:
         try:

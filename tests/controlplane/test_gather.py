@@ -1,0 +1,165 @@
+"""Looks: whom they ask and how often, and what a drain may conclude from them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from controlplane.fake_kube import Clock, Counts, FakeKube
+from controlplane.operator_objects import KEY, member, pool_object
+from dualmap_operator.asking import RouterAddress
+from dualmap_operator.gather import Gatherer
+from dualmap_operator.observed import EndpointReport, Observed, RouterReport
+from dualmap_operator.routers import FixedRouters
+from dualmap_operator.spec import read_spec
+from dualmap_operator.watches import PoolObject, Watches
+
+TOTALS = {
+    "requests": 0,
+    "first_tokens": 0,
+    "slo_met": 0,
+    "prompt_tokens": 0,
+    "predicted_cached_tokens": 0,
+    "measured_cached_tokens": 0,
+}
+
+
+class FakeRouters:
+    def __init__(self) -> None:
+        self.asked = 0
+        self.ring_version = 7
+        self.in_flight = 0
+        self.totals: dict[str, int] = dict(TOTALS)
+
+    async def reports(
+        self, pool_id: str, routers: Sequence[RouterAddress]
+    ) -> tuple[tuple[RouterReport, Mapping[str, Any] | None], ...]:
+        self.asked += 1
+        assert pool_id == "llm/qwen"
+        endpoints = {"qwen-1": EndpointReport(in_flight=self.in_flight)}
+        return tuple(
+            (RouterReport(router=each.host, ring_version=self.ring_version, endpoints=endpoints), self.totals)
+            for each in routers
+        )
+
+
+class FakeEngines:
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, int]] = []
+        self.requests_at: int | None = 0
+
+    async def requests(self, engine_type: str, address: str, port: int) -> int | None:
+        self.asked.append((engine_type, address, port))
+        return self.requests_at
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.routers = FakeRouters()
+        self.engines = FakeEngines()
+        watches = Watches(
+            FakeKube(),  # type: ignore[arg-type]  # stands for it
+            Counts(),
+            namespace=None,
+            wake=lambda _: None,
+            clock=self.clock,
+        )
+        self.gatherer = Gatherer(
+            "/".join(KEY),
+            watches=watches,
+            routers=FixedRouters([("router", 9090)]),
+            router_client=self.routers,  # type: ignore[arg-type]  # stands for it
+            engine_client=self.engines,  # type: ignore[arg-type]  # stands for it
+            clock=self.clock,
+        )
+
+    async def look(self, pool: PoolObject, *, after_s: float = 0.0) -> Observed:
+        self.clock.now_s += after_s
+        return await self.gatherer.observe(pool, read_spec(pool.document), ())
+
+
+def published(*states: str, version: int = 7) -> PoolObject:
+    members = [member(f"qwen-{number}", state) for number, state in enumerate(states)]
+    return pool_object(status={"ring": {"version": version, "members": members}})
+
+
+async def test_at_rest_routers_are_asked_every_15_seconds_and_engines_never() -> None:
+    scene = Scene()
+    for _ in range(31):
+        await scene.look(published("Active", "Active"), after_s=1.0)
+
+    assert scene.routers.asked == 3
+    assert scene.engines.asked == []
+
+
+async def test_while_a_member_drains_its_engine_and_the_routers_are_asked_at_each_look() -> None:
+    scene = Scene()
+    await scene.look(published("Active", "Draining"))
+    observed = await scene.look(published("Active", "Draining"), after_s=0.5)
+
+    assert scene.routers.asked == 2
+    assert scene.engines.asked == [("vLLM", "10.0.0.1", 8000)] * 2
+    assert observed.engine_requests == {"qwen-1": 0}
+    assert observed.idle_looks == {"qwen-1": 2}
+
+
+async def test_passes_right_after_each_other_are_one_look() -> None:
+    scene = Scene()
+    await scene.look(published("Active", "Draining"))
+    observed = await scene.look(published("Active", "Draining"), after_s=0.05)
+
+    assert scene.routers.asked == 1
+    assert observed.idle_looks == {"qwen-1": 1}
+
+
+async def test_a_request_in_flight_starts_the_count_again() -> None:
+    scene = Scene()
+    await scene.look(published("Active", "Draining"))
+    scene.routers.in_flight = 1
+    observed = await scene.look(published("Active", "Draining"), after_s=0.5)
+    assert observed.idle_looks == {"qwen-1": 0}
+
+    scene.routers.in_flight = 0
+    observed = await scene.look(published("Active", "Draining"), after_s=0.5)
+    assert observed.idle_looks == {"qwen-1": 1}
+
+
+async def test_a_member_that_was_taken_back_and_drains_again_is_counted_anew() -> None:
+    scene = Scene()
+    await scene.look(published("Active", "Draining"))
+    await scene.look(published("Active", "Active"), after_s=0.1)
+    observed = await scene.look(published("Active", "Draining"), after_s=0.5)
+
+    assert observed.idle_looks == {"qwen-1": 1}
+
+
+async def test_a_router_that_is_behind_is_asked_every_second() -> None:
+    scene = Scene()
+    scene.routers.ring_version = 6
+    await scene.look(published("Active", version=7))
+    await scene.look(published("Active", version=7), after_s=1.0)
+    assert scene.routers.asked == 2
+
+    scene.routers.ring_version = 7
+    await scene.look(published("Active", version=7), after_s=1.0)
+    await scene.look(published("Active", version=7), after_s=1.0)
+    assert scene.routers.asked == 3
+    assert 13 < scene.gatherer.due_s() < 15
+
+
+async def test_traffic_is_what_the_routers_counted_since() -> None:
+    scene = Scene()
+    await scene.look(published("Active"))
+    scene.routers.totals = {**TOTALS, "requests": 20, "first_tokens": 20, "slo_met": 15, "prompt_tokens": 100}
+    await scene.look(published("Active"), after_s=15.0)
+    observed = await scene.look(published("Active"), after_s=31.0)
+
+    assert observed.traffic.slo_attainment == "0.75"
+
+
+async def test_a_pool_whose_spec_cannot_be_read_is_observed_too() -> None:
+    scene = Scene()
+    observed = await scene.gatherer.observe(published("Active"), None, ("refused",))
+
+    assert observed.pods == ()
+    assert observed.failures == ("refused",)
+    assert [each.id for each in observed.published.members] == ["qwen-0"]

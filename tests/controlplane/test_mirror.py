@@ -1,0 +1,136 @@
+"""The mirror of a collection: what the server has, and nothing that it has no more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from controlplane.fake_kube import Clock, Counts, FakeKube, until
+from dualmap_edge.kube import KubeError
+from dualmap_operator import mirror as mirror_module
+from dualmap_operator.mirror import Key, Mirror
+
+PATH = "/api/v1/pods"
+
+
+def body(name: str, version: str = "1", **fields: Any) -> dict[str, Any]:
+    return {"metadata": {"namespace": "llm", "name": name, "resourceVersion": version}, **fields}
+
+
+def listing(*bodies: dict[str, Any], version: str = "10", page: str = "") -> dict[str, Any]:
+    return {"metadata": {"resourceVersion": version, "continue": page}, "items": list(bodies)}
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.kube = FakeKube()
+        self.counts = Counts()
+        self.clock = Clock()
+        self.told: list[tuple[Key, Any, Any]] = []
+        self.mirror: Mirror[Any] = Mirror(
+            self.kube,  # type: ignore[arg-type]  # stands for it
+            self.counts,
+            kind="Pod",
+            path=PATH,
+            read=lambda read: read.get("colour", "grey"),
+            listener=lambda *change: self.told.append(change),
+            clock=self.clock,
+            selector="app=vllm",
+        )
+
+    @property
+    def objects(self) -> dict[str, str]:
+        return {name: value for (_, name), value in self.mirror.items()}
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    monkeypatch.setattr(mirror_module, "_FIRST_WAIT_S", 0.001)
+    scene = Scene()
+    yield scene
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+def started(scene: Scene) -> asyncio.Task[None]:
+    return asyncio.create_task(scene.mirror.run())
+
+
+async def test_it_lists_page_by_page_and_then_follows_from_there(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a"), page="next"), listing(body("b", colour="blue"), version="12"))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+
+    assert scene.objects == {"a": "grey", "b": "blue"}
+    assert [request.query.get("continue") for request in scene.kube.requests] == [None, "next"]
+    await scene.kube.watching.wait()
+    assert scene.kube.watches[0].query == {"labelSelector": "app=vllm", "resourceVersion": "12"}
+
+
+async def test_events_change_it_and_tell_what_was_and_is(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+    scene.told.clear()
+
+    scene.kube.event("MODIFIED", body("a", "11", colour="red"))
+    scene.kube.event("ADDED", body("b", "12"))
+    scene.kube.event("MODIFIED", body("b", "13", unread="field"))
+    scene.kube.event("DELETED", body("a", "14"))
+    await until(lambda: "a" not in scene.objects)
+
+    assert scene.objects == {"b": "grey"}
+    # The third event changed nothing that is read.
+    assert scene.told == [
+        (("llm", "a"), "grey", "red"),
+        (("llm", "b"), None, "grey"),
+        (("llm", "a"), "red", None),
+    ]
+
+
+async def test_what_vanished_while_nobody_watched_is_gone_after_the_next_list(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a"), body("b")), listing(body("b"), version="99"))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+    scene.told.clear()
+
+    scene.kube.break_watch(KubeError(410, "too old resource version"))
+    await until(lambda: len(scene.kube.watches) == 2)
+
+    assert scene.objects == {"b": "grey"}
+    assert scene.told == [(("llm", "a"), "grey", None)]
+    assert scene.kube.watches[1].query["resourceVersion"] == "99"
+
+
+async def test_a_broken_connection_goes_on_from_the_last_version_heard_of(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+
+    scene.kube.event("BOOKMARK", {"metadata": {"resourceVersion": "77"}})
+    scene.kube.break_watch(KubeError(0, "cut"))
+    await until(lambda: len(scene.kube.watches) == 2)
+
+    assert scene.kube.watches[1].query["resourceVersion"] == "77"
+    assert len(scene.kube.requests) == 1, "listed once"
+
+
+async def test_it_waits_for_a_kind_that_is_not_there_yet(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, KubeError(404, "no such kind"), KubeError(0, "away"), listing(body("a")))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+
+    assert scene.objects == {"a": "grey"}
+    assert scene.counts.requests[:3] == [("LIST", 404), ("LIST", 0), ("LIST", 200)]
+
+
+async def test_its_age_is_the_time_since_the_last_word(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+    scene.clock.now_s += 40
+    assert scene.mirror.age_s == 40
+
+    scene.kube.event("BOOKMARK", {"metadata": {"resourceVersion": "78"}})
+    await until(lambda: scene.mirror.age_s == 0)

@@ -1,0 +1,53 @@
+"""Who the routers are, as EndpointSlices say."""
+
+from typing import Any
+
+from controlplane.fake_kube import Clock, Counts, FakeKube
+from dualmap_operator.asking import RouterAddress
+from dualmap_operator.routers import FixedRouters, ServiceRouters, read_slice
+
+
+def endpoint(address: str, pod: str, **conditions: bool) -> dict[str, Any]:
+    return {"addresses": [address], "conditions": conditions, "targetRef": {"kind": "Pod", "name": pod}}
+
+
+def endpoint_slice(*endpoints: dict[str, Any], port: str = "metrics") -> dict[str, Any]:
+    return {"ports": [{"name": "grpc", "port": 9002}, {"name": port, "port": 9090}], "endpoints": list(endpoints)}
+
+
+def test_routers_that_take_no_requests_are_asked_too_for_they_may_have_some() -> None:
+    routers = read_slice(
+        endpoint_slice(
+            endpoint("10.0.0.1", "a", ready=True),
+            endpoint("10.0.0.2", "b", ready=False, terminating=True),
+            endpoint("10.0.0.3", "c"),
+        )
+    )
+
+    assert routers == {
+        "a": RouterAddress(host="10.0.0.1", port=9090, ready=True),
+        "b": RouterAddress(host="10.0.0.2", port=9090, ready=False),
+        "c": RouterAddress(host="10.0.0.3", port=9090, ready=True),
+    }
+
+
+def test_a_slice_without_a_port_named_metrics_has_none() -> None:
+    assert read_slice(endpoint_slice(endpoint("10.0.0.1", "a"), port="http")) == {}
+
+
+def test_a_router_with_addresses_of_two_families_is_one_router() -> None:
+    routers = ServiceRouters(
+        FakeKube(),  # type: ignore[arg-type]  # stands for it
+        Counts(),
+        namespace="dualmap-system",
+        name="dualmap-router",
+        clock=Clock(),
+    )
+    routers.mirror._put(("dualmap-system", "six"), read_slice(endpoint_slice(endpoint("fd00::1", "a"))))
+    routers.mirror._put(("dualmap-system", "four"), read_slice(endpoint_slice(endpoint("10.0.0.1", "a"))))
+
+    assert routers.addresses() == (RouterAddress(host="10.0.0.1", port=9090),)
+
+
+def test_the_command_lines_routers_are_as_they_were_given() -> None:
+    assert FixedRouters([("localhost", 9090)]).addresses() == (RouterAddress(host="localhost", port=9090),)

@@ -1,0 +1,133 @@
+"""What the watches show of a pool, and which pool an event wakes."""
+
+import pytest
+
+from controlplane.fake_kube import Clock, Counts, FakeKube
+from controlplane.operator_objects import KEY, pod_body, pool_body
+from dualmap_operator.mirror import Key
+from dualmap_operator.spec import read_spec
+from dualmap_operator.watches import FLAP_WINDOW_S, Watches, fingerprint, read_child, read_pod_object, read_pool
+
+POD = ("llm", "qwen-0")
+SELECTOR = {"workload": {"selector": {"matchLabels": {"app": "vllm"}}}}
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.woken: list[Key] = []
+        self.watches = Watches(
+            FakeKube(),  # type: ignore[arg-type]  # stands for it
+            Counts(),
+            namespace=None,
+            wake=self.woken.append,
+            clock=self.clock,
+        )
+
+    def pool(self, **spec: object) -> None:
+        self.watches.pools._put(KEY, read_pool(pool_body(**spec)))
+        self.woken.clear()
+
+    def pod(self, body: dict[str, object] | None, key: Key = POD) -> None:
+        self.watches.pods._put(key, None if body is None else read_pod_object(body))
+
+    def names(self, **spec: object) -> list[str]:
+        return [pod.name for pod in self.watches.pods_of(read_spec(read_pool(pool_body(**spec)).document))]
+
+    def flaps(self) -> int:
+        (pod,) = self.watches.pods_of(read_spec(read_pool(pool_body()).document))
+        return pod.flaps
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_template_pool_has_the_pods_its_statefulset_controls(scene: Scene) -> None:
+    scene.pool()
+    scene.pod(pod_body("qwen-0", owner="qwen"))
+    scene.pod(pod_body("other-0", owner="other"), ("llm", "other-0"))
+    # Our label, put on by hand, makes no member.
+    scene.pod(pod_body("stray", **{"serving.dualmap.dev/pool": "qwen"}), ("llm", "stray"))
+
+    assert scene.names() == ["qwen-0"]
+    assert scene.woken == [KEY, ("llm", "other")]
+
+
+def test_a_selector_pool_has_the_pods_it_selects_in_its_namespace(scene: Scene) -> None:
+    scene.pool(**SELECTOR)
+    scene.pod(pod_body("a", app="vllm"), ("llm", "a"))
+    scene.pod(pod_body("b", app="web"), ("llm", "b"))
+    scene.pod(pod_body("c", app="vllm"), ("elsewhere", "c"))
+
+    assert scene.names(**SELECTOR) == ["a"]
+    assert scene.woken == [KEY]
+
+
+def test_a_pod_that_is_selected_no_more_wakes_the_pool_it_was_in(scene: Scene) -> None:
+    scene.pool(**SELECTOR)
+    scene.pod(pod_body("a", app="vllm"), ("llm", "a"))
+    scene.woken.clear()
+
+    scene.pod(pod_body("a", app="quarantined"), ("llm", "a"))
+
+    assert scene.woken == [KEY]
+    assert scene.names(**SELECTOR) == []
+
+
+def test_a_pod_that_is_gone_wakes_its_pool_and_is_no_member(scene: Scene) -> None:
+    scene.pool()
+    scene.pod(pod_body("qwen-0", owner="qwen"))
+    scene.woken.clear()
+
+    scene.pod(None)
+
+    assert scene.woken == [KEY]
+    assert scene.names() == []
+
+
+def test_losses_of_readiness_are_counted_for_five_minutes_and_one_pod(scene: Scene) -> None:
+    for serving in (True, False, True, False):
+        scene.pod(pod_body("qwen-0", owner="qwen", serving=serving))
+        scene.clock.now_s += 10
+    assert scene.flaps() == 2
+
+    scene.clock.now_s += FLAP_WINDOW_S - 25
+    assert scene.flaps() == 1
+
+    scene.pod(pod_body("qwen-0", owner="qwen", uid="its successor"))
+    assert scene.flaps() == 0
+
+
+def test_a_pod_that_is_told_to_stop_does_not_flap(scene: Scene) -> None:
+    scene.pod(pod_body("qwen-0", owner="qwen"))
+    stopping = pod_body("qwen-0", owner="qwen", serving=False)
+    stopping["metadata"]["deletionTimestamp"] = "2026-11-20T08:00:00Z"
+    scene.pod(stopping)
+
+    assert scene.flaps() == 0
+
+
+def test_a_childs_fingerprint_is_of_what_somebody_set() -> None:
+    child = {"metadata": {"name": "qwen", "labels": {"serving.dualmap.dev/pool": "qwen"}}, "spec": {"replicas": 2}}
+    counted = {
+        **child,
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {**child["metadata"], "resourceVersion": "7", "generation": 3, "managedFields": [{}]},
+        "status": {"replicas": 1},
+    }
+
+    assert fingerprint(counted) == fingerprint(child)
+    assert fingerprint({**child, "spec": {"replicas": 3}}) != fingerprint(child)
+    assert read_child(counted).pool == "qwen"
+    assert read_child(counted).statefulset is None, "a Service"
+
+
+def test_an_edited_child_wakes_the_pool_it_names(scene: Scene) -> None:
+    child = {"metadata": {"labels": {"serving.dualmap.dev/pool": "qwen"}}, "spec": {"podManagementPolicy": "Parallel"}}
+    scene.watches._children["StatefulSet"]._put(KEY, read_child(child))
+
+    assert scene.woken == [KEY]
+    assert scene.watches.statefulset(KEY) is not None
