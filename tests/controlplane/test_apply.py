@@ -1,0 +1,181 @@
+"""A plan carried out: in order, over the version it was made from, and not again what is there already."""
+
+from typing import Any
+
+import pytest
+
+from controlplane.fake_kube import Clock, Counts, FakeKube, Request
+from controlplane.operator_objects import member, pool_object
+from dualmap_edge.kube import KubeError
+from dualmap_operator.api import Api
+from dualmap_operator.apply import Applied, Applier, merge_patch
+from dualmap_operator.errors import ApiError, ConflictError
+from dualmap_operator.events import Recorder
+from dualmap_operator.mirror import Key
+from dualmap_operator.names import EventReason
+from dualmap_operator.observed import PoolStatus
+from dualmap_operator.plan_values import Event, Gate, Plan, Restart
+from dualmap_operator.watches import ChildObject, read_child
+
+STATUS = "/apis/serving.dualmap.dev/v1alpha1/namespaces/llm/inferencepools/qwen/status"
+SERVICE_PATH = "/api/v1/namespaces/llm/services/qwen"
+POD = "/api/v1/namespaces/llm/pods/qwen-1"
+EVENTS = "/apis/events.k8s.io/v1/namespaces/llm/events"
+SERVICE = {
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"namespace": "llm", "name": "qwen", "labels": {"serving.dualmap.dev/pool": "qwen"}},
+    "spec": {"clusterIP": "None"},
+}
+PLAN = Plan(
+    status=PoolStatus(observed_generation=1, selector="pool=qwen"),
+    children=(SERVICE,),
+    gates=(Gate(pod="qwen-1", uid="u", in_ring=False, reason="Draining"),),
+    restarts=(Restart(pod="qwen-1", uid="u"),),
+    events=(Event(reason=EventReason.MEMBER_DRAINING, message="qwen-1"),),
+)
+
+
+class Scene:
+    """An applier over a server that holds what is applied; ``show`` lets the watch show it."""
+
+    def __init__(self) -> None:
+        self.kube = FakeKube()
+        self.kube.answer("PATCH", SERVICE_PATH, self._apply)
+        self.server: dict[str, Any] = {}
+        self.shown: ChildObject | None = None
+        self.clock = Clock()
+        api = Api(self.kube, Counts(), lambda: True)  # type: ignore[arg-type]  # stands for it
+        recorder = Recorder(api, identity="operator-1", clock=self.clock)
+        self.applier = Applier(api, recorder, live=self._live, now=lambda: 0.0)
+
+    def _apply(self, request: Request) -> dict[str, Any]:
+        self.server = {**request.body, "spec": {**request.body["spec"], "type": "ClusterIP"}}
+        return self.server
+
+    def _live(self, kind: str, key: Key) -> ChildObject | None:
+        assert (kind, key) == ("Service", ("llm", "qwen"))
+        return self.shown
+
+    def show(self) -> None:
+        # What a list or watch shows has no kind, but versions.
+        body = {key: value for key, value in self.server.items() if key not in ("kind", "apiVersion")}
+        body["metadata"] = {**body["metadata"], "resourceVersion": "8", "managedFields": [{}]}
+        self.shown = read_child(body)
+
+    async def apply(self, plan: Plan, **pool: Any) -> Applied:
+        return await self.applier.apply(pool_object(**pool), plan)
+
+    @property
+    def sent(self) -> list[str]:
+        return [f"{request.method} {request.path}" for request in self.kube.requests]
+
+
+async def test_the_order_is_children_status_gates_restarts_events() -> None:
+    scene = Scene()
+    applied = await scene.apply(PLAN, version="41")
+
+    assert scene.sent == [
+        f"PATCH {SERVICE_PATH}",
+        f"PATCH {STATUS}",
+        f"PATCH {POD}/status",
+        f"DELETE {POD}",
+        f"POST {EVENTS}",
+    ]
+    assert scene.kube.requests[1].body["metadata"] == {"resourceVersion": "41"}
+    assert applied == Applied(wrote_status=True)
+
+
+async def test_nothing_is_sent_when_everything_is_there() -> None:
+    scene = Scene()
+    plan = Plan(status=pool_object().status, children=(SERVICE,))
+    await scene.apply(plan)
+    scene.show()
+    scene.kube.requests.clear()
+
+    assert await scene.apply(plan) == Applied()
+    assert scene.sent == []
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_child_that_was_deleted_or_edited_is_applied_again(lost: bool) -> None:
+    scene = Scene()
+    plan = Plan(status=pool_object().status, children=(SERVICE,))
+    await scene.apply(plan)
+    scene.server["spec"]["clusterIP"] = "10.0.0.7"
+    scene.show()
+    if lost:
+        scene.shown = None
+    scene.kube.requests.clear()
+
+    await scene.apply(plan)
+    assert scene.sent == [f"PATCH {SERVICE_PATH}"]
+
+
+async def test_a_child_that_should_be_another_is_applied() -> None:
+    scene = Scene()
+    await scene.apply(Plan(status=pool_object().status, children=(SERVICE,)))
+    scene.show()
+    scene.kube.requests.clear()
+
+    await scene.apply(Plan(status=pool_object().status, children=({**SERVICE, "spec": {"clusterIP": ""}},)))
+    assert scene.sent == [f"PATCH {SERVICE_PATH}"]
+
+
+async def test_after_a_conflict_over_the_status_nothing_more_is_done() -> None:
+    scene = Scene()
+    scene.kube.answer("PATCH", STATUS, KubeError(409, "changed"))
+
+    with pytest.raises(ConflictError):
+        await scene.apply(PLAN)
+
+    assert scene.sent == [f"PATCH {SERVICE_PATH}", f"PATCH {STATUS}"]
+
+
+async def test_a_refused_child_is_told_and_the_ring_is_published_all_the_same() -> None:
+    scene = Scene()
+    kube = FakeKube()
+    kube.answer("PATCH", SERVICE_PATH, KubeError(422, "spec.clusterIP: Invalid value"))
+    scene.kube._answers = kube._answers
+
+    applied = await scene.apply(PLAN)
+
+    (refusal,) = applied.refused
+    assert "spec.clusterIP: Invalid value" in refusal
+    assert f"PATCH {STATUS}" in scene.sent
+
+
+async def test_a_server_that_cannot_answer_ends_the_pass() -> None:
+    scene = Scene()
+    kube = FakeKube()
+    kube.answer("PATCH", SERVICE_PATH, KubeError(503, "starting"))
+    scene.kube._answers = kube._answers
+
+    with pytest.raises(ApiError, match="starting"):
+        await scene.apply(PLAN)
+
+    assert scene.sent == [f"PATCH {SERVICE_PATH}"]
+
+
+@pytest.mark.parametrize("status", [404, 409])
+async def test_a_pod_that_is_another_by_now_is_left_alone(status: int) -> None:
+    scene = Scene()
+    scene.kube.answer("PATCH", f"{POD}/status", KubeError(status, "not this one"))
+    scene.kube.answer("DELETE", POD, KubeError(status, "not this one"))
+
+    assert (await scene.apply(PLAN)).refused == ()
+
+
+async def test_fields_of_the_status_that_are_no_more_are_taken_away() -> None:
+    scene = Scene()
+    await scene.apply(PLAN, status={"traffic": {"sloAttainment": "0.9"}, "ring": {"members": [member("qwen-0")]}})
+
+    (write,) = [request for request in scene.kube.requests if request.path == STATUS]
+    assert write.body["status"]["traffic"] is None
+    assert write.body["status"]["ring"]["members"] == []
+
+
+def test_a_merge_patch_nulls_what_is_gone_at_every_depth() -> None:
+    before = {"a": 1, "b": {"c": 2, "d": 3}, "e": [1, 2]}
+
+    assert merge_patch(before, {"b": {"c": 2}, "e": [2]}) == {"a": None, "b": {"c": 2, "d": None}, "e": [2]}

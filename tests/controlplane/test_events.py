@@ -1,0 +1,97 @@
+"""Kubernetes Events: repeated ones count up, many are bounded, and none is worth failing for."""
+
+from datetime import UTC, datetime
+
+from controlplane.fake_kube import Clock, Counts, FakeKube
+from controlplane.operator_objects import pool_object
+from dualmap_edge.kube import KubeError
+from dualmap_operator.api import Api
+from dualmap_operator.events import Recorder
+from dualmap_operator.names import EventReason
+from dualmap_operator.plan_values import Event
+
+EVENTS = "/apis/events.k8s.io/v1/namespaces/llm/events"
+DRAINING = Event(reason=EventReason.MEMBER_DRAINING, message="qwen-1: no new requests", warning=True)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.kube = FakeKube()
+        self.clock = Clock()
+        api = Api(self.kube, Counts(), lambda: True)  # type: ignore[arg-type]  # stands for it
+        now = datetime(2026, 11, 20, 8, 0, 0, 500_000, tzinfo=UTC)
+        self.recorder = Recorder(api, identity="operator-1", clock=self.clock, now=lambda: now)
+
+    async def post(self, event: Event = DRAINING) -> None:
+        await self.recorder.post(pool_object(), event)
+
+    @property
+    def methods(self) -> list[str]:
+        return [request.method for request in self.kube.requests]
+
+
+async def test_an_event_names_the_pool_and_who_says_it() -> None:
+    scene = Scene()
+    await scene.post()
+
+    (request,) = scene.kube.requests
+    assert (request.method, request.path) == ("POST", EVENTS)
+    body = request.body
+    assert body["regarding"] == {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "namespace": "llm",
+        "name": "qwen",
+        "uid": "pool-uid",
+    }
+    assert (body["type"], body["reason"], body["note"]) == ("Warning", "MemberDraining", "qwen-1: no new requests")
+    assert body["eventTime"] == "2026-11-20T08:00:00.500000Z"
+    assert (body["reportingController"], body["reportingInstance"]) == ("serving.dualmap.dev/operator", "operator-1")
+
+
+async def test_the_same_again_counts_up_the_one_event() -> None:
+    scene = Scene()
+    for _ in range(3):
+        await scene.post()
+
+    created, *counted = scene.kube.requests
+    assert [request.path for request in counted] == [f"{EVENTS}/{created.body['metadata']['name']}"] * 2
+    assert [request.body["series"]["count"] for request in counted] == [2, 3]
+
+
+async def test_an_event_of_the_operator_before_us_is_counted_up() -> None:
+    scene = Scene()
+    scene.kube.answer("POST", EVENTS, KubeError(409, "AlreadyExists"))
+    await scene.post()
+
+    assert scene.methods == ["POST", "PATCH"]
+
+
+async def test_an_event_that_has_run_out_begins_anew() -> None:
+    scene = Scene()
+    await scene.post()
+    name = scene.kube.requests[0].body["metadata"]["name"]
+    scene.kube.answer("PATCH", f"{EVENTS}/{name}", KubeError(404, "not found"))
+    await scene.post()
+    await scene.post()
+
+    assert scene.methods == ["POST", "PATCH", "POST"]
+
+
+async def test_a_pool_posts_so_many_and_then_one_in_ten_seconds() -> None:
+    scene = Scene()
+    for number in range(100):
+        await scene.post(Event(reason=EventReason.MEMBER_LEFT, message=f"qwen-{number}"))
+    assert len(scene.kube.requests) == 30
+
+    scene.clock.now_s += 10
+    for number in range(100, 103):
+        await scene.post(Event(reason=EventReason.MEMBER_LEFT, message=f"qwen-{number}"))
+    assert len(scene.kube.requests) == 31
+
+
+async def test_a_server_that_takes_no_events_fails_nothing() -> None:
+    scene = Scene()
+    scene.kube.answer("POST", EVENTS, KubeError(403, "forbidden"))
+
+    await scene.post()

@@ -1,0 +1,243 @@
+"""Leadership by a Lease: one at a time, handed over when it stops, lost in time when it cannot be renewed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from controlplane.fake_kube import Clock, Counts, FakeKube, Request, until
+from dualmap_edge.kube import KubeError
+from dualmap_operator.api import Api
+from dualmap_operator.leader import Leadership, LeadershipLostError
+from dualmap_operator.settings import LeaseSettings
+
+COLLECTION = "/apis/coordination.k8s.io/v1/namespaces/dualmap-system/leases"
+LEASE = f"{COLLECTION}/dualmap-operator"
+# Attempts come as fast as the loop turns; all that matters of time is on the tests' clock.
+SETTINGS = LeaseSettings(retry_s=0.001)
+NOON = datetime(2026, 7, 1, 12, 0, 0, 250_000, tzinfo=UTC)
+
+
+class LeaseServer:
+    """An API server that holds one Lease, with optimistic locks."""
+
+    def __init__(self) -> None:
+        self.kube = FakeKube()
+        self.lease: dict[str, Any] | None = None
+        self.away = False
+        self.lose_answers = False
+        self.kube.answer("GET", LEASE, self._get)
+        self.kube.answer("POST", COLLECTION, self._post)
+        self.kube.answer("PUT", LEASE, self._put)
+        self.clock = Clock()
+        self.api = Api(self.kube, Counts(), lambda: True)  # type: ignore[arg-type]  # stands for it
+
+    def candidate(self, identity: str, **zone: Any) -> Leadership:
+        return Leadership(
+            self.api,
+            SETTINGS,
+            namespace="dualmap-system",
+            identity=identity,
+            clock=self.clock,
+            now=lambda: NOON.astimezone(**zone),
+        )
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        assert self.lease is not None
+        spec: dict[str, Any] = self.lease["spec"]
+        return spec
+
+    @property
+    def writes(self) -> int:
+        return sum(request.method != "GET" for request in self.kube.requests)
+
+    def _get(self, _request: Request) -> dict[str, Any]:
+        self._check()
+        if self.lease is None:
+            raise KubeError(404, "not found")
+        return self.lease
+
+    def _post(self, request: Request) -> dict[str, Any]:
+        self._check()
+        if self.lease is not None:
+            raise KubeError(409, "exists")
+        return self._store(request, 1)
+
+    def _put(self, request: Request) -> dict[str, Any]:
+        self._check()
+        assert self.lease is not None
+        version = self.lease["metadata"]["resourceVersion"]
+        if request.body["metadata"]["resourceVersion"] != version:
+            raise KubeError(409, "changed")
+        stored = self._store(request, int(version) + 1)
+        if self.lose_answers:
+            self.lose_answers = False
+            raise KubeError(0, "the answer was lost")
+        return stored
+
+    def _store(self, request: Request, version: int) -> dict[str, Any]:
+        metadata = {**request.body["metadata"], "resourceVersion": str(version)}
+        self.lease = {**request.body, "metadata": metadata}
+        return self.lease
+
+    def _check(self) -> None:
+        if self.away:
+            raise KubeError(0, "away")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[LeaseServer]:
+    yield LeaseServer()
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+async def test_the_first_makes_the_lease_in_utc(server: LeaseServer) -> None:
+    first = server.candidate("first")
+    await first.acquire()
+
+    assert first.leading
+    assert server.spec == {
+        "holderIdentity": "first",
+        "leaseDurationSeconds": 12,
+        "acquireTime": "2026-07-01T12:00:00.250000Z",
+        "renewTime": "2026-07-01T12:00:00.250000Z",
+        "leaseTransitions": 0,
+    }
+
+
+async def test_the_second_waits_and_writes_nothing(server: LeaseServer) -> None:
+    await server.candidate("first").acquire()
+    second = server.candidate("second")
+    waiting = asyncio.create_task(second.acquire())
+    await until(lambda: len(server.kube.requests) > 10)
+
+    assert not waiting.done()
+    assert not second.leading
+    assert server.writes == 1
+
+
+async def test_a_lease_that_is_not_renewed_is_taken_after_its_time(server: LeaseServer) -> None:
+    first = server.candidate("first")
+    await first.acquire()
+    second = server.candidate("second")
+    waiting = asyncio.create_task(second.acquire())
+    await until(lambda: len(server.kube.requests) > 3)
+
+    server.clock.now_s += 7.9
+    assert first.leading
+    server.clock.now_s += 0.1
+    assert not first.leading, "it stops before anybody may take the lease"
+    server.clock.now_s += 3.9
+    await until(lambda: len(server.kube.requests) > 6)
+    assert not waiting.done()
+
+    server.clock.now_s += 0.2
+    await waiting
+    assert second.leading
+    assert server.spec["holderIdentity"] == "second"
+    assert server.spec["leaseTransitions"] == 1
+
+
+async def test_a_renewed_lease_is_not_taken_however_long(server: LeaseServer) -> None:
+    first, second = server.candidate("first"), server.candidate("second")
+    await first.acquire()
+    keeping = asyncio.create_task(first.keep())
+    waiting = asyncio.create_task(second.acquire())
+    for _ in range(20):
+        seen, asked = server.writes, len(server.kube.requests)
+        server.clock.now_s += 3
+        await until(lambda seen=seen, asked=asked: server.writes > seen and len(server.kube.requests) > asked + 3)
+
+    assert first.leading
+    assert not waiting.done()
+    assert not keeping.done()
+
+
+async def test_a_clock_in_another_zone_is_no_reason_to_take_a_lease(server: LeaseServer) -> None:
+    from datetime import timezone
+
+    await server.candidate("first", tz=timezone(timedelta(hours=9))).acquire()
+    second = server.candidate("second", tz=timezone(timedelta(hours=-7)))
+    waiting = asyncio.create_task(second.acquire())
+    await until(lambda: len(server.kube.requests) > 10)
+
+    assert not waiting.done()
+    assert server.spec["renewTime"] == "2026-07-01T12:00:00.250000Z"
+
+
+async def test_a_released_lease_is_taken_at_once(server: LeaseServer) -> None:
+    first, second = server.candidate("first"), server.candidate("second")
+    await first.acquire()
+    waiting = asyncio.create_task(second.acquire())
+    await until(lambda: len(server.kube.requests) > 3)
+
+    await first.release()
+    await waiting
+
+    assert not first.leading
+    assert second.leading
+
+
+async def test_who_cannot_renew_in_time_has_lost(server: LeaseServer) -> None:
+    first = server.candidate("first")
+    await first.acquire()
+    server.away = True
+    keeping = asyncio.create_task(first.keep())
+    await until(lambda: len(server.kube.requests) > 5)
+    assert not keeping.done(), "there is time to try again"
+
+    server.clock.now_s += 8
+    with pytest.raises(LeadershipLostError, match="not renewed within 8 s"):
+        await keeping
+    assert not first.leading
+
+
+async def test_who_finds_anothers_name_has_lost_at_once(server: LeaseServer) -> None:
+    first = server.candidate("first")
+    await first.acquire()
+    assert server.lease is not None
+    server.lease = {
+        "metadata": {**server.lease["metadata"], "resourceVersion": "99"},
+        "spec": {**server.spec, "holderIdentity": "second"},
+    }
+
+    with pytest.raises(LeadershipLostError, match="another's now"):
+        await first.keep()
+    assert server.spec["holderIdentity"] == "second"
+
+
+async def test_a_lost_answer_to_a_renewal_loses_nothing(server: LeaseServer) -> None:
+    first = server.candidate("first")
+    await first.acquire()
+    server.lose_answers = True
+    keeping = asyncio.create_task(first.keep())
+    server.clock.now_s += 5
+    await until(lambda: server.writes > 3)
+    server.clock.now_s += 5
+
+    assert first.leading
+    assert not keeping.done()
+
+
+async def test_an_absent_server_is_waited_for(server: LeaseServer) -> None:
+    server.away = True
+    first = server.candidate("first")
+    waiting = asyncio.create_task(first.acquire())
+    await until(lambda: len(server.kube.requests) > 3)
+    server.away = False
+
+    await waiting
+    assert first.leading
+
+
+async def test_only_one_of_many_that_come_at_once_leads(server: LeaseServer) -> None:
+    candidates = [server.candidate(f"candidate-{number}") for number in range(5)]
+    waiting = [asyncio.create_task(each.acquire()) for each in candidates]
+    await until(lambda: len(server.kube.requests) > 30)
+
+    assert sum(each.leading for each in candidates) == 1
+    assert sum(each.done() for each in waiting) == 1
