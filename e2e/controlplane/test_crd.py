@@ -1,0 +1,329 @@
+"""The CRD on a real API server: what each rule accepts, and that its refusal names path, value and what is accepted.
+
+Which fields, defaults and bounds there are is compared with the code in tests/controlplane/test_crd.py.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from controlplane.cluster import Cluster
+from dualmap.pool_reader import read_pools
+from dualmap_operator.spec import read_spec
+
+ROOT = Path(__file__).parents[2]
+CRD_FILE = ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"
+TEMPLATE = {"spec": {"containers": [{"name": "engine", "image": "engine"}]}}
+SELECTOR = {"matchLabels": {"app": "vllm"}}
+MEMBER = {"id": "q-0", "address": "10.0.0.1", "port": 8000, "state": "Active", "weight": 100}
+
+
+class Rule(NamedTuple):
+    """A CEL rule: where it stands, and values there (or a field of it that the refusal names) it accepts or not."""
+
+    path: str
+    accepted: tuple[object, ...]
+    refused: tuple[tuple[object, str], ...]
+    named: str = ""
+
+
+def duration(path: str, low: str, high: str, *, too_short: str, too_long: str, also: str = "") -> Rule:
+    accepted = f"is not accepted; give a number and a unit (ms, s, m or h) from {low} to {high}, such as "
+    refused = (too_short, too_long, "5", "5 s", "1h30m", "-5s", "0s", "99999999m", "999999.9h", "5s\n")
+    return Rule(
+        path,
+        accepted=(low, high, "9.5s", *([also] if also else ())),
+        refused=tuple((value, f'"{value}" {accepted}' if "\n" not in value else "failed rule: ") for value in refused),
+    )
+
+
+RULES = (
+    Rule(
+        "metadata.name",
+        accepted=("q", "q" * 50),
+        refused=tuple(
+            (
+                name,
+                f'"{name}" is not accepted; give a DNS label (lower-case letters, digits, -) of at most 50 characters',
+            )
+            for name in ("q" * 51, "q.q")
+        ),
+    ),
+    Rule(
+        "spec.workload",
+        accepted=({"template": TEMPLATE}, {"selector": SELECTOR}),
+        refused=(
+            ({}, "neither template nor selector is given; give exactly one of the two"),
+            (
+                {"template": TEMPLATE, "selector": SELECTOR},
+                "template and selector are given; give exactly one of the two",
+            ),
+        ),
+    ),
+    Rule(
+        "spec.workload.selector",
+        accepted=(SELECTOR, {"matchExpressions": [{"key": "app", "operator": "Exists"}]}),
+        refused=tuple(
+            (value, "empty is not accepted; give at least one of matchLabels or matchExpressions")
+            for value in ({}, {"matchLabels": {}}, {"matchExpressions": []})
+        ),
+    ),
+    Rule(
+        "spec.workload.selector.matchLabels",
+        accepted=({"app": ""}, {"example.com/app": "x.Y-1"}),
+        refused=tuple(
+            ({"app": "x", key: "y"}, f'"{key}" is not accepted; give label keys such as app or example.com/app')
+            for key in ("-app", "a b", "/app", "Example/app", "a" * 64)
+        ),
+    ),
+    Rule(
+        "spec.workload.selector.matchExpressions",
+        accepted=(
+            [{"key": "app", "operator": "In", "values": ["a", "b"]}, {"key": "e.com/x", "operator": "DoesNotExist"}],
+        ),
+        refused=(
+            ([{"key": "a", "operator": "In"}], "empty is not accepted; give at least one value with operator In"),
+            ([{"key": "a", "operator": "NotIn", "values": []}], "give at least one value with operator NotIn"),
+            (
+                [{"key": "a", "operator": "Exists", "values": ["x"]}],
+                "values are not accepted; give none with operator Exists",
+            ),
+        ),
+        named="spec.workload.selector.matchExpressions[0].values",
+    ),
+    duration("spec.slo.ttft", "100ms", "10m", too_short="99ms", too_long="10.1m"),
+    Rule(
+        "spec.slo.attainment",
+        accepted=(0.01, 0.9999),
+        refused=tuple(
+            (value, f"{value} is not accepted; give a number from 0.01 to 0.9999, such as 0.9")
+            for value in (0, 0.009, 0.99991, 1, -1)
+        ),
+    ),
+    Rule(
+        "spec.routing.prefix",
+        accepted=({"initialBlocks": 8, "maxBlocks": 8}, {"initialBlocks": 64}, {"maxBlocks": 2}),
+        refused=(
+            ({"initialBlocks": 9, "maxBlocks": 8}, "9 is not accepted; give at most maxBlocks, 8"),
+            ({"initialBlocks": 65}, "65 is not accepted; give at most maxBlocks, 64"),
+            ({"maxBlocks": 1}, "2 is not accepted; give at most maxBlocks, 1"),
+        ),
+        named="spec.routing.prefix.initialBlocks",
+    ),
+    duration("spec.routing.prefix.window", "5s", "1h", too_short="4999ms", too_long="61m"),
+    duration("spec.routing.rebalance.decodeStall", "1ms", "10m", too_short="0.9ms", too_long="601s"),
+    duration("spec.routing.queue.dispatchWindow", "1ms", "10m", too_short="0.9ms", too_long="601s", also="Unlimited"),
+    duration("spec.routing.queue.maxWait", "100ms", "10m", too_short="99ms", too_long="601s"),
+    Rule(
+        "spec.routing.session.header",
+        accepted=("x", "x-session_id-2"),
+        refused=tuple(
+            (name, f'"{name}" is not accepted; give a lower-case header name')
+            for name in ("X-Session", ":path", "a b", "")
+        ),
+    ),
+    duration("spec.routing.session.ttl", "1s", "24h", too_short="999ms", too_long="24.5h"),
+    duration("spec.routing.session.migration.cooldown", "1ms", "1h", too_short="0.9ms", too_long="3601s"),
+    duration("spec.drain.timeout", "1ms", "24h", too_short="0.9ms", too_long="24.5h"),
+)
+# Rules that compare with what was there before, or that are about the status; each has a test of its own below.
+OTHER_RULES = ("spec.workload", "spec.model.name", "status.ring.version", "status.ring.members.address")
+
+# Bounds, enums and types of the schema: one of each kind, the rest follows from the fast tests.
+SCHEMA_REFUSALS = (
+    ("spec.model", None, 'spec.model: Required value'),
+    ("spec.workload", None, "spec.workload: Required value"),
+    ("spec.model.name", "", "spec.model.name: Invalid value"),
+    ("spec.model.aliases", ["a", "a"], 'spec.model.aliases[1]: Duplicate value: "a"'),
+    ("spec.engine.type", "vllm", 'spec.engine.type: Unsupported value: "vllm": supported values: "vLLM", "SGLang"'),
+    ("spec.engine.port", 70_000, "spec.engine.port: Invalid value: 70000: "),
+    ("spec.engine.prefillTokensPerSecond", 99, "should be greater than or equal to 100"),
+    ("spec.replicas", -1, "spec.replicas: Invalid value: -1: "),
+    ("spec.replicas", 10_001, "should be less than or equal to 10000"),
+    ("spec.replicas", "3", 'spec.replicas: Invalid value: "string": '),
+    ("spec.routing.spill.activeKvWeight", 100.5, "should be less than or equal to 100"),
+    ("spec.slo.ttft", 5, "spec.slo.ttft: Invalid value: "),
+    ("spec.slo.tftt", "5s", 'unknown field "spec.slo.tftt"'),
+    ("spec.routing.policy", "best", 'spec.routing.policy: Unsupported value: "best": supported values: "dualmap"'),
+    ("spec.routing.ring.algorithm", "Maglev", 'supported values: "Rendezvous", "VirtualNodes"'),
+    ("spec.routing.queue.order", "FCFS", 'supported values: "Fcfs", "Deadline"'),
+    ("spec.workload.template", {}, "spec.workload.template.spec: Required value"),
+    ("spec.workload.template.spec.containers", [], "should have at least 1 items"),
+    ("spec.workload.template.spec.containers", [{"image": "x"}], "containers[0].name: Required value"),
+    ("spec.workload.selector.matchLabels", {"app": "a b"}, "spec.workload.selector.matchLabels.app: Invalid value: "),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="namespace")
+def _namespace(cluster: Cluster) -> str:
+    """A namespace on a cluster that knows the CRD."""
+    cluster.kubectl("apply", "--server-side", "-f", str(CRD_FILE.parent))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev")
+    return cluster.namespace()
+
+
+def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
+    """A small pool in which one field has this value; None takes it away."""
+    workload: dict[str, Any] = {"selector": {}} if path.startswith("spec.workload.selector") else {"template": TEMPLATE}
+    document: dict[str, Any] = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "q"},
+        "spec": {"model": {"name": "m"}, "workload": workload},
+    }
+    document = json.loads(json.dumps(document))
+    *parents, last = path.split(".")
+    target = document
+    for name in parents:
+        target = target.setdefault(name, {})
+    if value is None:
+        del target[last]
+    else:
+        target[last] = value
+    return document
+
+
+def tried(cluster: Cluster, namespace: str, document: Mapping[str, Any]) -> str:
+    """What kubectl says to making this pool, which is checked and defaulted but not kept."""
+    text = json.dumps(document)
+    return cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", input=text, check=False)
+
+
+def refusal(said: str, path: str) -> str:
+    """The refusal's part about one path, in one line."""
+    line = " ".join(said.split())
+    assert f"{path}: " in line, said
+    return line[line.index(f"{path}: ") :]
+
+
+def rules(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The path of every CEL rule of a schema."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        yield path or rule["fieldPath"].lstrip(".")
+    for name, sub in schema.get("properties", {}).items():
+        yield from rules(sub, f"{path}.{name}".lstrip("."))
+    if "items" in schema:
+        yield from rules(schema["items"], path)
+
+
+def test_every_rule_has_a_test() -> None:
+    schema = yaml.safe_load(CRD_FILE.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert Counter(rules(schema)) == Counter([*(rule.path for rule in RULES), *OTHER_RULES])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.path)
+def test_a_rule_accepts_what_is_right_and_says_what_is_wrong(cluster: Cluster, namespace: str, rule: Rule) -> None:
+    for value in rule.accepted:
+        said = tried(cluster, namespace, pool(rule.path, value))
+        assert "created (server dry run)" in said, (value, said)
+    for value, message in rule.refused:
+        said = refusal(tried(cluster, namespace, pool(rule.path, value)), rule.named or rule.path)
+        assert message in said, (value, said)
+
+
+@pytest.mark.parametrize(("path", "value", "message"), SCHEMA_REFUSALS)
+def test_the_schema_refuses(cluster: Cluster, namespace: str, path: str, value: object, message: str) -> None:
+    assert message in tried(cluster, namespace, pool(path, value))
+
+
+def test_the_model_cannot_be_changed_but_its_aliases_can(cluster: Cluster, namespace: str) -> None:
+    create(cluster, namespace, pool("metadata.name", "model"))
+    patch(cluster, namespace, "model", {"spec": {"model": {"aliases": ["n"]}}})
+    said = patch(cluster, namespace, "model", {"spec": {"model": {"name": "n"}}}, check=False)
+    assert (
+        '"n" is not accepted; the model of a pool cannot be changed, give "m", add an alias or make another pool'
+        in refusal(said, "spec.model.name")
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [("template", "selector"), ("selector", "template")])
+def test_the_kind_of_workload_cannot_be_changed_but_what_is_in_it_can(
+    cluster: Cluster, namespace: str, before: str, after: str
+) -> None:
+    workloads: dict[str, Any] = {"template": TEMPLATE, "selector": SELECTOR}
+    name = f"from-{before}"
+    document = pool("spec.workload", {before: workloads[before]})
+    create(cluster, namespace, {**document, "metadata": {"name": name}})
+    other: dict[str, Any] = {"template": {"spec": {"nodeName": "n"}}, "selector": {"matchLabels": {"app": "other"}}}
+    patch(cluster, namespace, name, {"spec": {"workload": {before: other[before]}}})
+    switch = {"spec": {"workload": {before: None, after: workloads[after]}}}
+    said = patch(cluster, namespace, name, switch, check=False)
+    assert (
+        f"{after} is not accepted; the kind of workload cannot be changed, give a {before} or make another pool"
+        in refusal(said, "spec.workload")
+    )
+
+
+def test_the_rings_version_never_goes_back_and_its_members_have_addresses(cluster: Cluster, namespace: str) -> None:
+    create(cluster, namespace, pool("metadata.name", "ring"))
+    members = [MEMBER, {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0"}]
+    for version in (7, 7, 8):
+        patch(cluster, namespace, "ring", {"status": {"ring": {"version": version, "members": members}}}, status=True)
+    said = patch(cluster, namespace, "ring", {"status": {"ring": {"version": 7}}}, status=True, check=False)
+    assert "7 is not accepted; the version of a ring never goes back, give at least 8" in refusal(
+        said, "status.ring.version"
+    )
+    for address in ("localhost", "10.0.0.1:80", ""):
+        bad = {"status": {"ring": {"members": [{**MEMBER, "address": address}]}}}
+        said = refusal(
+            patch(cluster, namespace, "ring", bad, status=True, check=False), "status.ring.members[0].address"
+        )
+        assert f'"{address}" is not accepted; give an IPv4 or IPv6 address' in said
+    for name, value in (("state", "Gone"), ("weight", 1001), ("port", 0), ("id", "a b"), ("since", "now")):
+        bad = {"status": {"ring": {"members": [{**MEMBER, name: value}]}}}
+        refusal(patch(cluster, namespace, "ring", bad, status=True, check=False), f"status.ring.members[0].{name}")
+
+
+def test_what_is_left_out_is_filled_in_and_reads_as_it_was_written(cluster: Cluster, namespace: str) -> None:
+    written = pool()
+    text = cluster.kubectl(
+        "create", "--dry-run=server", "-n", namespace, "-f", "-", "-o", "json", input=json.dumps(written)
+    )
+    kept = json.loads(text)
+    assert kept["spec"]["routing"]["session"]["migration"] == {"enabled": False, "hotRatio": 0.2, "cooldown": "30s"}
+    assert (kept["spec"]["replicas"], kept["spec"]["drain"]) == (1, {"timeout": "10m"})
+    written["metadata"]["namespace"] = namespace
+    assert read_pools(kept) == read_pools(written)
+    written["metadata"] = kept["metadata"]
+    assert read_spec(kept) == read_spec(written)
+
+
+def test_the_template_is_kept_as_it_was_written(cluster: Cluster, namespace: str) -> None:
+    template = {
+        "metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}},
+        "spec": {
+            "containers": [{"name": "engine", "image": "x", "resources": {"limits": {"nvidia.com/gpu": 1}}}],
+            "volumes": [{"name": "cache", "emptyDir": {}}],
+        },
+    }
+    create(cluster, namespace, {**pool("spec.workload", {"template": template}), "metadata": {"name": "kept"}})
+    assert get(cluster, namespace, "kept")["spec"]["workload"] == {"template": template}
+
+
+def test_a_status_is_not_part_of_what_is_applied(cluster: Cluster, namespace: str) -> None:
+    document = pool("metadata.name", "statusless")
+    create(cluster, namespace, {**document, "status": {"ring": {"version": 7, "members": [MEMBER]}}})
+    assert "status" not in get(cluster, namespace, "statusless")
+
+
+def create(cluster: Cluster, namespace: str, document: Mapping[str, Any]) -> None:
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
+
+
+def get(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(cluster.kubectl("get", "dmpool", name, "-n", namespace, "-o", "json"))
+    return document
+
+
+def patch(
+    cluster: Cluster, namespace: str, name: str, change: Mapping[str, Any], *, status: bool = False, check: bool = True
+) -> str:
+    subresource = ("--subresource=status",) if status else ()
+    return cluster.kubectl(
+        "patch", "dmpool", name, "-n", namespace, "--type=merge", *subresource, "-p", json.dumps(change), check=check
+    )

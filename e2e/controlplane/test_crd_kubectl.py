@@ -1,0 +1,157 @@
+"""What a person does with pools: columns, scale, explain, short names, and somebody else's Kind of that name beside."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+CRD = "inferencepools.serving.dualmap.dev"
+GAIE_CRD = "inferencepools.inference.networking.k8s.io"
+GAIE_MODULE = "sigs.k8s.io/gateway-api-inference-extension@v1.6.0"
+GAIE_FILE = "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml"
+STATUS = {
+    "replicas": 5,
+    "readyReplicas": 4,
+    "inRing": 3,
+    "selector": "serving.dualmap.dev/pool=qwen",
+    "traffic": {"sloAttainment": "0.97", "cacheHitRate": "0.63"},
+    "ring": {"version": 7},
+    "conditions": [
+        {"type": kind, "status": status, "reason": reason, "message": "", "lastTransitionTime": "2026-11-20T08:00:00Z"}
+        for kind, status, reason in (("Available", "True", "MembersReady"), ("Degraded", "False", "AsExpected"))
+    ],
+}
+
+
+@pytest.fixture(scope="module", name="namespace")
+def _namespace(cluster: Cluster) -> str:
+    """A namespace with one pool of ours, qwen, that has a status."""
+    cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+    namespace = cluster.namespace()
+    create(cluster, namespace, "qwen", policy="dualmap_paper")
+    change = json.dumps({"status": STATUS})
+    cluster.kubectl("patch", "dmpool", "qwen", "-n", namespace, "--subresource=status", "--type=merge", "-p", change)
+    return namespace
+
+
+def create(
+    cluster: Cluster, namespace: str, name: str, *, policy: str = "dualmap", model: str = "Qwen/Qwen2.5"
+) -> None:
+    document = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"name": model},
+            "replicas": 6,
+            "workload": {"selector": {"matchLabels": {"app": name}}},
+            "routing": {"policy": policy},
+        },
+    }
+    cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(document))
+
+
+def table(text: str) -> list[list[str]]:
+    """A printed table as rows of words; no value of these tests has a space."""
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_columns_are_those_a_person_wants(cluster: Cluster, namespace: str) -> None:
+    head, row = table(cluster.kubectl("get", "dmpool", "qwen", "-n", namespace))
+    assert head == ["NAME", "DESIRED", "READY", "IN-RING", "SLO", "HIT", "POLICY", "AGE"]
+    assert row[:-1] == ["qwen", "6", "4", "3", "0.97", "0.63", "dualmap_paper"]
+
+
+def test_wide_has_what_somebody_on_call_asks_next(cluster: Cluster, namespace: str) -> None:
+    head, row = table(cluster.kubectl("get", "dmpool", "qwen", "-n", namespace, "-o", "wide"))
+    assert head[8:] == ["MODEL", "ENGINE", "TTFT", "ATTAINMENT", "RING", "AVAILABLE", "DEGRADED", "REASON"]
+    assert row[8:] == ["Qwen/Qwen2.5", "vLLM", "5s", "0.9", "7", "True", "False", "AsExpected"]
+
+
+def test_a_pool_is_scaled_like_a_deployment(cluster: Cluster, namespace: str) -> None:
+    create(cluster, namespace, "scaled")
+    cluster.kubectl("scale", "dmpool/scaled", "-n", namespace, "--replicas", "9", "--current-replicas", "6")
+    assert cluster.kubectl("get", "dmpool", "scaled", "-n", namespace, "-o", "jsonpath={.spec.replicas}") == "9"
+    refused = cluster.kubectl("scale", "dmpool/scaled", "-n", namespace, "--replicas", "10001", check=False)
+    assert "spec.replicas" in refused
+    assert "10000" in refused
+
+
+def test_the_scale_subresource_says_what_an_autoscaler_needs(cluster: Cluster, namespace: str) -> None:
+    path = f"/apis/serving.dualmap.dev/v1alpha1/namespaces/{namespace}/inferencepools/qwen/scale"
+    scale: dict[str, Any] = json.loads(cluster.kubectl("get", "--raw", path))
+    assert scale["spec"] == {"replicas": 6}
+    assert scale["status"] == {"replicas": 5, "selector": "serving.dualmap.dev/pool=qwen"}
+
+
+def test_every_field_is_explained(cluster: Cluster, namespace: str) -> None:
+    said = cluster.kubectl("explain", f"{CRD}.spec.routing.queue.dispatchWindow")
+    assert "An instance with more seconds of prefill than this before it gets no more" in " ".join(said.split())
+    assert "dispatchWindow\t<string>" in cluster.kubectl("explain", f"{CRD}.spec", "--recursive")
+
+
+@pytest.mark.parametrize("name", ["dmpool", "dualmap", "inference", "inferencepool.serving.dualmap.dev"])
+def test_short_name_categories_and_full_name_find_pools(cluster: Cluster, namespace: str, name: str) -> None:
+    assert "inferencepool.serving.dualmap.dev/qwen" in cluster.kubectl("get", name, "-n", namespace, "-o", "name")
+
+
+def test_pools_are_selected_by_model_and_policy(cluster: Cluster, namespace: str) -> None:
+    create(cluster, namespace, "other", model="llama")
+    for selector, found in (("spec.model.name=llama", "other"), ("spec.routing.policy=dualmap_paper", "qwen")):
+        names = cluster.kubectl("get", "dmpool", "-n", namespace, "--field-selector", selector, "-o", "name")
+        assert names.split() == [f"inferencepool.serving.dualmap.dev/{found}"]
+
+
+@pytest.fixture(name="both")
+def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
+    """The Gateway API Inference Extension's CRD beside ours, and a pool of theirs called gaie."""
+    cluster.kubectl("apply", "--server-side", "-f", str(gaie_crd()))
+    try:
+        cluster.kubectl("wait", "--for=condition=Established", f"crd/{GAIE_CRD}")
+        theirs = {
+            "apiVersion": "inference.networking.k8s.io/v1",
+            "kind": "InferencePool",
+            "metadata": {"name": "gaie"},
+            "spec": {
+                "selector": {"matchLabels": {"app": "vllm"}},
+                "targetPorts": [{"number": 8000}],
+                "endpointPickerRef": {"name": "picker", "port": {"number": 9002}},
+            },
+        }
+        cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(theirs))
+        yield
+    finally:
+        cluster.kubectl("delete", "crd", GAIE_CRD)
+
+
+def gaie_crd() -> Path:
+    """The file in Go's module cache, downloaded where it is not there and the proxy can be reached; else a skip."""
+    go = shutil.which("go")
+    if go is None:
+        pytest.skip("go is needed to get the Gateway API Inference Extension's CRD")
+    found = subprocess.run([go, "mod", "download", "-json", GAIE_MODULE], capture_output=True, text=True, timeout=60)
+    if found.returncode != 0:
+        pytest.skip(f"not in Go's module cache, and no network here: go mod download {GAIE_MODULE}")
+    return Path(json.loads(found.stdout)["Dir"]) / GAIE_FILE
+
+
+@pytest.mark.usefixtures("both")
+def test_beside_theirs_the_bare_name_is_theirs_and_dmpool_is_ours(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    # kubectl remembers which names there are: a folder of its own has it look again.
+    fresh = ("--cache-dir", str(tmp_path), "-n", namespace)
+    for name in ("inferencepool", "inferencepools", "infpool", GAIE_CRD):
+        assert cluster.kubectl("get", name, "-o", "name", *fresh) == "inferencepool.inference.networking.k8s.io/gaie\n"
+    for name in ("dmpool", CRD):
+        assert "inferencepool.serving.dualmap.dev/qwen" in cluster.kubectl("get", name, "-o", "name", *fresh)
+    assert "not found" in cluster.kubectl("scale", "inferencepool/qwen", "--replicas", "2", *fresh, check=False)
+    cluster.kubectl("scale", "dmpool/qwen", "--replicas", "6", *fresh)
