@@ -1,0 +1,121 @@
+"""What the operator makes of a pool, before the real API server: accepted as it is, and the same every time."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane.cluster import Cluster
+from dualmap_operator.children import children
+from dualmap_operator.spec import PoolSpec, read_spec
+
+ROOT = Path(__file__).parents[2]
+CRD = "inferencepools.serving.dualmap.dev"
+ENGINE = {"name": "engine", "image": "vllm/vllm-openai:v0.32.0"}
+PLAIN = {"spec": {"containers": [ENGINE]}}
+RICH = {
+    "metadata": {"labels": {"app": "qwen"}, "annotations": {"a": "b"}, "creationTimestamp": None},
+    "spec": {
+        "containers": [
+            {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]},
+            {
+                **ENGINE,
+                "args": ["--model=m", "--shutdown-timeout=90"],
+                "env": [{"name": "HOME", "value": "/tmp"}],
+                "ports": [{"name": "http", "containerPort": 8000}],
+                "lifecycle": {"postStart": {"exec": {"command": ["true"]}}},
+                "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}},
+                "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "32Gi"}},
+            },
+        ],
+        "readinessGates": [{"conditionType": "example.com/warm"}],
+        "terminationGracePeriodSeconds": 30,
+        "topologySpreadConstraints": [],
+        "securityContext": None,
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    },
+}
+
+
+@pytest.fixture(scope="module", name="namespace")
+def _namespace(cluster: Cluster) -> str:
+    cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+    return cluster.namespace()
+
+
+def create(cluster: Cluster, namespace: str, name: str, template: Mapping[str, Any], **spec: Any) -> PoolSpec:
+    """Make the pool, so that its children have an owner, and read what the API server made of it."""
+    document = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {"model": {"name": "m"}, "replicas": 2, "workload": {"template": template}, **spec},
+    }
+    made = cluster.kubectl("create", "-n", namespace, "-o", "json", "-f", "-", input=json.dumps(document))
+    return read_spec(json.loads(made))
+
+
+def apply(cluster: Cluster, child: Mapping[str, Any], *options: str) -> dict[str, Any]:
+    """Apply one child as the operator does; the answer is the object as the API server has it now."""
+    manager = ("--server-side", "--field-manager=dualmap-operator", "--validate=strict")
+    answer: dict[str, Any] = json.loads(
+        cluster.kubectl("apply", *manager, *options, "-o", "json", "-f", "-", input=json.dumps(child))
+    )
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "spec"),
+    [
+        ("plain", PLAIN, {}),
+        ("rich", RICH, {"drain": {"timeout": "500ms"}}),
+        ("q" * 50, RICH, {"engine": {"type": "TensorRTLLM", "port": 65535}, "drain": {"timeout": "1h"}}),
+    ],
+)
+def test_children_are_accepted_in_strict_validation(
+    cluster: Cluster, namespace: str, name: str, template: dict[str, Any], spec: dict[str, Any]
+) -> None:
+    for child in children(create(cluster, namespace, name, template, **spec), replicas=2):
+        answer = apply(cluster, child, "--dry-run=server")
+
+        assert (answer["kind"], answer["metadata"]["name"]) == (child["kind"], name)
+
+
+def test_applying_again_changes_nothing(cluster: Cluster, namespace: str) -> None:
+    spec = create(cluster, namespace, "again", RICH)
+
+    for child in children(spec, replicas=0):
+        first, second = apply(cluster, child), apply(cluster, child)
+
+        # The generation counts the changes of a spec; Services have none.
+        assert second["metadata"].get("generation") == first["metadata"].get("generation")
+        assert second["spec"] == first["spec"]
+
+
+def test_pods_carry_what_the_ring_needs(cluster: Cluster, namespace: str) -> None:
+    spec = create(cluster, namespace, "pods", RICH)
+    for child in children(spec, replicas=1):
+        apply(cluster, child)
+
+    cluster.kubectl("wait", "-n", namespace, "--for=create", "--timeout=60s", "pod/pods-0")
+    pod = json.loads(cluster.kubectl("get", "pod", "pods-0", "-n", namespace, "-o", "json"))
+
+    assert pod["metadata"]["labels"]["serving.dualmap.dev/pool"] == "pods"
+    assert pod["metadata"]["labels"]["app"] == "qwen"
+    assert pod["spec"]["readinessGates"][-1] == {"conditionType": "serving.dualmap.dev/in-ring"}
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 600 + 10 + 90
+    assert "preStop" in pod["spec"]["containers"][1]["lifecycle"]
+
+
+def test_kubectl_shows_the_script_line_by_line(cluster: Cluster, namespace: str) -> None:
+    set_, *_ = children(create(cluster, namespace, "shown", PLAIN), replicas=0)
+    apply(cluster, set_)
+
+    shown = cluster.kubectl("get", "statefulset", "shown", "-n", namespace, "-o", "yaml")
+
+    lines = [line.strip() for line in shown.splitlines()]
+    assert "port=8000 metrics=/metrics timeout=600 settle=5" in lines
+    assert "sleep $settle || exit 1" in lines
