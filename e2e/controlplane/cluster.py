@@ -34,7 +34,8 @@ _PODS = ipaddress.ip_network("10.244.0.0/16")
 _SERVICES = "10.0.0.0/24"
 # Several minutes' work of others may be on the machine; an idle one needs 8 s for all of it.
 _READY_TIMEOUT_S = 90.0
-_STOP_GRACE_S = 5.0
+# In order the API server would wait for a minute while anybody watches.
+_STOP_GRACE_S = 1.0
 _KUBECTL_TIMEOUT_S = 60.0
 _HTTP_TIMEOUT_S = 5.0
 _NODE_LIFECYCLE_OFF = "--controllers=*,-node-lifecycle-controller"
@@ -149,7 +150,7 @@ class Cluster:
         return list(self._audited)
 
     def stop_apiserver(self) -> None:
-        """Stop the API server; watches end and nothing answers until `start_apiserver`."""
+        """Stop the API server; watches break off and nothing answers until `start_apiserver`."""
         self._programs["kube-apiserver"].stop(grace_s=_STOP_GRACE_S)
 
     def start_apiserver(self) -> None:

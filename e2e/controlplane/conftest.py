@@ -11,6 +11,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -18,9 +19,11 @@ import pytest
 
 from controlplane.build import binaries_folder
 from controlplane.cluster import ADVERTISED, Cluster
+from controlplane.kubelet.fixtures import kubelet_fixture  # noqa: F401  # pytest finds fixtures by import
 
 # As in pyproject.toml, but for the test alone: whoever comes first starts the control plane.
 _TEST_TIMEOUT_S = 120
+_DIRECTORY = pytest.StashKey[Path]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,21 +38,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(_TEST_TIMEOUT_S, func_only=True))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say where the logs are, if they were kept."""
+    kept = config.stash.get(_DIRECTORY, None)
+    if kept and kept.is_dir():
+        terminalreporter.write_line(f"logs of the control plane: {kept / 'logs'}")
+
+
 @pytest.fixture(scope="session", name="cluster")
 def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """The control plane that the session's tests share; its logs are kept, and named, when a test failed."""
-    # Whoever ends pytest, `timeout` for one, would leave the programs running.
-    before = signal.signal(signal.SIGTERM, _interrupt)
     directory = Path(tempfile.mkdtemp(prefix="dualmap-controlplane-"))
+    request.config.stash[_DIRECTORY] = directory
+    with _ended_in_order(), Cluster(binaries_folder(), directory) as cluster:
+        yield cluster
+    if not request.session.testsfailed:
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Have SIGTERM end pytest as Ctrl-C does: otherwise the programs would be left running."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"signal {number}")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        with Cluster(binaries_folder(), directory) as cluster:
-            yield cluster
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        if request.session.testsfailed:
-            print(f"\nlogs of the control plane: {directory / 'logs'}")
-        else:
-            shutil.rmtree(directory)
 
 
 def _why_not() -> str | None:
@@ -62,7 +80,3 @@ def _why_not() -> str | None:
         except OSError:
             return "not in a network namespace for pods: make e2e"
     return None
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(f"signal {number}")
