@@ -71,14 +71,20 @@ class Team:
             if condition(pod, "Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
         }
 
-    async def until_ready(self, name: str, *, status: str = "True") -> Object:
-        """Wait until a pod's Ready condition is as told; returns the pod."""
+    async def until_ready(self, name: str) -> Object:
+        """Wait until a pod is ready; returns it."""
+        return await self.until_says(name, Ready="True")
+
+    async def until_says(self, name: str, **conditions: str) -> Object:
+        """Wait until conditions of a pod are as told; returns it."""
+        said: list[Object] = []
 
         async def there() -> bool:
-            return condition(await self.pod(name), "Ready") == status
+            said.append(await self.pod(name))
+            return all(condition(said[-1], kind) == status for kind, status in conditions.items())
 
-        await until(there, f"{name} Ready={status}", timeout_s=WITHIN_S)
-        return await self.pod(name)
+        await until(there, f"{name} says {conditions}", timeout_s=WITHIN_S)
+        return said[-1]
 
     async def until_gone(self, name: str) -> list[Object]:
         """Follow a pod until its object is deleted; returns what the watch showed of it, the last last."""
@@ -148,13 +154,11 @@ async def test_a_statefulset_goes_up_and_down_and_its_endpointslice_follows(
 async def test_a_readiness_gate_holds_ready_back(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(pod("gated", shell(FOREVER), readinessGates=[{"conditionType": GATE}]))
 
-    closed = await team.until_ready("gated", status="False")
+    await team.until_says("gated", ContainersReady="True", Ready="False")
     await team.set_gate("gated", "True")
-    await team.until_ready("gated")
+    await team.until_says("gated", ContainersReady="True", Ready="True")
     await team.set_gate("gated", "False")
-    closed_again = await team.until_ready("gated", status="False")
-
-    assert condition(closed, "ContainersReady") == condition(closed_again, "ContainersReady") == "True"
+    await team.until_says("gated", ContainersReady="True", Ready="False")
 
 
 async def test_pre_stop_delays_sigterm_and_the_pod_goes_on_meanwhile(
@@ -230,7 +234,7 @@ async def test_processes_survive_a_restart_of_the_api_server(
     cluster: Cluster, team: Team, kubelet: ProcessKubelet
 ) -> None:
     team.apply(pod("survivor", shell(FOREVER), readinessGates=[{"conditionType": GATE}]))
-    await team.until_ready("survivor", status="False")
+    await team.until_says("survivor", ContainersReady="True", Ready="False")
     before = pods_of(team, kubelet)
 
     await asyncio.to_thread(cluster.restart_apiserver)
@@ -247,7 +251,7 @@ async def test_a_lost_node_is_found_out_and_its_processes_end(cluster: Cluster, 
         stranded = lost.pod(team.namespace, "stranded")
 
         lost.freeze_node()
-        await team.until_ready("stranded", status="False")
+        await team.until_says("stranded", Ready="False")
         ran_on = runs(stranded)
         lost.lose_node()
 
