@@ -14,7 +14,6 @@ from dualmap.pool_reader import GROUP
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
 """The readiness gate by which the operator holds a pod's Kubernetes readiness until it is on the rings."""
-_GATE_CLOSED: Final = "ReadinessGatesNotReady"
 _ENDED: Final = ("Failed", "Succeeded")
 _UID_SHOWN: Final = 8
 _MAX_RESTARTS: Final = 2**31
@@ -69,9 +68,7 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
         uid=uid,
         address=_address(status),
         serving=(
-            not ended
-            and all(conditions.get(each, absent).holds for each in deciding)
-            and not _node_lost(conditions, gates)
+            not ended and all(conditions.get(each, absent).holds for each in deciding) and not _node_lost(conditions)
         ),
         serving_since=max(conditions.get(each, absent).since for each in deciding),
         ready=not ended and conditions.get("Ready", absent).holds,
@@ -110,21 +107,16 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
     }
 
 
-def _node_lost(conditions: Mapping[str, _Condition], gates: list[str]) -> bool:
+def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
     """Return whether somebody other than the pod's kubelet took its readiness away.
 
-    When a node stops reporting, the control plane makes Ready false and leaves ContainersReady as it was. The same
-    stands there while a kubelet has not yet seen the last gate come true, but then Ready's transition is the older one,
-    or its reason says that it waits for a gate.
+    When a node stops reporting, the control plane makes Ready false, without a reason, and leaves ContainersReady as
+    it was. A kubelet that makes Ready false says why: that our gate is closed, for one. With one that does not, Ready
+    was false before the containers became ready.
     """
-    needed = [conditions.get(each, _Condition()) for each in ("ContainersReady", *gates)]
-    ready = conditions.get("Ready")
-    if ready is None or ready.holds or ready.reason == _GATE_CLOSED:
-        return False
-    if not all(each.holds and each.since for each in needed):
-        return False
+    containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
     # The API writes every time as UTC in whole seconds, so that texts are in the order of what they name.
-    return ready.since > max(each.since for each in needed)
+    return not ready.holds and not ready.reason and ready.since > containers.since
 
 
 def _address(status: Mapping[str, Any]) -> str:

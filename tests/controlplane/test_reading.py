@@ -1,5 +1,8 @@
 import copy
+import json
+from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +93,64 @@ def changed(body: dict[str, Any], path: tuple[str | int, ...], value: object) ->
 def every_path(value: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(found for key, each in inner for found in every_path(each, (*path, key)))]
+
+
+def recorded(name: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / f"{name}.json").read_text())
+    return body
+
+
+class TestRecorded:
+    """Objects as a real API server wrote them; recorded/README.md says how they were made."""
+
+    @pytest.mark.parametrize(
+        ("name", "serving", "ready", "in_ring", "terminating"),
+        [
+            ("gate_closed", True, False, False, False),
+            ("in_ring", True, True, True, False),
+            ("terminating", True, True, True, True),
+            ("crashed", False, False, None, False),
+            ("failed", False, False, None, False),
+            ("pending", False, False, None, False),
+            ("node_lost", False, False, True, False),
+        ],
+    )
+    def test_states(self, name: str, serving: bool, ready: bool, in_ring: bool | None, terminating: bool) -> None:
+        pod = read_pod(recorded(f"pod_{name}"))
+        assert (pod.serving, pod.ready, pod.in_ring, pod.terminating) == (serving, ready, in_ring, terminating)
+
+    def test_a_lost_node_stays_lost_when_we_close_the_gate(self) -> None:
+        body = recorded("pod_node_lost")
+        (gate,) = (each for each in body["status"]["conditions"] if each["type"] == IN_RING_GATE)
+        gate |= {"status": "False", "lastTransitionTime": "2030-01-01T00:00:00Z"}
+        pod = read_pod(body)
+        assert (pod.serving, pod.in_ring) == (False, False)
+
+    def test_a_pod_of_our_statefulset(self) -> None:
+        body, statefulset = recorded("pod_gate_closed"), read_statefulset(recorded("statefulset"))
+        pod = read_pod(body)
+        assert (pod.name, pod.ordinal, pod.address) == ("qwen-1", 1, body["status"]["podIP"])
+        assert pod.incarnation == f"{pod.uid[:8]}-0"
+        (ready,) = (each for each in body["status"]["conditions"] if each["type"] == "ContainersReady")
+        assert pod.serving_since_s == seconds(ready["lastTransitionTime"])
+        assert (statefulset.replicas, statefulset.update_revision) == (3, pod.revision)
+        assert statefulset.generation == statefulset.observed_generation == 1
+
+    def test_the_same_pod_before_and_while_it_ends(self) -> None:
+        before, ending = read_pod(recorded("pod_in_ring")), read_pod(recorded("pod_terminating"))
+        assert ending == replace(before, terminating=True)
+
+    def test_restarts_change_the_incarnation(self) -> None:
+        pod = read_pod(recorded("pod_crashed"))
+        assert pod.incarnation == f"{pod.uid[:8]}-1"
+
+    def test_a_pod_that_nobody_runs_has_no_address(self) -> None:
+        assert read_pod(recorded("pod_pending")).address == ""
+
+    def test_selectors(self) -> None:
+        labels = recorded("pod_in_ring")["metadata"]["labels"]
+        assert matches(recorded("statefulset")["spec"]["selector"], labels)
+        assert not matches({"matchLabels": {"app": "vllm"}}, labels)
 
 
 class TestPod:

@@ -1,3 +1,5 @@
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,16 @@ class TestReading:
         with pytest.raises(PoolError) as refusal:
             read_spec(pool(**spec))
         assert refusal.value.field == field
+
+
+def test_a_pool_as_a_real_api_server_wrote_it() -> None:
+    """With the schema's defaults in every field (recorded/README.md)."""
+    document = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
+    spec = read_spec(document)
+    assert (spec.name, spec.replicas, spec.drain_timeout_s, spec.generation) == ("qwen", 3, DRAIN_TIMEOUT_S, 1)
+    assert spec.uid == document["metadata"]["uid"]
+    assert isinstance(spec.workload, TemplateWorkload)
+    assert spec.workload.template == document["spec"]["workload"]["template"]
 
 
 class TestSelectors:

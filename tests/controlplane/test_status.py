@@ -1,4 +1,6 @@
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,20 @@ def test_the_router_reads_what_is_written() -> None:
     assert [(each.id, each.address, each.port, each.state, each.weight, each.incarnation) for each in pool.members] == [
         (each.id, each.address, each.port, each.state, each.weight, each.incarnation) for each in members
     ]
+
+
+def test_the_schema_lets_all_of_it_through() -> None:
+    """What a real API server kept of a status that we wrote (recorded/README.md) is what we would write again."""
+    pool = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
+    status = read_status(pool["status"])
+    assert status_document(status) == pool["status"]
+    assert [(each.id, each.state) for each in status.members] == [
+        ("qwen-0", MemberState.ACTIVE),
+        ("qwen-1", MemberState.JOINING),
+    ]
+    assert all(each.incarnation for each in status.members)
+    assert status.traffic == Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+    assert [each.type for each in status.conditions] == ["Accepted"]
 
 
 @pytest.mark.parametrize(
