@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,8 @@ import pytest
 from controlplane.build import binaries_folder
 from controlplane.cluster import ADVERTISED, Cluster
 from controlplane.kubelet.fixtures import kubelet_fixture  # noqa: F401  # pytest finds fixtures by import
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.product import Product
 
 # As in pyproject.toml, but for the test alone: whoever comes first starts the control plane.
 _TEST_TIMEOUT_S = 120
@@ -54,6 +56,13 @@ def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield cluster
     if not request.session.testsfailed:
         shutil.rmtree(directory)
+
+
+@pytest.fixture(name="product")
+async def _product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> AsyncIterator[Product]:
+    """Two routers that watch a fresh namespace, in which a test's operators may act."""
+    async with Product(cluster, tmp_path) as product:
+        yield product
 
 
 @contextmanager

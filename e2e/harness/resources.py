@@ -29,6 +29,12 @@ def held_by(pid: int) -> Held:
     return Held(descriptors=len(list((process / "fd").iterdir())), threads=len(list((process / "task").iterdir())))
 
 
+def resident_mib(pid: int) -> float:
+    """Return how much memory a running process has resident, in MiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
 async def wait_for_release(before: Mapping[str, Held], pids: Mapping[str, int]) -> None:
     """Wait until no process holds more than the one of its name did before, which may have been another one."""
 

@@ -1,0 +1,216 @@
+"""The product on the control plane: operator, routers and Envoy as processes, a pool of simulated engines as pods.
+
+Everything runs as a user would have it: the CRD and RBAC of the repository, service accounts' tokens, ``envoy-config``
+on what kubectl prints. The tests of issue 6's promises share it; ``harness.traffic`` is what loads it.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from controlplane.cluster import Cluster
+from harness.envoy import Envoy
+from harness.processes import Child, dualmap_argv
+from harness.stack import Router
+from harness.traffic import Traffic
+from harness.waiting import until
+
+ROOT = Path(__file__).parents[2]
+MODEL = "qwen-model"
+SYSTEM = "dualmap-system"
+_WAIT_S = 60.0
+
+
+def pool_manifest(name: str, namespace: str, *, replicas: int, speed: float = 1.0, **spec: Any) -> dict[str, Any]:
+    """Return an InferencePool whose pods are simulated engines; ``spec`` is laid over its spec, field by field."""
+    engine = [sys.executable, "-m", "dualmap_cli", "engine-sim", "--host", "$(POD_IP)", "--port", "8000"]
+    # Other work may keep a pod from answering for seconds.
+    probe = {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1, "timeoutSeconds": 10}
+    container = {
+        "name": "engine",
+        "image": "dualmap:e2e",
+        "command": [*engine, "--model", MODEL, "--preset", "7b", "--speed", f"{speed:g}"],
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "ports": [{"name": "http", "containerPort": 8000}],
+        "readinessProbe": probe,
+    }
+    return {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "model": {"name": MODEL},
+            "engine": {"type": "vLLM"},
+            "replicas": replicas,
+            "workload": {"template": {"spec": {"containers": [container]}}},
+            "drain": {"timeout": "60s"},
+            **spec,
+        },
+    }
+
+
+class Operator(Child):
+    """A ``dualmap operator`` that speaks to the API server through ``kubeconfig``."""
+
+    def __init__(
+        self, *, kubeconfig: Path, directory: Path, name: str, namespace: str, arguments: Sequence[str] = ()
+    ) -> None:
+        ports = ("--host", "127.0.0.1", "--metrics-port", "0", "--health-port", "0")
+        environment = ("/usr/bin/env", f"KUBECONFIG={kubeconfig}", f"POD_NAMESPACE={namespace}", f"POD_NAME={name}")
+        argv = [*environment, *dualmap_argv("operator", *ports, "--log-level", "debug", *arguments)]
+        super().__init__(name, argv, directory=directory)
+        self.ports: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Start and wait for the ready line, which says the ports."""
+        before = len(self.output())
+        await super().start()
+        line = await self.wait_for_line(r"dualmap operator ready (.*)", after=before)
+        self.ports = {
+            kind: int(address.rpartition(":")[2]) for kind, address in (part.split("=", 1) for part in line[1].split())
+        }
+
+    async def healthy(self) -> bool:
+        """Return what ``/healthz`` says."""
+        url = f"http://127.0.0.1:{self.ports['health']}/healthz"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.status == 200
+
+
+class Product:
+    """Operators, routers and (once ``open_gateway`` is called) Envoy. A context: leaving it stops all it started."""
+
+    def __init__(self, cluster: Cluster, directory: Path, *, routers: int = 2) -> None:
+        self.cluster = cluster
+        self.directory = directory
+        self.namespace = ""
+        self.routers: list[Router] = []
+        self.envoy: Envoy | None = None
+        self._count = routers
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._install)
+        for number in range(self._count):
+            self.routers.append(await self._stack.enter_async_context(self._router(f"router-{number}")))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def operator(self, name: str = "operator-0", *arguments: str, finds_routers: bool = False) -> Operator:
+        """Start an operator; it is stopped with the product.
+
+        It is told of the product's routers, or finds them by their Service (``finds_routers``).
+        """
+        known = [part for router in self.routers for part in ("--router", f"127.0.0.1:{router.ports['metrics']}")]
+        if finds_routers:
+            known = []
+        operator = Operator(
+            kubeconfig=self.kubeconfig("dualmap-operator"),
+            directory=self.directory,
+            name=name,
+            namespace=SYSTEM,
+            arguments=("--namespace", self.namespace, *known, *arguments),
+        )
+        return await self._stack.enter_async_context(operator)
+
+    def kubeconfig(self, account: str) -> Path:
+        """Return a kubeconfig with the token of one of the product's service accounts."""
+        return self.cluster.service_account_kubeconfig(SYSTEM, account)
+
+    async def kubectl(self, *arguments: str, input: str | None = None, check: bool = True) -> str:
+        """Run kubectl as the administrator, in the pools' namespace unless told otherwise."""
+        scope = () if {"-n", "--namespace", "-A"} & set(arguments) else ("-n", self.namespace)
+        return await asyncio.to_thread(lambda: self.cluster.kubectl(*scope, *arguments, input=input, check=check))
+
+    async def apply(self, manifest: Mapping[str, Any]) -> None:
+        """Apply an object as a user does."""
+        await self.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(manifest))
+
+    async def pool(self, name: str = "qwen") -> dict[str, Any]:
+        """Return the pool's object as the API server has it."""
+        document: dict[str, Any] = json.loads(await self.kubectl("get", f"dmpool/{name}", "-o", "json"))
+        return document
+
+    async def states(self, name: str = "qwen") -> dict[str, str]:
+        """Return the published members' states by id."""
+        ring = (await self.pool(name)).get("status", {}).get("ring", {})
+        return {member["id"]: member["state"] for member in ring.get("members", [])}
+
+    async def until_active(self, count: int, name: str = "qwen", *, timeout_s: float = 120.0) -> None:
+        """Wait until exactly the first ``count`` ordinals are in the ring, all Active, and the StatefulSet has them."""
+        wanted = {f"{name}-{number}": "Active" for number in range(count)}
+        await self.until(lambda status: _states(status) == wanted and status.get("replicas") == count, name, timeout_s)
+
+    async def until(
+        self, holds: Callable[[dict[str, Any]], bool], name: str = "qwen", timeout_s: float = _WAIT_S
+    ) -> None:
+        """Wait until the pool's status is as wanted; the last one is in the message of a failure."""
+        last: dict[str, Any] = {}
+
+        async def as_wanted() -> bool:
+            last.clear()
+            last.update((await self.pool(name)).get("status", {}))
+            return holds(last)
+
+        try:
+            await until(as_wanted, f"the status of {name} is as wanted", timeout_s=timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it is {json.dumps(last, indent=1)}") from error
+
+    async def open_gateway(self, name: str = "qwen") -> Envoy:
+        """Start an Envoy in front of the pool, configured from what kubectl prints, and return it."""
+        file = self.directory / f"{name}.yaml"
+        file.write_text(await self.kubectl("get", f"dmpool/{name}", "-o", "yaml"))
+        grpc, als = (",".join(f"127.0.0.1:{router.ports[port]}" for router in self.routers) for port in ("grpc", "als"))
+        argv = dualmap_argv(
+            "envoy-config", "--pool", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0",
+            "--router", grpc, "--als", als,
+        )  # fmt: skip
+        made = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+        config, _ = await made.communicate()
+        assert made.returncode == 0
+        self.envoy = await self._stack.enter_async_context(Envoy(config.decode(), directory=self.directory))
+        return self.envoy
+
+    def traffic(self, *, streams: int = 8, plain: int = 2, tokens: int = 60) -> Traffic:
+        """Return clients of the gateway that hold ``streams`` streams of ``tokens`` tokens open at any time."""
+        envoy = self.envoy
+        assert envoy is not None, "open_gateway first"
+        return Traffic(lambda: envoy.url, lambda number: _chat(number, tokens), streams=streams, plain=plain)
+
+    def _install(self) -> None:
+        """Apply the CRD and the namespaced form of the rights, for a fresh namespace that has the pools."""
+        kubectl = self.cluster.kubectl
+        self.namespace = self.cluster.namespace()
+        kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+        kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev", "--timeout=60s")
+        manifests = ROOT / "manifests"
+        kubectl("apply", "-f", str(manifests / "namespace.yaml"), "-f", str(manifests / "rbac" / "system.yaml"))
+        kubectl("apply", "-n", self.namespace, "-f", str(manifests / "rbac" / "namespaced.yaml"))
+
+    def _router(self, name: str) -> Router:
+        router = Router((), directory=self.directory, name=name, arguments=("--kube", "--namespace", self.namespace))
+        router.argv = ["/usr/bin/env", f"KUBECONFIG={self.kubeconfig('dualmap-router')}", *router.argv]
+        return router
+
+
+def _states(status: Mapping[str, Any]) -> dict[str, str]:
+    return {member["id"]: member["state"] for member in status.get("ring", {}).get("members", [])}
+
+
+def _chat(number: int, tokens: int) -> dict[str, Any]:
+    """A conversation's prompt: an eighth of the requests share each beginning."""
+    beginning = f"You are assistant {number % 8}. " * 40
+    messages = [{"role": "system", "content": beginning}, {"role": "user", "content": f"question {number}"}]
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens}

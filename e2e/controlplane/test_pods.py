@@ -1,0 +1,168 @@
+"""What happens to pods by others' hands: killed, deleted, evicted, rolled out, their node lost, their pool deleted."""
+
+import json
+
+import pytest
+
+from controlplane.cluster import Cluster
+from controlplane.kubelet.fixtures import kubelet_on
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.product import Product, pool_manifest
+from harness.traffic import failed, tally
+from harness.waiting import until
+
+PODS = ("get", "pods", "-l", "serving.dualmap.dev/pool=qwen", "-o")
+
+
+async def serving(product: Product, replicas: int) -> None:
+    await product.operator()
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas))
+    await product.until_active(replicas)
+
+
+async def uids(product: Product) -> dict[str, str]:
+    pods = json.loads(await product.kubectl(*PODS, "json"))["items"]
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
+
+
+async def test_a_crashed_engine_leaves_and_comes_back_with_its_id_and_an_empty_cache(
+    product: Product, kubelet: ProcessKubelet
+) -> None:
+    await serving(product, 2)
+    (before,) = (each for each in (await product.pool())["status"]["ring"]["members"] if each["id"] == "qwen-1")
+    kubelet.kill(kubelet.pod(product.namespace, "qwen-1"))
+    await product.until(lambda status: "qwen-1" not in {each["id"] for each in status["ring"]["members"]})
+    await product.until_active(2)
+    (after,) = (each for each in (await product.pool())["status"]["ring"]["members"] if each["id"] == "qwen-1")
+    assert after["incarnation"] != before["incarnation"]
+
+
+@pytest.mark.timeout(180, func_only=True)
+@pytest.mark.parametrize("how", ["deleted", "evicted"])
+async def test_a_pod_sent_away_finishes_its_streams(product: Product, how: str) -> None:
+    await serving(product, 2)
+    await product.open_gateway()
+    traffic = product.traffic(streams=6, plain=2, tokens=150)
+    async with traffic.running():
+        await traffic.streaming(5)
+        before = await uids(product)
+        if how == "deleted":
+            await product.kubectl("delete", "pod/qwen-0", "--wait=false")
+        else:
+            eviction = {
+                "apiVersion": "policy/v1",
+                "kind": "Eviction",
+                "metadata": {"name": "qwen-0", "namespace": product.namespace},
+            }
+            path = f"/api/v1/namespaces/{product.namespace}/pods/qwen-0/eviction"
+            await product.kubectl("create", "--raw", path, "-f", "-", input=json.dumps(eviction))
+
+        async def replaced() -> bool:
+            return (await uids(product)).get("qwen-0", before["qwen-0"]) != before["qwen-0"]
+
+        await until(replaced, "qwen-0 has a successor", timeout_s=90.0)
+        await product.until_active(2)
+    print(f"a pod {how} under 8 clients: {dict(tally(traffic.exchanges))}")
+    assert failed(traffic.exchanges) == []
+
+
+@pytest.mark.timeout(300, func_only=True)
+async def test_a_changed_template_rolls_one_pod_at_a_time_under_streams(product: Product) -> None:
+    await serving(product, 3)
+    await product.open_gateway()
+    before = await uids(product)
+    manifest = pool_manifest("qwen", product.namespace, replicas=3)
+    manifest["spec"]["workload"]["template"]["metadata"] = {"labels": {"release": "two"}}
+    traffic = product.traffic(streams=6, plain=2, tokens=100)
+    fewest = 3
+
+    async with traffic.running():
+        await traffic.streaming(5)
+        await product.apply(manifest)
+
+        async def rolled() -> bool:
+            nonlocal fewest
+            states = await product.states()
+            fewest = min(fewest, sum(state == "Active" for state in states.values()))
+            after = await uids(product)
+            return after.keys() == before.keys() and not set(after.values()) & set(before.values())
+
+        await until(rolled, "every pod is replaced", timeout_s=240.0)
+        await product.until_active(3)
+    print(f"roll-out of 3 pods under 8 clients: {dict(tally(traffic.exchanges))}, never fewer than {fewest} Active")
+    assert failed(traffic.exchanges) == []
+    assert fewest >= 1
+    labels = await product.kubectl(*PODS, "jsonpath={.items[*].metadata.labels.release}")
+    assert labels.split() == ["two"] * 3
+
+
+@pytest.mark.timeout(180, func_only=True)
+async def test_a_deleted_pool_finishes_its_streams_and_takes_its_children_along(product: Product) -> None:
+    await serving(product, 2)
+    await product.open_gateway()
+    traffic = product.traffic(streams=4, plain=0, tokens=200)
+    async with traffic.running():
+        await traffic.streaming(4)
+        incident = traffic.incident()
+        await product.kubectl("delete", "dmpool/qwen", "--wait=false")
+
+        async def all_gone() -> bool:
+            left = await product.kubectl("get", "dmpool,statefulset,service,pdb", "-o", "name")
+            return left.split() == []
+
+        await until(all_gone, "pool and children are gone", timeout_s=90.0)
+    # New requests are refused while it goes; those under way get their answers.
+    assert failed(incident.caught) == []
+
+
+@pytest.mark.timeout(180, func_only=True)
+async def test_adopted_pods_leave_the_ring_as_they_terminate(product: Product) -> None:
+    await product.operator()
+    template = pool_manifest("vllm", product.namespace, replicas=2)["spec"]["workload"]["template"]
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "vllm", "namespace": product.namespace},
+        "spec": {
+            "replicas": 2,
+            "selector": {"matchLabels": {"app": "vllm"}},
+            "template": {"metadata": {"labels": {"app": "vllm"}}, "spec": template["spec"]},
+        },
+    }
+    pool = pool_manifest("qwen", product.namespace, replicas=7, workload={"selector": {"matchLabels": {"app": "vllm"}}})
+    await product.apply(deployment)
+    await product.apply(pool)
+    await product.until(lambda status: status.get("inRing") == 2)
+    limited = {each["type"]: each for each in (await product.pool())["status"]["conditions"]}["ScalingLimited"]
+    assert limited["status"] == "True"
+    pods = json.loads(await product.kubectl("get", "pods", "-l", "app=vllm", "-o", "json"))["items"]
+    for pod in pods:
+        owners = {each["kind"] for each in pod["metadata"]["ownerReferences"]}
+        assert (owners, pod["metadata"].get("finalizers")) == ({"ReplicaSet"}, None)
+    await product.kubectl("scale", "deployment/vllm", "--replicas=1")
+    await product.until(lambda status: len(status["ring"]["members"]) == 1)
+
+
+@pytest.mark.timeout(240, func_only=True)
+async def test_a_lost_node_takes_its_pods_out_of_the_ring(product: Product, cluster: Cluster) -> None:
+    with kubelet_on(cluster, "node-lost") as lost, cluster.node_lifecycle():
+        manifest = pool_manifest("qwen", product.namespace, replicas=2)
+        spec = manifest["spec"]["workload"]["template"]["spec"]
+        spec["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": {"serving.dualmap.dev/pool": "qwen"}},
+            }
+        ]
+        await product.operator()
+        await product.apply(manifest)
+        await product.until_active(2)
+        (gone,) = {pod.name for pod in lost.pods() if pod.namespace == product.namespace}
+        lost.lose_node()
+        await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == [_other(gone)])
+
+
+def _other(name: str) -> str:
+    return {"qwen-0": "qwen-1", "qwen-1": "qwen-0"}[name]
