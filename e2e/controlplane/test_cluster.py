@@ -11,6 +11,7 @@ from controlplane.cluster import Cluster, KubectlError
 from controlplane.programs import wait_until
 
 AUDITED_WITHIN_S = 10.0
+LOST_WITHIN_S = 60.0
 
 
 def test_kubectl_and_server_are_the_pinned_version(cluster: Cluster) -> None:
@@ -81,6 +82,21 @@ def test_a_service_account_is_known_by_its_token(cluster: Cluster) -> None:
 
 def test_address_blocks_are_not_given_twice(cluster: Cluster) -> None:
     assert not cluster.address_block().overlaps(cluster.address_block())
+
+
+def test_a_silent_node_is_lost_only_where_nodes_are_watched(cluster: Cluster) -> None:
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"generateName": "silent-"}}
+    name = cluster.kubectl("create", "-o", "name", "-f", "-", input=json.dumps(node)).strip()
+    ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}
+    cluster.kubectl("patch", name, "--subresource", "status", "-p", json.dumps({"status": {"conditions": [ready]}}))
+
+    def state() -> str:
+        return cluster.kubectl("get", name, "-o", 'jsonpath={.status.conditions[?(@.type=="Ready")].status}')
+
+    assert state() == "True"
+    with cluster.node_lifecycle():
+        wait_until(lambda: state() == "Unknown", f"{name} is lost", timeout_s=LOST_WITHIN_S)
+    cluster.kubectl("delete", name)
 
 
 def config_map(name: str, **data: str) -> str:
