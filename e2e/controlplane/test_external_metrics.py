@@ -1,0 +1,190 @@
+"""A real HorizontalPodAutoscaler scales a pool through its scale subresource, by what two routers' pages add up to.
+
+The HPA is the one of manifests/. The pool is bare: nobody runs instances for it, and the test writes the part of its
+status that an HPA needs, which is the operator's otherwise.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import yaml
+
+from controlplane import external_metrics
+from controlplane.cluster import Cluster
+from controlplane.programs import wait_until
+from dualmap.requests import PoolStatus
+from dualmap.scaling import PoolSignals
+from dualmap_extproc.demand import Demand
+from dualmap_extproc.metrics import Metrics
+
+ROOT = Path(__file__).parents[2]
+CRD = ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"
+HPA = ROOT / "manifests" / "hpa.yaml"
+POOL = "inferencepools.serving.dualmap.dev/qwen"
+METRIC = "dualmap_pool_desired_replicas"
+# The HPA looks every 2 s here; the machine may be busy.
+SCALED_WITHIN_S = 60.0
+
+
+def test_an_hpa_follows_the_routers_wish_and_stays_when_it_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.kubectl("apply", "--server-side", "-f", str(CRD))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev")
+    namespace = cluster.namespace()
+    make_pool(cluster, namespace, replicas=2)
+    with ExitStack() as open_until_the_end:
+        routers = [open_until_the_end.enter_context(Router.serving(f"{namespace}/qwen")) for _ in range(2)]
+        asked = Asked(namespace, [router.server_port for router in routers])
+        open_until_the_end.enter_context(external_metrics.serving(cluster, tmp_path, asked))
+        cluster.kubectl("apply", "-f", "-", input=json.dumps(impatient_hpa(namespace)))
+
+        routers[0].wish, routers[1].wish = 2.6, 1.6
+        follow(cluster, namespace, to=5)
+
+        asked.lost = True
+        wait_until(
+            lambda: scaling_active(cluster, namespace) == "False", "the HPA misses it", timeout_s=SCALED_WITHIN_S
+        )
+        assert pool(cluster, namespace)["spec"]["replicas"] == 5
+        asked.lost = False
+
+        routers[0].wish, routers[1].wish = 0.5, 0.4
+        follow(cluster, namespace, to=2)
+    assert not asked.odd
+
+
+class Asked:
+    """What the HPA is told: the routers' sum, or nothing while that is ``lost``. Keeps what it asked for amiss."""
+
+    def __init__(self, namespace: str, metrics_ports: Sequence[int]) -> None:
+        self._namespace = namespace
+        self._metrics_ports = metrics_ports
+        self.lost = False
+        self.odd: list[tuple[str, str, Mapping[str, str]]] = []
+
+    def __call__(self, namespace: str, metric: str, labels: Mapping[str, str]) -> float | None:
+        if (namespace, metric, labels) != (self._namespace, METRIC, {"pool_name": "qwen"}):
+            self.odd.append((namespace, metric, labels))
+        if self.lost:
+            return None
+        return external_metrics.total(self._metrics_ports, metric, f"{namespace}/{labels['pool_name']}")
+
+
+class Wish(Demand):
+    """Desired replicas as the test has them."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__()
+        self._pool = pool
+        self.replicas = 2.0
+
+    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+        return {
+            self._pool: PoolSignals(
+                pending_prefill_tokens_per_endpoint=0.0,
+                arriving_uncached_tokens_per_second=0.0,
+                slo_attainment=None,
+                desired_replicas=self.replicas,
+            )
+        }
+
+
+class Router(ThreadingHTTPServer):
+    """A router's /metrics, with a wish of the test's."""
+
+    def __init__(self, pool: str) -> None:
+        super().__init__(("127.0.0.1", 0), _MetricsPage)
+        self._demand = Wish(pool)
+        self.metrics = Metrics(version="1", replica_id="router", demand=self._demand)
+
+    @property
+    def wish(self) -> float:
+        return self._demand.replicas
+
+    @wish.setter
+    def wish(self, replicas: float) -> None:
+        self._demand.replicas = replicas
+
+    @classmethod
+    @contextmanager
+    def serving(cls, pool: str) -> Iterator["Router"]:
+        with cls(pool) as router:
+            thread = Thread(target=router.serve_forever)
+            thread.start()
+            try:
+                yield router
+            finally:
+                router.shutdown()
+                thread.join()
+
+
+class _MetricsPage(BaseHTTPRequestHandler):
+    server: Router
+
+    def do_GET(self) -> None:
+        body = self.server.metrics.render([], self.server.metrics.signals([]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+def make_pool(cluster: Cluster, namespace: str, *, replicas: int) -> None:
+    """Make a pool with the status that its operator would write."""
+    made = {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "qwen", "namespace": namespace},
+        "spec": {
+            "model": {"name": "m"},
+            "replicas": replicas,
+            "workload": {"template": {"spec": {"containers": [{"name": "engine", "image": "engine"}]}}},
+        },
+    }
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(made))
+    run(cluster, namespace, replicas)
+
+
+def run(cluster: Cluster, namespace: str, replicas: int) -> None:
+    """Say in the status that so many instances run."""
+    status = {"status": {"replicas": replicas, "selector": "serving.dualmap.dev/pool=qwen"}}
+    cluster.kubectl("patch", POOL, "-n", namespace, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+
+
+def impatient_hpa(namespace: str) -> Mapping[str, Any]:
+    """The example of manifests/, in this namespace, scaling down at once."""
+    hpa: dict[str, Any] = yaml.safe_load(HPA.read_text())
+    hpa["metadata"]["namespace"] = namespace
+    hpa["spec"]["behavior"]["scaleDown"] = {
+        "stabilizationWindowSeconds": 0,
+        "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
+    }
+    return hpa
+
+
+def follow(cluster: Cluster, namespace: str, *, to: int) -> None:
+    """Wait until the HPA has written that many replicas into the pool's spec, and have them run."""
+    wait_until(
+        lambda: pool(cluster, namespace)["spec"]["replicas"] == to,
+        f"the HPA scales to {to}",
+        timeout_s=SCALED_WITHIN_S,
+    )
+    run(cluster, namespace, to)
+
+
+def pool(cluster: Cluster, namespace: str) -> Any:
+    return json.loads(cluster.kubectl("get", POOL, "-n", namespace, "-o", "json"))
+
+
+def scaling_active(cluster: Cluster, namespace: str) -> str:
+    """The HPA's condition ScalingActive: whether it knows how much to scale."""
+    hpa = json.loads(cluster.kubectl("get", "hpa", "qwen", "-n", namespace, "-o", "json"))
+    conditions = hpa.get("status", {}).get("conditions", [])
+    return next((each["status"] for each in conditions if each["type"] == "ScalingActive"), "Unknown")
