@@ -24,18 +24,15 @@ class HttpServer:
 
     async def start(self, host: str, *, health_port: int, metrics_port: int) -> tuple[int, int]:
         """Listen on both ports (0: any free one) and return them. Raises AddressError."""
-        bound = []
-        asked = (("--health-port", health_port), ("--metrics-port", metrics_port))
-        for runner, (option, port) in zip(self._runners, asked, strict=True):
-            check_free(host, port, option)
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, host, port).start()
-            except OSError as error:
-                await self.close()
-                raise AddressError(host, port, option, error.strerror) from error
-            bound.append(int(runner.addresses[0][1]))
-        return bound[0], bound[1]
+        health, metrics = self._runners
+        try:
+            return (
+                await _listen(health, host, health_port, "--health-port"),
+                await _listen(metrics, host, metrics_port, "--metrics-port"),
+            )
+        except AddressError:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Stop listening and end what is open."""
@@ -50,6 +47,17 @@ class HttpServer:
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int, option: str) -> int:
+    """Listen on a port, 0 for any free one, and return it. Raises AddressError."""
+    check_free(host, port, option)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise AddressError(host, port, option, error.strerror) from error
+    return int(runner.addresses[0][1])
 
 
 def _runner(route: web.RouteDef) -> web.AppRunner:

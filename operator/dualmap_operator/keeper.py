@@ -207,7 +207,8 @@ class Keeper:
             return result, 0.0  # What was refused, or is no more, stands in the status next.
         if failures:
             return "failed", self._pause_s
-        return result, min(plan.again_s, max(0.0, self._source.due_s()))
+        again_s = min(plan.again_s, max(0.0, self._source.due_s()))
+        return result, min(again_s, _ECHO_S) if applied.wrote_status else again_s
 
 
 class Keepers:

@@ -1,0 +1,62 @@
+"""The operator's two ports."""
+
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from dualmap_edge.ports import AddressError
+from dualmap_operator.health import HttpServer
+from dualmap_operator.metrics import Metrics
+
+HOST = "127.0.0.1"
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.server = HttpServer(problems=lambda: self.problems, metrics=Metrics())
+        self.ports = (0, 0)
+
+    async def get(self, port: int, path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as session, session.get(f"http://{HOST}:{port}{path}") as response:
+            return response.status, await response.text()
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    scene.ports = await scene.server.start(HOST, health_port=0, metrics_port=0)
+    yield scene
+    await scene.server.close()
+
+
+async def test_health_is_200_without_problems(scene: Scene) -> None:
+    assert await scene.get(scene.ports[0], "/healthz") == (200, "ok\n")
+
+
+async def test_health_is_500_with_the_reasons(scene: Scene) -> None:
+    scene.problems = ["nothing was heard of Pod for 130 s", "the pass over llm/qwen hangs"]
+
+    assert await scene.get(scene.ports[0], "/healthz") == (
+        500,
+        "nothing was heard of Pod for 130 s\nthe pass over llm/qwen hangs\n",
+    )
+
+
+async def test_metrics_are_on_the_other_port(scene: Scene) -> None:
+    status, page = await scene.get(scene.ports[1], "/metrics")
+
+    assert status == 200
+    assert "dualmap_operator_leader 0.0" in page
+    assert (await scene.get(scene.ports[0], "/metrics"))[0] == 404
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=rf"cannot listen on {HOST}:{port}: .*; give another --metrics-port"):
+            await Scene().server.start(HOST, health_port=0, metrics_port=port)

@@ -1,0 +1,77 @@
+"""The operator's metrics: their names and what moves them."""
+
+from controlplane.operator_objects import member
+from dualmap_operator.metrics import Metrics
+from dualmap_operator.observed import PoolStatus
+from dualmap_operator.reading import read_status, read_time
+
+
+def ring(*states: str, version: int = 1) -> PoolStatus:
+    members = [member(f"qwen-{number}", state) for number, state in enumerate(states)]
+    return read_status({"ring": {"version": version, "members": members}})
+
+
+def page(metrics: Metrics) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_passes_are_counted_by_their_result() -> None:
+    metrics = Metrics()
+    metrics.reconciled("done", 0.1)
+    metrics.reconciled("conflict", 0.1)
+    metrics.waiting(1)
+
+    shown = page(metrics)
+    assert shown['dualmap_operator_reconciles_total{result="done"}'] == 1
+    assert shown["dualmap_operator_reconcile_seconds_count"] == 2
+    assert shown["dualmap_operator_reconcile_queue"] == 1
+
+
+def test_a_ring_shows_its_version_and_members_by_state_until_its_pool_is_gone() -> None:
+    metrics = Metrics()
+    metrics.published("llm/qwen", ring("Active", "Active", "Joining", version=4), 0.0)
+
+    shown = page(metrics)
+    assert shown['dualmap_operator_ring_members{pool="llm/qwen",state="Active"}'] == 2
+    assert shown['dualmap_operator_ring_members{pool="llm/qwen",state="Draining"}'] == 0
+    assert shown['dualmap_operator_ring_version{pool="llm/qwen"}'] == 4
+
+    metrics.forget("llm/qwen")
+    assert not any("llm/qwen" in name for name in page(metrics))
+
+
+def test_a_drain_takes_from_the_state_to_the_leave() -> None:
+    metrics = Metrics()
+    began_s = read_time("2026-11-20T08:00:00Z")
+    assert began_s is not None
+    metrics.published("llm/qwen", ring("Active", "Draining"), began_s)
+    metrics.published("llm/qwen", ring("Active", "Draining"), began_s + 20)
+    assert page(metrics)["dualmap_operator_drain_seconds_count"] == 0
+
+    metrics.published("llm/qwen", ring("Active"), began_s + 42)
+    metrics.published("llm/qwen", ring(), began_s + 99)
+
+    shown = page(metrics)
+    assert shown["dualmap_operator_drain_seconds_count"] == 1
+    assert shown["dualmap_operator_drain_seconds_sum"] == 42
+
+
+def test_ages_of_watches_are_read_at_each_scrape() -> None:
+    metrics = Metrics()
+    ages = {"Pod": 3.0}
+    metrics.watch(lambda: ages)
+    assert page(metrics)['dualmap_operator_watch_age_seconds{kind="Pod"}'] == 3
+
+    ages["Pod"] = 4.0
+    assert page(metrics)['dualmap_operator_watch_age_seconds{kind="Pod"}'] == 4
+
+
+def test_leadership_and_requests() -> None:
+    metrics = Metrics()
+    metrics.leading(True)
+    metrics.api_request("PATCH", 409)
+
+    shown = page(metrics)
+    assert shown["dualmap_operator_leader"] == 1
+    assert shown['dualmap_operator_api_requests_total{code="409",verb="PATCH"}'] == 1
