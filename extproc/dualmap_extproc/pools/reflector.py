@@ -88,10 +88,17 @@ class Reflector:
 
     async def run(self) -> NoReturn:
         """List and watch until cancelled; whatever fails is logged, counted and tried again."""
+        watch_failed = False
         while True:
+            listed = False
             try:
-                await self._follow(await self._list())
+                version = await self._list()
+                listed = True
+                # Else a server that lists but lets nobody watch would be asked again and again, without longer pauses.
+                self._heard(recovered=not watch_failed)
+                await self._follow(version)
             except KubeError as error:
+                watch_failed = listed
                 self._failures += 1
                 self._tell(error)
                 await asyncio.sleep(max(self._patience.pause_s(self._failures), error.retry_after_s or 0.0))
@@ -113,7 +120,6 @@ class Reflector:
             if not metadata.get("continue"):
                 break
             page = [("limit", str(_PAGE)), ("continue", str(metadata["continue"]))]
-        self._heard()
         self._observer.kube_listed(self._resource)
         self._sink.listed(objects)
         return str(metadata["resourceVersion"])
@@ -131,18 +137,20 @@ class Reflector:
             async with aclosing(watch) as events:
                 async for event in events:
                     quiet_since_s = self._clock()
-                    self._heard()
+                    self._heard(recovered=True)
                     version = _version(event.object) or version
                     if event.type != "BOOKMARK":
                         self._sink.changed(event.type, event.object)
             if self._clock() - quiet_since_s >= self._patience.inactivity_s:
                 raise KubeError(0, "a watch fell silent: nothing came, not even its end")
-            self._heard()
+            self._heard(recovered=True)
             if self._clock() - began_s < _SHORT_S:
                 await asyncio.sleep(self._patience.pause_s(1))
 
-    def _heard(self) -> None:
+    def _heard(self, *, recovered: bool) -> None:
         self._heard_s = self._clock()
+        if not recovered:
+            return
         self._failures = 0
         if self._said:
             self._said = ""
