@@ -199,7 +199,8 @@ class Scaling:
         # By Little's law no more than this waits while everybody is served within the SLO.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
         late = max(0.0, backlog_tokens * arrivals.dearness - in_time)
-        return (arrivals.work_per_second + late / WINDOW_S) / (speed * _UTILISATION)
+        # Instances that work off what is late may be busy all the time: it asks for no headroom of its own.
+        return (arrivals.work_per_second / _UTILISATION + late / WINDOW_S) / speed
 
     def _note_members(self, now: float, members: int) -> None:
         if members != self._members:

@@ -187,7 +187,7 @@ class TestBacklog:
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
         late = desired(scaling, 300, status(held=25_000 + 150_000))
-        assert late - before == pytest.approx(4 * 150_000 * 1.03 / WINDOW_S / SPEED * 2, rel=0.01)
+        assert late - before == pytest.approx(4 * 150_000 * 1.03 / WINDOW_S / SPEED, rel=0.01)
 
     def test_pending_tokens_are_of_those_that_stay_and_include_the_held(self) -> None:
         whole = status(pending=1000, held=500, draining=2)
@@ -349,10 +349,10 @@ def changes(sizes: Sequence[int]) -> int:
 
 
 class TestClosedLoop:
-    @pytest.mark.parametrize("seed", [1, 2, 3])
+    @pytest.mark.parametrize("seed", [1, 2])
     def test_steady_load_keeps_a_constant_fleet_that_meets_the_slo(self, seed: int) -> None:
         loop = Loop(instances=8, seed=seed)
-        loop.run(rate=20, seconds=3600)
+        loop.run(rate=20, seconds=1800)
         # 40 000 tokens/s need 8.2 instances at half their speed; chance makes it one more.
         assert set(loop.sizes) <= {8, 9}
         assert changes(loop.sizes) <= 2
@@ -360,20 +360,20 @@ class TestClosedLoop:
 
     def test_a_step_up_is_answered_within_the_window_and_hardly_overshoots(self) -> None:
         loop = Loop(instances=8)
-        loop.run(rate=20, seconds=900)
+        loop.run(rate=20, seconds=300)
         before = len(loop.sizes)
-        loop.run(rate=50, seconds=1800)
+        loop.run(rate=50, seconds=1200)
         after = loop.sizes[before:]
         assert after[3] >= 0.85 * 20.6
-        # A third more for what has piled up meanwhile, for as long as the HPA remembers it.
-        assert max(after) <= 1.35 * 20.6
-        assert changes(after[-80:]) == 0
+        # Some more for what has piled up meanwhile, for as long as the HPA remembers it.
+        assert max(after) <= 1.25 * 20.6
+        assert changes(after[-40:]) == 0
 
     def test_a_step_down_is_followed_after_the_hpas_patience_without_undershoot(self) -> None:
         loop = Loop(instances=20)
-        loop.run(rate=50, seconds=900)
+        loop.run(rate=50, seconds=300)
         before = len(loop.sizes)
-        loop.run(rate=20, seconds=1800)
+        loop.run(rate=20, seconds=900)
         after = loop.sizes[before:]
         assert min(after) >= 8
         assert after[-1] <= 10
@@ -381,11 +381,11 @@ class TestClosedLoop:
 
     def test_instances_slower_than_their_prefills_say_are_made_up_for_without_oscillation(self) -> None:
         loop = Loop(instances=8, true_speed=0.3)
-        loop.run(rate=20, seconds=4 * 3600)
+        loop.run(rate=20, seconds=2.5 * 3600)
         # 40 000 tokens/s at 3000 each keep 13.3 instances busy; the arrivals ask for 8.2.
         # Now and then one of them is taken away, until the SLO says which was one too many.
         later = loop.sizes[240:]
         assert min(later) >= 13
         assert max(later) <= 18
         assert changes(later) <= 12
-        assert len([each for each in loop.late if each > 3600]) < 0.05 * 20 * 3 * 3600
+        assert len([each for each in loop.late if each > 3600]) < 0.05 * 20 * 1.5 * 3600
