@@ -89,6 +89,8 @@ def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str
 
     ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.
     ``held`` counts requests that wait in this router: of the whole pool, those that wait for any first member too.
+    The ring version is the one by which requests are picked, which may be a moment behind the one that was read
+    (``pools.adoption``); an endpoint that is ``suspended`` failed several times and is left alone for a while.
     """
     return {
         "router": router,
@@ -102,6 +104,7 @@ def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str
                 "in_flight": endpoint.in_flight,
                 "held": endpoint.held,
                 "pending_prefill_tokens": endpoint.pending_prefill_tokens,
+                "suspended": endpoint.suspended,
             }
             for endpoint in status.endpoints
         ],

@@ -29,6 +29,9 @@ class Adopted:
         held = self.picker.pick(1.0, chat(), None, 1.0, headers={}, resume=self.resumed.put_nowait)
         assert isinstance(held, Waiting)
 
+    def versions(self) -> list[int]:
+        return [status.ring_version for status in self.picker.statuses()]
+
     def members(self) -> set[str]:
         return {member.endpoint for each in self.picker.pools for member in each.members}
 
@@ -47,11 +50,14 @@ async def test_who_waits_for_the_first_member_is_sent_there_when_envoys_have_hea
     adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
     adopted.hold()
 
-    adopted.adoption.adopt((crowded_pool(members=1),))
+    adopted.adoption.adopt((replace(crowded_pool(members=1), ring_version=7),))
     assert adopted.members() == set()
+    # Who asks which version is applied (GET /pools) hears of the one by which requests are picked.
+    assert adopted.versions() == [crowded_pool(members=0).ring_version]
 
     assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)
     assert adopted.members() == {"10.0.0.0:8000"}
+    assert adopted.versions() == [7]
 
 
 async def test_the_newest_pools_count_and_others_do_not_put_them_off(monkeypatch):

@@ -81,7 +81,8 @@ async def test_a_pool_as_the_contract_has_it() -> None:
     endpoints = document["endpoints"]
     assert [endpoint["id"] for endpoint in endpoints] == ["m-0", "m-1"]
     assert all(
-        endpoint.keys() == {"id", "state", "in_flight", "held", "pending_prefill_tokens"} for endpoint in endpoints
+        endpoint.keys() == {"id", "state", "in_flight", "held", "pending_prefill_tokens", "suspended"}
+        for endpoint in endpoints
     )
     assert {endpoint["state"] for endpoint in endpoints} == {"Active"}
     assert sorted((endpoint["in_flight"], endpoint["pending_prefill_tokens"]) for endpoint in endpoints) == [
@@ -93,10 +94,11 @@ async def test_a_pool_as_the_contract_has_it() -> None:
 def test_what_is_held_shows_per_endpoint_and_in_the_pool() -> None:
     status = PoolRouter(builders.pool(1)).status()
     (endpoint,) = status.endpoints
-    status = replace(status, held=5, endpoints=(replace(endpoint, held=3),))
+    status = replace(status, held=5, endpoints=(replace(endpoint, held=3, suspended=True),))
     document = pool_document("router-0", status, Traffic())
     assert document["held"] == 5
-    assert [each["held"] for each in document["endpoints"]] == [3]  # type: ignore[attr-defined]  # a list of dicts
+    (shown,) = document["endpoints"]  # type: ignore[misc]  # a list of dicts
+    assert (shown["held"], shown["suspended"]) == (3, True)
 
 
 async def test_the_list_of_pools() -> None:

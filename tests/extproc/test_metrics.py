@@ -18,6 +18,7 @@ from dualmap_extproc.endpoints import DiscoveryObserver
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.observer import Observer
+from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
@@ -419,6 +420,10 @@ class TestReference:
     def exported(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         made = metrics()
         StoreMetrics(made.registry)
+        watches = KubeMetrics(made.registry, made.pools_refused)
+        watches.show_ages(lambda: {"pods": 1.0})
+        watches.kube_listed("pods")
+        watches.kube_failed("pods", "refused")
         everything(made)
         found = {}
         for family in families(made, status(MemberState.ACTIVE)):
