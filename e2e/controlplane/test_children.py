@@ -1,10 +1,12 @@
 """What the operator makes of a pool, before the real API server: accepted as it is, and the same every time."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from controlplane.cluster import Cluster
@@ -37,6 +39,21 @@ RICH = {
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
     },
 }
+SIMULATED = {
+    "spec": {
+        "containers": [
+            {
+                **ENGINE,
+                "command": ["dualmap", "engine-sim", "--model", "m", "--preset", "7b"],
+                "args": ["--host", "$(POD_IP)", "--port", "8000"],
+                "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+                "readinessProbe": {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1},
+            }
+        ]
+    }
+}
+# About 14 s of decoding: three times the pause with which the script begins.
+STREAMED_TOKENS = 600
 
 
 @pytest.fixture(scope="module", name="namespace")
@@ -119,3 +136,47 @@ def test_kubectl_shows_the_script_line_by_line(cluster: Cluster, namespace: str)
     lines = [line.strip() for line in shown.splitlines()]
     assert "port=8000 metrics=/metrics timeout=600 settle=5" in lines
     assert "sleep $settle || exit 1" in lines
+
+
+@pytest.mark.usefixtures("kubelet")
+async def test_a_pod_that_is_deleted_ends_its_streams_before_its_engine_is_told(
+    cluster: Cluster, namespace: str
+) -> None:
+    spec = create(cluster, namespace, "ending", SIMULATED, drain={"timeout": "60s"})
+    for child in children(spec, replicas=1):
+        apply(cluster, child)
+    pod = ("pod/ending-0", "-n", namespace)
+    cluster.kubectl("wait", *pod, "--for=create", "--timeout=60s")
+    cluster.kubectl("wait", *pod, "--for=condition=ContainersReady", "--timeout=60s")
+    address = json.loads(cluster.kubectl("get", *pod, "-o", "json"))["status"]["podIP"]
+
+    assert await stream_through_deletion(cluster, pod, f"http://{address}:8000") > 0
+    await asyncio.to_thread(cluster.kubectl, "wait", *pod, "--for=delete", "--timeout=60s")
+
+
+async def stream_through_deletion(cluster: Cluster, pod: tuple[str, ...], engine: str) -> int:
+    """Read a long stream to its end; the pod is deleted at its first event.
+
+    An engine that has been sent SIGTERM takes no new connections: it is asked for its health at every 50th event, from
+    the deletion to shortly before the end. Returns how often it answered; raises when it did not, or when the stream
+    was cut.
+    """
+    question = {"model": "m", "prompt": "count", "max_tokens": STREAMED_TOKENS, "stream": True}
+    events = answered = 0
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        session.post(f"{engine}/v1/completions", json=question) as stream,
+    ):
+        async for line in stream.content:
+            if line.strip() == b"data: [DONE]":
+                return answered
+            if not line.startswith(b"data:"):
+                continue
+            events += 1
+            if events == 1:
+                await asyncio.to_thread(cluster.kubectl, "delete", *pod, "--wait=false")
+            if events % 50 == 0:
+                async with session.get(f"{engine}/health") as health:
+                    assert health.status == 200
+                answered += 1
+    raise AssertionError(f"the stream was cut after {events} events")
