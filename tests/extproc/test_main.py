@@ -29,6 +29,7 @@ from dualmap_extproc.store.redis import loads_key
 from dualmap_extproc.wire import discovery_pb2
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
+from kube_api import KubeApi, kube_api, pool_body
 from redis_server import RedisServer, redis_server
 from waiting import until
 
@@ -82,9 +83,9 @@ class Router:
             return (await health_pb2_grpc.HealthStub(channel).Check(request)).status
 
 
-async def launch(*arguments: str) -> asyncio.subprocess.Process:
+async def launch(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "dualmap_cli", "router", *arguments]
-    environment = {**os.environ, "GRPC_VERBOSITY": "NONE"}
+    environment = {**os.environ, "GRPC_VERBOSITY": "NONE", **environment}
     return await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
 
 
@@ -411,8 +412,81 @@ async def test_a_redis_that_hangs_does_not_keep_a_router_from_ending(tmp_path):
                 redis.resume()
 
 
-def test_a_missing_pool_option_is_bad_usage():
-    result = CliRunner().invoke(router, [])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "no pools; give --pool FILE, once or more, or --kube"),
+        (("--kube", "--pool", "pool.yaml"), "--pool and --kube exclude each other"),
+        (("--kube", "--namespace", "a", "--all-namespaces"), "--namespace and --all-namespaces exclude each other"),
+        (("--pool", "pool.yaml", "--namespace", "a"), "--namespace means nothing without --kube"),
+        (("--pool", "pool.yaml", "--all-namespaces"), "--all-namespaces means nothing without --kube"),
+        (("--kube", "--namespace", "A/b"), "'A/b' is not accepted; give a DNS label of at most 63 characters"),
+    ],
+)
+def test_where_pools_come_from_is_said_once(options, said):
+    result = CliRunner().invoke(router, options)
 
     assert result.exit_code == 2
-    assert "--pool" in result.stderr
+    assert said in result.stderr
+
+
+async def test_a_kubeconfig_that_cannot_be_used_is_said_and_has_an_exit_status(tmp_path):
+    process = await launch("--kube", KUBECONFIG=str(tmp_path / "none"))
+    _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
+
+    assert process.returncode == 2
+    assert f"dualmap router: kubeconfig {tmp_path / 'none'} does not exist".encode() in said
+
+
+@asynccontextmanager
+async def on_kubernetes(api: KubeApi, *options: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    ports = [text for port in ("grpc", "health", "metrics", "als") for text in (f"--{port}-port", "0")]
+    process = await launch("--kube", "--host", "127.0.0.1", *ports, *options, KUBECONFIG=str(api.kubeconfig))
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
+    """Return the next line on stderr that has these words."""
+    assert process.stderr is not None
+    async with asyncio.timeout(WAIT_S):
+        while line := (await process.stderr.readline()).decode().rstrip():
+            if words in line:
+                return line
+    raise AssertionError(f"it ended without saying {words!r}")
+
+
+async def test_pools_of_a_kubernetes_api_are_routed_to_once_it_has_told_of_them(tmp_path):
+    async with kube_api(tmp_path) as api:
+        await api.put(pool_body("qwen", version=3, model="m"))
+        api.hold_lists()
+        async with on_kubernetes(api, "--namespace", "llm") as process:
+            await line_with(process, "waiting for the pools of the Kubernetes API")
+            await until(lambda: len(api.lists) > 0)
+            api.answer_lists()
+            match = READY.match(await line_with(process, "ready grpc="))
+            assert match
+            served = Router(process, *match.groups())
+            assert await served.ready() == health_pb2.HealthCheckResponse.SERVING
+            async with grpc.aio.insecure_channel(served.grpc) as channel:
+                assert await picked(channel, chat())
+            assert json.loads(await served.get("/pools/llm/qwen"))["ring_version"] == 3
+            assert b'dualmap_kube_watch_age_seconds{resource="inferencepools"}' in await served.get("/metrics")
+            served.stop()
+            assert await served.exited() == 0
+
+
+async def test_a_router_that_waits_for_the_api_server_can_be_stopped_and_never_says_ready(tmp_path):
+    async with kube_api(tmp_path) as api:
+        await api.stop()
+        async with on_kubernetes(api, "--drain-timeout", "1s") as process:
+            assert "ready" not in await line_with(process, "the Kubernetes API cannot be read")
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            said = await asyncio.wait_for(process.stderr.read(), WAIT_S)
+            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+            assert b"router ready" not in said
