@@ -181,6 +181,15 @@ async def test_an_exec_probe_that_hangs_is_killed(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    where = surroundings(log=tmp_path / "log")
+    script = f"( {FOREVER} ) & echo $! > {tmp_path}/child"
+
+    assert await perform({"exec": {"command": [*SHELL, script]}}, where, timeout_s=10)
+
+    await until(lambda: not alive(int((tmp_path / "child").read_text())))
+
+
 def test_a_pod_is_ready_only_with_its_containers_and_every_gate() -> None:
     gated = pod(readinessGates=[{"conditionType": GATE}])
 
