@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from controlplane import external_metrics
+from controlplane import crds, external_metrics
 from controlplane.cluster import Cluster
 from controlplane.programs import wait_until
 from dualmap.requests import PoolStatus
@@ -22,18 +22,15 @@ from dualmap.scaling import PoolSignals
 from dualmap_extproc.demand import Demand
 from dualmap_extproc.metrics import Metrics
 
-ROOT = Path(__file__).parents[2]
-CRD = ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"
-HPA = ROOT / "manifests" / "hpa.yaml"
-POOL = "inferencepools.serving.dualmap.dev/qwen"
+HPA = Path(__file__).parents[2] / "manifests" / "hpa.yaml"
+POOL = f"{crds.NAME}/qwen"
 METRIC = "dualmap_pool_desired_replicas"
 # The HPA looks every 2 s here; the machine may be busy.
 SCALED_WITHIN_S = 60.0
 
 
 def test_an_hpa_follows_the_routers_wish_and_stays_when_it_is_lost(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.kubectl("apply", "--server-side", "-f", str(CRD))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev")
+    crds.install(cluster)
     namespace = cluster.namespace()
     make_pool(cluster, namespace, replicas=2)
     with ExitStack() as open_until_the_end:
