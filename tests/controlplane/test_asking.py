@@ -130,7 +130,6 @@ MISBEHAVIOUR: dict[str, Talk] = {
     "garbage": saying(b"\x00\xff\xfe{]"),
     "a web page": saying(b"<html>it works</html>\n", headers="Content-Type: text/html\r\n"),
     "an error": saying(BODY, status="500 Internal Server Error"),
-    "a way elsewhere": saying(BODY, status="302 Found", headers="Location: /elsewhere\r\n"),
     "less than it claims": saying(BODY, length=len(BODY) + 1),
     "compressed": saying(gzip.compress(BODY), headers="Content-Encoding: gzip\r\n"),
     "no HTTP": sending(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
@@ -240,15 +239,22 @@ class TestRouters:
         async with listening(saying(json.dumps({**POOL, "endpoints": many}).encode())) as peer:
             assert len((await report(routers, peer.port)).endpoints) == 1000
 
-    async def test_connections_end_with_their_answer(self, routers: RouterClient) -> None:
+    async def test_nobody_is_asked_whom_another_names(self, routers: RouterClient) -> None:
+        async with listening(saying(BODY)) as other:
+            elsewhere = f"Location: http://{HOST}:{other.port}/pools/llm/qwen\r\n"
+            async with listening(saying(BODY, status="302 Found", headers=elsewhere)) as peer:
+                assert not (await report(routers, peer.port)).heard
+        assert other.heads == []
+
+    async def test_each_question_has_a_connection_of_its_own(self, routers: RouterClient) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await saying(BODY)(reader, writer)
-            assert await reader.read() == b""
+            await reader.read()
 
         async with listening(talk) as peer:
-            await report(routers, peer.port)
-            await until(lambda: peer.open == 0)
-        assert [head.split(b"\r\n")[0] for head in peer.heads] == [b"GET /pools/llm/qwen HTTP/1.1"]
+            for _ in range(2):
+                assert (await report(routers, peer.port, timeout_s=10.0)).heard
+        assert [head.split(b"\r\n")[0] for head in peer.heads] == [b"GET /pools/llm/qwen HTTP/1.1"] * 2
 
     async def test_when_all_is_done_nothing_can_be_asked(self) -> None:
         client = RouterClient()
@@ -350,10 +356,11 @@ class TestEngines:
         lines = [line for line in VLLM.splitlines(keepends=True) if not line.startswith(b"vllm:num_requests_" + name)]
         assert await asked(engines, b"".join(lines)) is None
 
-    async def test_a_page_cut_within_its_last_number(self, engines: EngineClient) -> None:
-        page = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 12\n"
+    @pytest.mark.parametrize("end", [-1, -2, -20])
+    async def test_a_page_that_was_cut(self, engines: EngineClient, end: int) -> None:
+        page = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:num_requests_waiting{} 12\n"
         assert await asked(engines, page) == 12
-        assert await asked(engines, page[:-2]) is None
+        assert await asked(engines, page[:end]) is None
 
     async def test_part_of_an_engine_may_be_busy(self, engines: EngineClient) -> None:
         assert await asked(engines, b"vllm:num_requests_running 0.2\nvllm:num_requests_waiting 0\n") == 1

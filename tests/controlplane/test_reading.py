@@ -338,6 +338,7 @@ class TestMatches:
             [{"key": "zone", "operator": "NotIn", "values": "a"}],
             ["app"],
             {"app": "vllm"},
+            7,
         ],
     )
     def test_what_cannot_be_understood_selects_nobody(self, unreadable: object) -> None:

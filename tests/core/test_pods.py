@@ -106,6 +106,10 @@ class TestIdentity:
         assert pod_facts(pod(containerStatuses=containers)).incarnation == "6d1a57ee-3"
         assert pod_facts(pod()).incarnation == "6d1a57ee-0"
 
+    @pytest.mark.parametrize("count", [-1, "2", 1.5, None, 2**31])
+    def test_what_is_no_count_of_restarts_is_none(self, count: object) -> None:
+        assert pod_facts(pod(containerStatuses=[{"restartCount": count}])).incarnation == "6d1a57ee-0"
+
     def test_a_pod_without_uid_has_no_incarnation(self) -> None:
         assert pod_facts({}).incarnation == ""
 
