@@ -1,38 +1,236 @@
-"""The operator on a real control plane: a pool becomes pods and a status that is true, and stays so with nothing done."""
+"""The operator on a real control plane: a pool becomes pods and a status that is true; then nothing more is done."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from controlplane.product import Operator, Product, pool_manifest
 from harness.waiting import until
 
-from controlplane.cluster import Cluster
-from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.product import Product, pool_manifest
-
-
-@pytest.fixture
-async def product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> AsyncIterator[Product]:
-    async with Product(cluster, tmp_path, routers=1) as product:
-        yield product
+OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
+WRITES = ("create", "update", "patch", "delete", "deletecollection")
+REST_S = 20.0
+# Of the contract: how soon another operator has taken over, and one that is told to stop has ended.
+TAKE_OVER_S = 20.0
+STOP_S = 15.0
+CHILDREN = ("statefulset", "service", "poddisruptionbudget")
 
 
 def condition(status: dict[str, Any], kind: str) -> str:
     return {each["type"]: each["status"] for each in status.get("conditions", [])}.get(kind, "absent")
 
 
-async def test_a_pool_becomes_ready_pods_and_says_so(product: Product) -> None:
-    await product.operator()
-    await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
-    await product.until_active(2)
+async def applied(product: Product, *, replicas: int, **spec: Any) -> None:
+    """Apply a pool and wait until all its members are in the ring, and its status has settled."""
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas, **spec))
+    await product.until_active(replicas)
+    await product.until(
+        lambda status: (
+            status.get("readyReplicas") == replicas
+            and condition(status, "Available") == "True"
+            and condition(status, "Progressing") != "True"
+            and condition(status, "RingSynced") == "True"
+        )
+    )
 
-    await product.until(lambda status: status.get("readyReplicas") == 2 and condition(status, "Available") == "True")
+
+def operators_requests(product: Product) -> list[dict[str, Any]]:
+    """Return the audit log's entries of the operator's account, one for each request, answered or watching."""
+    return [
+        entry
+        for entry in product.cluster.audit()
+        if entry["user"]["username"] == OPERATOR and entry["stage"] == "ResponseComplete"
+    ]
+
+
+async def leader(product: Product) -> str:
+    lease = json.loads(await product.kubectl("get", "lease/dualmap-operator", "-n", "dualmap-system", "-o", "json"))
+    holder: str = lease["spec"].get("holderIdentity", "")
+    return holder
+
+
+async def test_a_pool_becomes_ready_pods_and_says_so(product: Product) -> None:
+    operator = await product.operator()
+    await applied(product, replicas=2)
+
     pool = await product.pool()
     status = pool["status"]
-    assert status["replicas"] == 2
-    assert status["inRing"] == 2
+    assert (status["replicas"], status["readyReplicas"], status["inRing"]) == (2, 2, 2)
     assert status["selector"] == "serving.dualmap.dev/pool=qwen"
     assert status["observedGeneration"] == pool["metadata"]["generation"]
+    assert {each["observedGeneration"] for each in status["conditions"]} == {pool["metadata"]["generation"]}
     assert pool["metadata"]["finalizers"] == ["serving.dualmap.dev/drain"]
+    assert await operator.healthy()
+    header, row = (await product.kubectl("get", "dmpool")).splitlines()
+    assert header.split() == ["NAME", "DESIRED", "READY", "IN-RING", "SLO", "HIT", "POLICY", "AGE"]
+    assert row.split()[:4] == ["qwen", "2", "2", "2"]
+    events = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
+    assert {"Accepted", "MemberActive"} <= set(events.split())
+
+
+async def test_at_rest_nothing_is_written_and_little_is_asked(product: Product) -> None:
+    await product.operator("operator-0", "--leader-election")
+    await applied(product, replicas=1)
+    await asyncio.sleep(2.0)
+    before = len(operators_requests(product))
+    await asyncio.sleep(REST_S)
+
+    requests = operators_requests(product)
+    while_resting = requests[before:]
+    written = [
+        (entry["verb"], entry["objectRef"]["resource"])
+        for entry in while_resting
+        if entry["verb"] in WRITES and entry["objectRef"]["resource"] != "leases"
+    ]
+    assert written == []
+    assert len(while_resting) <= REST_S
+    assert [entry for entry in requests if entry["responseStatus"]["code"] == 403] == []
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+async def test_a_deleted_child_comes_back(product: Product, kind: str) -> None:
+    await product.operator()
+    await applied(product, replicas=1)
+    before = await product.kubectl("get", f"{kind}/qwen", "-o", "jsonpath={.metadata.uid}")
+    orphan = ("--cascade=orphan",) if kind == "statefulset" else ()
+    await product.kubectl("delete", f"{kind}/qwen", *orphan)
+
+    async def back() -> bool:
+        uid = await product.kubectl("get", f"{kind}/qwen", "-o", "jsonpath={.metadata.uid}", check=False)
+        return "NotFound" not in uid and uid != before
+
+    await until(back, f"{kind} is back", timeout_s=10.0)
+    child = json.loads(await product.kubectl("get", f"{kind}/qwen", "-o", "json"))
+    (owner,) = child["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["controller"]) == ("InferencePool", "qwen", True)
+    assert await product.states() == {"qwen-0": "Active"}
+
+
+async def test_edits_of_children_are_undone(product: Product) -> None:
+    await product.operator()
+    await applied(product, replicas=1)
+    await product.kubectl("scale", "statefulset/qwen", "--replicas=3")
+    await product.kubectl("label", "service/qwen", "serving.dualmap.dev/pool-")
+    await product.kubectl("patch", "poddisruptionbudget/qwen", "--type=merge", "-p", '{"spec":{"maxUnavailable":7}}')
+
+    async def undone() -> bool:
+        seen = [
+            await product.kubectl("get", child, "-o", f"jsonpath={{{path}}}")
+            for child, path in (
+                ("statefulset/qwen", ".spec.replicas"),
+                ("service/qwen", r".metadata.labels.serving\.dualmap\.dev/pool"),
+                ("poddisruptionbudget/qwen", ".spec.maxUnavailable"),
+            )
+        ]
+        return seen == ["1", "qwen", "1"]
+
+    await until(undone, "all three are as they were", timeout_s=30.0)
+
+
+async def test_a_deleted_pool_drains_and_is_gone_with_all_it_had(product: Product) -> None:
+    await product.operator()
+    await applied(product, replicas=2)
+    await product.kubectl("delete", "dmpool/qwen", "--timeout=60s")
+
+    async def gone() -> bool:
+        left = await product.kubectl("get", "statefulset,service,poddisruptionbudget,pods", "-o", "name")
+        return left == ""
+
+    await until(gone, "pods and children are gone", timeout_s=60.0)
+    events = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
+    assert "MemberDraining" in events.split()
+
+
+async def test_a_pool_deleted_while_no_operator_ran_is_drained_by_the_next(product: Product) -> None:
+    first = await product.operator()
+    await applied(product, replicas=1)
+    await first.kill()
+    await product.kubectl("delete", "dmpool/qwen", "--wait=false")
+
+    await product.operator("operator-1")
+
+    async def gone() -> bool:
+        return await product.kubectl("get", "dmpool", "-o", "name") == ""
+
+    await until(gone, "the pool is gone", timeout_s=60.0)
+    events = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
+    assert "MemberDraining" in events.split()
+
+
+async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(product: Product) -> None:
+    operator = await product.operator()
+    await applied(product, replicas=2)
+    # The controllers must not make it anew before the operator has seen that it is gone.
+    operator.pause()
+    await product.kubectl("delete", "statefulset/qwen", "--cascade=orphan")
+    await product.kubectl("delete", "pod/qwen-1", "--force", "--grace-period=0")
+    await asyncio.to_thread(product.cluster.restart_apiserver)
+    operator.resume()
+
+    await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == ["qwen-0"])
+    # And it is made anew, and joins.
+    await product.until_active(2)
+
+
+async def test_of_two_operators_one_acts_and_the_other_follows(product: Product) -> None:
+    first = await product.operator("operator-0", "--leader-election")
+
+    async def led() -> bool:
+        return await leader(product) != ""
+
+    await until(led, "somebody leads")
+    holder = await leader(product)
+    second = await product.operator("operator-1", "--leader-election")
+    await applied(product, replicas=1)
+    assert await leader(product) == holder
+    assert await first.healthy()
+    assert await second.healthy()
+
+    await taken_over_after(product, holder, first.stop())
+    assert first.returncode == 0
+    assert await leader(product) != ""
+    holder = await leader(product)
+    third = await product.operator("operator-2", "--leader-election")
+    await taken_over_after(product, holder, second.kill())
+    await product.kubectl("scale", "dmpool/qwen", "--replicas=2")
+    await product.until_active(2)
+    assert await third.healthy()
+
+
+async def taken_over_after(product: Product, holder: str, end: Any) -> None:
+    await end
+
+    async def another() -> bool:
+        return await leader(product) not in ("", holder)
+
+    await until(another, "another operator leads", timeout_s=TAKE_OVER_S)
+
+
+async def test_an_operator_that_is_told_to_stop_ends_in_time(product: Product) -> None:
+    operator = await product.operator("operator-0", "--leader-election")
+    await applied(product, replicas=1)
+    await stopped(operator)
+    assert await leader(product) == ""
+
+
+async def test_a_standby_that_is_told_to_stop_ends_in_time(product: Product) -> None:
+    await product.operator("operator-0", "--leader-election")
+    await stopped(await product.operator("operator-1", "--leader-election"))
+
+
+async def stopped(operator: Operator) -> None:
+    operator.terminate()
+    assert await operator.wait(timeout_s=STOP_S) == 0
+
+
+async def test_an_operator_that_cannot_renew_its_lease_ends(product: Product) -> None:
+    operator = await product.operator("operator-0", "--leader-election")
+    await applied(product, replicas=1)
+    await asyncio.to_thread(product.cluster.stop_apiserver)
+    try:
+        assert await operator.wait(timeout_s=TAKE_OVER_S) == 1
+    finally:
+        await asyncio.to_thread(product.cluster.start_apiserver)
+    assert "was not renewed within 8 s" in operator.output()
