@@ -1,0 +1,253 @@
+"""``dualmap router --kube`` on a real API server: what it serves follows pools and pods, come what may.
+
+No operator and no kubelet take part: the tests write status themselves, of pools as the operator and of pods as a
+kubelet would, so that each step is theirs.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from controlplane.cluster import Cluster
+from controlplane.product import Product
+from harness.stack import Router
+from harness.waiting import until
+
+POOLS = "inferencepools"
+# A watch that is cut without a word is given up after 55 s of silence (``reflector.Patience``).
+NOTICED_S = 90.0
+SOON_S = 30.0
+
+
+class Served:
+    """A router of one namespace, and the pool and pods in it that a test writes."""
+
+    def __init__(self, product: Product, router: Router) -> None:
+        self.product = product
+        self.router = router
+
+    async def publish(self, version: int, **states: str) -> None:
+        """Write a ring as the operator does; members are called by the keywords, with ``_`` for ``-``."""
+        members = [
+            {
+                "id": name.replace("_", "-"),
+                "address": f"10.244.200.{number}",
+                "port": 8000,
+                "state": state,
+                "weight": 100,
+            }
+            for number, (name, state) in enumerate(states.items(), start=1)
+        ]
+        status = {"selector": "app=qwen", "ring": {"version": version, "members": members}}
+        await self.patch_status("dmpool/qwen", status)
+
+    async def patch_status(self, name: str, status: dict[str, Any]) -> None:
+        patch = json.dumps({"status": status})
+        await self.product.kubectl("patch", name, "--subresource=status", "--type=merge", "-p", patch)
+
+    async def pod_says(self, name: str, number: int, *, ready: bool) -> None:
+        conditions = [
+            {"type": kind, "status": str(ready), "lastTransitionTime": "2026-11-20T08:00:00Z"}
+            for kind in ("ContainersReady", "Ready")
+        ]
+        address = f"10.244.200.{number}"
+        status = {"phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": conditions}
+        await self.patch_status(f"pod/{name}", status)
+
+    async def create_pod(self, name: str, number: int) -> None:
+        container = {"name": "engine", "image": "none"}
+        # No node is like this, so that no kubelet ever says anything of it.
+        spec = {"containers": [container], "nodeSelector": {"dualmap.dev/nowhere": "true"}}
+        metadata = {"name": name, "labels": {"app": "qwen"}}
+        await self.product.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        await self.pod_says(name, number, ready=True)
+
+    async def page(self) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.router.ports['metrics']}/pools/{self.product.namespace}/qwen"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            document: dict[str, Any] = await response.json()
+        return document
+
+    async def until_version(self, version: int, timeout_s: float = SOON_S) -> None:
+        async def is_applied() -> bool:
+            return (await self.page()).get("ring_version") == version
+
+        await until(is_applied, f"the router has applied ring version {version}", timeout_s=timeout_s)
+
+    async def states(self) -> dict[str, str]:
+        return {each["id"]: each["state"] for each in (await self.page()).get("endpoints", [])}
+
+    async def until_states(self, **states: str) -> None:
+        wanted = {name.replace("_", "-"): state for name, state in states.items()}
+
+        async def are_so() -> bool:
+            return await self.states() == wanted
+
+        await until(are_so, f"the router's members are {wanted}", timeout_s=SOON_S)
+
+    async def until_watched(self) -> None:
+        """Wait until the pods were listed, after which their watch tells of every change."""
+
+        async def are_listed() -> bool:
+            return await self.router.metric("dualmap_kube_lists_total", resource="pods") >= 1
+
+        await until(are_listed, "the router has listed the pods", timeout_s=SOON_S)
+
+
+class Between:
+    """A TCP proxy before the API server, which can stop forwarding without closing anything."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._forwarding: list[asyncio.Task[None]] = []
+
+    def freeze(self) -> None:
+        """Forward nothing more on the connections there are; new ones work."""
+        for task in self._forwarding:
+            task.cancel()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Between"]:
+        async with AsyncExitStack() as stack:
+            writers: list[asyncio.StreamWriter] = []
+
+            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                from_server, to_server = await asyncio.open_connection("127.0.0.1", 6443)
+                writers.extend((writer, to_server))
+                pairs = ((reader, to_server), (from_server, writer))
+                self._forwarding += [asyncio.create_task(_forward(*pair)) for pair in pairs]
+
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
+            stack.callback(_close, writers)
+            stack.callback(self.freeze)
+            stack.callback(server.close)
+            self.port = server.sockets[0].getsockname()[1]
+            yield self
+
+    def kubeconfig(self, path: Path, original: Path) -> Path:
+        """Write a kubeconfig that leads here and return its path."""
+        path.write_text(original.read_text().replace(":6443", f":{self.port}"))
+        return path
+
+
+def _close(writers: list[asyncio.StreamWriter]) -> None:
+    for writer in writers:
+        writer.close()
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while piece := await reader.read(65536):
+            writer.write(piece)
+            await writer.drain()
+    except ConnectionError:
+        pass
+    writer.close()
+
+
+def pool(namespace: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "qwen", "namespace": namespace},
+        "spec": {"model": {"name": "qwen-model"}, "workload": {"selector": {"matchLabels": {"app": "qwen"}}}},
+    }
+
+
+@asynccontextmanager
+async def serving(cluster: Cluster, directory: Path, between: Between | None = None) -> AsyncIterator[Served]:
+    async with Product(cluster, directory, routers=0) as product:
+        await product.apply(pool(product.namespace))
+        kubeconfig = product.kubeconfig("dualmap-router")
+        if between is not None:
+            kubeconfig = between.kubeconfig(directory / "between", kubeconfig)
+        router = Router((), directory=directory, arguments=("--kube", "--namespace", product.namespace))
+        router.argv = ["/usr/bin/env", f"KUBECONFIG={kubeconfig}", *router.argv]
+        async with router:
+            yield Served(product, router)
+
+
+@pytest.fixture
+async def served(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Served]:
+    async with serving(cluster, tmp_path) as served:
+        yield served
+
+
+async def test_a_ring_that_is_published_reaches_the_router(served: Served) -> None:
+    await served.publish(1, qwen_0="Active", qwen_1="Active")
+    await served.until_version(1)
+    assert await served.states() == {"qwen-0": "Active", "qwen-1": "Active"}
+    await served.publish(2, qwen_0="Active", qwen_1="Draining")
+    await served.until_version(2)
+    assert await served.states() == {"qwen-0": "Active", "qwen-1": "Draining"}
+
+
+async def test_a_pod_that_loses_its_readiness_or_ends_leaves_before_the_operator_says_so(served: Served) -> None:
+    for number, name in enumerate(("qwen-0", "qwen-1"), start=1):
+        await served.create_pod(name, number)
+    await served.publish(1, qwen_0="Active", qwen_1="Active")
+    await served.until_version(1)
+    await served.until_watched()
+    await served.pod_says("qwen-0", 1, ready=False)
+    await served.until_states(qwen_0="Draining", qwen_1="Active")
+    await served.pod_says("qwen-0", 1, ready=True)
+    await served.until_states(qwen_0="Active", qwen_1="Active")
+    await served.product.kubectl("delete", "pod/qwen-1", "--wait=false")
+    await served.until_states(qwen_0="Active", qwen_1="Draining")
+    assert (await served.page())["ring_version"] == 1
+
+
+async def test_with_the_api_server_away_the_router_serves_on_and_catches_up(cluster: Cluster, served: Served) -> None:
+    await served.publish(1, qwen_0="Active")
+    await served.until_version(1)
+    await asyncio.to_thread(cluster.stop_apiserver)
+    try:
+
+        async def is_noticed() -> bool:
+            return await served.router.metric("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 2
+
+        await until(is_noticed, "the router has noticed that the API server is away", timeout_s=SOON_S)
+        assert await served.states() == {"qwen-0": "Active"}
+    finally:
+        await asyncio.to_thread(cluster.start_apiserver)
+    await served.publish(2, qwen_0="Active", qwen_1="Active")
+    await served.until_version(2)
+
+
+@pytest.mark.timeout(240, func_only=True)
+async def test_a_watch_that_is_cut_silently_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
+    async with Between().running() as between, serving(cluster, tmp_path, between) as served:
+        await served.publish(1, qwen_0="Active")
+        await served.until_version(1)
+        between.freeze()
+        await served.publish(2, qwen_0="Active", qwen_1="Active")
+        await served.until_version(2, timeout_s=NOTICED_S)
+        assert await served.router.metric("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 1
+
+
+async def test_the_router_asks_for_nothing_it_may_not_have(cluster: Cluster, served: Served) -> None:
+    await served.create_pod("qwen-0", 1)
+    await served.publish(1, qwen_0="Active")
+    await served.until_version(1)
+    await served.until_watched()
+
+    def asked() -> set[tuple[str, str, int]]:
+        return {
+            (entry["verb"], entry["objectRef"]["resource"], entry["responseStatus"]["code"])
+            for entry in cluster.audit()
+            if entry["user"]["username"] == "system:serviceaccount:dualmap-system:dualmap-router"
+            and entry["objectRef"].get("namespace") == served.product.namespace
+        }
+
+    wanted = {(verb, resource, 200) for verb in ("list", "watch") for resource in (POOLS, "pods")}
+
+    async def all_is_asked() -> bool:
+        return await asyncio.to_thread(asked) == wanted
+
+    await until(all_is_asked, f"the router has asked for {wanted}", timeout_s=SOON_S)
