@@ -3,6 +3,7 @@
 from enum import StrEnum
 from typing import Final
 
+from dualmap.pods import IN_RING_GATE as IN_RING_GATE
 from dualmap.pool_reader import API_VERSION, GROUP
 
 KIND: Final = "InferencePool"
@@ -11,7 +12,6 @@ VERSION: Final = API_VERSION.removeprefix(f"{GROUP}/")
 FIELD_MANAGER: Final = "dualmap-operator"
 FINALIZER: Final = f"{GROUP}/drain"
 POOL_LABEL: Final = f"{GROUP}/pool"
-IN_RING_GATE: Final = f"{GROUP}/in-ring"
 ORDINAL_LABEL: Final = "apps.kubernetes.io/pod-index"
 REVISION_LABEL: Final = "controller-revision-hash"
 
