@@ -4,7 +4,6 @@
 children as a fingerprint: with a thousand pods their bodies would be megabytes that nobody reads.
 """
 
-import asyncio
 import hashlib
 import json
 from collections import defaultdict, deque
@@ -112,21 +111,6 @@ class Watches:
             for api_version, kind in _CHILDREN
         }
 
-    async def run(self) -> None:
-        """Mirror until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for mirror in self._mirrors:
-                tasks.create_task(mirror.run())
-
-    async def listed(self) -> None:
-        """Return when every kind was listed once."""
-        for mirror in self._mirrors:
-            await mirror.listed.wait()
-
-    def ages_s(self) -> dict[str, float]:
-        """Return how many seconds ago the server last gave word, by kind."""
-        return {mirror.kind: mirror.age_s for mirror in self._mirrors}
-
     def pods_of(self, spec: PoolSpec) -> tuple[ObservedPod, ...]:
         """Return the pods of a pool: those its StatefulSet controls, or those its selector adopts."""
         here = self._pods_in.get(spec.namespace, {})
@@ -147,7 +131,8 @@ class Watches:
         return None if child is None else child.statefulset
 
     @property
-    def _mirrors(self) -> tuple[Mirror[Any], ...]:
+    def mirrors(self) -> tuple[Mirror[Any], ...]:
+        """Every kind's mirror, for ``wiring`` to run."""
         return (self.pools, self.pods, *self._children.values())
 
     def _pool_changed(self, key: Key, _before: PoolObject | None, after: PoolObject | None) -> None:

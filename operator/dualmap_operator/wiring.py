@@ -7,18 +7,18 @@ need not take.
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import click
 import kopf
 
 from dualmap_edge.kube import KubeClient, KubeConfigError
-from dualmap_edge.logs import get_logger
 from dualmap_edge.ports import AddressError, address
 from dualmap_operator.api import Api
 from dualmap_operator.apply import Applier
 from dualmap_operator.asking import EngineClient, RouterClient
+from dualmap_operator.errors import OperatorError
 from dualmap_operator.events import Recorder
 from dualmap_operator.gather import Gatherer
 from dualmap_operator.handlers import make_registry, make_settings
@@ -26,7 +26,7 @@ from dualmap_operator.health import HttpServer
 from dualmap_operator.keeper import Keeper, Keepers, Planner, Tools
 from dualmap_operator.leader import Leadership, LeadershipLostError
 from dualmap_operator.metrics import Metrics
-from dualmap_operator.mirror import Key
+from dualmap_operator.mirror import Key, Mirror
 from dualmap_operator.plan import plan, plan_refused
 from dualmap_operator.routers import FixedRouters, ServiceRouters
 from dualmap_operator.settings import Settings
@@ -54,7 +54,7 @@ def run(settings: Settings) -> int:
     return 0
 
 
-class ControlError(Exception):
+class ControlError(OperatorError):
     """A part of the operator ended that must not; the message says which, and why. A supervisor starts it anew."""
 
 
@@ -65,6 +65,7 @@ async def serve(settings: Settings) -> None:
     ends it.
     """
     stop = asyncio.Event()
+    _stop_signalled(stop)
     metrics = Metrics()
     client = await KubeClient.connect()
     clock = asyncio.get_running_loop().time
@@ -80,7 +81,6 @@ async def serve(settings: Settings) -> None:
         health, metrics_port = await server.start(
             settings.host, health_port=settings.health_port, metrics_port=settings.metrics_port
         )
-        _stop_signalled(stop)
         click.echo(
             f"dualmap operator ready health={address(settings.host, health)} "
             f"metrics={address(settings.host, metrics_port)}",
@@ -89,7 +89,7 @@ async def serve(settings: Settings) -> None:
         if leadership is not None and not await _before(stop, leadership.acquire()):
             return
         metrics.leading(True)
-        await _lead(stop, leadership, control)
+        await _lead(stop, leadership, control, server)
     finally:
         await server.close()
         if leadership is not None:
@@ -98,7 +98,7 @@ async def serve(settings: Settings) -> None:
         await client.close()
 
 
-async def _lead(stop: asyncio.Event, leadership: Leadership | None, control: "_Control") -> None:
+async def _lead(stop: asyncio.Event, leadership: Leadership | None, control: "_Control", server: HttpServer) -> None:
     """Act until told to stop, and end in order; raises what ended a part that must not end."""
     tasks = [asyncio.create_task(stop.wait()), asyncio.create_task(control.run(lambda: _stop_signalled(stop)))]
     if leadership is not None:
@@ -107,8 +107,10 @@ async def _lead(stop: asyncio.Event, leadership: Leadership | None, control: "_C
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if all(not task.done() for task in renewing):
+            # kopf, when it ends, waits for whatever has begun since it began: open connections for one.
+            await server.close()
             # The lease is renewed until nothing is written any more.
-            await control.stop()
+            control.stop()
             await asyncio.wait([acting], timeout=_KOPF_EXIT_S)
         for task in (*renewing, acting):
             if task.done():
@@ -126,9 +128,8 @@ class _Control:
         loop = asyncio.get_running_loop()
         self._settings = settings
         self._metrics = metrics
-        self._log = get_logger(__name__)
         self._clock = loop.time
-        self._stop_kopf = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._router_client = RouterClient()
         self._engine_client = EngineClient()
         self._keepers = Keepers(self._keeper)
@@ -163,34 +164,25 @@ class _Control:
         """
         self._running = True
         self._metrics.watch(self._ages_s)
-        mirrors = [self._watches.run()] + ([self._service.mirror.run()] if self._service is not None else [])
-        # Before kopf begins: at its end it cancels every task that has begun since.
-        tasks = [asyncio.create_task(each) for each in mirrors]
+        # All of them before kopf begins: at its end it cancels every task that has begun since.
+        tasks = [asyncio.create_task(mirror.run()) for mirror in self._mirrors]
+        tasks.append(asyncio.create_task(self._act(started)))
         try:
-            await self._all_listed(tasks)
-            ready = asyncio.Event()
-            tasks.append(asyncio.create_task(_after(ready, started)))
-            await kopf.operator(
-                registry=make_registry(self._keepers, kubeconfig=self._settings.kubeconfig),
-                settings=make_settings(),
-                standalone=True,
-                clusterwide=self._settings.namespace is None,
-                namespaces=[] if self._settings.namespace is None else [self._settings.namespace],
-                stop_flag=self._stop_kopf,
-                ready_flag=ready,
-            )
-        except Exception as error:  # whatever kopf lets out ends the operator, in words
-            raise ControlError(f"kopf ended: {error!r}") from error
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except Exception as error:
+            raise ControlError(f"a part of the operator ended: {error!r}") from error
         finally:
             self._running = False
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Have the keepers finish their passes, and ``run`` return."""
         self._keepers.closing.set()
-        self._stop_kopf.set()
+        self._stopping.set()
 
     async def close(self) -> None:
         """Close what asks routers and engines."""
@@ -218,22 +210,35 @@ class _Control:
         ]
         return (*silent, *stuck, *lost)
 
-    def _ages_s(self) -> dict[str, float]:
-        ages_s = self._watches.ages_s()
-        if self._service is not None:
-            ages_s[self._service.mirror.kind] = self._service.mirror.age_s
-        return ages_s
+    @property
+    def _mirrors(self) -> tuple[Mirror[Any], ...]:
+        return (*self._watches.mirrors, *(() if self._service is None else (self._service.mirror,)))
 
-    async def _all_listed(self, mirrors: Iterable[asyncio.Task[Any]]) -> None:
-        """Return when everything was listed once: a pass that sees half of it would take pods for gone."""
-        listed = [asyncio.create_task(self._watches.listed())]
-        if self._service is not None:
-            listed.append(asyncio.create_task(_listed(self._service.mirror.listed)))
+    def _ages_s(self) -> dict[str, float]:
+        return {mirror.kind: mirror.age_s for mirror in self._mirrors}
+
+    async def _act(self, started: Callable[[], None]) -> None:
+        """Run kopf, and with it the keepers, once everything was listed: half of it would make pods look gone."""
+        if not await _before(self._stopping, self._listed()):
+            return
+        ready = asyncio.Event()
+        telling = asyncio.create_task(_after(ready, started))
         try:
-            await asyncio.gather(*listed)
+            await kopf.operator(
+                registry=make_registry(self._keepers, kubeconfig=self._settings.kubeconfig),
+                settings=make_settings(),
+                standalone=True,
+                clusterwide=self._settings.namespace is None,
+                namespaces=[] if self._settings.namespace is None else [self._settings.namespace],
+                stop_flag=self._stopping,
+                ready_flag=ready,
+            )
         finally:
-            for task in listed:
-                task.cancel()
+            telling.cancel()
+
+    async def _listed(self) -> None:
+        for mirror in self._mirrors:
+            await mirror.listed.wait()
 
     def _keeper(self, key: Key, uid: str) -> Keeper:
         source = Gatherer(
@@ -259,6 +264,8 @@ async def _before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
         return working.done()
     finally:
         for task in (working, stopping):
@@ -269,7 +276,3 @@ async def _before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 async def _after(event: asyncio.Event, then: Callable[[], None]) -> None:
     await event.wait()
     then()
-
-
-async def _listed(event: asyncio.Event) -> None:
-    await event.wait()
