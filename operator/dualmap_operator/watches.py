@@ -39,10 +39,10 @@ class PoolObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodObject:
-    """One pod, its labels, and the StatefulSet that controls it (empty for none)."""
+    """One pod, its labels, and ``pool``: whose StatefulSet made it, by name (empty for none)."""
 
     labels: Mapping[str, Any]
-    statefulset: str
+    pool: str
     pod: ObservedPod
 
 
@@ -118,7 +118,7 @@ class Watches:
             selector = spec.workload.selector
             mine = [each for each in here.values() if matches(selector, each.labels)]
         else:
-            mine = [each for each in here.values() if each.statefulset == spec.name]
+            mine = [each for each in here.values() if each.pool == spec.name]
         return tuple(replace(each.pod, flaps=self._flaps_of(each.pod.uid)) for each in mine)
 
     def child(self, kind: str, key: Key) -> ChildObject | None:
@@ -161,7 +161,7 @@ class Watches:
             self._wake((key[0], pool))
 
     def _pools_of(self, namespace: str, pod: PodObject) -> list[Key]:
-        owner = [(namespace, pod.statefulset)] if pod.statefulset else []
+        owner = [(namespace, pod.pool)] if pod.pool else []
         adopting = [
             key for key, selector in self._selectors.items() if key[0] == namespace and matches(selector, pod.labels)
         ]
@@ -199,13 +199,17 @@ def read_pool(body: Mapping[str, Any]) -> PoolObject:
 def read_pod_object(body: Mapping[str, Any]) -> PodObject:
     """Read a pod for the mirror."""
     metadata = mapping_in(body, "metadata")
-    owners = (each for each in mappings_in(metadata, "ownerReferences") if each.get("controller") is True)
-    controlling = [text_in(owner, "name") for owner in owners if owner.get("kind") == "StatefulSet"]
-    return PodObject(
-        labels=mapping_in(metadata, "labels"),
-        statefulset=controlling[0] if controlling else "",
-        pod=read_pod(body),
-    )
+    pod = read_pod(body)
+    return PodObject(labels=mapping_in(metadata, "labels"), pool=_pool_of(metadata, pod), pod=pod)
+
+
+def _pool_of(metadata: Mapping[str, Any], pod: ObservedPod) -> str:
+    """Return the pool whose StatefulSet controls the pod, or will again: a deleted one may have left its pods behind."""
+    controllers = [each for each in mappings_in(metadata, "ownerReferences") if each.get("controller") is True]
+    if controllers:
+        return text_in(controllers[0], "name") if controllers[0].get("kind") == "StatefulSet" else ""
+    pool = text_in(mapping_in(metadata, "labels"), POOL_LABEL)
+    return pool if pod.ordinal is not None and pod.name == f"{pool}-{pod.ordinal}" else ""
 
 
 def read_child(body: Mapping[str, Any]) -> ChildObject:

@@ -55,6 +55,14 @@ def test_a_template_pool_has_the_pods_its_statefulset_controls(scene: Scene) -> 
     assert scene.woken == [KEY, ("llm", "other")]
 
 
+def test_pods_that_a_deleted_statefulset_left_behind_stay_in_their_pool(scene: Scene) -> None:
+    labels = {"serving.dualmap.dev/pool": "qwen", "apps.kubernetes.io/pod-index": "0"}
+    scene.pod(pod_body("qwen-0", owner="qwen", **labels))
+    scene.pod(pod_body("qwen-0", **labels))
+
+    assert scene.names() == ["qwen-0"]
+
+
 def test_a_selector_pool_has_the_pods_it_selects_in_its_namespace(scene: Scene) -> None:
     scene.pool(**SELECTOR)
     scene.pod(pod_body("a", app="vllm"), ("llm", "a"))
