@@ -28,6 +28,8 @@ class KubeApi:
         """The paths listed, with their selectors."""
         self.watches: list[str] = []
         """The same of watches begun."""
+        self.watched_from: list[int] = []
+        """The versions that watches began at."""
         self.refuse_with: int | None = None
         self.refuse_watches_with: int | None = None
         self._objects: dict[tuple[str, str, str], Body] = {}
@@ -94,6 +96,10 @@ class KubeApi:
         self._may_list.set()
 
     @property
+    def version(self) -> int:
+        return self._now
+
+    @property
     def open_watches(self) -> int:
         return len(self._open)
 
@@ -141,6 +147,7 @@ class KubeApi:
     async def _watch(self, request: web.Request, wanted: Callable[[Body], bool]) -> web.StreamResponse:
         response = web.StreamResponse()
         seen = int(request.query["resourceVersion"])
+        self.watched_from.append(seen)
         await response.prepare(request)
         self._open.append(request)
         try:

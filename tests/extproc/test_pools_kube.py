@@ -328,11 +328,12 @@ class TestTheApiServer:
 
     async def test_bookmarks_carry_a_watch_past_what_is_forgotten(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
-        async with watching(api) as watched:
+        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, patience=patience) as watched:
             await until(lambda: api.open_watches == 1)
             await api.bookmark()
-            await until(lambda: watched.source.ages_s()[POOLS] < 0.5)
-            assert len(watched.told) == 1
+            await until(lambda: api.watched_from[-1] == api.version)
+            assert (len(api.lists), len(watched.told)) == (1, 1)
 
 
 class TestPods:
