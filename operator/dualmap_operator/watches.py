@@ -204,7 +204,7 @@ def read_pod_object(body: Mapping[str, Any]) -> PodObject:
 
 
 def _pool_of(metadata: Mapping[str, Any], pod: ObservedPod) -> str:
-    """Return the pool whose StatefulSet controls the pod, or will again: a deleted one may have left its pods behind."""
+    """Return whose StatefulSet controls the pod, or will again: a deleted one may have left its pods behind."""
     controllers = [each for each in mappings_in(metadata, "ownerReferences") if each.get("controller") is True]
     if controllers:
         return text_in(controllers[0], "name") if controllers[0].get("kind") == "StatefulSet" else ""
