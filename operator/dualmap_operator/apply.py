@@ -5,11 +5,12 @@ was made from, so a plan made from an older one never comes through; a restart o
 writes leaves a state from which the next plan goes on.
 """
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from dualmap_edge.logs import get_logger
 from dualmap_operator.api import Api
@@ -19,6 +20,8 @@ from dualmap_operator.mirror import Key
 from dualmap_operator.plan_values import Gate, Plan, Restart
 from dualmap_operator.status import status_document
 from dualmap_operator.watches import ChildObject, PoolObject, fingerprint
+
+_AT_A_TIME: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class Applier:
                 merge_patch(before, after),
                 resource_version=pool.resource_version,
             )
-        refused += [await self._set_gate(metadata["namespace"], gate) for gate in plan.gates]
+        refused += await self._set_gates(metadata["namespace"], plan.gates)
         refused += [await self._restart(metadata["namespace"], restart) for restart in plan.restarts]
         for event in plan.events:
             await self._recorder.post(pool, event)
@@ -90,14 +93,28 @@ class Applier:
         self._applied[kind] = (wanted, fingerprint(made))
         return ""
 
-    async def _set_gate(self, namespace: str, gate: Gate) -> str:
-        try:
-            await self._api.set_gate(namespace, gate, self._now())
-        except (ConflictError, GoneError):
-            return ""  # Another pod by now, or none: the watch will show it.
-        except ApiError as error:
-            return _refusal(error)
-        return ""
+    async def _set_gates(self, namespace: str, gates: Sequence[Gate]) -> list[str]:
+        """Set gates, several at a time: a pool may have a thousand, and the next pass waits for them."""
+        turns = asyncio.Semaphore(_AT_A_TIME)
+
+        async def set_gate(gate: Gate) -> str:
+            async with turns:
+                try:
+                    await self._api.set_gate(namespace, gate, self._now())
+                except (ConflictError, GoneError):
+                    return ""  # Another pod by now, or none: the watch will show it.
+                except ApiError as error:
+                    return _refusal(error)
+                return ""
+
+        # All of them end before the pass does, also when one fails.
+        outcomes = await asyncio.gather(*(set_gate(gate) for gate in gates), return_exceptions=True)
+        refused: list[str] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            refused.append(outcome)
+        return refused
 
     async def _restart(self, namespace: str, restart: Restart) -> str:
         self._log.info("deleting a pod, for its successor has another template", pod=f"{namespace}/{restart.pod}")

@@ -179,3 +179,22 @@ def test_a_merge_patch_nulls_what_is_gone_at_every_depth() -> None:
     before = {"a": 1, "b": {"c": 2, "d": 3}, "e": [1, 2]}
 
     assert merge_patch(before, {"b": {"c": 2}, "e": [2]}) == {"a": None, "b": {"c": 2, "d": None}, "e": [2]}
+
+
+async def test_a_thousand_gates_are_set_each_once() -> None:
+    scene = Scene()
+    gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(1000))
+    await scene.apply(Plan(status=pool_object().status, gates=gates))
+
+    assert sorted(scene.sent) == sorted(f"PATCH /api/v1/namespaces/llm/pods/{gate.pod}/status" for gate in gates)
+
+
+async def test_a_gate_that_cannot_be_set_now_ends_the_pass_after_the_others() -> None:
+    scene = Scene()
+    gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(20))
+    scene.kube.answer("PATCH", f"{POD}/status", KubeError(0, "away"))
+
+    with pytest.raises(ApiError, match="away"):
+        await scene.apply(Plan(status=pool_object().status, gates=gates))
+
+    assert len(scene.sent) == 20
