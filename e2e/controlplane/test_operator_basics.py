@@ -160,6 +160,7 @@ async def test_a_pool_deleted_while_no_operator_ran_is_drained_by_the_next(produ
     assert "MemberDraining" in events.split()
 
 
+@pytest.mark.timeout(240, func_only=True)
 async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
     await applied(product, replicas=2)
@@ -175,6 +176,7 @@ async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(prod
     await product.until_active(2)
 
 
+@pytest.mark.timeout(240, func_only=True)
 async def test_of_two_operators_one_acts_and_the_other_follows(product: Product) -> None:
     first = await product.operator("operator-0", "--leader-election")
 
