@@ -34,13 +34,14 @@ class _Backoffs:
         return itertools.chain((0.5, 1.0), itertools.repeat(2.0))
 
 
-def make_registry(keepers: Keepers, *, kubeconfig: bool) -> kopf.OperatorRegistry:
-    """Return the handlers; ``kubeconfig`` is whether to log in by env KUBECONFIG rather than as a pod does."""
+def make_registry(keepers: Keepers) -> kopf.OperatorRegistry:
+    """Return the handlers, by which ``keepers`` keep a pool from its first appearance until it has drained."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_with_kubeconfig(**kwargs) if kubeconfig else kopf.login_with_service_account(**kwargs)
+        # In the order of dualmap_edge.kube: a kubeconfig where there is one, else as a pod does.
+        return kopf.login_with_kubeconfig(**kwargs) or kopf.login_with_service_account(**kwargs)
 
     @kopf.daemon(GROUP, VERSION, PLURAL, registry=registry, id="keep", cancellation_polling=_POLL_S)
     async def keep(namespace: str | None, name: str, uid: str, stopped: kopf.DaemonStopped, **_: Any) -> None:

@@ -85,8 +85,8 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if options["health_port"] and options["health_port"] == options["metrics_port"]:
         raise click.UsageError("--health-port and --metrics-port are the same; give each a port of its own")
-    environment = os.environ  # noqa: TID251  # the one place of the operator that reads the environment
-    pod_namespace = environment.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE
+    # The one place of the operator that reads the environment.
+    pod_namespace = os.environ.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE  # noqa: TID251
     if not _DNS_LABEL.fullmatch(pod_namespace):
         raise click.UsageError(f"env POD_NAMESPACE: {pod_namespace!r} is not accepted; give the name of a namespace")
     settings = Settings(
@@ -94,7 +94,6 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
         pod_namespace=pod_namespace,
         # Two lives of one pod are two candidates: what the former was doing is not known.
         identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
-        kubeconfig=bool(environment.get("KUBECONFIG")),
         **options,
     )
     logs.configure(level=settings.log_level, log_format=settings.log_format)

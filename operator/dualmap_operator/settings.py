@@ -25,7 +25,7 @@ class Settings:
 
     ``namespace`` is the one namespace to look after, None for all of them; ``pod_namespace`` the one it runs in, where
     its Lease and the routers' Service are. ``routers`` are the routers' metrics ports, when they are not to be looked
-    up. ``kubeconfig`` says whether env KUBECONFIG names the way to the server, rather than a pod's service account.
+    up.
     """
 
     namespace: str | None
@@ -37,7 +37,6 @@ class Settings:
     health_port: int = 9092
     router_service: str = "dualmap-router"
     routers: tuple[tuple[str, int], ...] = ()
-    kubeconfig: bool = False
     log_level: str = "info"
     log_format: LogFormat = "text"
     lease: LeaseSettings = field(default_factory=LeaseSettings)

@@ -225,7 +225,7 @@ class _Control:
         telling = asyncio.create_task(_after(ready, started))
         try:
             await kopf.operator(
-                registry=make_registry(self._keepers, kubeconfig=self._settings.kubeconfig),
+                registry=make_registry(self._keepers),
                 settings=make_settings(),
                 standalone=True,
                 clusterwide=self._settings.namespace is None,

@@ -48,7 +48,7 @@ def test_kopf_never_gives_up_on_the_api_server() -> None:
 
 
 def test_pools_alone_have_handlers() -> None:
-    registry = make_registry(Keepers(lambda *_: None), kubeconfig=True)  # type: ignore[arg-type,return-value]  # unused
+    registry = make_registry(Keepers(lambda *_: None))  # type: ignore[arg-type,return-value]  # unused
     registries = (registry._indexing, registry._watching, registry._spawning, registry._changing)
     selectors = {selector for each in registries for selector in each.get_all_selectors()}
 

@@ -26,7 +26,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def invoke(*arguments: str, **environment: str | None) -> Result:
-    variables: dict[str, Any] = {"POD_NAMESPACE": None, "KUBECONFIG": None, **environment}
+    variables: dict[str, Any] = {"POD_NAMESPACE": None, **environment}
     return CliRunner().invoke(operator, arguments, env=variables)
 
 
@@ -41,7 +41,7 @@ def test_the_defaults(told: list[Settings]) -> None:
 def test_flags_and_environment(told: list[Settings]) -> None:
     result = invoke(
         "--namespace", "llm", "--leader-election", "--router", "10.0.0.1:9090", "--router", "[fd00::1]:9091",
-        POD_NAMESPACE="serving", KUBECONFIG="admin.conf",
+        POD_NAMESPACE="serving",
     )  # fmt: skip
 
     assert result.exit_code == 0
@@ -49,7 +49,6 @@ def test_flags_and_environment(told: list[Settings]) -> None:
     assert settings.namespace == "llm"
     assert settings.pod_namespace == "serving"
     assert settings.leader_election
-    assert settings.kubeconfig
     assert settings.routers == (("10.0.0.1", 9090), ("fd00::1", 9091))
 
 
