@@ -3,12 +3,31 @@
 ``wiring`` gives it what to say. A standby is healthy as long as it answers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from aiohttp import web
 
 from dualmap_edge.ports import AddressError, check_free
 from dualmap_operator.metrics import CONTENT_TYPE, Metrics
+
+# A watch says something at least every 45 s, since the server ends it then, with a bookmark.
+SILENT_S: Final = 120.0
+# kopf begins to keep a pool within a second of the mirror's showing it; longer than this, its own watch is ill.
+UNKEPT_S: Final = 30.0
+
+
+def problems(*, ages_s: Mapping[str, float], stuck: Sequence[str], unkept_s: Mapping[str, float]) -> tuple[str, ...]:
+    """Return what is wrong with an operator that acts, in words.
+
+    ``ages_s`` is how long ago each kind's watch gave word, ``stuck`` the pools whose pass hangs, and ``unkept_s`` for
+    how long nobody has kept a pool.
+    """
+    return (
+        *(f"nothing was heard of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
+        *(f"the pass over {pool} hangs" for pool in stuck),
+        *(f"nobody keeps {pool}, for {for_s:.0f} s" for pool, for_s in unkept_s.items() if for_s > UNKEPT_S),
+    )
 
 
 class HttpServer:

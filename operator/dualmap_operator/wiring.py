@@ -22,7 +22,7 @@ from dualmap_operator.errors import OperatorError
 from dualmap_operator.events import Recorder
 from dualmap_operator.gather import Gatherer
 from dualmap_operator.handlers import make_registry, make_settings
-from dualmap_operator.health import HttpServer
+from dualmap_operator.health import HttpServer, problems
 from dualmap_operator.keeper import Keeper, Keepers, Planner, Tools
 from dualmap_operator.leader import Leadership, LeadershipLostError
 from dualmap_operator.metrics import Metrics
@@ -34,9 +34,6 @@ from dualmap_operator.watches import Watches
 
 # Passes at a time: each may wait for routers, and for the API server, for seconds.
 _PASSES: Final = 16
-# A watch says something at least every 45 s, since the server ends it then with a bookmark.
-_SILENT_S: Final = 120.0
-_UNKEPT_S: Final = 30.0
 _KOPF_EXIT_S: Final = 7.0
 _CANCEL_S: Final = 2.0
 
@@ -194,21 +191,13 @@ class _Control:
         if not self._running:
             return ()
         now_s = self._clock()
-        silent = [
-            f"nothing was heard of {kind} for {age_s:.0f} s"
-            for kind, age_s in self._ages_s().items()
-            if age_s > _SILENT_S
-        ]
-        stuck = [f"the pass over {pool} hangs" for pool in self._keepers.stuck()]
-        present = {key for key, _ in self._watches.pools.items()}
-        unkept = {key for key in present if not self._keepers.keeps(key)}
+        unkept = {key for key, _ in self._watches.pools.items() if not self._keepers.keeps(key)}
         self._unkept_since_s = {key: self._unkept_since_s.get(key, now_s) for key in unkept}
-        lost = [
-            f"nobody keeps {'/'.join(key)}"
-            for key, since_s in self._unkept_since_s.items()
-            if now_s - since_s > _UNKEPT_S
-        ]
-        return (*silent, *stuck, *lost)
+        return problems(
+            ages_s=self._ages_s(),
+            stuck=self._keepers.stuck(),
+            unkept_s={"/".join(key): now_s - since_s for key, since_s in self._unkept_since_s.items()},
+        )
 
     @property
     def _mirrors(self) -> tuple[Mirror[Any], ...]:

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from dualmap_edge.ports import AddressError
-from dualmap_operator.health import HttpServer
+from dualmap_operator.health import HttpServer, problems
 from dualmap_operator.metrics import Metrics
 
 HOST = "127.0.0.1"
@@ -60,3 +60,15 @@ async def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(AddressError, match=rf"cannot listen on {HOST}:{port}: .*; give another --metrics-port"):
             await Scene().server.start(HOST, health_port=0, metrics_port=port)
+
+
+def test_an_operator_is_ill_when_a_watch_is_silent_a_pass_hangs_or_a_pool_is_kept_by_nobody() -> None:
+    said = problems(
+        ages_s={"Pod": 121.0, "Service": 46.0}, stuck=["llm/qwen"], unkept_s={"llm/new": 1.0, "llm/lost": 31.0}
+    )
+
+    assert said == (
+        "nothing was heard of Pod for 121 s",
+        "the pass over llm/qwen hangs",
+        "nobody keeps llm/lost, for 31 s",
+    )
