@@ -1,24 +1,27 @@
-"""The project's CRD on a control plane of the tests."""
+"""Custom resource definitions on a control plane of the tests: ours, and GAIE's of the same kind."""
 
 from pathlib import Path
 
+from controlplane.build import GAIE_CRD, binaries_folder
 from controlplane.cluster import Cluster
 from controlplane.programs import wait_until
 
 NAME = "inferencepools.serving.dualmap.dev"
 FILE = Path(__file__).parents[2] / "crds" / "serving.dualmap.dev_inferencepools.yaml"
+GAIE_NAME = "inferencepools.inference.networking.k8s.io"
+GAIE_FILE = binaries_folder() / GAIE_CRD
 _ESTABLISHED_WITHIN_S = 60.0
 _ESTABLISHED = '-o=jsonpath={.status.conditions[?(@.type=="Established")].status}'
 
 
-def install(cluster: Cluster) -> None:
-    """Apply the CRD and wait until it is served; nothing happens when it is already.
+def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
+    """Apply a definition and wait until it is served; nothing happens when it is already.
 
     ``kubectl wait`` is no help: on a CRD that has just been made it fails, for it has no conditions yet.
     """
-    cluster.kubectl("apply", "--server-side", "-f", str(FILE))
+    cluster.kubectl("apply", "--server-side", "-f", str(file))
     wait_until(
-        lambda: cluster.kubectl("get", "crd", NAME, _ESTABLISHED) == "True",
-        f"{NAME} is established",
+        lambda: cluster.kubectl("get", "crd", name, _ESTABLISHED) == "True",
+        f"{name} is established",
         timeout_s=_ESTABLISHED_WITHIN_S,
     )

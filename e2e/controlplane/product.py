@@ -15,7 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 
+from controlplane import crds
 from controlplane.cluster import Cluster
+from dualmap_edge.kube import KubeClient
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
 from harness.stack import Router
@@ -93,11 +95,14 @@ class Product:
         self.namespace = ""
         self.routers: list[Router] = []
         self.envoy: Envoy | None = None
+        self._client: KubeClient
         self._count = routers
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._install)
+        self._client = await self.cluster.client()
+        self._stack.push_async_callback(self._client.close)
         for number in range(self._count):
             self.routers.append(await self._stack.enter_async_context(self._router(f"router-{number}")))
         return self
@@ -139,8 +144,13 @@ class Product:
 
     async def pool(self, name: str = "qwen") -> dict[str, Any]:
         """Return the pool's object as the API server has it."""
-        document: dict[str, Any] = json.loads(await self.kubectl("get", f"dmpool/{name}", "-o", "json"))
-        return document
+        path = f"/apis/serving.dualmap.dev/v1alpha1/namespaces/{self.namespace}/inferencepools/{name}"
+        return await self._client.request("GET", path)
+
+    async def pods(self) -> dict[str, dict[str, Any]]:
+        """Return the namespace's pods by name, as the API server has them."""
+        answer = await self._client.request("GET", f"/api/v1/namespaces/{self.namespace}/pods")
+        return {pod["metadata"]["name"]: pod for pod in answer["items"]}
 
     async def states(self, name: str = "qwen") -> dict[str, str]:
         """Return the published members' states by id."""
@@ -193,8 +203,7 @@ class Product:
         """Apply the CRD and the namespaced form of the rights, for a fresh namespace that has the pools."""
         kubectl = self.cluster.kubectl
         self.namespace = self.cluster.namespace()
-        kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-        kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev", "--timeout=60s")
+        crds.install(self.cluster)
         manifests = ROOT / "manifests"
         kubectl("apply", "-f", str(manifests / "namespace.yaml"), "-f", str(manifests / "rbac" / "system.yaml"))
         kubectl("apply", "-n", self.namespace, "-f", str(manifests / "rbac" / "namespaced.yaml"))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from controlplane import crds
 from controlplane.build import binaries_folder
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
@@ -178,8 +179,7 @@ def _record_others(recorder: _Recorder, cluster: Cluster) -> None:
 def _main() -> None:
     _RECORDED.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, Cluster(binaries_folder(), Path(directory)) as cluster:
-        cluster.kubectl("apply", "--server-side", "-f", str(_ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"))
-        cluster.kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev")
+        crds.install(cluster)
         with kubelet_on(cluster, "node-0") as kubelet:
             recorder = _Recorder(cluster)
             _record_pool(recorder, kubelet)

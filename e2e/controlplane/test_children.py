@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from dualmap_operator.children import children
 from dualmap_operator.spec import PoolSpec, read_spec
 
 ROOT = Path(__file__).parents[2]
-CRD = "inferencepools.serving.dualmap.dev"
 ENGINE = {"name": "engine", "image": "vllm/vllm-openai:v0.32.0"}
 PLAIN = {"spec": {"containers": [ENGINE]}}
 RICH = {
@@ -58,8 +58,7 @@ STREAMED_TOKENS = 600
 
 @pytest.fixture(scope="module", name="namespace")
 def _namespace(cluster: Cluster) -> str:
-    cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+    crds.install(cluster)
     return cluster.namespace()
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from dualmap.pool_reader import read_pools
 from dualmap_operator.spec import read_spec
@@ -163,8 +164,7 @@ SCHEMA_REFUSALS = (
 @pytest.fixture(scope="module", name="namespace")
 def _namespace(cluster: Cluster) -> str:
     """A namespace on a cluster that knows the CRD."""
-    cluster.kubectl("apply", "--server-side", "-f", str(CRD_FILE.parent))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/inferencepools.serving.dualmap.dev")
+    crds.install(cluster)
     return cluster.namespace()
 
 

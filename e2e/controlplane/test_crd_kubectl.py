@@ -1,21 +1,15 @@
 """What a person does with pools: columns, scale, explain, short names, and somebody else's Kind of that name beside."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 
-ROOT = Path(__file__).parents[2]
-CRD = "inferencepools.serving.dualmap.dev"
-GAIE_CRD = "inferencepools.inference.networking.k8s.io"
-GAIE_MODULE = "sigs.k8s.io/gateway-api-inference-extension@v1.6.0"
-GAIE_FILE = "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml"
 STATUS = {
     "replicas": 5,
     "readyReplicas": 4,
@@ -33,8 +27,7 @@ STATUS = {
 @pytest.fixture(scope="module", name="namespace")
 def _namespace(cluster: Cluster) -> str:
     """A namespace with one pool of ours, qwen, that has a status."""
-    cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}")
+    crds.install(cluster)
     namespace = cluster.namespace()
     create(cluster, namespace, "qwen", policy="dualmap_paper")
     change = json.dumps({"status": STATUS})
@@ -93,9 +86,9 @@ def test_the_scale_subresource_says_what_an_autoscaler_needs(cluster: Cluster, n
 
 
 def test_every_field_is_explained(cluster: Cluster, namespace: str) -> None:
-    said = cluster.kubectl("explain", f"{CRD}.spec.routing.queue.dispatchWindow")
+    said = cluster.kubectl("explain", f"{crds.NAME}.spec.routing.queue.dispatchWindow")
     assert "An instance with more seconds of prefill than this before it gets no more" in " ".join(said.split())
-    assert "dispatchWindow\t<string>" in cluster.kubectl("explain", f"{CRD}.spec", "--recursive")
+    assert "dispatchWindow\t<string>" in cluster.kubectl("explain", f"{crds.NAME}.spec", "--recursive")
 
 
 @pytest.mark.parametrize("name", ["dmpool", "dualmap", "inference", "inferencepool.serving.dualmap.dev"])
@@ -113,9 +106,8 @@ def test_pools_are_selected_by_model_and_policy(cluster: Cluster, namespace: str
 @pytest.fixture(name="both")
 def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
     """The Gateway API Inference Extension's CRD beside ours, and a pool of theirs called gaie."""
-    cluster.kubectl("apply", "--server-side", "-f", str(gaie_crd()))
+    crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
     try:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{GAIE_CRD}")
         theirs = {
             "apiVersion": "inference.networking.k8s.io/v1",
             "kind": "InferencePool",
@@ -129,18 +121,7 @@ def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
         cluster.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(theirs))
         yield
     finally:
-        cluster.kubectl("delete", "crd", GAIE_CRD)
-
-
-def gaie_crd() -> Path:
-    """The file in Go's module cache, downloaded where it is not there and the proxy can be reached; else a skip."""
-    go = shutil.which("go")
-    if go is None:
-        pytest.skip("go is needed to get the Gateway API Inference Extension's CRD")
-    found = subprocess.run([go, "mod", "download", "-json", GAIE_MODULE], capture_output=True, text=True, timeout=60)
-    if found.returncode != 0:
-        pytest.skip(f"not in Go's module cache, and no network here: go mod download {GAIE_MODULE}")
-    return Path(json.loads(found.stdout)["Dir"]) / GAIE_FILE
+        cluster.kubectl("delete", "crd", crds.GAIE_NAME)
 
 
 @pytest.mark.usefixtures("both")
@@ -149,9 +130,9 @@ def test_beside_theirs_the_bare_name_is_theirs_and_dmpool_is_ours(
 ) -> None:
     # kubectl remembers which names there are: a folder of its own has it look again.
     fresh = ("--cache-dir", str(tmp_path), "-n", namespace)
-    for name in ("inferencepool", "inferencepools", "infpool", GAIE_CRD):
+    for name in ("inferencepool", "inferencepools", "infpool", crds.GAIE_NAME):
         assert cluster.kubectl("get", name, "-o", "name", *fresh) == "inferencepool.inference.networking.k8s.io/gaie\n"
-    for name in ("dmpool", CRD):
+    for name in ("dmpool", crds.NAME):
         assert "inferencepool.serving.dualmap.dev/qwen" in cluster.kubectl("get", name, "-o", "name", *fresh)
     assert "not found" in cluster.kubectl("scale", "inferencepool/qwen", "--replicas", "2", *fresh, check=False)
     cluster.kubectl("scale", "dmpool/qwen", "--replicas", "6", *fresh)

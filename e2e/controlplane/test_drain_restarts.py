@@ -63,10 +63,10 @@ async def test_a_larger_wish_takes_a_busy_victim_back(product: Product) -> None:
         await traffic.streaming(6)
         await product.kubectl("scale", "dmpool/qwen", "--replicas=1")
         await product.until(_draining)
-        uid = await product.kubectl("get", "pod/qwen-1", "-o", "jsonpath={.metadata.uid}")
+        uid = (await product.pods())["qwen-1"]["metadata"]["uid"]
         await product.kubectl("scale", "dmpool/qwen", "--replicas=2")
         await product.until_active(2)
-    assert uid == await product.kubectl("get", "pod/qwen-1", "-o", "jsonpath={.metadata.uid}"), "the pod was replaced"
+    assert uid == (await product.pods())["qwen-1"]["metadata"]["uid"], "the pod was replaced"
     assert failed(traffic.exchanges) == []
 
 

@@ -11,8 +11,6 @@ from controlplane.product import Product, pool_manifest
 from harness.traffic import failed, tally
 from harness.waiting import until
 
-PODS = ("get", "pods", "-l", "serving.dualmap.dev/pool=qwen", "-o")
-
 
 async def serving(product: Product, replicas: int) -> None:
     await product.operator()
@@ -21,8 +19,7 @@ async def serving(product: Product, replicas: int) -> None:
 
 
 async def uids(product: Product) -> dict[str, str]:
-    pods = json.loads(await product.kubectl(*PODS, "json"))["items"]
-    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
+    return {name: pod["metadata"]["uid"] for name, pod in (await product.pods()).items()}
 
 
 async def test_a_crashed_engine_leaves_and_comes_back_with_its_id_and_an_empty_cache(
@@ -92,8 +89,7 @@ async def test_a_changed_template_rolls_one_pod_at_a_time_under_streams(product:
     print(f"roll-out of 3 pods under 8 clients: {dict(tally(traffic.exchanges))}, never fewer than {fewest} Active")
     assert failed(traffic.exchanges) == []
     assert fewest >= 1
-    labels = await product.kubectl(*PODS, "jsonpath={.items[*].metadata.labels.release}")
-    assert labels.split() == ["two"] * 3
+    assert [pod["metadata"]["labels"]["release"] for pod in (await product.pods()).values()] == ["two"] * 3
 
 
 @pytest.mark.timeout(180, func_only=True)
@@ -135,8 +131,7 @@ async def test_adopted_pods_leave_the_ring_as_they_terminate(product: Product) -
     await product.until(lambda status: status.get("inRing") == 2)
     limited = {each["type"]: each for each in (await product.pool())["status"]["conditions"]}["ScalingLimited"]
     assert limited["status"] == "True"
-    pods = json.loads(await product.kubectl("get", "pods", "-l", "app=vllm", "-o", "json"))["items"]
-    for pod in pods:
+    for pod in (await product.pods()).values():
         owners = {each["kind"] for each in pod["metadata"]["ownerReferences"]}
         assert (owners, pod["metadata"].get("finalizers")) == ({"ReplicaSet"}, None)
     await product.kubectl("scale", "deployment/vllm", "--replicas=1")

@@ -34,8 +34,7 @@ async def test_scaling_under_streams_fails_no_request_and_cuts_none(product: Pro
             await traffic.flowing(10)
 
         async def gone() -> bool:
-            pods = await product.kubectl("get", "pods", "-l", "serving.dualmap.dev/pool=qwen", "-o", "name")
-            return pods.split() == ["pod/qwen-0"]
+            return set(await product.pods()) == {"qwen-0"}
 
         await until(gone, "only qwen-0 is left", timeout_s=60.0)
     print(f"scaling 3 -> 4 -> 2 -> 3 -> 1 under 15 clients: {dict(tally(traffic.exchanges))}")
