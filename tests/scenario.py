@@ -90,9 +90,16 @@ def member(
 
 
 def router(
-    name: str = "router-a", *, version: int = 5, busy: Mapping[str, int] | None = None, **more: bool
+    name: str = "router-a",
+    *,
+    version: int = 5,
+    busy: Mapping[str, int] | None = None,
+    state: str = "Draining",
+    **more: bool,
 ) -> RouterReport:
-    endpoints = {each: EndpointReport(in_flight=count) for each, count in (busy or {}).items()}
+    """What a router says of the pool; ``state`` is the one by which it goes, of qwen-2 and of who is ``busy``."""
+    in_flight = {"qwen-2": 0, **(busy or {})} if version else {}
+    endpoints = {each: EndpointReport(in_flight=count, state=state) for each, count in in_flight.items()}
     return RouterReport(router=name, ring_version=version, endpoints=endpoints, **more)
 
 

@@ -40,6 +40,7 @@ class PodFacts:
     ready: bool
     in_ring: bool | None
     terminating: bool
+    ended: bool
     incarnation: str
 
 
@@ -74,6 +75,7 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
         ready=not ended and conditions.get("Ready", absent).holds,
         in_ring=conditions.get(IN_RING_GATE, absent).holds if IN_RING_GATE in gates else None,
         terminating=metadata.get("deletionTimestamp") is not None,
+        ended=ended,
         incarnation=f"{uid[:_UID_SHOWN]}-{restarts}" if uid else "",
     )
 

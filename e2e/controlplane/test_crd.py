@@ -133,7 +133,7 @@ RULES = (
     duration("spec.drain.timeout", "1ms", "24h", too_short="0.9ms", too_long="24.5h"),
 )
 # Rules that compare with what was there before, or that are about the status; each has a test of its own below.
-OTHER_RULES = ("spec.workload", "spec.model.name", "status.ring.version", "status.ring.members.address")
+OTHER_RULES = ("spec.workload", "spec.model.name", "spec.engine.port", "status.ring.version", "status.ring.members.address")
 
 # Bounds, enums and types of the schema: one of each kind, the rest follows from the fast tests.
 SCHEMA_REFUSALS = (
@@ -248,6 +248,13 @@ def test_the_model_cannot_be_changed_but_its_aliases_can(cluster: Cluster, names
         '"n" is not accepted; the model of a pool cannot be changed, give "m", add an alias or make another pool'
         in part(said, "spec.model.name")
     )
+
+
+def test_the_port_cannot_be_changed(cluster: Cluster, namespace: str) -> None:
+    create(cluster, namespace, pool("metadata.name", "port"))
+    said = patch(cluster, namespace, "port", {"spec": {"engine": {"port": 9000}}}, check=False)
+    expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or make another pool"
+    assert expected in part(said, "spec.engine.port")
 
 
 @pytest.mark.parametrize(("before", "after"), [("template", "selector"), ("selector", "template")])

@@ -69,7 +69,8 @@ class StatusServer:
             if status.pool == pool:
                 return web.json_response(pool_document(self._router, status, self._metrics.traffic(pool)))
         return web.json_response(
-            {"error": f"this router serves no pool {pool}; GET /pools lists those it does"}, status=404
+            {"router": self._router, "error": f"this router serves no pool {pool}; GET /pools lists those it does"},
+            status=404,
         )
 
 

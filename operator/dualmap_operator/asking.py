@@ -15,7 +15,7 @@ from typing import Any, Final
 import aiohttp
 from yarl import URL
 
-from dualmap.pods import mapping_in
+from dualmap.pods import mapping_in, text_in
 from dualmap_operator.observed import EndpointReport, RouterReport
 
 _TIMEOUT_S: Final = 2.0
@@ -123,10 +123,12 @@ class RouterClient:
         if answer is None:
             return unheard, None
         status, body = answer
-        if status == 404:
-            return RouterReport(router=name, ready=router.ready), None
-        document = _object(body) if status == 200 else None
+        document = _object(body)
         if document is None:
+            return unheard, None
+        if status == 404 and text_in(document, "router"):
+            return RouterReport(router=name, ready=router.ready), None
+        if status != 200:
             return unheard, None
         version, endpoints = _count(document.get("ring_version")), _endpoints(document.get("endpoints"))
         if version is None or endpoints is None:
@@ -179,7 +181,7 @@ def _endpoints(value: object) -> dict[str, EndpointReport] | None:
         in_flight, held = _count(each.get("in_flight")), _count(each.get("held"))
         if in_flight is None or held is None:
             return None
-        reports[each["id"]] = EndpointReport(in_flight=in_flight, held=held)
+        reports[each["id"]] = EndpointReport(in_flight=in_flight, held=held, state=text_in(each, "state"))
     return reports
 
 

@@ -1,6 +1,6 @@
 """What the pool's conditions say: one small function for each type, all pure (CONTRACT "Status").
 
-A condition's message names pods and routers but never counts what changes by itself, so that nothing is written at rest.
+A message names pods and routers but never counts what changes by itself, so that nothing is written at rest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,16 +30,25 @@ class _Finding:
 
 
 def conditions(
-    spec: PoolSpec, observed: Observed, members: Sequence[RingMember], warnings: Sequence[str], now_s: float
+    spec: PoolSpec,
+    observed: Observed,
+    members: Sequence[RingMember],
+    warnings: Sequence[str],
+    now_s: float,
+    *,
+    waits_for_survivors: bool,
 ) -> tuple[Condition, ...]:
-    """Return every condition of a pool whose ring will have ``members``."""
+    """Return every condition of a pool whose ring will have ``members``.
+
+    ``waits_for_survivors`` is whether a scale-down waits until one of those that stay takes requests.
+    """
     findings = {
         ConditionType.ACCEPTED: _accepted(warnings),
         ConditionType.AVAILABLE: _available(spec, members),
         ConditionType.RING_SYNCED: _ring_synced(observed, now_s),
         ConditionType.PROGRESSING: _progressing(spec, observed, members),
         ConditionType.DRAINING: _draining(spec, members),
-        ConditionType.SCALING_LIMITED: _scaling_limited(spec),
+        ConditionType.SCALING_LIMITED: _scaling_limited(spec, waits_for_survivors),
         ConditionType.DEGRADED: _degraded(spec, observed, members, now_s),
     }
     return tuple(_condition(spec.generation, observed, type_, finding, now_s) for type_, finding in findings.items())
@@ -99,12 +108,16 @@ def _ring_synced(observed: Observed, now_s: float) -> _Finding:
         return _Finding(None, "NoRouters", "no ready router is known")
     silent = sorted(router.router for router in ready if not router.heard)
     version = observed.published.ring_version
-    behind = sorted(router.router for router in ready if router.heard and drain.behind(router, version))
+    behind = sorted(
+        router.router
+        for router in ready
+        if router.heard and (drain.behind(router, version) or (version and not router.ring_version))
+    )
     if silent:
         return _Finding(False, "RoutersSilent", f"no answer from {named(silent)}")
     changed_s = max((member.since_s for member in observed.published.members), default=0.0)
     if behind and now_s - changed_s >= SYNC_GRACE_S:
-        return _Finding(False, "RoutersBehind", f"an older ring is in use at {named(behind)}")
+        return _Finding(False, "RoutersBehind", f"an older ring, or none, is in use at {named(behind)}")
     return _Finding(True, "RoutersAgree", "every ready router has applied the ring")
 
 
@@ -135,9 +148,11 @@ def _draining(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
     )
 
 
-def _scaling_limited(spec: PoolSpec) -> _Finding:
+def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
     if isinstance(spec.workload, SelectorWorkload):
         return _Finding(True, "OwnedByWorkload", "the pods' own workload scales them; spec.replicas has no effect")
+    if waits_for_survivors:
+        return _Finding(True, "SurvivorsNotReady", "nobody drains until one of the pods that stay takes requests")
     return _Finding(False, "NotLimited", "spec.replicas sets the number of pods")
 
 

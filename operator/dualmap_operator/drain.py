@@ -1,7 +1,7 @@
 """When a Draining member is drained: what routers and its engine must have said (CONTRACT "Drain"; pure).
 
-No router that still believes in an older ring may be forgotten: one that is ready counts until it has applied the
-published version, and one that does not answer leaves the engine's own word to decide.
+No router that still believes in an older ring may be forgotten: whoever answers counts until it has applied the
+published version, on its way out too, and one that is ready and does not answer leaves the engine's word to decide.
 """
 
 from typing import Final
@@ -11,6 +11,7 @@ from dualmap_operator.observed import Observed, PoolStatus, RingMember, RouterRe
 
 # A request may be on its way from a router to its engine, counted by neither for a moment.
 LOOKS: Final = 2
+_TAKING: Final = (MemberState.JOINING, MemberState.ACTIVE)
 
 
 def draining(published: PoolStatus) -> tuple[RingMember, ...]:
@@ -26,7 +27,7 @@ def idle(member: RingMember, observed: Observed) -> bool:
     heard = [router for router in observed.routers if router.heard]
     if any(_busy(router, member.id) for router in heard):
         return False
-    if any(router.ready and behind(router, observed.published.ring_version) for router in heard):
+    if any(behind(router, observed.published.ring_version) for router in heard):
         return False
     if not heard or any(router.ready and not router.heard for router in observed.routers):
         return at_engine == 0
@@ -44,10 +45,11 @@ def overdue(member: RingMember, timeout_s: float, now_s: float) -> bool:
 
 
 def behind(router: RouterReport, ring_version: int) -> bool:
-    """Whether a router still goes by an older ring. One of version 0 knows no member at all, and sends nobody there."""
+    """Whether a router still goes by an older ring. One of version 0 serves no such pool, and sends nobody there."""
     return 0 < router.ring_version < ring_version
 
 
 def _busy(router: RouterReport, member: str) -> bool:
+    """Whether a router has a request at a member, or would send one there: a version alone may be another pool's."""
     endpoint = router.endpoints.get(member)
-    return endpoint is not None and endpoint.in_flight + endpoint.held > 0
+    return endpoint is not None and (endpoint.in_flight + endpoint.held > 0 or endpoint.state in _TAKING)

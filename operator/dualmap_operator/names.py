@@ -45,4 +45,3 @@ class EventReason(StrEnum):
     ROLLING_POD = "RollingPod"
     POOL_DEGRADED = "PoolDegraded"
     POOL_RECOVERED = "PoolRecovered"
-    APPLY_FAILED = "ApplyFailed"

@@ -17,7 +17,8 @@ class ObservedPod:
     API says); ``ready`` is Kubernetes' own word, gate included. ``in_ring`` is the present value of our gate's
     condition, None where the pod does not have the gate. ``incarnation`` changes with every restart of a container.
     ``ordinal`` is None for adopted pods. ``address`` is empty until the pod has one. ``flaps`` counts how often it has
-    lost readiness lately, as far as this operator has seen.
+    lost readiness lately, as far as this operator has seen. ``ended`` pods (Failed, Succeeded) run no more and wait to
+    be swept up.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ObservedPod:
     ready: bool = False
     in_ring: bool | None = None
     terminating: bool = False
+    ended: bool = False
     incarnation: str = ""
     ordinal: int | None = None
     revision: str = ""
@@ -95,10 +97,11 @@ class PoolStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointReport:
-    """What one router has in flight and held at one endpoint."""
+    """What one router has in flight and held at one endpoint, and the member state by which it goes."""
 
     in_flight: int = 0
     held: int = 0
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,5 +135,9 @@ class Observed:
     engine_requests: Mapping[str, int | None] = field(default_factory=dict)
     idle_looks: Mapping[str, int] = field(default_factory=dict)
     traffic: Shown = Shown()
+    deleting: bool = False
+    """Whether the pool is being deleted; of a spec that can be read, it says so itself."""
+    version_floor: int = 0
+    """The highest ring version that this operator has published or a router reports of the pool."""
     failures: tuple[str, ...] = ()
     """What could not be applied in the last pass, in words."""

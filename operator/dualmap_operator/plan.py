@@ -5,6 +5,7 @@ operator stopped. ``ring``, ``drain``, ``rollout`` and ``conditions`` hold the r
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from dualmap.pool import MemberState
@@ -15,7 +16,7 @@ from dualmap_operator.conditions import conditions, named, no_member_due_s, refu
 from dualmap_operator.names import POOL_LABEL, ConditionType, EventReason
 from dualmap_operator.observed import Condition, Observed, ObservedPod, PoolStatus, RingMember
 from dualmap_operator.plan_values import Event, Gate, Plan, Restart
-from dualmap_operator.spec import PoolSpec, TemplateWorkload, selector_text
+from dualmap_operator.spec import DRAIN_TIMEOUT_S, PoolSpec, TemplateWorkload, selector_text
 
 # How soon to look again: while members drain, while routers take over a new ring, and at rest.
 DRAIN_LOOK_S: Final = 0.5
@@ -25,6 +26,7 @@ REST_LOOK_S: Final = 30.0
 
 def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
     """Return what to do now; ``now_s`` is seconds since the epoch, as all times of ``observed`` are."""
+    observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.ended))
     published = observed.published
     replacing = None if spec.deleting else rollout.next_to_replace(spec, observed)
     leaving = _leaving(spec, observed, replacing)
@@ -37,10 +39,10 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
         ready_replicas=sum(pod.ready for pod in observed.pods),
         in_ring=sum(member.state is MemberState.ACTIVE for member in members),
         selector=selector_text(spec, POOL_LABEL),
-        ring_version=ring.version_after(published.ring_version, published.members, members),
+        ring_version=_version(observed, members),
         members=members,
         traffic=observed.traffic,
-        conditions=conditions(spec, observed, members, warnings, now_s),
+        conditions=conditions(spec, observed, members, warnings, now_s, waits_for_survivors=_must_wait(spec, observed)),
     )
     restarts = _restarts(spec, observed, replacing, now_s)
     return Plan(
@@ -54,35 +56,49 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
             *_drain_events(spec, observed, replicas, restarts, now_s),
             *_condition_events(published.conditions, status.conditions),
         ),
-        look=frozenset(member.id for member in drain.draining(observed.published)),
         again_s=_again_s(observed, status, now_s),
-        finished=spec.deleting and _gone(spec, observed, now_s),
+        finished=spec.deleting and _gone(observed, spec.drain_timeout_s, now_s),
     )
 
 
 def plan_refused(observed: Observed, generation: int, error: str, now_s: float) -> Plan:
-    """Return what to do for a pool whose spec cannot be read: say so, and leave everything as it is."""
+    """Return what to do for a pool whose spec cannot be read: say so, and leave its children as they are.
+
+    Members whose pods are gone leave all the same, and all drain when the pool is being deleted.
+    """
     published = observed.published
+    members = ring.surviving(published.members, observed.pods, leaving=observed.deleting, now_s=now_s)
     after = refused(observed, generation, error, now_s)
     status = PoolStatus(
         observed_generation=generation,
         replicas=published.replicas,
         ready_replicas=published.ready_replicas,
-        in_ring=published.in_ring,
+        in_ring=sum(member.state is MemberState.ACTIVE for member in members),
         selector=published.selector,
-        ring_version=published.ring_version,
-        members=published.members,
+        ring_version=_version(observed, members),
+        members=members,
         traffic=observed.traffic,
         conditions=after,
     )
-    return Plan(status=status, events=tuple(_condition_events(published.conditions, after)), again_s=REST_LOOK_S)
+    return Plan(
+        status=status,
+        events=(*_ring_events(published.members, members), *_condition_events(published.conditions, after)),
+        again_s=_again_s(observed, status, now_s),
+        finished=observed.deleting and _gone(observed, DRAIN_TIMEOUT_S, now_s),
+    )
+
+
+def _version(observed: Observed, members: Sequence[RingMember]) -> int:
+    """Return the ring's version with ``members``; it never goes back, whoever has edited the status."""
+    published = observed.published
+    return ring.version_after(max(published.ring_version, observed.version_floor), published.members, members)
 
 
 def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) -> Collection[str]:
     """Return the pods that are to be drained: all of a pool that is deleted, those beyond its size, one outdated."""
     if spec.deleting:
         return {pod.name for pod in observed.pods}
-    leaving = {pod.name for pod in _victims(spec, observed.pods)}
+    leaving = set() if _must_wait(spec, observed) else {pod.name for pod in _victims(spec, observed.pods)}
     if replacing is not None:
         leaving.add(replacing.name)
     return leaving
@@ -95,15 +111,23 @@ def _victims(spec: PoolSpec, pods: Iterable[ObservedPod]) -> tuple[ObservedPod, 
     return tuple(pod for pod in pods if pod.ordinal is not None and pod.ordinal >= spec.replicas)
 
 
+def _must_wait(spec: PoolSpec, observed: Observed) -> bool:
+    """Whether those that stay take no requests yet while those that are to go still do: nobody would be left."""
+    victims = {pod.name for pod in _victims(spec, observed.pods)}
+    serving = {pod.name for pod in observed.pods if pod.serving and not pod.terminating}
+    in_ring = {member.id: member.state for member in observed.published.members if member.id in serving}
+    survivors = [each for each, state in in_ring.items() if each not in victims and state is not MemberState.DRAINING]
+    return spec.replicas > 0 and not spec.deleting and not survivors and not victims.isdisjoint(in_ring)
+
+
 def _replicas(spec: PoolSpec, observed: Observed, now_s: float) -> int:
     """Return the size to ask of the StatefulSet: it shrinks when every victim is seen to have drained, not before."""
-    if observed.statefulset is None or spec.replicas >= observed.statefulset.replicas:
+    staying = [pod for pod in _victims(spec, observed.pods) if not _may_go(spec, observed, pod, now_s)]
+    if not staying:
         return spec.replicas
-    return (
-        spec.replicas
-        if all(_may_go(spec, observed, pod, now_s) for pod in _victims(spec, observed.pods))
-        else observed.statefulset.replicas
-    )
+    # Whoever has deleted the StatefulSet has left it no size, but pods that are busy.
+    size = 0 if observed.statefulset is None else observed.statefulset.replicas
+    return max(spec.replicas, size, *((pod.ordinal or 0) + 1 for pod in staying))
 
 
 def _may_go(spec: PoolSpec, observed: Observed, pod: ObservedPod, now_s: float) -> bool:
@@ -122,11 +146,11 @@ def _restarts(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None,
     return (Restart(pod=replacing.name, uid=replacing.uid),)
 
 
-def _gone(spec: PoolSpec, observed: Observed, now_s: float) -> bool:
+def _gone(observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
     """Whether a pool that is being deleted has drained: every member published is on its way out and may go."""
     return all(
         member.state is MemberState.DRAINING
-        and (drain.drained(member, observed) or drain.overdue(member, spec.drain_timeout_s, now_s))
+        and (drain.drained(member, observed) or drain.overdue(member, drain_timeout_s, now_s))
         for member in observed.published.members
     )
 

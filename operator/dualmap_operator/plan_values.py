@@ -39,9 +39,8 @@ class Event:
 class Plan:
     """What one pass does, in this order: children, status (with the ring), gates, restarts, events.
 
-    ``children`` are whole objects for server-side apply. ``look`` names the members of whom routers and engines are to
-    be asked in the next look. ``again_s`` is in how many seconds to look again without having been woken.
-    ``finished`` says of a pool that is being deleted that nothing is left to wait for.
+    ``children`` are whole objects for server-side apply. ``again_s`` is in how many seconds to look again without
+    having been woken. ``finished`` says of a pool that is being deleted that nothing is left to wait for.
     """
 
     status: PoolStatus
@@ -49,6 +48,5 @@ class Plan:
     gates: tuple[Gate, ...] = ()
     restarts: tuple[Restart, ...] = ()
     events: tuple[Event, ...] = ()
-    look: frozenset[str] = frozenset()
     again_s: float = 30.0
     finished: bool = False

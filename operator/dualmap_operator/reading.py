@@ -1,6 +1,6 @@
 """The API's objects as the control plane's values: pods, StatefulSets and the status we published ourselves.
 
-Kopf's indexes and ``gather`` call it; ``status`` writes what ``read_status`` reads; ``spec`` reads what users wish.
+``watches`` and ``gather`` call it; ``status`` writes what ``read_status`` reads; ``spec`` reads what users wish.
 Bodies are the API's JSON. Nothing in them raises, since anybody may have made the pods, and a status may have been
 edited by hand or written by another version of us: what cannot be read counts as not there.
 """
@@ -25,16 +25,19 @@ _MAX_WEIGHT: Final = 1000
 def read_pod(body: Mapping[str, Any], *, flaps: int = 0) -> ObservedPod:
     """Read a pod; ``flaps`` is how often it lost readiness lately, which only who watches it knows."""
     facts = pod_facts(body)
-    labels = mapping_in(mapping_in(body, "metadata"), "labels")
+    metadata = mapping_in(body, "metadata")
+    labels = mapping_in(metadata, "labels")
     return ObservedPod(
         name=facts.name,
         uid=facts.uid,
         address=facts.address,
         serving=facts.serving,
-        serving_since_s=read_time(facts.serving_since) or 0.0,
+        # A pod that no kubelet has spoken of has not been serving since it was made.
+        serving_since_s=read_time(facts.serving_since) or read_time(text_in(metadata, "creationTimestamp")) or 0.0,
         ready=facts.ready,
         in_ring=facts.in_ring,
         terminating=facts.terminating,
+        ended=facts.ended,
         incarnation=facts.incarnation,
         ordinal=_ordinal(body),
         revision=text_in(labels, REVISION_LABEL),

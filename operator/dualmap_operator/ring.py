@@ -41,6 +41,26 @@ def next_members(
     return _promoted(_distinct(members), now_s)
 
 
+def surviving(
+    published: Iterable[RingMember], pods: Iterable[ObservedPod], *, leaving: bool, now_s: float
+) -> tuple[RingMember, ...]:
+    """Return who of the published members is left of a pool whose spec cannot be read: nobody joins.
+
+    Without any pod known nobody is dropped: which pods are the pool's stands in the spec.
+    """
+    known = {pod.name: pod for pod in pods}
+    members = []
+    for member in published:
+        pod = known.get(member.id)
+        if known and (pod is None or not pod.serving or pod.address != member.address):
+            continue
+        going = leaving or (pod is not None and pod.terminating)
+        if going and member.state is not MemberState.DRAINING:
+            member = _replaced(member, MemberState.DRAINING, member.weight, now_s)
+        members.append(member)
+    return tuple(members)
+
+
 def version_after(version: int, before: Iterable[RingMember], after: Iterable[RingMember]) -> int:
     """Return the ring's version: one more than before when anybody came, went or changed in more than weight."""
     return version + (_identities(before) != _identities(after))
@@ -76,12 +96,7 @@ def _next(
     if not pod.address:
         return None
     if leaving or pod.terminating:
-        if was is None or not same:
-            return None
-        if was.state is MemberState.DRAINING:
-            # An engine that shuts down may fail its probes while streams still run; its pod's end is what counts.
-            return was if pod.serving or leaving else None
-        return _member(spec, pod, MemberState.DRAINING, was.weight, now_s) if pod.serving else None
+        return _on_its_way_out(spec, was, pod, same=same, leaving=leaving, now_s=now_s)
     if not pod.serving:
         return None
     if was is None or not same:
@@ -93,6 +108,22 @@ def _next(
     if was.state is MemberState.JOINING:
         return _ramped(spec, was, pod, now_s)
     return was
+
+
+def _on_its_way_out(
+    spec: PoolSpec, was: RingMember | None, pod: ObservedPod, *, same: bool, leaving: bool, now_s: float
+) -> RingMember | None:
+    """Return the place of a pod that is to be drained or terminates: Draining if it was in the ring at all.
+
+    An engine may fail its probes, or a sidecar restart, while streams still run: who is to be drained is waited for.
+    """
+    if was is None or was.address != pod.address:
+        return None
+    if was.state is MemberState.DRAINING:
+        return was if pod.serving or leaving else None
+    if not same or not (pod.serving or leaving):
+        return None
+    return _member(spec, pod, MemberState.DRAINING, was.weight, now_s)
 
 
 def _ramped(spec: PoolSpec, was: RingMember, pod: ObservedPod, now_s: float) -> RingMember:

@@ -161,10 +161,17 @@ class TestRouters:
             await server.close()
         assert (known.heard, known.ready, known.ring_version) == (True, False, 1)
         assert known.endpoints == {
-            each: EndpointReport(in_flight=int(each == decision.receipt.chosen)) for each in ("m-0", "m-1")
+            each: EndpointReport(in_flight=int(each == decision.receipt.chosen), state="Active")
+            for each in ("m-0", "m-1")
         }
         assert traffic == asdict(metrics.traffic("llm/qwen"))
         assert (unknown, no_traffic) == (RouterReport(router=f"{HOST}:{port}", ready=False), None)
+
+    async def test_a_404_of_something_else_is_no_router_that_knows_no_pool(self, routers: RouterClient) -> None:
+        async with listening(saying(b"{}", status="404 Not Found")) as stranger:
+            address = RouterAddress(host=HOST, port=stranger.port)
+            ((report, _),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
+        assert not report.heard
 
     async def test_several_in_their_order(self, routers: RouterClient) -> None:
         later = saying(json.dumps({**POOL, "ring_version": 8}).encode())
@@ -178,8 +185,8 @@ class TestRouters:
             (f"{HOST}:{first.port}", True, 7),
         ]
         assert reports[0][0].endpoints == {
-            "qwen-0": EndpointReport(in_flight=2, held=1),
-            "qwen-1": EndpointReport(in_flight=0, held=0),
+            "qwen-0": EndpointReport(in_flight=2, held=1, state="Active"),
+            "qwen-1": EndpointReport(in_flight=0, held=0, state="Draining"),
         }
 
     async def test_none(self, routers: RouterClient) -> None:

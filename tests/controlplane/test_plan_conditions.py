@@ -1,6 +1,8 @@
 """What the status says: conditions, counts, Events, and that nothing changes at rest."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +11,10 @@ from dualmap_operator.names import EventReason
 from dualmap_operator.observed import Condition, Observed
 from dualmap_operator.plan import plan, plan_refused
 from dualmap_operator.plan_values import Plan
+from dualmap_operator.reading import read_pod, read_time
 from scenario import NOW_S, adopted, member, pod, router, seen, selector_spec, starting, template_spec
 
+RECORDED = Path(__file__).parent / "recorded"
 PODS = (pod(0), pod(1), pod(2))
 ACTIVE = tuple(member(each) for each in PODS)
 
@@ -71,6 +75,7 @@ def test_counts() -> None:
         ([router(), router("b", version=4)], False, "RoutersBehind"),
         ([router(), router("b", heard=False)], False, "RoutersSilent"),
         ([router(), router("b", version=4, ready=False)], True, "RoutersAgree"),
+        ([router(), router("b", version=0)], False, "RoutersBehind"),
     ],
 )
 def test_ring_synced_is_what_every_ready_router_says(routers: list, status: bool | None, reason: str) -> None:  # type: ignore[type-arg]
@@ -126,6 +131,50 @@ def test_a_spec_that_cannot_be_used_leaves_the_ring_and_says_why() -> None:
     assert [event.reason for event in made.events] == [EventReason.INVALID_SPEC]
     again = plan_refused(after(made, before), 7, "spec.slo.ttft: 'soon' is not accepted", NOW_S + 9)
     assert (again.status, again.events) == (made.status, ())
+
+
+def test_a_pod_that_no_node_has_taken_is_no_trouble_yet() -> None:
+    body = json.loads((RECORDED / "pod_pending.json").read_text())
+    pending = replace(read_pod(body), name="qwen-2", ordinal=2)
+    made_s = read_time(body["metadata"]["creationTimestamp"])
+    assert made_s is not None
+    observed = seen((*PODS[:2], pending), ACTIVE[:2], routers=[router()])
+    fresh, old = (plan(template_spec(), observed, made_s + age_s) for age_s in (10, 400))
+    assert condition(fresh, "Degraded").status is False
+    assert condition(old, "Degraded").reason == "PodsNotReady"
+
+
+def test_pods_that_have_ended_are_nobody() -> None:
+    evicted = adopted("b", 1, serving=False, ready=False, ended=True)
+    made = plan(selector_spec(), seen((adopted("a"), evicted), [member(adopted("a"))], size=None), NOW_S)
+    told = {each.type: each.status for each in made.status.conditions}
+    assert (told["Progressing"], told["Degraded"], made.status.replicas) == (False, False, 1)
+
+
+def test_a_version_never_goes_back_though_the_status_was_wiped() -> None:
+    wiped = replace(seen(PODS, version=0, routers=[]), version_floor=41)
+    assert plan(template_spec(), wiped, NOW_S).status.ring_version == 42
+
+
+class TestRefusedSpec:
+    ERROR = "spec.slo.ttft: 'soon' is not accepted"
+
+    def test_a_member_whose_pod_has_crashed_leaves_all_the_same(self) -> None:
+        observed = seen((*PODS[:2], starting(2)), ACTIVE)
+        made = plan_refused(observed, 7, self.ERROR, NOW_S)
+        assert {each.id for each in made.status.members} == {"qwen-0", "qwen-1"}
+        assert made.status.ring_version == 6
+
+    def test_without_any_pod_known_nobody_is_dropped(self) -> None:
+        assert plan_refused(seen((), ACTIVE), 7, self.ERROR, NOW_S).status.members == ACTIVE
+
+    def test_a_deleted_pool_drains_before_it_is_let_go(self) -> None:
+        observed = replace(seen(PODS, ACTIVE, routers=[router()]), deleting=True)
+        made = plan_refused(observed, 7, self.ERROR, NOW_S)
+        assert {each.state for each in made.status.members} == {MemberState.DRAINING}
+        assert not made.finished
+        drained = replace(after(made, observed), idle_looks={each.name: 2 for each in PODS})
+        assert plan_refused(drained, 7, self.ERROR, NOW_S).finished
 
 
 def test_a_thousand_changes_are_one_event() -> None:
