@@ -133,7 +133,13 @@ RULES = (
     duration("spec.drain.timeout", "1ms", "24h", too_short="0.9ms", too_long="24.5h"),
 )
 # Rules that compare with what was there before, or that are about the status; each has a test of its own below.
-OTHER_RULES = ("spec.workload", "spec.model.name", "spec.engine.port", "status.ring.version", "status.ring.members.address")
+OTHER_RULES = (
+    "spec.workload",
+    "spec.model.name",
+    "spec.engine.port",
+    "status.ring.version",
+    "status.ring.members.address",
+)
 
 # Bounds, enums and types of the schema: one of each kind, the rest follows from the fast tests.
 SCHEMA_REFUSALS = (
