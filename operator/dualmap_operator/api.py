@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from dualmap.pool_reader import API_VERSION
 from dualmap_edge.kube import KubeClient, KubeError
-from dualmap_operator.errors import ApiError, ConflictError, GoneError
+from dualmap_operator.errors import ApiError, ConflictError, GoneError, NotLeadingError
 from dualmap_operator.names import FIELD_MANAGER, IN_RING_GATE, PLURAL
 from dualmap_operator.plan_values import Gate, Restart
 from dualmap_operator.status import time_text
@@ -47,7 +47,7 @@ def collection_path(api_version: str, kind: str, namespace: str | None) -> str:
 
 
 class Api:
-    """The operator's requests. Each raises ApiError; ConflictError and GoneError where that is what happened."""
+    """The operator's requests. Each raises ApiError; ConflictError, GoneError or NotLeadingError where that was it."""
 
     def __init__(self, client: KubeClient, observer: ApiObserver, may_write: Callable[[], bool]) -> None:
         self._client = client
@@ -118,7 +118,7 @@ class Api:
 
     async def _write(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         if not self._may_write():
-            raise ApiError(f"{method} {path}: not sent, this operator leads no more")
+            raise NotLeadingError(f"{method} {path}: not sent, this operator leads no more")
         return await self.request(method, path, **request)
 
     def _path(self, api_version: str, kind: str, metadata: Mapping[str, Any]) -> str:

@@ -8,25 +8,30 @@ writes leaves a state from which the next plan goes on.
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from dualmap_edge.logs import get_logger
 from dualmap_operator.api import Api
-from dualmap_operator.errors import ApiError, ConflictError, GoneError
+from dualmap_operator.errors import ApiError, ConflictError, GoneError, NotLeadingError
 from dualmap_operator.events import Recorder
 from dualmap_operator.mirror import Key
+from dualmap_operator.names import EventReason
 from dualmap_operator.plan_values import Gate, Plan, Restart
 from dualmap_operator.status import status_document
 from dualmap_operator.watches import ChildObject, PoolObject, fingerprint
 
 _AT_A_TIME: Final = 16
+# Of a thousand gates that cannot be set, so many are told of in the status.
+_TOLD: Final = 3
+# What these say happens by the StatefulSet's new size.
+_SCALING: Final = (EventReason.SCALED_UP, EventReason.SCALED_DOWN, EventReason.DRAIN_TIMED_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What became of a plan: what the API server refused, in words, and whether the pool's status was written."""
+    """What became of a plan: what could not be done, in words, and whether the pool's status was written."""
 
     refused: tuple[str, ...] = ()
     wrote_status: bool = False
@@ -60,11 +65,16 @@ class Applier:
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out.
 
-        Raises ConflictError when the pool has changed since, GoneError when it is no more, ApiError when the server
-        cannot answer; what came before in the plan's order is then done, and the rest is not.
+        A child, gate or restart that fails, for whatever reason, is told of and keeps nothing else from being done: the
+        ring must follow the pods all the same. Raises ConflictError when the pool has changed since, GoneError when it
+        is no more, ApiError when its status cannot be written, NotLeadingError when nothing may be; what came before in
+        the plan's order is then done, and the rest is not.
         """
         metadata = pool.document["metadata"]
-        refused = [await self._apply_child(child) for child in plan.children]
+        refused = await _all(self._apply_child(child) for child in plan.children)
+        sized = not any(
+            words and child["kind"] == "StatefulSet" for child, words in zip(plan.children, refused, strict=True)
+        )
         before, after = status_document(pool.status), status_document(plan.status)
         if before != after:
             await self._api.write_status(
@@ -73,14 +83,15 @@ class Applier:
                 merge_patch(before, after),
                 resource_version=pool.resource_version,
             )
-        refused += await self._set_gates(metadata["namespace"], plan.gates)
+        refused += _in_short(await self._set_gates(metadata["namespace"], plan.gates))
         refused += [await self._restart(metadata["namespace"], restart) for restart in plan.restarts]
         for event in plan.events:
-            await self._recorder.post(pool, event)
+            if sized or event.reason not in _SCALING:
+                await self._recorder.post(pool, event)
         return Applied(refused=tuple(words for words in refused if words), wrote_status=before != after)
 
     async def _apply_child(self, child: Mapping[str, Any]) -> str:
-        """Apply one child unless it is as we made it; return why it was refused, in words."""
+        """Apply one child unless it is as we made it; return why it could not be, in words."""
         kind, metadata = child["kind"], child["metadata"]
         wanted = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()
         live = self._live(kind, (metadata["namespace"], metadata["name"]))
@@ -107,14 +118,7 @@ class Applier:
                     return _refusal(error)
                 return ""
 
-        # All of them end before the pass does, also when one fails.
-        outcomes = await asyncio.gather(*(set_gate(gate) for gate in gates), return_exceptions=True)
-        refused: list[str] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            refused.append(outcome)
-        return refused
+        return await _all(set_gate(gate) for gate in gates)
 
     async def _restart(self, namespace: str, restart: Restart) -> str:
         self._log.info("deleting a pod, for its successor has another template", pod=f"{namespace}/{restart.pod}")
@@ -138,8 +142,26 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return patch
 
 
+async def _all(works: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
+    """Return what each of ``works`` does; all of them end before the pass does, also when one raises."""
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    said: list[str] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        said.append(outcome)
+    return said
+
+
+def _in_short(refused: Iterable[str]) -> list[str]:
+    """Return the first few, and how many more there are."""
+    said = [words for words in refused if words]
+    more = len(said) - _TOLD
+    return [*said[:_TOLD], f"and {more} more of this kind"] if more > 0 else said
+
+
 def _refusal(error: ApiError) -> str:
-    """Return in words what the server has judged; raises ``error`` when it has judged nothing, and may next time."""
-    if 400 <= error.status < 500 and error.status not in (408, 409, 429):
-        return str(error)
-    raise error
+    """Return in words what went wrong; raises ``error`` when nothing else may be written either."""
+    if isinstance(error, NotLeadingError):
+        raise error
+    return str(error)

@@ -3,7 +3,8 @@
     OperatorError
     |-- ApiError            the API server refused a request, or could not be reached
     |   |-- ConflictError   the object has changed since it was read: gather again
-    |   `-- GoneError       the object is no longer there
+    |   |-- GoneError       the object is no longer there
+    |   `-- NotLeadingError nothing was sent: this operator may not write any more
     `-- SettingsError       the command line or the environment asks for what cannot be done
 
 What is wrong with a user's object is a ``dualmap.errors.PoolError``, which names field, value and what is accepted.
@@ -28,6 +29,10 @@ class ConflictError(ApiError):
 
 class GoneError(ApiError):
     """The object does not exist any more."""
+
+
+class NotLeadingError(ApiError):
+    """Nothing was sent, since another operator may act by now."""
 
 
 class SettingsError(OperatorError):

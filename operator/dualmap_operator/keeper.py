@@ -202,11 +202,11 @@ class Keeper:
             self.finished.set()
         if failures:
             self._log.warning("the API server refused", pool=self.pool_id, errors=failures, pause_s=self._pause_s)
-        changed, self._failures = failures != self._failures, failures
-        if changed:
+        before, self._failures = self._failures, failures
+        if bool(failures) != bool(before):
             return result, 0.0  # What was refused, or is no more, stands in the status next.
         if failures:
-            return "failed", self._pause_s
+            return "failed", self._pause_s  # Also when the server says it in other words each time.
         again_s = min(plan.again_s, max(0.0, self._source.due_s()))
         return result, min(again_s, _ECHO_S) if applied.wrote_status else again_s
 

@@ -33,6 +33,9 @@ class FakeKube:
     def answer(self, method: str, path: str, *answers: Answer) -> None:
         self._answers[method, path].extend(answers)
 
+    def answer_instead(self, method: str, path: str, *answers: Answer) -> None:
+        self._answers[method, path] = deque(answers)
+
     def event(self, kind: str, body: dict[str, Any]) -> None:
         self._events.put_nowait(WatchEvent(kind, body))
 

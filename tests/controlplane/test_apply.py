@@ -9,7 +9,7 @@ from controlplane.operator_objects import member, pool_object
 from dualmap_edge.kube import KubeError
 from dualmap_operator.api import Api
 from dualmap_operator.apply import Applied, Applier, merge_patch
-from dualmap_operator.errors import ApiError, ConflictError
+from dualmap_operator.errors import ConflictError, NotLeadingError
 from dualmap_operator.events import Recorder
 from dualmap_operator.mirror import Key
 from dualmap_operator.names import EventReason
@@ -19,6 +19,7 @@ from dualmap_operator.watches import ChildObject, read_child
 
 STATUS = "/apis/serving.dualmap.dev/v1alpha1/namespaces/llm/inferencepools/qwen/status"
 SERVICE_PATH = "/api/v1/namespaces/llm/services/qwen"
+STATEFULSET_PATH = "/apis/apps/v1/namespaces/llm/statefulsets/qwen"
 POD = "/api/v1/namespaces/llm/pods/qwen-1"
 EVENTS = "/apis/events.k8s.io/v1/namespaces/llm/events"
 SERVICE = {
@@ -45,7 +46,8 @@ class Scene:
         self.server: dict[str, Any] = {}
         self.shown: ChildObject | None = None
         self.clock = Clock()
-        api = Api(self.kube, Counts(), lambda: True)  # type: ignore[arg-type]  # stands for it
+        self.leads = True
+        api = Api(self.kube, Counts(), lambda: self.leads)  # type: ignore[arg-type]  # stands for it
         recorder = Recorder(api, identity="operator-1", clock=self.clock)
         self.applier = Applier(api, recorder, live=self._live, now=lambda: 0.0)
 
@@ -54,8 +56,8 @@ class Scene:
         return self.server
 
     def _live(self, kind: str, key: Key) -> ChildObject | None:
-        assert (kind, key) == ("Service", ("llm", "qwen"))
-        return self.shown
+        assert key == ("llm", "qwen")
+        return self.shown if kind == "Service" else None
 
     def show(self) -> None:
         # What a list or watch shows has no kind, but versions.
@@ -134,9 +136,7 @@ async def test_after_a_conflict_over_the_status_nothing_more_is_done() -> None:
 
 async def test_a_refused_child_is_told_and_the_ring_is_published_all_the_same() -> None:
     scene = Scene()
-    kube = FakeKube()
-    kube.answer("PATCH", SERVICE_PATH, KubeError(422, "spec.clusterIP: Invalid value"))
-    scene.kube._answers = kube._answers
+    scene.kube.answer_instead("PATCH", SERVICE_PATH, KubeError(422, "spec.clusterIP: Invalid value"))
 
     applied = await scene.apply(PLAN)
 
@@ -145,16 +145,42 @@ async def test_a_refused_child_is_told_and_the_ring_is_published_all_the_same() 
     assert f"PATCH {STATUS}" in scene.sent
 
 
-async def test_a_server_that_cannot_answer_ends_the_pass() -> None:
+@pytest.mark.parametrize("status", [0, 403, 404, 409, 429, 500, 503])
+async def test_a_child_that_fails_is_told_of_and_keeps_nothing_else_from_being_done(status: int) -> None:
     scene = Scene()
-    kube = FakeKube()
-    kube.answer("PATCH", SERVICE_PATH, KubeError(503, "starting"))
-    scene.kube._answers = kube._answers
+    scene.kube.answer_instead("PATCH", SERVICE_PATH, KubeError(status, "not now"))
 
-    with pytest.raises(ApiError, match="starting"):
+    applied = await scene.apply(PLAN)
+
+    (refusal,) = applied.refused
+    assert "not now" in refusal
+    assert scene.sent[-4:] == [f"PATCH {STATUS}", f"PATCH {POD}/status", f"DELETE {POD}", f"POST {EVENTS}"]
+
+
+async def test_who_leads_no_more_ends_the_pass_at_the_first_write() -> None:
+    scene = Scene()
+    scene.leads = False
+
+    with pytest.raises(NotLeadingError):
         await scene.apply(PLAN)
 
-    assert scene.sent == [f"PATCH {SERVICE_PATH}"]
+    assert scene.sent == []
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_no_event_claims_a_size_that_was_not_applied(fails: bool) -> None:
+    scene = Scene()
+    statefulset = {**SERVICE, "apiVersion": "apps/v1", "kind": "StatefulSet"}
+    if fails:
+        scene.kube.answer("PATCH", STATEFULSET_PATH, KubeError(500, "a webhook is away"))
+    reasons = (EventReason.SCALED_DOWN, EventReason.SCALED_UP, EventReason.DRAIN_TIMED_OUT, EventReason.MEMBER_LEFT)
+    events = tuple(Event(reason=reason, message="qwen-1") for reason in reasons)
+
+    applied = await scene.apply(Plan(status=pool_object().status, children=(statefulset, SERVICE), events=events))
+
+    posted = [request.body["reason"] for request in scene.kube.requests if request.path == EVENTS]
+    assert posted == (["MemberLeft"] if fails else [reason.value for reason in reasons])
+    assert len(applied.refused) == fails
 
 
 @pytest.mark.parametrize("status", [404, 409])
@@ -189,12 +215,25 @@ async def test_a_thousand_gates_are_set_each_once() -> None:
     assert sorted(scene.sent) == sorted(f"PATCH /api/v1/namespaces/llm/pods/{gate.pod}/status" for gate in gates)
 
 
-async def test_a_gate_that_cannot_be_set_now_ends_the_pass_after_the_others() -> None:
+async def test_a_gate_that_cannot_be_set_now_is_told_of_and_the_rest_is_done() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(20))
-    scene.kube.answer("PATCH", f"{POD}/status", KubeError(0, "away"))
+    scene.kube.answer("PATCH", f"{POD}/status", KubeError(503, "away"))
 
-    with pytest.raises(ApiError, match="away"):
-        await scene.apply(Plan(status=pool_object().status, gates=gates))
+    applied = await scene.apply(Plan(status=pool_object().status, gates=gates, restarts=PLAN.restarts))
 
-    assert len(scene.sent) == 20
+    (refusal,) = applied.refused
+    assert "away" in refusal
+    assert len(scene.sent) == 21
+
+
+async def test_of_many_gates_that_cannot_be_set_a_few_are_named() -> None:
+    scene = Scene()
+    gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(1000))
+    for gate in gates:
+        scene.kube.answer("PATCH", f"/api/v1/namespaces/llm/pods/{gate.pod}/status", KubeError(503, "away"))
+
+    *named, rest = (await scene.apply(Plan(status=pool_object().status, gates=gates))).refused
+
+    assert len(named) == 3
+    assert rest == "and 997 more of this kind"

@@ -207,6 +207,18 @@ async def test_what_the_server_refused_is_in_the_next_look_and_so_is_that_it_no_
     assert scene.observed == [(), ("no",), ()]
 
 
+async def test_a_server_that_refuses_in_other_words_each_time_is_backed_off_from(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_FIRST_PAUSE_S", 0.01)
+    scene.keeper = scene.make(KEY, UID)
+    scene.outcomes = [Applied(refused=(f"request {number} failed",)) for number in range(4)]
+    async with running(scene):
+        await until(lambda: len(scene.results) >= 5)
+
+    assert scene.results[:5] == ["done", "failed", "failed", "failed", "done"]
+
+
 async def test_a_spec_that_cannot_be_read_is_published_as_refused(scene: Scene) -> None:
     scene.pool = pool_object(workload={})
     async with running(scene):
