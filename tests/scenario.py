@@ -175,7 +175,7 @@ class World:
 
     spec: PoolSpec
     now_s: float = NOW_S
-    published: PoolStatus = PoolStatus()
+    published: PoolStatus = field(default_factory=PoolStatus)
     size: int | None = None
     pods: dict[str, ObservedPod] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
