@@ -1,9 +1,16 @@
 """The operator's metrics: their names and what moves them."""
 
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
 from controlplane.operator_objects import member
 from dualmap_operator.metrics import Metrics
 from dualmap_operator.observed import PoolStatus
 from dualmap_operator.reading import read_status, read_time
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def ring(*states: str, version: int = 1) -> PoolStatus:
@@ -75,3 +82,27 @@ def test_leadership_and_requests() -> None:
     shown = page(metrics)
     assert shown["dualmap_operator_leader"] == 1
     assert shown['dualmap_operator_api_requests_total{code="409",verb="PATCH"}'] == 1
+
+
+def exported() -> dict[str, tuple[str, set[str]]]:
+    metrics = Metrics()
+    metrics.watch(lambda: {"Pod": 3.0})
+    metrics.reconciled("done", 0.1)
+    metrics.published("llm/qwen", ring("Active"), 0.0)
+    metrics.api_request("PATCH", 200)
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        # When each counter began is exported beside it by the library.
+        if not name.endswith("_created"):
+            found[name] = (family.type, labels)
+    return found
+
+
+def test_the_reference_lists_exactly_what_is_exported() -> None:
+    _, _, of_operator = DOCUMENT.read_text().partition("## Of the operator")
+    rows = re.findall(r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", of_operator, re.MULTILINE)
+    assert len(rows) == len({name for name, _, _ in rows})
+    documented = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert documented == exported()
