@@ -54,6 +54,15 @@ class Api:
         self._observer = observer
         self._may_write = may_write
 
+    async def find_child(self, child: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what has the name of ``child``, labelled as ours or not; None if nothing has."""
+        metadata = child["metadata"]
+        path = collection_path(child["apiVersion"], child["kind"], metadata["namespace"])
+        # A list of one, since reading by name would be one more right to grant.
+        answer = await self.request("GET", path, query=(("fieldSelector", f"metadata.name={metadata['name']}"),))
+        found: list[dict[str, Any]] = answer.get("items") or []
+        return found[0] if found else None
+
     async def apply_child(self, child: Mapping[str, Any]) -> dict[str, Any]:
         """Make an object as ``child`` says by server-side apply, and return it as it is now."""
         path = self._path(child["apiVersion"], child["kind"], child["metadata"])

@@ -20,7 +20,7 @@ from dualmap_operator.mirror import Key
 from dualmap_operator.names import EventReason
 from dualmap_operator.plan_values import Gate, Plan, Restart
 from dualmap_operator.status import status_document
-from dualmap_operator.watches import ChildObject, PoolObject, fingerprint
+from dualmap_operator.watches import ChildObject, PoolObject, fingerprint, read_child
 
 _AT_A_TIME: Final = 16
 # Of a thousand gates that cannot be set, so many are told of in the status.
@@ -71,7 +71,7 @@ class Applier:
         the plan's order is then done, and the rest is not.
         """
         metadata = pool.document["metadata"]
-        refused = await _all(self._apply_child(child) for child in plan.children)
+        refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)
         sized = not any(
             words and child["kind"] == "StatefulSet" for child, words in zip(plan.children, refused, strict=True)
         )
@@ -90,7 +90,7 @@ class Applier:
                 await self._recorder.post(pool, event)
         return Applied(refused=tuple(words for words in refused if words), wrote_status=before != after)
 
-    async def _apply_child(self, child: Mapping[str, Any]) -> str:
+    async def _apply_child(self, child: Mapping[str, Any], uid: str) -> str:
         """Apply one child unless it is as we made it; return why it could not be, in words."""
         kind, metadata = child["kind"], child["metadata"]
         wanted = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()
@@ -98,6 +98,15 @@ class Applier:
         if live is not None and self._applied.get(kind) == (wanted, live.fingerprint):
             return ""
         try:
+            if live is None:
+                # Not there, or without our label: the watch shows what carries it alone.
+                found = await self._api.find_child(child)
+                live = None if found is None else read_child(found)
+            if live is not None and not live.belongs_to(uid):
+                return (
+                    f"{kind} {metadata['namespace']}/{metadata['name']} exists and is not controlled by this pool: it "
+                    "is left as it is; delete it, or give the pool another name"
+                )
             made = await self._api.apply_child(child)
         except ApiError as error:
             return _refusal(error)

@@ -114,7 +114,7 @@ class Gatherer:
         metadata = pool.document["metadata"]
         return Observed(
             published=pool.status,
-            statefulset=self._watches.statefulset((metadata["namespace"], metadata["name"])),
+            statefulset=self._watches.statefulset((metadata["namespace"], metadata["name"]), pool.uid),
             pods=() if spec is None else self._watches.pods_of(spec),
             routers=self._reports,
             engine_requests=self._engine_requests,

@@ -16,7 +16,7 @@ from dualmap.pool_reader import API_VERSION
 from dualmap_edge.kube import KubeClient
 from dualmap_operator.api import ApiObserver, collection_path
 from dualmap_operator.mirror import Key, Mirror
-from dualmap_operator.names import POOL_LABEL
+from dualmap_operator.names import FIELD_MANAGER, POOL_LABEL
 from dualmap_operator.observed import ObservedPod, ObservedStatefulSet, PoolStatus
 from dualmap_operator.reading import matches, read_pod, read_statefulset, read_status
 from dualmap_operator.spec import PoolSpec, SelectorWorkload
@@ -48,11 +48,20 @@ class PodObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildObject:
-    """One object that carries our label: the pool it names, and a hash of all that anybody may set of it."""
+    """One object of a child's kind: the pool its label names, and a hash of all that anybody may set of it.
+
+    ``controller`` is the uid of its controller, empty for none; ``ours`` whether we have ever applied it.
+    """
 
     pool: str
     fingerprint: str
+    controller: str = ""
+    ours: bool = False
     statefulset: ObservedStatefulSet | None = None
+
+    def belongs_to(self, uid: str) -> bool:
+        """Whether the pool of ``uid`` may change it: it controls it, or nobody does and it was made by us."""
+        return self.controller == uid or (self.ours and not self.controller)
 
 
 class Watches:
@@ -125,10 +134,10 @@ class Watches:
         """Return a child as the watch shows it."""
         return self._children[kind].get(key)
 
-    def statefulset(self, key: Key) -> ObservedStatefulSet | None:
-        """Return a pool's StatefulSet as the watch shows it."""
+    def statefulset(self, key: Key, uid: str) -> ObservedStatefulSet | None:
+        """Return the StatefulSet of the pool of this name and uid as the watch shows it."""
         child = self.child("StatefulSet", key)
-        return None if child is None else child.statefulset
+        return child.statefulset if child is not None and child.belongs_to(uid) else None
 
     @property
     def mirrors(self) -> tuple[Mirror[Any], ...]:
@@ -204,20 +213,28 @@ def read_pod_object(body: Mapping[str, Any]) -> PodObject:
 
 
 def _pool_of(metadata: Mapping[str, Any], pod: ObservedPod) -> str:
-    """Return whose StatefulSet controls the pod, or will again: a deleted one may have left its pods behind."""
-    controllers = [each for each in mappings_in(metadata, "ownerReferences") if each.get("controller") is True]
-    if controllers:
-        return text_in(controllers[0], "name") if controllers[0].get("kind") == "StatefulSet" else ""
-    pool = text_in(mapping_in(metadata, "labels"), POOL_LABEL)
-    return pool if pod.ordinal is not None and pod.name == f"{pool}-{pod.ordinal}" else ""
+    """Return the pool that a pod names if its StatefulSet controls it, or will again after it was deleted."""
+    pool, controller = text_in(mapping_in(metadata, "labels"), POOL_LABEL), _controller(metadata)
+    if controller is not None:
+        mine = controller.get("kind") == "StatefulSet" and controller.get("name") == pool
+    else:
+        mine = pod.ordinal is not None and pod.name == f"{pool}-{pod.ordinal}"
+    return pool if mine else ""
+
+
+def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((each for each in mappings_in(metadata, "ownerReferences") if each.get("controller") is True), None)
 
 
 def read_child(body: Mapping[str, Any]) -> ChildObject:
-    """Read a StatefulSet, Service or PodDisruptionBudget for the mirror."""
-    labels = mapping_in(mapping_in(body, "metadata"), "labels")
+    """Read a StatefulSet, Service or PodDisruptionBudget as the server has it."""
+    metadata = mapping_in(body, "metadata")
+    managers = [each.get("manager") for each in mappings_in(metadata, "managedFields")]
     return ChildObject(
-        pool=text_in(labels, POOL_LABEL),
+        pool=text_in(mapping_in(metadata, "labels"), POOL_LABEL),
         fingerprint=fingerprint(body),
+        controller=text_in(_controller(metadata) or {}, "uid"),
+        ours=FIELD_MANAGER in managers,
         statefulset=read_statefulset(body) if "podManagementPolicy" in mapping_in(body, "spec") else None,
     )
 

@@ -37,7 +37,8 @@ def pool_object(**fields: Any) -> PoolObject:
 
 
 def pod_body(name: str, *, serving: bool = True, owner: str = "", uid: str = "", **labels: str) -> dict[str, Any]:
-    """Return a pod, controlled by the StatefulSet ``owner`` if that is given."""
+    """Return a pod, controlled by the StatefulSet ``owner`` of the pool of that name if that is given."""
+    labels = {"serving.dualmap.dev/pool": owner, **labels} if owner else labels
     owners = [{"kind": "StatefulSet", "name": owner, "controller": True}] if owner else []
     return {
         "metadata": {

@@ -22,10 +22,15 @@ SERVICE_PATH = "/api/v1/namespaces/llm/services/qwen"
 STATEFULSET_PATH = "/apis/apps/v1/namespaces/llm/statefulsets/qwen"
 POD = "/api/v1/namespaces/llm/pods/qwen-1"
 EVENTS = "/apis/events.k8s.io/v1/namespaces/llm/events"
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Service",
-    "metadata": {"namespace": "llm", "name": "qwen", "labels": {"serving.dualmap.dev/pool": "qwen"}},
+    "metadata": {
+        "namespace": "llm",
+        "name": "qwen",
+        "labels": {"serving.dualmap.dev/pool": "qwen"},
+        "ownerReferences": [{"uid": "pool-uid", "controller": True}],
+    },
     "spec": {"clusterIP": "None"},
 }
 PLAN = Plan(
@@ -70,7 +75,8 @@ class Scene:
 
     @property
     def sent(self) -> list[str]:
-        return [f"{request.method} {request.path}" for request in self.kube.requests]
+        """What was written."""
+        return [f"{request.method} {request.path}" for request in self.kube.requests if request.method != "GET"]
 
 
 async def test_the_order_is_children_status_gates_restarts_events() -> None:
@@ -84,7 +90,7 @@ async def test_the_order_is_children_status_gates_restarts_events() -> None:
         f"DELETE {POD}",
         f"POST {EVENTS}",
     ]
-    assert scene.kube.requests[1].body["metadata"] == {"resourceVersion": "41"}
+    assert scene.kube.requests[2].body["metadata"] == {"resourceVersion": "41"}
     assert applied == Applied(wrote_status=True)
 
 
@@ -96,7 +102,7 @@ async def test_nothing_is_sent_when_everything_is_there() -> None:
     scene.kube.requests.clear()
 
     assert await scene.apply(plan) == Applied()
-    assert scene.sent == []
+    assert scene.kube.requests == []
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -190,6 +196,36 @@ async def test_a_pod_that_is_another_by_now_is_left_alone(status: int) -> None:
     scene.kube.answer("DELETE", POD, KubeError(status, "not this one"))
 
     assert (await scene.apply(PLAN)).refused == ()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+async def test_what_somebody_else_made_is_left_alone_and_told_of(labelled: bool) -> None:
+    scene = Scene()
+    theirs = {**SERVICE, "metadata": {**SERVICE["metadata"], "ownerReferences": [{"uid": "x", "controller": True}]}}
+    if labelled:
+        scene.server = theirs
+        scene.show()
+    else:
+        theirs["metadata"]["labels"] = {}
+        scene.kube.answer("GET", SERVICE_PATH.removesuffix("/qwen"), {"items": [theirs]})
+
+    applied = await scene.apply(PLAN)
+
+    (refusal,) = applied.refused
+    assert "Service llm/qwen exists and is not controlled by this pool" in refusal
+    assert f"PATCH {SERVICE_PATH}" not in scene.sent
+    assert f"PATCH {STATUS}" in scene.sent
+
+
+async def test_a_child_whose_label_was_taken_off_is_still_ours() -> None:
+    scene = Scene()
+    bare = {**SERVICE, "metadata": {**SERVICE["metadata"], "labels": {}}}
+    scene.kube.answer("GET", SERVICE_PATH.removesuffix("/qwen"), {"items": [bare]})
+
+    assert (await scene.apply(PLAN)).refused == ()
+    (looked, *_) = scene.kube.requests
+    assert looked.query == {"fieldSelector": "metadata.name=qwen"}
+    assert f"PATCH {SERVICE_PATH}" in scene.sent
 
 
 async def test_fields_of_the_status_that_are_no_more_are_taken_away() -> None:

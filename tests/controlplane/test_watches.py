@@ -48,7 +48,9 @@ def test_a_template_pool_has_the_pods_its_statefulset_controls(scene: Scene) -> 
     scene.pool()
     scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.pod(pod_body("other-0", owner="other"), ("llm", "other-0"))
-    # Our label, put on by hand, makes no member.
+    # Our label, put on by hand, makes no member; neither does a StatefulSet of that name that is another's.
+    scene.pod(pod_body("qwen-7", owner="qwen", **{"serving.dualmap.dev/pool": ""}), ("llm", "qwen-7"))
+    scene.pod(pod_body("qwen-8", owner="qwen", **{"serving.dualmap.dev/pool": "other"}), ("llm", "qwen-8"))
     scene.pod(pod_body("stray", **{"serving.dualmap.dev/pool": "qwen"}), ("llm", "stray"))
 
     assert scene.names() == ["qwen-0"]
@@ -57,7 +59,7 @@ def test_a_template_pool_has_the_pods_its_statefulset_controls(scene: Scene) -> 
 
 def test_pods_that_a_deleted_statefulset_left_behind_stay_in_their_pool(scene: Scene) -> None:
     labels = {"serving.dualmap.dev/pool": "qwen", "apps.kubernetes.io/pod-index": "0"}
-    scene.pod(pod_body("qwen-0", owner="qwen", **labels))
+    scene.pod(pod_body("qwen-0", owner="qwen"))
     scene.pod(pod_body("qwen-0", **labels))
 
     assert scene.names() == ["qwen-0"]
@@ -138,4 +140,29 @@ def test_an_edited_child_wakes_the_pool_it_names(scene: Scene) -> None:
     scene.watches._children["StatefulSet"]._put(KEY, read_child(child))
 
     assert scene.woken == [KEY]
-    assert scene.watches.statefulset(KEY) is not None
+
+
+@pytest.mark.parametrize(
+    ("controller", "manager", "belongs"),
+    [
+        ("pool-uid", "dualmap-operator", True),
+        ("pool-uid", "kubectl", True),
+        ("", "dualmap-operator", True),
+        ("", "kubectl", False),
+        ("another", "dualmap-operator", False),
+    ],
+)
+def test_a_statefulset_is_the_pools_if_it_controls_it_or_we_made_it(
+    scene: Scene, controller: str, manager: str, belongs: bool
+) -> None:
+    child = {
+        "metadata": {
+            "labels": {"serving.dualmap.dev/pool": "qwen"},
+            "ownerReferences": [{"uid": "x"}, *([{"uid": controller, "controller": True}] if controller else [])],
+            "managedFields": [{"manager": "kube-controller-manager"}, {"manager": manager}],
+        },
+        "spec": {"podManagementPolicy": "Parallel"},
+    }
+    scene.watches._children["StatefulSet"]._put(KEY, read_child(child))
+
+    assert (scene.watches.statefulset(KEY, "pool-uid") is not None) is belongs
