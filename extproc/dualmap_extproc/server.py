@@ -46,6 +46,8 @@ _SILENCE_POLL_S = 0.02
 # Deadlines closer together than this are kept in one go.
 _DEADLINE_PAUSE_S = 0.005
 _NO_END_S = 1e6
+# A handler that has returned has not yet sent its call's end; one that is cut before breaks the response in Envoy.
+_FLUSH_S = 0.25
 # As many as a pool may hold (docs/pool.md); above what Envoy's circuit breakers let through.
 _STREAMS_PENDING_MAX = 100_000
 _log = get_logger(__name__)
@@ -279,6 +281,8 @@ class GrpcServers:
         await asyncio.wait((stopping, idle), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         cut = self._processor.open_requests
+        if not cut:
+            await asyncio.wait((stopping,), timeout=_FLUSH_S)
         await self.close()
         await stopping
         _log.info("stopped", cut_requests=cut)
