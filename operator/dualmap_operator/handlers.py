@@ -5,17 +5,16 @@ kopf's indexes, also lose what was deleted while nobody was watching. ``wiring``
 """
 
 import itertools
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import kopf
 
 from dualmap.errors import PoolError
 from dualmap.pool_reader import GROUP
+from dualmap_edge.logs import get_logger
 from dualmap_operator.keeper import Keeper, Keepers
 from dualmap_operator.names import FINALIZER, PLURAL, VERSION
-from dualmap_operator.reading import read_time
 from dualmap_operator.spec import DRAIN_TIMEOUT_S, read_spec
 
 # As edge.kube's: the server ends each watch in time, and silence beyond that is a connection cut without a word.
@@ -23,7 +22,8 @@ _WATCH_TIMEOUT_S: Final = 45
 _WATCH_INACTIVITY_S: Final = 55
 _DAEMON_EXIT_S: Final = 1.0
 _POLL_S: Final = 1.0
-# How long after drain.timeout a deleted pool is let go, whatever keeps its drain from ending: a finalizer never sticks.
+# How long after drain.timeout an operator lets a deleted pool go that it found, whatever keeps its drain from ending: a
+# finalizer never sticks.
 _LENIENCE_S: Final = 30.0
 
 
@@ -34,9 +34,12 @@ class _Backoffs:
         return itertools.chain((0.5, 1.0), itertools.repeat(2.0))
 
 
-def make_registry(keepers: Keepers) -> kopf.OperatorRegistry:
-    """Return the handlers, by which ``keepers`` keep a pool from its first appearance until it has drained."""
-    registry = kopf.OperatorRegistry()
+def make_registry(keepers: Keepers, clock: Callable[[], float]) -> kopf.OperatorRegistry:
+    """Return the handlers, by which ``keepers`` keep a pool from its first appearance until it has drained.
+
+    ``clock`` is monotonic, in seconds.
+    """
+    registry, log = kopf.OperatorRegistry(), get_logger(__name__)
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
@@ -49,29 +52,33 @@ def make_registry(keepers: Keepers) -> kopf.OperatorRegistry:
             await stopped.wait()
 
         await keepers.keep((namespace or "", name), uid, until)
+        if not stopped and not keepers.closing.is_set():
+            raise kopf.TemporaryError("the pool's loop ended by itself, it is begun anew", delay=_POLL_S)
 
     @kopf.on.delete(GROUP, VERSION, PLURAL, registry=registry, id="drain", backoff=_POLL_S)
-    async def drain(namespace: str | None, name: str, uid: str, body: kopf.Body, **_: Any) -> None:
+    async def drain(namespace: str | None, name: str, uid: str, body: kopf.Body, memo: kopf.Memo, **_: Any) -> None:
         async def until(keeper: Keeper) -> None:
             await keeper.finished.wait()
 
-        await keepers.keep(
-            (namespace or "", name), uid, until, timeout_s=max(0.0, drain_deadline_s(body) - time.time())
-        )
-        if keepers.closing.is_set():
-            raise kopf.TemporaryError("the operator stops, the next one drains the pool", delay=_POLL_S)
+        # Not from the deletion itself: the pool may have been deleted long before anybody was there to drain it. What
+        # kopf remembers of an object lasts as long as this operator and the object do.
+        began_s = memo.setdefault("drain_began_s", clock())
+        left_s = began_s + longest_drain_s(body) - clock()
+        if not await keepers.keep((namespace or "", name), uid, until, timeout_s=max(0.0, left_s)):
+            if clock() < began_s + longest_drain_s(body):
+                raise kopf.TemporaryError("the pool has not drained yet, its drain is gone on with", delay=_POLL_S)
+            log.warning("a deleted pool is let go, though its drain has not ended", pool=f"{namespace}/{name}")
 
     return registry
 
 
-def drain_deadline_s(body: Mapping[str, Any]) -> float:
-    """Return when a pool that is being deleted is let go at the latest, in seconds since the epoch."""
+def longest_drain_s(body: Mapping[str, Any]) -> float:
+    """Return how long an operator holds a deleted pool at the longest, in seconds."""
     try:
         timeout_s = read_spec(body).drain_timeout_s
     except PoolError:
         timeout_s = DRAIN_TIMEOUT_S
-    began_s = read_time(body["metadata"].get("deletionTimestamp") or "") or 0.0
-    return began_s + timeout_s + _LENIENCE_S
+    return timeout_s + _LENIENCE_S
 
 
 def make_settings() -> kopf.OperatorSettings:

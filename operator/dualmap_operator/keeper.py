@@ -217,6 +217,7 @@ class Keepers:
     def __init__(self, make: Callable[[Key, str], Keeper]) -> None:
         self._make = make
         self._running: defaultdict[Key, list[Keeper]] = defaultdict(list)
+        self._log = get_logger(__name__)
         self.closing = asyncio.Event()
         """Set when this operator stops."""
 
@@ -240,8 +241,11 @@ class Keepers:
         until: Callable[[Keeper], Coroutine[Any, Any, Any]],
         *,
         timeout_s: float | None = None,
-    ) -> None:
-        """Run a keeper until ``until`` (of it) returns, ``timeout_s`` has passed, or this operator stops."""
+    ) -> bool:
+        """Run a keeper until ``until`` (of it) returns, ``timeout_s`` has passed, or this operator stops.
+
+        Return whether the pool has drained, or is gone; it has not when the keeper ended by itself.
+        """
         keeper = self._make(key, uid)
         self._running[key].append(keeper)
         running = asyncio.create_task(keeper.run())
@@ -257,3 +261,6 @@ class Keepers:
             self._running[key].remove(keeper)
             if not self._running[key]:
                 del self._running[key]
+        if not running.cancelled() and (error := running.exception()) is not None:
+            self._log.error("a pool's loop broke", pool=keeper.pool_id, error=repr(error))
+        return keeper.finished.is_set()

@@ -214,7 +214,7 @@ class _Control:
         telling = asyncio.create_task(_after(ready, started))
         try:
             await kopf.operator(
-                registry=make_registry(self._keepers),
+                registry=make_registry(self._keepers, self._clock),
                 settings=make_settings(),
                 standalone=True,
                 clusterwide=self._settings.namespace is None,

@@ -1,33 +1,104 @@
 """What kopf is told: how long a deleted pool is held at the longest, and what not to watch or write."""
 
+import asyncio
 import itertools
 from typing import Any
 
+import kopf
+import pytest
+
+from controlplane.fake_kube import Clock
 from controlplane.operator_objects import pool_body
-from dualmap_operator.handlers import drain_deadline_s, make_registry, make_settings
+from dualmap_operator.handlers import longest_drain_s, make_registry, make_settings
 from dualmap_operator.keeper import Keepers
-from dualmap_operator.reading import read_time
 
 
 def deleted(**spec: Any) -> dict[str, Any]:
     body = pool_body(**spec)
-    body["metadata"]["deletionTimestamp"] = "2026-11-20T08:00:00Z"
+    # Long ago: no operator was there when it was deleted.
+    body["metadata"]["deletionTimestamp"] = "2000-01-01T00:00:00Z"
     return {"apiVersion": "serving.dualmap.dev/v1alpha1", "kind": "InferencePool", **body}
 
 
-def test_a_deleted_pool_is_let_go_soon_after_its_drain_timeout() -> None:
-    began_s = read_time("2026-11-20T08:00:00Z")
-    assert began_s is not None
+class FakeKeeper:
+    """A pool's loop that ends as the test says: it drains, or breaks, or goes on and on."""
 
-    assert drain_deadline_s(deleted(drain={"timeout": "1m"})) == began_s + 60 + 30
-    assert drain_deadline_s(deleted()) == began_s + 600 + 30
+    def __init__(self, how: str) -> None:
+        self.pool_id = "llm/qwen"
+        self.finished = asyncio.Event()
+        self._how = how
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        if self._how == "breaks":
+            raise RuntimeError("a defect")
+        if self._how == "drains":
+            self.finished.set()
+        await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
 
 
-def test_a_pool_that_cannot_be_read_is_let_go_too() -> None:
-    began_s = read_time("2026-11-20T08:00:00Z")
-    assert began_s is not None
+class Scene:
+    def __init__(self, how: str) -> None:
+        self.clock = Clock()
+        self.keepers = Keepers(lambda *_: FakeKeeper(how))  # type: ignore[arg-type,return-value]  # stands for it
+        registry = make_registry(self.keepers, self.clock)
+        (self._drain,) = registry._changing.get_all_handlers()
+        (self._keep,) = registry._spawning.get_all_handlers()
+        self._memo = kopf.Memo()
 
-    assert drain_deadline_s(deleted(workload={})) == began_s + 600 + 30
+    async def drain(self, **spec: Any) -> None:
+        await self._drain.fn(namespace="llm", name="qwen", uid="u", body=deleted(**spec), memo=self._memo)
+
+    async def keep(self) -> None:
+        await self._keep.fn(namespace="llm", name="qwen", uid="u", stopped=FakeStopped())
+
+
+class FakeStopped:
+    """kopf's word that a daemon is to end: never given."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_pool_that_has_drained_is_let_go() -> None:
+    await Scene("drains").drain()
+
+
+@pytest.mark.parametrize("how", ["breaks", "goes on"])
+async def test_a_pool_whose_drain_was_broken_off_is_held(how: str) -> None:
+    scene = Scene(how)
+    scene.keepers.closing.set()
+
+    with pytest.raises(kopf.TemporaryError, match="has not drained yet"):
+        await scene.drain()
+
+
+async def test_a_pool_is_let_go_in_the_end_whenever_it_was_deleted() -> None:
+    scene = Scene("breaks")
+    for waited_s in (0.0, 89.9):
+        scene.clock.now_s += waited_s
+        with pytest.raises(kopf.TemporaryError):
+            await scene.drain(drain={"timeout": "1m"})
+
+    scene.clock.now_s += 0.2
+    await scene.drain(drain={"timeout": "1m"})
+
+
+async def test_a_pools_loop_that_broke_is_begun_anew() -> None:
+    with pytest.raises(kopf.TemporaryError, match="begun anew"):
+        await Scene("breaks").keep()
+
+
+def test_a_deleted_pool_is_held_for_its_drain_timeout_and_a_little_more() -> None:
+    assert longest_drain_s(deleted(drain={"timeout": "1m"})) == 60 + 30
+    assert longest_drain_s(deleted()) == 600 + 30
+    assert longest_drain_s(deleted(workload={})) == 600 + 30, "a spec that cannot be read"
 
 
 def test_kopf_holds_pools_by_our_finalizer_and_watches_and_posts_nothing_else() -> None:
@@ -48,7 +119,7 @@ def test_kopf_never_gives_up_on_the_api_server() -> None:
 
 
 def test_pools_alone_have_handlers() -> None:
-    registry = make_registry(Keepers(lambda *_: None))  # type: ignore[arg-type,return-value]  # unused
+    registry = make_registry(Keepers(lambda *_: None), Clock())  # type: ignore[arg-type,return-value]  # unused
     registries = (registry._indexing, registry._watching, registry._spawning, registry._changing)
     selectors = {selector for each in registries for selector in each.get_all_selectors()}
 

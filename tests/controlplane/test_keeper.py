@@ -277,13 +277,22 @@ async def test_keepers_run_one_until_it_may_end(scene: Scene) -> None:
     assert scene.forgotten == ["llm/qwen"]
 
 
+async def test_keepers_say_whether_the_pool_has_drained(scene: Scene) -> None:
+    scene.finished = True
+
+    async def drained(keeper: Keeper) -> None:
+        await keeper.finished.wait()
+
+    assert await Keepers(scene.make).keep(KEY, UID, drained)
+
+
 async def test_keepers_end_when_the_operator_stops_or_the_time_is_over(scene: Scene) -> None:
     keepers = Keepers(scene.make)
 
     async def never(_keeper: Keeper) -> None:
         await asyncio.Event().wait()
 
-    await keepers.keep(KEY, UID, never, timeout_s=0.01)
+    assert not await keepers.keep(KEY, UID, never, timeout_s=0.01)
     keeping = asyncio.create_task(keepers.keep(KEY, UID, never))
     await until(lambda: keepers.keeps(KEY))
     keepers.closing.set()
