@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,12 +17,14 @@ import aiohttp
 
 from controlplane import crds
 from controlplane.cluster import Cluster
+from controlplane.history import History
 from dualmap_edge.kube import KubeClient
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
 from harness.stack import Router
 from harness.traffic import Traffic
 from harness.waiting import until
+from redis_server import redis_server
 
 ROOT = Path(__file__).parents[2]
 MODEL = "qwen-model"
@@ -30,12 +32,24 @@ SYSTEM = "dualmap-system"
 _WAIT_S = 60.0
 
 
-def pool_manifest(name: str, namespace: str, *, replicas: int, speed: float = 1.0, **spec: Any) -> dict[str, Any]:
-    """Return an InferencePool whose pods are simulated engines; ``spec`` is laid over its spec, field by field."""
+# Ends its engine at SIGTERM without a word, as one does that knows no drain of its own.
+_ABRUPT = ("/bin/sh", "-c", '"$@" & trap "kill -KILL $!" TERM; wait', "engine")
+# Where a Service's endpoints have to be: loopback is refused, and every address of the pods' leads to this machine.
+_ROUTER_ADDRESS = "10.244.255.{}"
+
+
+def pool_manifest(
+    name: str, namespace: str, *, replicas: int, speed: float = 1.0, abrupt: bool = False, **spec: Any
+) -> dict[str, Any]:
+    """Return an InferencePool whose pods are simulated engines; ``spec`` is laid over its spec, field by field.
+
+    Engines that are ``abrupt`` cut their streams at SIGTERM, and nothing holds SIGTERM back (the preStop is the user's
+    own and does nothing): what they have in flight is saved by a drain that comes before, or not at all.
+    """
     engine = [sys.executable, "-m", "dualmap_cli", "engine-sim", "--host", "$(POD_IP)", "--port", "8000"]
     # Other work may keep a pod from answering for seconds.
     probe = {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1, "timeoutSeconds": 10}
-    container = {
+    container: dict[str, Any] = {
         "name": "engine",
         "image": "dualmap:e2e",
         "command": [*engine, "--model", MODEL, "--preset", "7b", "--speed", f"{speed:g}"],
@@ -43,6 +57,11 @@ def pool_manifest(name: str, namespace: str, *, replicas: int, speed: float = 1.
         "ports": [{"name": "http", "containerPort": 8000}],
         "readinessProbe": probe,
     }
+    pod: dict[str, Any] = {"containers": [container]}
+    if abrupt:
+        container["command"] = [*_ABRUPT, *container["command"]]
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["true"]}}}
+        pod["terminationGracePeriodSeconds"] = 5
     return {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
         "kind": "InferencePool",
@@ -51,7 +70,7 @@ def pool_manifest(name: str, namespace: str, *, replicas: int, speed: float = 1.
             "model": {"name": MODEL},
             "engine": {"type": "vLLM"},
             "replicas": replicas,
-            "workload": {"template": {"spec": {"containers": [container]}}},
+            "workload": {"template": {"spec": pod}},
             "drain": {"timeout": "60s"},
             **spec,
         },
@@ -87,7 +106,10 @@ class Operator(Child):
 
 
 class Product:
-    """Operators, routers and (once ``open_gateway`` is called) Envoy. A context: leaving it stops all it started."""
+    """Operators, routers with their Redis and (once ``open_gateway`` is called) Envoy.
+
+    A context: leaving it stops all it started.
+    """
 
     def __init__(self, cluster: Cluster, directory: Path, *, routers: int = 2) -> None:
         self.cluster = cluster
@@ -96,15 +118,19 @@ class Product:
         self.routers: list[Router] = []
         self.envoy: Envoy | None = None
         self._client: KubeClient
+        self._audited = 0
         self._count = routers
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        self._audited = len(self.cluster.audit())
         await asyncio.to_thread(self._install)
         self._client = await self.cluster.client()
         self._stack.push_async_callback(self._client.close)
-        for number in range(self._count):
-            self.routers.append(await self._stack.enter_async_context(self._router(f"router-{number}")))
+        if self._count:
+            redis = self._stack.enter_context(redis_server(self.directory / "redis"))
+            routers = [self._router(f"router-{number}", redis.url) for number in range(self._count)]
+            self.routers += await asyncio.gather(*map(self._stack.enter_async_context, routers))
         return self
 
     async def __aexit__(
@@ -112,16 +138,23 @@ class Product:
     ) -> None:
         await self._stack.aclose()
 
-    async def operator(self, name: str = "operator-0", *arguments: str, finds_routers: bool = False) -> Operator:
+    async def operator(
+        self,
+        name: str = "operator-0",
+        *arguments: str,
+        finds_routers: bool = False,
+        kubeconfig: Path | None = None,
+    ) -> Operator:
         """Start an operator; it is stopped with the product.
 
-        It is told of the product's routers, or finds them by their Service (``finds_routers``).
+        It is told of the product's routers, or finds them by the Service of ``publish_routers`` (``finds_routers``). It
+        has the product's own service account, unless ``kubeconfig`` says otherwise.
         """
         known = [part for router in self.routers for part in ("--router", f"127.0.0.1:{router.ports['metrics']}")]
         if finds_routers:
             known = []
         operator = Operator(
-            kubeconfig=self.kubeconfig("dualmap-operator"),
+            kubeconfig=kubeconfig or self.kubeconfig("dualmap-operator"),
             directory=self.directory,
             name=name,
             namespace=SYSTEM,
@@ -133,14 +166,78 @@ class Product:
         """Return a kubeconfig with the token of one of the product's service accounts."""
         return self.cluster.service_account_kubeconfig(SYSTEM, account)
 
+    async def account_like_the_operators(self, name: str) -> str:
+        """Make a service account with the operator's roles, so that the audit log tells it apart; returns its name."""
+        account = {"kind": "ServiceAccount", "name": name, "namespace": SYSTEM}
+        made = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}}
+        await self.apply(made, SYSTEM)
+        for namespace in (SYSTEM, self.namespace):
+            binding = {
+                "apiVersion": "rbac.authorization.k8s.io/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": name, "namespace": namespace},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "dualmap-operator"},
+                "subjects": [account],
+            }
+            await self.apply(binding, namespace)
+        return name
+
+    async def publish_routers(self) -> None:
+        """Make the headless Service by which an operator finds routers, and its endpoints, until the product's end.
+
+        Nothing here makes EndpointSlices for processes that are no pods; each router has one, for each has its ports.
+        """
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "dualmap-router", "namespace": SYSTEM},
+            "spec": {"clusterIP": "None", "ports": [{"name": "metrics", "port": 9090}]},
+        }
+        await self.apply(service, SYSTEM)
+        slices = [f"endpointslice/{router.name}" for router in self.routers]
+        gone = ("delete", "service/dualmap-router", *slices, "-n", SYSTEM, "--ignore-not-found")
+        self._stack.push_async_callback(self.kubectl, *gone)
+        for number, router in enumerate(self.routers, start=1):
+            slice_ = {
+                "apiVersion": "discovery.k8s.io/v1",
+                "kind": "EndpointSlice",
+                "metadata": {
+                    "name": router.name,
+                    "namespace": SYSTEM,
+                    "labels": {
+                        "kubernetes.io/service-name": "dualmap-router",
+                        "endpointslice.kubernetes.io/managed-by": "e2e.dualmap.dev",
+                    },
+                },
+                "addressType": "IPv4",
+                "ports": [{"name": "metrics", "port": router.ports["metrics"]}],
+                "endpoints": [
+                    {"addresses": [_ROUTER_ADDRESS.format(10 + number)], "conditions": {"ready": True}},
+                ],
+            }
+            await self.apply(slice_, SYSTEM)
+
+    def audit(self) -> list[dict[str, Any]]:
+        """Return the audit log's entries since the product began, of requests to its namespace and to the system's."""
+        return [
+            entry
+            for entry in self.cluster.audit()[self._audited :]
+            if entry.get("objectRef", {}).get("namespace") in (SYSTEM, self.namespace)
+        ]
+
+    def recording(self, name: str = "qwen") -> AbstractAsyncContextManager[History]:
+        """Follow every version of a pool and its StatefulSet."""
+        return History(self._client, self.namespace, name).recording()
+
     async def kubectl(self, *arguments: str, input: str | None = None, check: bool = True) -> str:
         """Run kubectl as the administrator, in the pools' namespace unless told otherwise."""
         scope = () if {"-n", "--namespace", "-A"} & set(arguments) else ("-n", self.namespace)
         return await asyncio.to_thread(lambda: self.cluster.kubectl(*scope, *arguments, input=input, check=check))
 
-    async def apply(self, manifest: Mapping[str, Any]) -> None:
-        """Apply an object as a user does."""
-        await self.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(manifest))
+    async def apply(self, manifest: Mapping[str, Any], namespace: str | None = None) -> None:
+        """Apply an object as a user does, in the pools' namespace unless told otherwise."""
+        where = namespace or self.namespace
+        await self.kubectl("apply", "--server-side", "-n", where, "-f", "-", input=json.dumps(manifest))
 
     async def pool(self, name: str = "qwen") -> dict[str, Any]:
         """Return the pool's object as the API server has it."""
@@ -208,8 +305,10 @@ class Product:
         kubectl("apply", "-f", str(manifests / "namespace.yaml"), "-f", str(manifests / "rbac" / "system.yaml"))
         kubectl("apply", "-n", self.namespace, "-f", str(manifests / "rbac" / "namespaced.yaml"))
 
-    def _router(self, name: str) -> Router:
-        router = Router((), directory=self.directory, name=name, arguments=("--kube", "--namespace", self.namespace))
+    def _router(self, name: str, redis_url: str) -> Router:
+        # On every address: tests ask on loopback, an operator where EndpointSlices say.
+        arguments = ("--kube", "--namespace", self.namespace, "--redis", redis_url, "--host", "0.0.0.0")
+        router = Router((), directory=self.directory, name=name, arguments=arguments)
         router.argv = ["/usr/bin/env", f"KUBECONFIG={self.kubeconfig('dualmap-router')}", *router.argv]
         return router
 

@@ -7,13 +7,14 @@ kubelet would, so that each step is theirs.
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from controlplane.between import Between
 from controlplane.cluster import Cluster
 from controlplane.product import Product
 from harness.stack import Router
@@ -98,57 +99,6 @@ class Served:
             return await self.router.metric("dualmap_kube_lists_total", resource="pods") >= 1
 
         await until(are_listed, "the router has listed the pods", timeout_s=SOON_S)
-
-
-class Between:
-    """A TCP proxy before the API server, which can stop forwarding without closing anything."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self._forwarding: list[asyncio.Task[None]] = []
-
-    def freeze(self) -> None:
-        """Forward nothing more on the connections there are; new ones work."""
-        for task in self._forwarding:
-            task.cancel()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator["Between"]:
-        async with AsyncExitStack() as stack:
-            writers: list[asyncio.StreamWriter] = []
-
-            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                from_server, to_server = await asyncio.open_connection("127.0.0.1", 6443)
-                writers.extend((writer, to_server))
-                pairs = ((reader, to_server), (from_server, writer))
-                self._forwarding += [asyncio.create_task(_forward(*pair)) for pair in pairs]
-
-            server = await asyncio.start_server(accept, "127.0.0.1", 0)
-            stack.callback(_close, writers)
-            stack.callback(self.freeze)
-            stack.callback(server.close)
-            self.port = server.sockets[0].getsockname()[1]
-            yield self
-
-    def kubeconfig(self, path: Path, original: Path) -> Path:
-        """Write a kubeconfig that leads here and return its path."""
-        path.write_text(original.read_text().replace(":6443", f":{self.port}"))
-        return path
-
-
-def _close(writers: list[asyncio.StreamWriter]) -> None:
-    for writer in writers:
-        writer.close()
-
-
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while piece := await reader.read(65536):
-            writer.write(piece)
-            await writer.drain()
-    except ConnectionError:
-        pass
-    writer.close()
 
 
 def pool(namespace: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from controlplane.history import Shrink
 from controlplane.product import Product, pool_manifest
 from harness.traffic import failed, tally
 from harness.waiting import until
@@ -21,12 +22,16 @@ async def test_apply_ready_first_request(product: Product) -> None:
 
 @pytest.mark.timeout(300, func_only=True)
 async def test_scaling_under_streams_fails_no_request_and_cuts_none(product: Product) -> None:
-    await product.operator()
-    await product.apply(pool_manifest("qwen", product.namespace, replicas=3))
+    # Nothing but the drain protects a stream: engines die at SIGTERM, and of what is in flight the routers alone tell,
+    # since this kind of engine has its metrics elsewhere. The operator finds the routers as production does.
+    await product.publish_routers()
+    await product.operator("operator-0", finds_routers=True)
+    engine = {"type": "TensorRTLLM"}
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=3, abrupt=True, engine=engine))
     await product.until_active(3)
     await product.open_gateway()
     traffic = product.traffic(streams=12, plain=3, tokens=150)
-    async with traffic.running():
+    async with product.recording() as history, traffic.running():
         await traffic.streaming(8)
         for size in (4, 2, 3, 1):
             await product.kubectl("scale", "dmpool/qwen", f"--replicas={size}")
@@ -39,3 +44,11 @@ async def test_scaling_under_streams_fails_no_request_and_cuts_none(product: Pro
         await until(gone, "only qwen-0 is left", timeout_s=60.0)
     print(f"scaling 3 -> 4 -> 2 -> 3 -> 1 under 15 clients: {dict(tally(traffic.exchanges))}")
     assert failed(traffic.exchanges) == []
+    assert history.shrinks() == [
+        Shrink(before=4, after=2, victims=("Draining", "Draining")),
+        Shrink(before=3, after=1, victims=("Draining", "Draining")),
+    ]
+    reasons = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
+    assert "DrainTimedOut" not in reasons.split(), "members were given up on: their routers were not heard"
+    # What the routers tell of all this is in the status.
+    await product.until(lambda status: {"cacheHitRate", "sloAttainment"} <= status.get("traffic", {}).keys())
