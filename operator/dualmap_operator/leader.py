@@ -9,6 +9,7 @@ times in it with ours: clocks of two machines differ.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -21,6 +22,7 @@ from dualmap_operator.settings import LeaseSettings
 
 _API_VERSION: Final = "coordination.k8s.io/v1"
 _RELEASED_DURATION_S: Final = 1
+_RELEASE_S: Final = 2.0
 
 
 class LeadershipLostError(OperatorError):
@@ -54,12 +56,18 @@ class Leadership:
         self._seen: dict[str, Any] | None = None
         self._seen_at_s = 0.0
         self._renewed_at_s: float | None = None
+        self._may_hold = False
 
     @property
     def leading(self) -> bool:
         """Whether this candidate may act right now."""
-        renewed_at_s = self._renewed_at_s
-        return renewed_at_s is not None and self._clock() - renewed_at_s < self._settings.renew_within_s
+        return self._left_s() > 0
+
+    def _left_s(self) -> float:
+        """Return for how long this candidate may go on acting without a renewal."""
+        if self._renewed_at_s is None:
+            return 0.0
+        return self._renewed_at_s + self._settings.renew_within_s - self._clock()
 
     async def acquire(self) -> None:
         """Return when this candidate holds the lease, however long that takes; errors are logged and outlived."""
@@ -70,24 +78,27 @@ class Leadership:
         self._log.info("leading", lease=self._settings.name, identity=self._identity)
 
     async def keep(self) -> None:
-        """Renew the lease for good. Raises LeadershipLostError when it was lost, or not renewed in time."""
-        try:
-            while True:
-                await asyncio.sleep(self._settings.retry_s)
-                await self._renew()
-        except LeadershipLostError:
-            self._renewed_at_s = None
-            raise
+        """Renew the lease for good.
 
-    async def _renew(self) -> None:
-        """Try once to renew, within what is left of the time; errors but the last are logged and outlived."""
-        began_s = self._clock()
-        left_s = (self._renewed_at_s or 0.0) + self._settings.renew_within_s - began_s
-        if self._renewed_at_s is None or left_s <= 0:
+        Raises LeadershipLostError when another has it, and at the very moment until which it should have been renewed.
+        """
+        try:
+            while (left_s := self._left_s()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await asyncio.sleep(self._settings.retry_s)
+                        await self._renew()
             raise LeadershipLostError(
                 f"the lease {self._settings.name} was not renewed within {self._settings.renew_within_s:g} s"
             )
-        timeout_s = min(left_s, self._settings.retry_s)
+        except LeadershipLostError:
+            self._renewed_at_s, self._may_hold = None, False
+            raise
+
+    async def _renew(self) -> None:
+        """Try once to renew; errors are logged and outlived."""
+        began_s = self._clock()
+        timeout_s = self._settings.retry_s
         try:
             try:
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
@@ -102,24 +113,31 @@ class Leadership:
             self._renewed_at_s = began_s
 
     async def release(self) -> None:
-        """Hand the lease over: the next candidate to look takes it at once. Errors are logged: it then runs out."""
-        if self._renewed_at_s is None:
+        """Hand the lease over: the next candidate to look takes it at once. Errors are logged: it then runs out.
+
+        So is a lease that was just being taken when ``acquire`` was cancelled.
+        """
+        if not self._may_hold:
             return
-        self._renewed_at_s = None
+        self._renewed_at_s, self._may_hold = None, False
         try:
-            await self._replace(self._spec("", taking=False), timeout_s=2.0)
+            if await self._look(_RELEASE_S) and self._holder() == self._identity:
+                await self._replace(self._spec("", taking=False), timeout_s=_RELEASE_S)
         except ApiError as error:
             self._log.warning("the lease could not be handed over, it runs out by itself", error=str(error))
 
     async def _try_to_take(self) -> bool:
         began_s = self._clock()
         try:
-            if not await self._look(self._settings.retry_s):
-                await self._create()
-            elif self._free():
+            there = await self._look(self._settings.retry_s)
+            if there and not self._free():
+                return False
+            # From here on the server may have granted what we never hear of.
+            self._may_hold = True
+            if there:
                 await self._replace(self._spec(self._identity, taking=True), timeout_s=self._settings.retry_s)
             else:
-                return False
+                await self._create()
         except ConflictError:
             return False  # Another candidate was faster.
         except ApiError as error:

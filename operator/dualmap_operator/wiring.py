@@ -5,6 +5,7 @@ need not take.
 """
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -45,7 +46,7 @@ def run(settings: Settings) -> int:
     except KubeConfigError as error:
         click.echo(f"dualmap operator: {error}", err=True)
         return 2
-    except (AddressError, LeadershipLostError, ControlError) as error:
+    except (AddressError, ControlError) as error:
         click.echo(f"dualmap operator: {error}", err=True)
         return 1
     return 0
@@ -58,8 +59,8 @@ class ControlError(OperatorError):
 async def serve(settings: Settings) -> None:
     """Run the operator until SIGTERM or SIGINT.
 
-    Raises KubeConfigError or AddressError for what keeps it from starting, LeadershipLostError or ControlError for what
-    ends it.
+    Raises KubeConfigError or AddressError for what keeps it from starting, ControlError for what ends it; the loss of
+    the lease ends the process at once.
     """
     stop = asyncio.Event()
     _stop_signalled(stop)
@@ -96,19 +97,18 @@ async def serve(settings: Settings) -> None:
 
 
 async def _lead(stop: asyncio.Event, leadership: Leadership | None, control: "_Control", server: HttpServer) -> None:
-    """Act until told to stop, and end in order; raises what ended a part that must not end."""
+    """Act until told to stop, and end in order; raises ControlError for a part that ended by itself."""
     tasks = [asyncio.create_task(stop.wait()), asyncio.create_task(control.run(lambda: _stop_signalled(stop)))]
     if leadership is not None:
-        tasks.append(asyncio.create_task(leadership.keep()))
+        tasks.append(asyncio.create_task(_keep_or_end(leadership)))
     _, acting, *renewing = tasks
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if all(not task.done() for task in renewing):
-            # kopf, when it ends, waits for whatever has begun since it began: open connections for one.
-            await server.close()
-            # The lease is renewed until nothing is written any more.
-            control.stop()
-            await asyncio.wait([acting], timeout=_KOPF_EXIT_S)
+        # kopf, when it ends, waits for whatever has begun since it began: open connections for one.
+        await server.close()
+        # The lease is renewed until nothing is written any more.
+        control.stop()
+        await asyncio.wait([acting], timeout=_KOPF_EXIT_S)
         for task in (*renewing, acting):
             if task.done():
                 task.result()
@@ -116,6 +116,19 @@ async def _lead(stop: asyncio.Event, leadership: Leadership | None, control: "_C
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=_CANCEL_S)
+
+
+async def _keep_or_end(leadership: Leadership) -> None:
+    """Keep the lease; end the process when it is lost: another may act soon, and kopf's writes cannot be kept back.
+
+    An end in order takes seconds, in which kopf finishes what it has begun. Nothing is lost by this one: whoever leads
+    next goes on from what was written.
+    """
+    try:
+        await leadership.keep()
+    except LeadershipLostError as error:
+        click.echo(f"dualmap operator: {error}", err=True)
+        os._exit(1)
 
 
 class _Control:

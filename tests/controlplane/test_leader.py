@@ -241,3 +241,81 @@ async def test_only_one_of_many_that_come_at_once_leads(server: LeaseServer) -> 
 
     assert sum(each.leading for each in candidates) == 1
     assert sum(each.done() for each in waiting) == 1
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_loss_is_noticed_when_the_time_is_up_and_not_at_the_next_attempt(
+    server: LeaseServer, hangs: bool
+) -> None:
+    loop = asyncio.get_running_loop()
+    api = HangingApi(server.api) if hangs else server.api
+    first = Leadership(
+        api,  # type: ignore[arg-type]  # stands for it
+        LeaseSettings(renew_within_s=0.05, retry_s=0.001 if hangs else 1000.0),
+        namespace="dualmap-system",
+        identity="first",
+        clock=loop.time,
+    )
+    await first.acquire()
+
+    with pytest.raises(LeadershipLostError, match="not renewed within"):
+        await asyncio.wait_for(first.keep(), timeout=10.0)
+    assert not first.leading
+
+
+class HangingApi:
+    """Answers whatever it is asked, but a renewal never."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        if method == "PUT":
+            await asyncio.Event().wait()
+        return await self._api.request(method, path, **options)
+
+
+@pytest.mark.parametrize("there", [False, True])
+async def test_a_lease_that_was_being_taken_at_the_stop_is_handed_over(server: LeaseServer, there: bool) -> None:
+    if there:
+        before = server.candidate("before")
+        await before.acquire()
+        await before.release()
+    first = Leadership(
+        SlowApi(server.api),  # type: ignore[arg-type]  # stands for it
+        SETTINGS,
+        namespace="dualmap-system",
+        identity="first",
+        clock=server.clock,
+    )
+    taking = asyncio.create_task(first.acquire())
+    await until(lambda: server.lease is not None and server.spec["holderIdentity"] == "first")
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    await first.release()
+
+    assert server.spec["holderIdentity"] == ""
+
+
+class SlowApi:
+    """Does the first write it is asked for at once, and never says so."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._wrote = False
+
+    async def request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        answer = await self._api.request(method, path, **options)
+        if method != "GET" and not self._wrote:
+            self._wrote = True
+            await asyncio.Event().wait()
+        return answer
+
+
+async def test_who_does_not_hold_the_lease_hands_nothing_over(server: LeaseServer) -> None:
+    await server.candidate("first").acquire()
+    second = server.candidate("second")
+    await asyncio.gather(asyncio.wait_for(second.acquire(), 0.05), return_exceptions=True)
+    await second.release()
+
+    assert server.spec["holderIdentity"] == "first"

@@ -1,0 +1,58 @@
+"""How the operator ends: at once when it has lost its lease, since what kopf has begun would still be written."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from dualmap_operator import wiring
+from dualmap_operator.leader import LeadershipLostError
+
+
+class ExitedError(Exception):
+    """The process would be no more."""
+
+
+class FakeControl:
+    """Acts until cancelled, and then writes something more, as kopf may."""
+
+    def __init__(self) -> None:
+        self.wrote: list[str] = []
+
+    async def run(self, started: Callable[[], None]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.wrote.append("a finalizer")
+
+    def stop(self) -> None:
+        self.wrote.append("in order")
+
+
+class FakeServer:
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+class LostLeadership:
+    async def keep(self) -> None:
+        raise LeadershipLostError("the lease was not renewed")
+
+
+async def test_nothing_is_written_any_more_once_the_lease_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = FakeControl()
+    written: list[list[str]] = []
+
+    def exit_at_once(code: int) -> None:
+        assert code == 1
+        written.append(list(control.wrote))
+        raise ExitedError
+
+    monkeypatch.setattr(wiring.os, "_exit", exit_at_once)
+    with pytest.raises(ExitedError):
+        await wiring._lead(asyncio.Event(), LostLeadership(), control, FakeServer())  # type: ignore[arg-type]  # stand for them
+
+    assert written == [[]]
+    assert "the lease was not renewed" in capsys.readouterr().err
