@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, Final, Generic, TypeVar
 
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube import WATCH_INACTIVITY_S, KubeClient, KubeError
 from dualmap_edge.logs import get_logger
 from dualmap_operator.api import ApiObserver
 
@@ -26,6 +26,8 @@ Listener = Callable[[Key, T | None, T | None], None]
 _PAGE: Final = 500
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 5.0
+# A watch that ended sooner is not begun again at once.
+_SHORT_S: Final = 1.0
 
 
 class Mirror(Generic[T]):
@@ -55,6 +57,7 @@ class Mirror(Generic[T]):
         self._objects: dict[Key, T] = {}
         self._version = ""
         self._spoke_at_s = clock()
+        self._wait_s, self._said = _FIRST_WAIT_S, ""
         self.listed = asyncio.Event()
         """Set once the first list is complete."""
 
@@ -68,23 +71,17 @@ class Mirror(Generic[T]):
 
     @property
     def age_s(self) -> float:
-        """Seconds since the server last gave word: a list, an event or a bookmark."""
+        """Seconds since the server last gave word: a list, an event, a bookmark, or the end of a watch in order."""
         return self._clock() - self._spoke_at_s
 
     async def run(self) -> None:
         """Mirror until cancelled; errors are logged, once for each that differs from the last, and outlived."""
-        wait_s, said = _FIRST_WAIT_S, ""
         while True:
             try:
                 await self._list()
-                wait_s, said = _FIRST_WAIT_S, ""
                 await self._follow()
             except KubeError as error:
-                if not error.expired and str(error) != said:
-                    self._log.warning("a watch failed, trying again", kind=self.kind, error=str(error))
-                    said = str(error)
-            await asyncio.sleep(wait_s)
-            wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+                await self._pause(error, "a watch failed, trying again")
 
     async def _list(self) -> None:
         """Take the whole collection over."""
@@ -109,35 +106,49 @@ class Mirror(Generic[T]):
 
     async def _follow(self) -> None:
         """Take over what happens from now on. Raises KubeError when the server cannot go on from where we are."""
-        wait_s = _FIRST_WAIT_S
         while True:
-            spoke_at_s = self._spoke_at_s
+            began_s = self._clock()
             try:
                 await self._watch()
-                wait_s = _FIRST_WAIT_S
             except KubeError as error:
                 if error.status:
                     raise
                 # The connection broke: what we have is as good as it was, unless the server says otherwise.
-                if self._spoke_at_s != spoke_at_s:
-                    wait_s = _FIRST_WAIT_S
-                if wait_s == _FIRST_WAIT_S:
-                    self._log.warning("a watch broke off, going on", kind=self.kind, error=str(error))
-                await asyncio.sleep(wait_s)
-                wait_s = min(_LONGEST_WAIT_S, 2 * wait_s)
+                await self._pause(error, "a watch broke off, going on")
+                continue
+            if self._clock() - began_s < _SHORT_S:
+                await asyncio.sleep(_FIRST_WAIT_S)  # A proxy may end every watch as soon as it begins.
 
     async def _watch(self) -> None:
-        """Take over one watch's events."""
+        """Take over one watch's events; its end, too, is word from the server."""
+        heard_at_s = self._clock()
         query = [*self._query, ("resourceVersion", self._version)]
         async with aclosing(self._client.watch(self._path, query=query)) as events:
             self._observer.api_request("WATCH", 200)
             async for event in events:
-                self._spoke_at_s = self._clock()
+                self._heard()
+                heard_at_s = self._clock()
                 self._version = str((event.object.get("metadata") or {}).get("resourceVersion") or self._version)
                 if event.type in ("ADDED", "MODIFIED"):
                     self._put(_key(event.object), self._read(event.object))
                 elif event.type == "DELETED":
                     self._put(_key(event.object), None)
+        if self._clock() - heard_at_s >= WATCH_INACTIVITY_S:
+            raise KubeError(0, "a watch fell silent: nothing came, not even its end")
+        self._heard()
+
+    def _heard(self) -> None:
+        """Note that the server lets us watch. A list alone says less: it may be allowed and the watch be refused."""
+        self._spoke_at_s = self._clock()
+        self._wait_s, self._said = _FIRST_WAIT_S, ""
+
+    async def _pause(self, error: KubeError, what: str) -> None:
+        """Sleep after a failure, for longer after each in a row, and for as long as the server asks."""
+        if not error.expired and str(error) != self._said:
+            self._log.warning(what, kind=self.kind, error=str(error))
+            self._said = str(error)
+        await asyncio.sleep(max(self._wait_s, error.retry_after_s or 0.0))
+        self._wait_s = min(_LONGEST_WAIT_S, 2 * self._wait_s)
 
     async def _request(self, query: list[tuple[str, str]]) -> dict[str, Any]:
         try:

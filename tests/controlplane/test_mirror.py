@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,3 +135,68 @@ async def test_its_age_is_the_time_since_the_last_word(scene: Scene) -> None:
 
     scene.kube.event("BOOKMARK", {"metadata": {"resourceVersion": "78"}})
     await until(lambda: scene.mirror.age_s == 0)
+
+
+@pytest.fixture
+def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the mirror has slept each time; nobody really does."""
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def no_sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(mirror_module, "asyncio", SimpleNamespace(sleep=no_sleep))
+    return slept
+
+
+async def test_a_watch_that_is_refused_again_and_again_is_backed_off_from(scene: Scene, pauses: list[float]) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")))
+    for _ in range(6):
+        scene.kube.break_watch(KubeError(503, "overloaded"))
+    _running = started(scene)
+    await until(lambda: len(pauses) == 6)
+
+    assert pauses == [0.001 * 2**number for number in range(6)]
+    scene.kube.event("BOOKMARK", {"metadata": {"resourceVersion": "78"}})
+    scene.kube.break_watch(KubeError(503, "overloaded"))
+    await until(lambda: len(pauses) == 7)
+    assert pauses[6] == 0.001, "it was let watch meanwhile"
+
+
+async def test_it_waits_for_as_long_as_the_server_asks(scene: Scene, pauses: list[float]) -> None:
+    scene.kube.answer("GET", PATH, KubeError(429, "too many", retry_after_s=7.0), listing(body("a")))
+    scene.kube.break_watch(KubeError(429, "too many", retry_after_s=9.0))
+    _running = started(scene)
+    await until(lambda: len(pauses) == 2)
+
+    assert pauses == [7.0, 9.0]
+
+
+async def test_a_watch_that_ends_in_order_is_word_from_the_server_and_one_that_fell_silent_is_not(
+    scene: Scene, pauses: list[float]
+) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")))
+    _running = started(scene)
+    await scene.kube.watching.wait()
+    scene.clock.now_s += 45
+    scene.kube.break_watch(None)
+    await until(lambda: len(scene.kube.watches) == 2)
+    assert scene.mirror.age_s == 0
+    assert pauses == []
+
+    scene.clock.now_s += 55
+    scene.kube.break_watch(None)
+    await until(lambda: len(scene.kube.watches) == 3)
+    assert scene.mirror.age_s == 55
+    assert len(scene.kube.requests) == 1, "listed once"
+
+
+async def test_watches_that_end_at_once_are_not_begun_at_full_speed(scene: Scene, pauses: list[float]) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")))
+    scene.kube.break_watch(None)
+    _running = started(scene)
+    await until(lambda: len(scene.kube.watches) == 2)
+
+    assert pauses == [0.001]
