@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dualmap_cli.main import COMMANDS
+from dualmap_operator.names import EventReason
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
@@ -29,3 +30,9 @@ def test_the_readme_names_every_command_and_none_that_is_not_there() -> None:
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     documents = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     assert set(re.findall(r"`make ([a-z0-9-]+)", documents)) <= set(targets)
+
+
+def test_the_operators_page_names_every_reason_of_an_event_and_no_other() -> None:
+    _, _, rest = (ROOT / "docs" / "operator.md").read_text().partition("Events on a pool have stable reasons:")
+    listed, _, _ = rest.partition("\n\n")
+    assert re.findall(r"`(\w+)`", listed) == list(EventReason)
