@@ -1,7 +1,7 @@
 """Everything a pass may look at, put together: what the watches show, what routers and engines say, what is counted.
 
 One ``Gatherer`` for each pool, owned by its ``keeper``. What it remembers between passes (looks in a row, the window of
-traffic) may be lost at any time: a drain then takes a second longer.
+traffic, the last spec that could be read) may be lost at any time: a drain then takes a second longer.
 """
 
 import asyncio
@@ -58,9 +58,11 @@ class Gatherer:
         self._engine_requests: dict[str, int | None] = {}
         self._idle_looks: dict[str, int] = {}
         self._traffic: TrafficWindow | None = None
+        self._spec: PoolSpec | None = None
 
     async def observe(self, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]) -> Observed:
         """Return what there is to see of ``pool`` now, having asked routers and engines if it is time to."""
+        spec = self._spec = spec or self._spec
         if self._traffic is None:
             self._traffic = TrafficWindow(published=pool.status.traffic)
         draining = drain.draining(pool.status)
@@ -112,13 +114,18 @@ class Gatherer:
         self, traffic: TrafficWindow, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]
     ) -> Observed:
         metadata = pool.document["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        highest = self._watches.highest_version(pool.uid)
+        members = {each.id for each in pool.status.members}
         return Observed(
             published=pool.status,
-            statefulset=self._watches.statefulset((metadata["namespace"], metadata["name"]), pool.uid),
-            pods=() if spec is None else self._watches.pods_of(spec),
+            statefulset=self._watches.statefulset(key, pool.uid),
+            # A pod that crashed or is gone leaves the ring, readable or not what the pool is to be.
+            pods=self._watches.pods_left(key, members) if spec is None else self._watches.pods_of(spec),
             routers=self._reports,
             engine_requests=self._engine_requests,
             idle_looks=self._idle_looks,
             traffic=traffic.shown(self._clock()),
             failures=failures,
+            version_floor=max((highest, *(each.ring_version for each in self._reports if each.heard))),
         )

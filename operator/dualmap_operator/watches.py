@@ -7,7 +7,7 @@ children as a fingerprint: with a thousand pods their bodies would be megabytes 
 import hashlib
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -84,6 +84,7 @@ class Watches:
         self._selectors: dict[Key, Mapping[str, Any]] = {}
         self._pods_in: defaultdict[str, dict[Key, PodObject]] = defaultdict(dict)
         self._flaps: dict[str, deque[float]] = {}
+        self._versions: dict[str, int] = {}
 
         def path(api_version: str, kind: str) -> str:
             return collection_path(api_version, kind, namespace)
@@ -128,7 +129,16 @@ class Watches:
             mine = [each for each in here.values() if matches(selector, each.labels)]
         else:
             mine = [each for each in here.values() if each.pool == spec.name]
-        return tuple(replace(each.pod, flaps=self._flaps_of(each.pod.uid)) for each in mine)
+        return self._seen(mine)
+
+    def pods_left(self, key: Key, members: Collection[str]) -> tuple[ObservedPod, ...]:
+        """Return the pods of a pool whose spec was never readable: its StatefulSet's, and those that are members."""
+        here = self._pods_in.get(key[0], {})
+        return self._seen(each for each in here.values() if each.pool == key[1] or each.pod.name in members)
+
+    def highest_version(self, uid: str) -> int:
+        """Return the highest ring version that the pool of ``uid`` was ever seen to publish, 0 for none."""
+        return self._versions.get(uid, 0)
 
     def child(self, kind: str, key: Key) -> ChildObject | None:
         """Return a child as the watch shows it."""
@@ -144,7 +154,15 @@ class Watches:
         """Every kind's mirror, for ``wiring`` to run."""
         return (self.pools, self.pods, *self._children.values())
 
-    def _pool_changed(self, key: Key, _before: PoolObject | None, after: PoolObject | None) -> None:
+    def _seen(self, pods: Iterable[PodObject]) -> tuple[ObservedPod, ...]:
+        return tuple(replace(each.pod, flaps=self._flaps_of(each.pod.uid)) for each in pods)
+
+    def _pool_changed(self, key: Key, before: PoolObject | None, after: PoolObject | None) -> None:
+        if before is not None and (after is None or after.uid != before.uid):
+            self._versions.pop(before.uid, None)
+        if after is not None:
+            # Somebody may wipe a status by hand: what was published before is then known here alone, and to routers.
+            self._versions[after.uid] = max(self.highest_version(after.uid), after.status.ring_version)
         workload = {} if after is None else mapping_in(mapping_in(after.document, "spec"), "workload")
         self._selectors.pop(key, None)
         if "selector" in workload:

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
-from controlplane.operator_objects import KEY, member, pool_object
+from controlplane.operator_objects import KEY, member, pod_body, pool_object
 from dualmap_operator.asking import RouterAddress
 from dualmap_operator.gather import Gatherer
 from dualmap_operator.observed import EndpointReport, Observed, RouterReport
 from dualmap_operator.routers import FixedRouters
 from dualmap_operator.spec import read_spec
-from dualmap_operator.watches import PoolObject, Watches
+from dualmap_operator.watches import PoolObject, Watches, read_pod_object
 
 TOTALS = {
     "requests": 0,
@@ -26,6 +26,7 @@ class FakeRouters:
     def __init__(self) -> None:
         self.asked = 0
         self.ring_version = 7
+        self.heard = True
         self.in_flight = 0
         self.totals: dict[str, int] = dict(TOTALS)
 
@@ -36,7 +37,10 @@ class FakeRouters:
         assert pool_id == "llm/qwen"
         endpoints = {"qwen-1": EndpointReport(in_flight=self.in_flight)}
         return tuple(
-            (RouterReport(router=each.host, ring_version=self.ring_version, endpoints=endpoints), self.totals)
+            (
+                RouterReport(router=each.host, heard=self.heard, ring_version=self.ring_version, endpoints=endpoints),
+                self.totals,
+            )
             for each in routers
         )
 
@@ -56,7 +60,7 @@ class Scene:
         self.clock = Clock()
         self.routers = FakeRouters()
         self.engines = FakeEngines()
-        watches = Watches(
+        self.watches = watches = Watches(
             FakeKube(),  # type: ignore[arg-type]  # stands for it
             Counts(),
             namespace=None,
@@ -132,6 +136,16 @@ async def test_a_member_that_was_taken_back_and_drains_again_is_counted_anew() -
     assert observed.idle_looks == {"qwen-1": 1}
 
 
+async def test_a_member_taken_back_and_drained_again_between_two_looks_is_looked_at_twice_anew() -> None:
+    scene = Scene()
+    await scene.look(published("Active", "Draining"))
+    await scene.look(published("Active", "Active"), after_s=0.1)
+    assert (await scene.look(published("Active", "Draining"), after_s=0.1)).idle_looks == {}
+
+    assert (await scene.look(published("Active", "Draining"), after_s=0.3)).idle_looks == {"qwen-1": 1}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.5)).idle_looks == {"qwen-1": 2}
+
+
 async def test_a_router_that_is_behind_is_asked_every_second() -> None:
     scene = Scene()
     scene.routers.ring_version = 6
@@ -163,3 +177,50 @@ async def test_a_pool_whose_spec_cannot_be_read_is_observed_too() -> None:
     assert observed.pods == ()
     assert observed.failures == ("refused",)
     assert [each.id for each in observed.published.members] == ["qwen-0"]
+
+
+async def unreadable(scene: Scene, pool: PoolObject) -> list[str]:
+    observed = await scene.gatherer.observe(pool, None, ())
+    return sorted(pod.name for pod in observed.pods)
+
+
+def show(scene: Scene, *bodies: dict[str, Any]) -> None:
+    for body in bodies:
+        scene.watches.pods._put(("llm", body["metadata"]["name"]), read_pod_object(body))
+
+
+async def test_the_pods_of_a_pool_that_cannot_be_read_any_more_are_those_of_its_last_spec() -> None:
+    scene = Scene()
+    adopting = pool_object(workload={"selector": {"matchLabels": {"app": "vllm"}}})
+    await scene.look(adopting)
+    show(scene, pod_body("a", app="vllm"), pod_body("b", app="web"))
+
+    assert await unreadable(scene, adopting) == ["a"]
+
+
+async def test_the_pods_of_a_pool_that_never_could_be_read_are_its_statefulsets_and_its_members() -> None:
+    scene = Scene()
+    show(scene, pod_body("qwen-1", owner="qwen"), pod_body("qwen-0"), pod_body("stray"))
+
+    assert await unreadable(scene, published("Active")) == ["qwen-0", "qwen-1"]
+
+
+async def test_the_version_floor_is_what_the_pool_has_ever_published() -> None:
+    scene = Scene()
+    scene.routers.ring_version = 0
+    for pool in (published("Active", version=9), pool_object()):
+        scene.watches.pools._put(KEY, pool)
+    assert (await scene.look(pool_object())).version_floor == 9
+
+    another = pool_object(uid="another of this name")
+    scene.watches.pools._put(KEY, another)
+    assert (await scene.look(another)).version_floor == 0
+
+
+async def test_the_version_floor_is_what_any_router_goes_by() -> None:
+    scene = Scene()
+    scene.routers.ring_version = 12
+
+    assert (await scene.look(pool_object())).version_floor == 12
+    scene.routers.heard = False
+    assert (await scene.look(pool_object(), after_s=15.0)).version_floor == 0
