@@ -9,13 +9,28 @@ from dualmap_cli.main import COMMANDS
 from dualmap_operator.names import EventReason
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+FOLDERS = ("docs", "bench", "crds", "manifests", "operator", "e2e")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(document: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)", document.read_text())
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_into_a_document_lead_to_one_of_its_headings(document: Path) -> None:
+    links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", document.read_text())
+    missing = []
+    for target, anchor in links:
+        text = (document.parent / target).read_text() if target else document.read_text()
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        # As GitHub makes them.
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        if anchor not in anchors:
+            missing.append(f"{target}#{anchor}")
     assert not missing
 
 
