@@ -79,17 +79,23 @@ class History:
         version: str = answer["metadata"]["resourceVersion"]
         return version
 
-    async def _follow(self, path: str, version: str) -> None:
+    async def _follow(self, path: str, listed: str) -> None:
+        version: str | None = listed
         while True:
-            watch = self._client.watch(path, query=(("resourceVersion", version),))
-            # An API server that restarts: the same version goes on where this ended.
-            with contextlib.suppress(KubeError):
+            try:
+                if version is None:
+                    version = await self._list(path)
+                watch = self._client.watch(path, query=(("resourceVersion", version),))
                 async with contextlib.aclosing(watch) as events:
                     async for event in events:
                         version = event.object["metadata"]["resourceVersion"]
                         if event.type in ("ADDED", "MODIFIED"):
                             self._take(event.object)
-            await asyncio.sleep(_RETRY_S)
+            except KubeError as error:
+                # An API server that restarts. It may know no more of what was before; then what is now has to do.
+                if error.expired:
+                    version = None
+                await asyncio.sleep(_RETRY_S)
 
     def _take(self, body: dict[str, Any]) -> None:
         if body["metadata"]["name"] == self._name:
