@@ -126,6 +126,7 @@ class Gatherer:
             engine_requests=self._engine_requests,
             idle_looks=self._idle_looks,
             traffic=traffic.shown(self._clock()),
+            deleting="deletionTimestamp" in metadata,
             failures=failures,
             version_floor=max((highest, *(each.ring_version for each in self._reports if each.heard))),
         )

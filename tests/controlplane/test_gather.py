@@ -1,6 +1,7 @@
 """Looks: whom they ask and how often, and what a drain may conclude from them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
@@ -224,3 +225,18 @@ async def test_the_version_floor_is_what_any_router_goes_by() -> None:
     assert (await scene.look(pool_object())).version_floor == 12
     scene.routers.heard = False
     assert (await scene.look(pool_object(), after_s=15.0)).version_floor == 0
+
+
+async def test_a_pool_that_is_being_deleted_says_so_though_its_spec_cannot_be_read() -> None:
+    scene = Scene()
+    pool = published("Active")
+    going = replace(
+        pool,
+        document={
+            **pool.document,
+            "metadata": {**pool.document["metadata"], "deletionTimestamp": "2026-11-22T00:00:00Z"},
+        },
+    )
+
+    assert not (await scene.gatherer.observe(pool, None, ())).deleting
+    assert (await scene.gatherer.observe(going, None, ())).deleting
