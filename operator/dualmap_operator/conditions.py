@@ -97,6 +97,8 @@ def _available(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
     taking = [member for member in members if member.state is not MemberState.DRAINING]
     if taking:
         return _Finding(True, "MembersReady", "at least one member takes requests")
+    if spec.deleting:
+        return _Finding(False, "Deleting", "the pool is being deleted")
     if _wants_none(spec):
         return _Finding(False, "ScaledToZero", "spec.replicas is 0")
     return _Finding(False, "NoReadyMember", "no pod of the pool is ready")
@@ -122,6 +124,8 @@ def _ring_synced(observed: Observed, now_s: float) -> _Finding:
 
 
 def _progressing(spec: PoolSpec, observed: Observed, members: Sequence[RingMember]) -> _Finding:
+    if spec.deleting:
+        return _Finding(True, "Deleting", "the pool is let go when its members have drained")
     outdated = rollout.outdated(spec, observed)
     if outdated:
         return _Finding(True, "RollingOut", f"of an older template: {named(pod.name for pod in outdated)}")
@@ -177,9 +181,11 @@ def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember],
 
 
 def _unavailable_since_s(observed: Observed) -> float | None:
+    """Return since when nobody takes requests though somebody should; pods made only now have their time."""
+    oldest_pod_s = min((pod.serving_since_s for pod in observed.pods), default=0.0)
     for each in observed.published.conditions:
         if each.type == ConditionType.AVAILABLE and each.status is False:
-            return each.since_s
+            return max(each.since_s, oldest_pod_s)
     return None
 
 

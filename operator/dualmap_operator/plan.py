@@ -254,7 +254,8 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
         elif earlier is None or earlier.status is False:
             yield Event(reason=EventReason.ACCEPTED, message=accepted.message)
     degraded, earlier = now.get(ConditionType.DEGRADED), was.get(ConditionType.DEGRADED)
+    available = ConditionType.AVAILABLE in now and now[ConditionType.AVAILABLE].status
     if degraded is not None and degraded.status and (earlier is None or not earlier.status):
         yield Event(reason=EventReason.POOL_DEGRADED, message=degraded.message, warning=True)
-    elif degraded is not None and not degraded.status and earlier is not None and earlier.status:
+    elif degraded is not None and not degraded.status and earlier is not None and earlier.status and available:
         yield Event(reason=EventReason.POOL_RECOVERED, message=degraded.message)

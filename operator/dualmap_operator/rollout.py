@@ -30,12 +30,17 @@ def outdated(spec: PoolSpec, observed: Observed) -> tuple[ObservedPod, ...]:
 
 
 def next_to_replace(spec: PoolSpec, observed: Observed) -> ObservedPod | None:
-    """Return the pod that is or should now be on its way out, None when there is none or it is not yet its turn."""
+    """Return the pod that is or should now be on its way out, None when there is none or it is not yet its turn.
+
+    One that drains already is taken back when meanwhile nobody else takes requests, unless it is the only one wanted.
+    """
     old = outdated(spec, observed)
     states = {member.id: member.state for member in observed.published.members}
+    serving = {pod.name for pod in observed.pods if pod.serving and not pod.terminating}
+    taken = any(state is not MemberState.DRAINING and member in serving for member, state in states.items())
     for pod in old:
         if states.get(pod.name) is MemberState.DRAINING:
-            return pod
+            return pod if taken or spec.replicas == 1 or not pod.serving else None
     if not old:
         return None
     if not old[0].serving:

@@ -23,6 +23,7 @@ class _Totals:
     """The totals of ``GET /pools/NAMESPACE/NAME`` that shares are made of, or differences of such."""
 
     requests: int = 0
+    refused: int = 0
     first_tokens: int = 0
     slo_met: int = 0
     prompt_tokens: int = 0
@@ -111,8 +112,12 @@ def _read(totals: Mapping[str, object]) -> _Totals | None:
 
 
 def _attainment(sums: _Totals) -> str:
-    """Return the share of first tokens that came in time."""
-    return _decimal(sums.slo_met, sums.first_tokens) if sums.first_tokens >= _FEWEST else ""
+    """Return the share of requests whose first token came in time; whoever was refused got none.
+
+    Of requests that ask for no stream nobody sees the first token; they do not count.
+    """
+    asked = sums.first_tokens + sums.refused
+    return _decimal(sums.slo_met, asked) if asked >= _FEWEST else ""
 
 
 def _hit_rate(sums: _Totals) -> str:

@@ -15,6 +15,7 @@ from dualmap_operator.watches import PoolObject, Watches, read_pod_object
 
 TOTALS = {
     "requests": 0,
+    "refused": 0,
     "first_tokens": 0,
     "slo_met": 0,
     "prompt_tokens": 0,

@@ -103,6 +103,23 @@ def test_no_replicas_wanted_is_not_degraded() -> None:
     assert later.status == made.status
 
 
+def test_a_pool_brought_back_from_nothing_is_given_time_again() -> None:
+    empty = seen((), size=0, version=0)
+    slept = after(plan(template_spec(0), empty, NOW_S), empty)
+    woken = replace(slept, pods=(starting(0, serving_since_s=NOW_S + 600),))
+    made = plan(template_spec(1), woken, NOW_S + 601)
+    again = plan(template_spec(1), after(made, woken), NOW_S + 602)
+    assert condition(again, "Degraded").status is False
+    assert condition(plan(template_spec(1), after(again, woken), NOW_S + 640), "Degraded").status is True
+
+
+def test_a_pool_that_goes_says_so() -> None:
+    members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
+    made = plan(template_spec(deleting=True), seen(PODS, members, routers=[router()]), NOW_S)
+    told = {each.type: each.reason for each in made.status.conditions}
+    assert (told["Available"], told["Progressing"]) == ("Deleting", "Deleting")
+
+
 def test_what_could_not_be_applied_is_told() -> None:
     observed = replace(seen(PODS, ACTIVE), failures=("StatefulSet llm/qwen: exceeded quota",))
     made = plan(template_spec(), observed, NOW_S)

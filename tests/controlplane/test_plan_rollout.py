@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from scenario import NOW_S, REVISION, member, pod, router, seen, starting, states, template_spec
-
 from dualmap.pool import MemberState
 from dualmap_operator.observed import ObservedStatefulSet
 from dualmap_operator.plan import plan
+from scenario import NOW_S, REVISION, member, pod, router, seen, starting, states, template_spec
 
 NEW = "qwen-2"
 PODS = (pod(0), pod(1), pod(2))
@@ -54,6 +53,27 @@ def test_a_template_taken_back_takes_the_pod_back() -> None:
     members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
     made = plan(template_spec(), seen(PODS, members, routers=[router()], revision=REVISION), NOW_S)
     assert states(made)["qwen-2"] == "Active"
+
+
+def test_a_pod_that_drains_is_taken_back_when_all_others_fail() -> None:
+    members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
+    pods = (starting(0), starting(1), PODS[2])
+    made = plan(template_spec(), seen(pods, members, routers=[router(busy={"qwen-2": 1})], revision=NEW), NOW_S)
+    assert states(made) == {"qwen-2": "Active"}
+
+
+def test_the_only_pod_is_replaced_all_the_same() -> None:
+    drains = member(PODS[0], MemberState.DRAINING, age_s=5)
+    observed = seen(PODS[:1], [drains], size=1, routers=[router()], idle_looks={"qwen-0": 2}, revision=NEW)
+    assert [each.pod for each in plan(template_spec(1), observed, NOW_S).restarts] == ["qwen-0"]
+
+
+def test_a_scale_down_waits_for_the_pod_that_is_being_replaced() -> None:
+    replaced = pod(1, revision=NEW)
+    members = (member(PODS[0], MemberState.DRAINING, age_s=5), member(replaced))
+    observed = seen((PODS[0], replaced), members, size=2, routers=[router(busy={"qwen-0": 1})], revision=NEW)
+    made = plan(template_spec(1), observed, NOW_S)
+    assert states(made) == {"qwen-0": "Draining", "qwen-1": "Active"}
 
 
 def test_nothing_rolls_before_the_statefulset_has_seen_its_template() -> None:

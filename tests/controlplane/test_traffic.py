@@ -186,3 +186,10 @@ class TestAnotherOperatorBefore:
         watched.look(a=totals(1000))
         assert watched.look(a=totals(1100, slo_met=1100, predicted=0)) == self.PUBLISHED
         assert watched.wait(30) == Shown(slo_attainment="1.00", cache_hit_rate="0.00")
+
+
+def test_whoever_was_refused_counts_as_late() -> None:
+    watched = Watched()
+    watched.look(a=totals())
+    shown = [watched.look(a={**totals(30), "refused": 10}) for _ in range(6)]
+    assert shown[-1].slo_attainment == "0.75"
