@@ -288,8 +288,8 @@ async def _load_kubeconfig(config: Any, location: str, configuration: object) ->
         await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
     except Exception as error:  # the library raises whatever a file's wrong shape makes it stumble over
         raise KubeConfigError(
-            f"kubeconfig {location} cannot be used: {_clipped(str(error) or repr(error))}; set KUBECONFIG to one that has "
-            "clusters, users and a current-context, as `kubectl config view` shows them"
+            f"kubeconfig {location} cannot be used: {_clipped(str(error) or repr(error))}; set KUBECONFIG to one "
+            "that has clusters, users and a current-context, as `kubectl config view` shows them"
         ) from error
 
 
