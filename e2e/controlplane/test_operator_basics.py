@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.product import Operator, Product, pool_manifest
+from controlplane.product import SYSTEM, Operator, Product, pool_manifest
 from harness.waiting import until
 
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
@@ -185,11 +185,14 @@ async def test_of_two_operators_one_acts_and_the_other_follows(product: Product)
 
     await until(led, "somebody leads")
     holder = await leader(product)
-    second = await product.operator("operator-1", "--leader-election")
+    follower = await product.account_like_the_operators("dualmap-operator-1")
+    second = await product.operator("operator-1", "--leader-election", kubeconfig=product.kubeconfig(follower))
     await applied(product, replicas=1)
     assert await leader(product) == holder
     assert await first.healthy()
     assert await second.healthy()
+    assert written_by(product, "dualmap-operator") >= {"inferencepools", "statefulsets", "pods"}
+    assert written_by(product, follower) <= {"leases"}, "a follower acts"
 
     await taken_over_after(product, holder, first.stop())
     assert first.returncode == 0
@@ -200,6 +203,17 @@ async def test_of_two_operators_one_acts_and_the_other_follows(product: Product)
     await product.kubectl("scale", "dmpool/qwen", "--replicas=2")
     await product.until_active(2)
     assert await third.healthy()
+    leases = await product.kubectl("get", "leases", "-n", "dualmap-system", "-o", "name")
+    assert len(leases.split()) == 1
+
+
+def written_by(product: Product, account: str) -> set[str]:
+    """Return the resources that a service account of the system has written in this test."""
+    return {
+        entry["objectRef"]["resource"]
+        for entry in product.audit()
+        if entry["user"]["username"] == f"system:serviceaccount:{SYSTEM}:{account}" and entry["verb"] in WRITES
+    }
 
 
 async def taken_over_after(product: Product, holder: str, end: Any) -> None:
