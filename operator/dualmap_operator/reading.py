@@ -22,8 +22,8 @@ _FULL_WEIGHT: Final = 100
 _MAX_WEIGHT: Final = 1000
 
 
-def read_pod(body: Mapping[str, Any], *, flaps: int = 0) -> ObservedPod:
-    """Read a pod; ``flaps`` is how often it lost readiness lately, which only who watches it knows."""
+def read_pod(body: Mapping[str, Any]) -> ObservedPod:
+    """Read a pod; how often it lost readiness lately only who watches it knows."""
     facts = pod_facts(body)
     metadata = mapping_in(body, "metadata")
     labels = mapping_in(metadata, "labels")
@@ -41,7 +41,6 @@ def read_pod(body: Mapping[str, Any], *, flaps: int = 0) -> ObservedPod:
         incarnation=facts.incarnation,
         ordinal=_ordinal(body),
         revision=text_in(labels, REVISION_LABEL),
-        flaps=flaps,
     )
 
 

@@ -155,7 +155,7 @@ class TestRecorded:
 
 class TestPod:
     def test_everything(self) -> None:
-        assert read_pod(POD, flaps=2) == ObservedPod(
+        assert read_pod(POD) == ObservedPod(
             name="qwen-3",
             uid="6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2",
             address="10.244.0.7",
@@ -166,7 +166,6 @@ class TestPod:
             incarnation="6d1a57ee-1",
             ordinal=3,
             revision="qwen-7f9",
-            flaps=2,
         )
 
     def test_terminating(self) -> None:
