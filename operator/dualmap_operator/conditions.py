@@ -181,12 +181,13 @@ def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember],
 
 
 def _unavailable_since_s(observed: Observed) -> float | None:
-    """Return since when nobody takes requests though somebody should; pods made only now have their time."""
+    """Return since when nobody takes requests though somebody should; pods wanted or made only now have their time."""
+    published = {each.type: each for each in observed.published.conditions}
+    available, progressing = (published.get(each) for each in (ConditionType.AVAILABLE, ConditionType.PROGRESSING))
+    if available is None or available.status is not False or progressing is None or not progressing.status:
+        return None
     oldest_pod_s = min((pod.serving_since_s for pod in observed.pods), default=0.0)
-    for each in observed.published.conditions:
-        if each.type == ConditionType.AVAILABLE and each.status is False:
-            return max(each.since_s, oldest_pod_s)
-    return None
+    return max(available.since_s, progressing.since_s, oldest_pod_s)
 
 
 def _wants_none(spec: PoolSpec) -> bool:

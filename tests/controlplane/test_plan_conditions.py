@@ -106,7 +106,9 @@ def test_no_replicas_wanted_is_not_degraded() -> None:
 def test_a_pool_brought_back_from_nothing_is_given_time_again() -> None:
     empty = seen((), size=0, version=0)
     slept = after(plan(template_spec(0), empty, NOW_S), empty)
-    woken = replace(slept, pods=(starting(0, serving_since_s=NOW_S + 600),))
+    wanted = plan(template_spec(1), slept, NOW_S + 600)
+    assert condition(wanted, "Degraded").status is False
+    woken = replace(after(wanted, slept), pods=(starting(0, serving_since_s=NOW_S + 600),))
     made = plan(template_spec(1), woken, NOW_S + 601)
     again = plan(template_spec(1), after(made, woken), NOW_S + 602)
     assert condition(again, "Degraded").status is False
