@@ -34,6 +34,7 @@ from extproc.envoy_messages import (
     response_body,
     response_headers,
 )
+from waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -375,22 +376,24 @@ async def test_drains_that_end_with_their_time_while_streams_are_cut(monkeypatch
             assert router.in_flight == 0
 
 
+async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
+    async with running() as router:
+        calls = [router.stream() for _ in range(8)]
+        for call in calls:
+            await call.write(request_headers(DUPLEX))
+        await until(lambda: router.processor.open_requests == len(calls))
+        drain = asyncio.create_task(router.servers.drain(30.0))
+        await asyncio.gather(*(call.done_writing() for call in calls))
+        codes = [await call.code() for call in calls]
+        await asyncio.wait_for(drain, 30.0)
+        return codes
+
+
 async def test_a_call_that_ends_as_the_drain_does_is_told_its_end(monkeypatch):
     """Envoy takes a call that is cancelled for a failed one, and breaks off the response it belongs to."""
     monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
-    codes = []
     for _ in range(20):
-        async with running() as router:
-            calls = [router.stream() for _ in range(8)]
-            for call in calls:
-                await call.write(request_headers(DUPLEX))
-            while router.processor.open_requests < len(calls):
-                await asyncio.sleep(0)
-            drain = asyncio.create_task(router.servers.drain(30.0))
-            await asyncio.gather(*(call.done_writing() for call in calls))
-            codes += [await call.code() for call in calls]
-            await asyncio.wait_for(drain, 30.0)
-    assert set(codes) == {grpc.StatusCode.OK}
+        assert set(await codes_of_calls_that_end_with_the_drain()) == {grpc.StatusCode.OK}
 
 
 async def test_a_port_in_use_is_an_error_that_names_it(router):
