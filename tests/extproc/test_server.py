@@ -34,7 +34,6 @@ from extproc.envoy_messages import (
     response_body,
     response_headers,
 )
-from waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
