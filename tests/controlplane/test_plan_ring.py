@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from scenario import NOW_S, member, pod, router, seen, starting, states, template_spec
 
 from dualmap.pool import MemberState
 from dualmap_operator.names import EventReason
 from dualmap_operator.plan import plan
 from dualmap_operator.ring import RAMP_S
+from scenario import NOW_S, member, pod, router, seen, starting, states, template_spec
 
 PODS = (pod(0), pod(1), pod(2))
 ACTIVE = tuple(member(each) for each in PODS)
