@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"dualmap", "dualmap_extproc", "dualmap_sim", "dualmap_cli"}
+PACKAGES = {"dualmap", "dualmap_edge", "dualmap_operator", "dualmap_extproc", "dualmap_sim", "dualmap_cli"}
 
 
 def run(*command: str | Path, cwd: Path) -> None:
