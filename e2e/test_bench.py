@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SHORTEST = ("--rounds", "1", "--seconds", "0.2", "--idle-seconds", "0.5", "--connections", "4", "--rate", "50")
+SHORTEST = ("--rounds", "1", "--seconds", "0.5", "--idle-seconds", "0.5", "--connections", "4", "--rate", "50")
 LOADS = {"prompts": 3 * 2 * 4, "chunks": 2 * 4, "routers": 4}
 ROWS = {"Prompts": 3 * 4, "Event streams": 4, "Several routers": 4, "Idle": 1, "Aims": 3 + 1 + 1}
 LIMIT_S = 280.0
