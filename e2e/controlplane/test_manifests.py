@@ -124,4 +124,4 @@ def asked_for_pools(cluster: Cluster, seen: int) -> list[dict[str, Any]]:
 
 
 def who(entry: dict[str, Any]) -> str:
-    return str(entry["user"]["username"]).removeprefix(f"system:serviceaccount:{SYSTEM}:dualmap-")
+    return str(entry["user"].get("username", "")).removeprefix(f"system:serviceaccount:{SYSTEM}:dualmap-")

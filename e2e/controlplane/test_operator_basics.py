@@ -41,7 +41,7 @@ def operators_requests(product: Product) -> list[dict[str, Any]]:
     return [
         entry
         for entry in product.cluster.audit()
-        if entry["user"]["username"] == OPERATOR and entry["stage"] == "ResponseComplete"
+        if entry["user"].get("username", "") == OPERATOR and entry["stage"] == "ResponseComplete"
     ]
 
 
@@ -214,7 +214,7 @@ def written_by(product: Product, account: str) -> set[str]:
     return {
         entry["objectRef"]["resource"]
         for entry in product.audit()
-        if entry["user"]["username"] == f"system:serviceaccount:{SYSTEM}:{account}" and entry["verb"] in WRITES
+        if entry["user"].get("username", "") == f"system:serviceaccount:{SYSTEM}:{account}" and entry["verb"] in WRITES
     }
 
 

@@ -191,7 +191,7 @@ async def test_the_router_asks_for_nothing_it_may_not_have(cluster: Cluster, ser
         return {
             (entry["verb"], entry["objectRef"]["resource"], entry["responseStatus"]["code"])
             for entry in cluster.audit()
-            if entry["user"]["username"] == "system:serviceaccount:dualmap-system:dualmap-router"
+            if entry["user"].get("username", "") == "system:serviceaccount:dualmap-system:dualmap-router"
             and entry["objectRef"].get("namespace") == served.product.namespace
         }
 
