@@ -135,8 +135,13 @@ def _may_go(spec: PoolSpec, observed: Observed, pod: ObservedPod, now_s: float) 
     member = next((each for each in observed.published.members if each.id == pod.name), None)
     if member is None:
         return True
+    return _is_over(member, observed, spec.drain_timeout_s, now_s)
+
+
+def _is_over(member: RingMember, observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
+    """Whether a member's drain is over: it has drained, or had its time."""
     return member.state is MemberState.DRAINING and (
-        drain.drained(member, observed) or drain.overdue(member, spec.drain_timeout_s, now_s)
+        drain.drained(member, observed) or drain.overdue(member, drain_timeout_s, now_s)
     )
 
 
@@ -148,11 +153,7 @@ def _restarts(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None,
 
 def _gone(observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
     """Whether a pool that is being deleted has drained: every member published is on its way out and may go."""
-    return all(
-        member.state is MemberState.DRAINING
-        and (drain.drained(member, observed) or drain.overdue(member, drain_timeout_s, now_s))
-        for member in observed.published.members
-    )
+    return all(_is_over(member, observed, drain_timeout_s, now_s) for member in observed.published.members)
 
 
 def _gates(pods: Iterable[ObservedPod], members: Iterable[RingMember]) -> tuple[Gate, ...]:

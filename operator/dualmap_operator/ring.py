@@ -8,6 +8,7 @@ pod's name) and an empty cache (its incarnation differs).
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Final
 
 from dualmap.pool import MemberState
@@ -56,7 +57,7 @@ def surviving(
             continue
         going = leaving or (pod is not None and pod.terminating)
         if going and member.state is not MemberState.DRAINING:
-            member = _replaced(member, MemberState.DRAINING, member.weight, now_s)
+            member = replace(member, state=MemberState.DRAINING, since_s=now_s)
         members.append(member)
     return tuple(members)
 
@@ -140,7 +141,9 @@ def _promoted(members: tuple[RingMember, ...], now_s: float) -> tuple[RingMember
     if any(member.state is MemberState.ACTIVE for member in members):
         return members
     return tuple(
-        _replaced(member, MemberState.ACTIVE, FULL_WEIGHT, now_s) if member.state is MemberState.JOINING else member
+        replace(member, state=MemberState.ACTIVE, weight=FULL_WEIGHT, since_s=now_s)
+        if member.state is MemberState.JOINING
+        else member
         for member in members
     )
 
@@ -162,18 +165,6 @@ def _member(spec: PoolSpec, pod: ObservedPod, state: MemberState, weight: int, s
         weight=weight,
         since_s=since_s,
         incarnation=pod.incarnation,
-    )
-
-
-def _replaced(member: RingMember, state: MemberState, weight: int, since_s: float) -> RingMember:
-    return RingMember(
-        id=member.id,
-        address=member.address,
-        port=member.port,
-        state=state,
-        weight=weight,
-        since_s=since_s,
-        incarnation=member.incarnation,
     )
 
 
