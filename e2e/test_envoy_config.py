@@ -4,23 +4,26 @@ Each test stands for something Envoy 1.40 does to a request when one line of the
 """
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
 from dualmap_extproc import names
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.settings import Address, Mode
 from harness.clients import Reply, http1, http2, raw, sha256
 from harness.envoy import Envoy
 from harness.picker import Pick, Picker, Seen, always
 from harness.settings import pool_of, settings_for
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, Upstream, sse
 from harness.waiting import until
+from redis_server import free_port
 
 SIZES = [2, 70_000, 12_000_000]
 USAGE = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
@@ -324,3 +327,28 @@ async def test_every_router_gets_every_access_log_entry_with_usage(
             assert found[names.TAG_FLAGS] == "-"
             assert 0 < int(found[names.TAG_TTFT_US]) <= int(found[names.TAG_TOTAL_US])
             assert {tag: found.get(tag) for tag in USAGE_TAGS} == USAGE_TAGS
+
+
+async def test_readiness_and_statistics_are_shown_and_nothing_else_of_the_administration(
+    engines: list[Upstream], picker: Picker, tmp_path: Path
+) -> None:
+    picker.choose = always(engines[0].endpoint, FIRST)
+    settings = dataclasses.replace(
+        settings_for([pool_of(engines, name="first")], [picker]),
+        admin=Address(host="127.0.0.1", port=free_port()),
+        status=Address(host="127.0.0.1", port=free_port()),
+    )
+    assert settings.status is not None
+    status = f"http://127.0.0.1:{settings.status.port}"
+    async with Envoy(settings, directory=tmp_path) as envoy, aiohttp.ClientSession() as session:
+        assert_served(await http1(envoy.url, body=b"{}"), engines[0], b"{}")
+        async with session.get(f"{status}/ready") as ready:
+            assert ready.status == 200
+        async with session.get(f"{status}/stats/prometheus") as statistics:
+            page = await statistics.text()
+        assert 'envoy_http_ext_proc_failure_mode_allowed{envoy_http_conn_manager_prefix="requests"} 0' in page
+        for path in ("/", "/config_dump", "/certs", "/stats", "/ready/../config_dump"):
+            async with session.get(status + path) as hidden:
+                assert hidden.status == 404, path
+        async with session.post(f"{status}/quitquitquit") as quitting:
+            assert quitting.status == 404

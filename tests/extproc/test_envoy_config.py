@@ -437,6 +437,31 @@ def test_a_bad_choice_is_bad_usage(tmp_path: Path, flag: str, value: str) -> Non
     assert flag in result.stderr
 
 
+def test_readiness_and_statistics_are_shown_apart_from_the_administration_when_asked(tmp_path: Path) -> None:
+    document = config("--pool", pool_file(tmp_path), "--status", "0.0.0.0:9902")
+    _, status = document["static_resources"]["listeners"]
+    assert status["address"]["socket_address"] == {"address": "0.0.0.0", "port_value": 9902}
+    (host,) = status["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+    assert [route["match"] for route in host["routes"]] == [{"path": "/ready"}, {"path": "/stats/prometheus"}]
+    assert hosts(clusters(document)["envoy-admin"]) == ["127.0.0.1 9901"]
+    assert "envoy-admin" not in clusters(config("--pool", pool_file(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("--status", "127.0.0.1:9901"), "status"),
+        (("--status", "0.0.0.0:8080"), "status"),
+        (("--status", "0.0.0.0:1", "--admin", "127.0.0.1:0"), "admin"),
+        (("--status", "envoy:1"), "--status"),
+    ],
+)
+def test_a_status_address_that_cannot_serve_is_refused(tmp_path: Path, arguments: tuple[str, ...], field: str) -> None:
+    result = run("--pool", pool_file(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert f"{field}: " in result.stderr
+
+
 def test_one_address_for_clients_and_administration_is_refused(tmp_path: Path) -> None:
     result = run("--pool", pool_file(tmp_path), "--listen", "127.0.0.1:1", "--admin", "127.0.0.1:1")
     assert result.exit_code == 2

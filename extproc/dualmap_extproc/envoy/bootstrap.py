@@ -15,14 +15,19 @@ from dualmap_extproc.envoy.clusters import clusters
 from dualmap_extproc.envoy.extensions import socket_address
 from dualmap_extproc.envoy.listeners import listener
 from dualmap_extproc.envoy.settings import EnvoySettings
+from dualmap_extproc.envoy.status import admin_cluster, status_listener
 
 
 def bootstrap(settings: EnvoySettings) -> Bootstrap:
     """Write the whole configuration of an Envoy that serves the pools."""
+    listeners, needed = [listener(settings)], clusters(settings)
+    if settings.status is not None:
+        listeners.append(status_listener(settings.status))
+        needed.append(admin_cluster(settings.admin))
     return Bootstrap(
         node=Node(id="dualmap-envoy", cluster="dualmap"),
         admin=Admin(address=socket_address(settings.admin)),
-        static_resources=BootstrapStaticResources(listeners=[listener(settings)], clusters=clusters(settings)),
+        static_resources=BootstrapStaticResources(listeners=listeners, clusters=needed),
     )
 
 

@@ -29,6 +29,13 @@ from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettings
 )
 @click.option("--admin", default="127.0.0.1:9901", metavar="IP:PORT", help="Envoy's administration. Port 0: any.")
 @click.option(
+    "--status",
+    default=None,
+    metavar="IP:PORT",
+    show_default="nowhere",
+    help="Where probes and Prometheus find /ready and /stats/prometheus, and nothing else of the administration.",
+)
+@click.option(
     "--mode",
     default=Mode.STREAMED.value,
     type=click.Choice([mode.value for mode in Mode]),
@@ -58,6 +65,7 @@ def envoy_config(
     router: str,
     als: str | None,
     admin: str,
+    status: str | None,
     mode: str,
     tls: str,
     tls_cert: str | None,
@@ -94,6 +102,7 @@ def envoy_config(
             routers=_addresses(router, field="--router"),
             access_logs=_addresses(router if als is None else als, field="--als"),
             admin=Address.to_bind(admin, field="--admin"),
+            status=None if status is None else Address.to_bind(status, field="--status"),
             mode=Mode(mode),
             tls=_tls(tls, Tls(certificate=tls_cert, key=tls_key, ca=tls_ca, sds=tls_sds and tls_sds.absolute())),
             static_endpoints=static_endpoints,

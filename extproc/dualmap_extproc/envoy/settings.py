@@ -108,7 +108,8 @@ class EnvoySettings:
     """Everything ``bootstrap`` needs to know.
 
     The routers answer ext_proc and EDS; each of ``access_logs`` is sent every access log entry. ``tls`` is about the
-    way from Envoy to both (None: plain text). With ``static_endpoints`` the members are written into the file and never
+    way from Envoy to both (None: plain text). ``status`` is where readiness and statistics are shown to others than the
+    administration's own host (None: nowhere). With ``static_endpoints`` the members are written into the file and never
     change. Raises EnvoySettingsError for a combination that Envoy would refuse.
     """
 
@@ -117,6 +118,7 @@ class EnvoySettings:
     access_logs: tuple[Address, ...]
     listen: Address
     admin: Address
+    status: Address | None = None
     mode: Mode = Mode.STREAMED
     tls: Tls | None = None
     static_endpoints: bool = False
@@ -128,3 +130,7 @@ class EnvoySettings:
             raise EnvoySettingsError("routers", "none", "at least one router")
         if self.listen == self.admin and self.listen.port:
             raise EnvoySettingsError("admin", f"port {self.admin.port}", "another address than listen's")
+        if self.status is not None and self.status.port and self.status in (self.listen, self.admin):
+            raise EnvoySettingsError("status", f"port {self.status.port}", "another address than listen's and admin's")
+        if self.status is not None and not self.admin.port:
+            raise EnvoySettingsError("admin", "port 0", "a port, which status asks for what it shows")
