@@ -113,6 +113,12 @@ class Metrics:
         entries = counter("dualmap_access_log_entries", "Access log entries received.", ("picked",))
         self._entries_picked, self._entries_other = entries.labels("yes"), entries.labels("no")
         self._unreadable = counter("dualmap_access_log_unreadable_batches", "Access log batches lost as unreadable.")
+        self._slo_ttft_s = Gauge(
+            "dualmap_pool_slo_ttft_seconds", "The objective for the time to first token.", _POOL, registry=registry
+        )
+        self._slo_goal = Gauge(
+            "dualmap_pool_slo_goal", "Share of the requests that shall meet it.", _POOL, registry=registry
+        )
         self._pool_refusals = counter("dualmap_pool_refusals", "Changes of pools refused.")
         self._pool_file_refused = Gauge(
             "dualmap_pool_file_refused", "1 while a pool file is refused or missing.", registry=registry
@@ -130,6 +136,11 @@ class Metrics:
         members = {pool.id: {member.id for member in pool.members} for pool in pools}
         for pool in self._pools.keys() - members.keys():
             del self._pools[pool]
+            self._slo_ttft_s.remove(pool)
+            self._slo_goal.remove(pool)
+        for each in pools:
+            self._slo_ttft_s.labels(each.id).set(each.slo.ttft_s)
+            self._slo_goal.labels(each.id).set(each.slo.attainment)
         for pool, present in members.items():
             if pool not in self._pools:
                 self._pools[pool] = PoolCounts(

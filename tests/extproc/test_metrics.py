@@ -342,6 +342,15 @@ class TestSignals:
         assert self.shown(made, "arriving_uncached_tokens_per_second") == before > 0
 
 
+def test_the_objective_is_shown_as_the_pool_has_it_now() -> None:
+    pool = builders.pool(2)
+    made = metrics(pool)
+    made.set_pools([replace(pool, slo=replace(pool.slo, ttft_s=2.5, attainment=0.95))])
+    got = samples(made)
+    assert got[f"dualmap_pool_slo_ttft_seconds{{pool={POOL}}}"] == 2.5
+    assert got[f"dualmap_pool_slo_goal{{pool={POOL}}}"] == 0.95
+
+
 class TestVanishing:
     def test_a_member_that_leaves_takes_its_series_along_and_the_others_keep_theirs(self) -> None:
         whole = builders.pool(2)
