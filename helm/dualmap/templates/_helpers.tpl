@@ -1,0 +1,146 @@
+{{/* The prefix of every name: the release's own where it says "dualmap", short enough for any suffix. */}}
+{{- define "dualmap.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 48 | trimSuffix "-" -}}
+{{- else if contains "dualmap" .Release.Name -}}
+{{- .Release.Name | trunc 48 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-dualmap" .Release.Name | trunc 48 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects the pods of a component: (list $ "router"). It never changes over an upgrade. */}}
+{{- define "dualmap.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: dualmap
+app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* The labels of an object: (list $ "router"). */}}
+{{- define "dualmap.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "dualmap.selector" . }}
+app.kubernetes.io/part-of: dualmap
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* The labels of a pod: nothing that changes with the chart's version, or every upgrade would replace every pod. */}}
+{{- define "dualmap.podLabels" -}}
+{{ include "dualmap.selector" . }}
+app.kubernetes.io/part-of: dualmap
+{{- end -}}
+
+{{/* An image's reference, by digest where there is one: (list $ .Values.image). */}}
+{{- define "dualmap.reference" -}}
+{{- $root := index . 0 -}}{{- $image := index . 1 -}}
+{{- $name := trimPrefix "/" (printf "%s/%s" $image.registry $image.repository) -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $name $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $name ($image.tag | default $root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "dualmap.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+- name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "dualmap.podSecurity" -}}
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  fsGroup: 65532
+  seccompProfile:
+    type: RuntimeDefault
+{{- end -}}
+
+{{- define "dualmap.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end -}}
+
+{{/* Where pods may run: (list $ "router" .Values.router). */}}
+{{- define "dualmap.placement" -}}
+{{- $component := index . 2 -}}
+{{- $selector := include "dualmap.selector" . -}}
+{{- with $component.topologySpread.topologyKeys }}
+topologySpreadConstraints:
+{{- range . }}
+- topologyKey: {{ . }}
+  maxSkew: 1
+  whenUnsatisfiable: {{ $component.topologySpread.whenUnsatisfiable }}
+  # Each revision by itself, or a roll-out leaves its pods where the old ones made room.
+  matchLabelKeys: [pod-template-hash]
+  labelSelector:
+    matchLabels:
+      {{- $selector | nindent 6 }}
+{{- end }}
+{{- end }}
+{{- with $component.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $component.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $component.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $component.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Which pools operator and routers look after. */}}
+{{- define "dualmap.scope" -}}
+{{- if .Values.watchNamespace -}}--namespace={{ .Values.watchNamespace }}{{- else -}}--all-namespaces{{- end -}}
+{{- end -}}
+
+{{/* A duration of the values as whole seconds: "25s", "5m", "1h". */}}
+{{- define "dualmap.seconds" -}}
+{{- $unit := . | trimAll "0123456789" -}}
+{{- $number := trimSuffix $unit . | int -}}
+{{- if eq $unit "h" }}{{ mul $number 3600 }}{{ else if eq $unit "m" }}{{ mul $number 60 }}{{ else }}{{ $number }}{{ end -}}
+{{- end -}}
+
+{{/* The routers' name for whoever is in the cluster. */}}
+{{- define "dualmap.routerHost" -}}
+{{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}.svc
+{{- end -}}
+
+{{/* The Secret with the routers' certificate; "" without TLS. */}}
+{{- define "dualmap.routerSecret" -}}
+{{- $tls := .Values.router.tls -}}
+{{- if eq $tls.mode "secret" }}{{ $tls.secretName }}{{ else if ne $tls.mode "none" }}{{ include "dualmap.fullname" . }}-router-tls{{ end -}}
+{{- end -}}
+
+{{/* The Secret with the certificate that Envoy shows; "" where it shows none. */}}
+{{- define "dualmap.gatewaySecret" -}}
+{{- $tls := .Values.router.tls -}}
+{{- if $tls.mutual -}}
+{{- if eq $tls.mode "secret" }}{{ $tls.gatewaySecretName }}{{ else if ne $tls.mode "none" }}{{ include "dualmap.fullname" . }}-gateway-tls{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ends with a plain message where the cluster lacks what a switch needs: (list $ "group/version/Kind" "the.switch" "what to install"). */}}
+{{- define "dualmap.require" -}}
+{{- $root := index . 0 -}}
+{{- if not ($root.Capabilities.APIVersions.Has (index . 1)) -}}
+{{- fail (printf "%s: this cluster does not serve %s. Install %s first, or leave it off. (helm template: --api-versions %s)" (index . 2) (index . 1) (index . 3) (index . 1)) -}}
+{{- end -}}
+{{- end -}}
