@@ -7,7 +7,7 @@ after the exchange's period and delay. Everything follows from the configuration
 records on any machine.
 
 Neighbours: ``arrivals`` makes what is replayed, ``records`` is what is written down, ``summary`` measures what came of
-it; ``instances``, ``exchange`` and ``events`` are parts of this.
+it; ``instances``, ``exchange`` and ``events`` are parts of this. An ``attendant`` may watch and change the pool.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ from dualmap.pool import Pool
 from dualmap.requests import Decision, Held, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
+from dualmap_sim.attendant import Attendant
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Event, Fail, PoolChange, Recover
 from dualmap_sim.exchange import Exchange, Grapevine, Replica, everything
@@ -58,13 +59,16 @@ class ClusterConfig:
     """Seconds between two samples of the load; None takes none."""
     gives_up: Callable[[Record], bool] | None = None
     """Asked at each first token, refusal and failure; True ends the run at once."""
+    lasts_s: float = 0.0
+    """How long a run goes on at least, be there requests or not."""
 
 
 class Cluster:
-    """One run of a cluster. ``routers`` and ``samples`` may be looked at afterwards."""
+    """One run, which an ``attendant`` may watch. ``routers`` and ``samples`` may be looked at afterwards."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, *, attendant: Attendant | None = None) -> None:
         self._config = config
+        self._attendant = attendant
         self.routers = tuple(PoolRouter(config.pool, shares=config.exchange is not None) for _ in config.replicas)
         self.samples: list[LoadSample] = []
         self.gave_up = False
@@ -72,7 +76,8 @@ class Cluster:
         self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
-        # Requests of whose end their router has not heard and may yet hear, the next one to arrive included.
+        # Requests of whose end their router has not heard and may yet hear, the next one to arrive included; and one
+        # more until the run has lasted as long as it shall.
         self._open = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._followers: dict[str, list[Arrival]] = {}
@@ -92,6 +97,11 @@ class Cluster:
                 self._followers.setdefault(arrival.follows, []).append(arrival)
         self._arrivals = (arrival for arrival in arrivals if arrival.follows is None)
         self._next_arrival()
+        if self._config.lasts_s:
+            self._open += 1
+            self._timeline.at(self._config.lasts_s, self._has_lasted, self._config)
+        if self._attendant is not None:
+            self._attendant.begin(self._timeline, self.routers, self._publish)
         for event in self._config.events:
             self._timeline.at(event.at_s, self._happen, event)
         if self._config.exchange is not None:
@@ -109,6 +119,9 @@ class Cluster:
             self._timeline.step()
         assert self.gave_up or not self._followers, "a request follows one that never came"
         return tuple(self._records.values())
+
+    def _has_lasted(self, _config: ClusterConfig) -> None:
+        self._open -= 1
 
     def _next_arrival(self) -> None:
         arrival = next(self._arrivals, None)
@@ -144,12 +157,16 @@ class Cluster:
         elif isinstance(outcome, Refusal):
             record.refused = outcome.reason
             self._open -= 1
+            if self._attendant is not None:
+                self._attendant.refused(self._timeline.now_s, record.router)
             self._may_give_up(record)
             self._ended(record)
         else:
             record.dispatched_s = self._timeline.now_s
             record.endpoint = outcome.endpoints[0]
             record.rule = outcome.receipt.rule
+            if self._attendant is not None:
+                self._attendant.routed(self._timeline.now_s, record.router, outcome.receipt)
             self._hand_over(record, self._instances.at(record.endpoint))
 
     def _hand_over(self, record: Record, instance: Instance) -> None:
@@ -251,7 +268,10 @@ class Cluster:
         self._ended(record)
 
     def _hear_first_token(self, record: Record) -> None:
-        self.routers[record.router].on_first_token(self._timeline.now_s, record.arrival.work.request_id)
+        now = self._timeline.now_s
+        first_token = self.routers[record.router].on_first_token(now, record.arrival.work.request_id)
+        if self._attendant is not None and first_token is not None:
+            self._attendant.first_token(now, record.router, first_token)
         self._after(record.router)
 
     def _hear_end(self, record: Record) -> None:
@@ -273,13 +293,15 @@ class Cluster:
         self.routers[record.router].on_failed(self._timeline.now_s, record.arrival.request_id)
         self._after(record.router)
 
+    def _publish(self, pool: Pool) -> None:
+        self._instances.adopt(pool)
+        for number, router in enumerate(self.routers):
+            router.on_pool(self._timeline.now_s, pool)
+            self._after(number)
+
     def _happen(self, event: Event) -> None:
-        now = self._timeline.now_s
         if isinstance(event, PoolChange):
-            self._instances.adopt(event.pool)
-            for number, router in enumerate(self.routers):
-                router.on_pool(now, event.pool)
-                self._after(number)
+            self._publish(event.pool)
         elif isinstance(event, Fail):
             self._die(self._instances.of(event.member))
         elif isinstance(event, Recover):

@@ -1,0 +1,1 @@
+"""A pool that an autoscaler sizes, in virtual time: ``loop`` runs it, the other modules are its parts."""

@@ -1,0 +1,155 @@
+"""The pods of a pool and who of them is in the ring, as our operator and a StatefulSet have it (docs/operator.md).
+
+Pods are numbered: the highest are added and taken away. A new one starts for a while, joins with its weight growing
+step by step, and serves; one that is to go is drained first, and the StatefulSet does not shrink before all of those
+are. Pure: ``loop`` tells it the time, asks how many replicas there shall be, and hands the ring on to the routers.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+from dualmap.pool import Member, MemberState
+
+RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75), (30.0, 100))
+"""A joining member's weight from so many seconds on; with the last it is Active."""
+LOOK_S: Final = 0.5
+"""Seconds between two looks at a member that drains."""
+_LOOKS: Final = 2
+_PORT: Final = 8000
+
+
+@dataclass(slots=True, kw_only=True)
+class Pod:
+    """One pod from its creation to its end, which is None while it lives. ``serves_s`` is when its engine is ready.
+
+    ``joined_s`` is when it came into the ring, None before; of one that is Active without a ramp it is ``-inf``.
+    """
+
+    number: int
+    address: str
+    created_s: float
+    serves_s: float
+    joined_s: float | None = None
+    gone_s: float | None = None
+    draining: bool = False
+    idle_looks: int = 0
+
+    @property
+    def id(self) -> str:
+        """The member's name in the ring."""
+        return f"qwen-{self.number}"
+
+    @property
+    def endpoint(self) -> str:
+        """``ip:port``; no two pods have the same."""
+        return f"{self.address}:{_PORT}"
+
+    @property
+    def drained(self) -> bool:
+        """Whether it has been found idle often enough in a row."""
+        return self.draining and self.idle_looks >= _LOOKS
+
+
+class Fleet:
+    """The pods; ``pods`` has those that are gone too, in order of their creation."""
+
+    def __init__(self, replicas: int, *, start_s: float) -> None:
+        self._start_s = start_s
+        self.asked = replicas
+        """``spec.replicas``."""
+        self.pods: list[Pod] = []
+        self._alive: list[Pod] = []
+        for _ in range(replicas):
+            self._create(0.0, serves_s=0.0, joined_s=-inf)
+
+    @property
+    def present(self) -> int:
+        """``status.replicas``: all pods that there are, those that start or drain among them."""
+        return len(self._alive)
+
+    @property
+    def serving(self) -> int:
+        """How many pods take requests."""
+        return sum(pod.joined_s is not None and not pod.draining for pod in self._alive)
+
+    @property
+    def draining(self) -> tuple[str, ...]:
+        """The names of the members that are drained."""
+        return tuple(pod.id for pod in self._alive if pod.draining)
+
+    def scale(self, now: float, replicas: int) -> None:
+        """Have ``replicas`` pods from now on: create those that lack, take back or drain those there are."""
+        self.asked = replicas
+        while len(self._alive) < replicas:
+            self._create(now, serves_s=now + self._start_s, joined_s=None)
+        for pod in self._alive:
+            leaves = pod.number >= replicas and pod.joined_s is not None
+            if pod.draining and not leaves:
+                # It is warm, so it needs no ramp.
+                pod.joined_s = -inf
+            if leaves != pod.draining:
+                pod.draining, pod.idle_looks = leaves, 0
+        self._shrink(now)
+
+    def looked(self, now: float, idle: Collection[str]) -> None:
+        """Take note of who of those that drain had nothing to do at this look; who is drained goes."""
+        for pod in self._alive:
+            if pod.draining:
+                pod.idle_looks = pod.idle_looks + 1 if pod.id in idle else 0
+        self._shrink(now)
+
+    def members(self, now: float) -> tuple[Member, ...]:
+        """Return the ring of this moment; who has started joins it."""
+        members = []
+        for pod in self._alive:
+            if pod.joined_s is None and pod.serves_s <= now and pod.number < self.asked:
+                pod.joined_s = now
+            if pod.joined_s is not None and not pod.drained:
+                members.append(_member(pod, now - pod.joined_s))
+        return tuple(members)
+
+    def next_change_s(self, now: float) -> float | None:
+        """Return when time alone will change the ring; None when it will not."""
+        due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.asked]
+        due += [
+            pod.joined_s + step_s
+            for pod in self._alive
+            for step_s, _ in RAMP
+            if pod.joined_s is not None and not pod.draining
+        ]
+        return min((each for each in due if each > now), default=None)
+
+    def _create(self, now: float, *, serves_s: float, joined_s: float | None) -> None:
+        made = len(self.pods)
+        pod = Pod(
+            number=len(self._alive),
+            address=f"10.0.{made >> 8}.{made & 255}",
+            created_s=now,
+            serves_s=serves_s,
+            joined_s=joined_s,
+        )
+        self.pods.append(pod)
+        self._alive.append(pod)
+
+    def _shrink(self, now: float) -> None:
+        """Let the last pods go, as soon as all that are to go are drained or were never in the ring."""
+        leaving = self._alive[self.asked :]
+        if all(pod.drained or not pod.draining for pod in leaving):
+            for pod in leaving:
+                pod.gone_s = now
+            del self._alive[self.asked :]
+
+
+def _member(pod: Pod, age_s: float) -> Member:
+    weight = max(weight for step_s, weight in RAMP if step_s <= age_s)
+    state = MemberState.ACTIVE if weight == RAMP[-1][1] else MemberState.JOINING
+    return Member(
+        id=pod.id,
+        address=pod.address,
+        port=_PORT,
+        state=MemberState.DRAINING if pod.draining else state,
+        weight=weight,
+        incarnation=pod.address,
+    )

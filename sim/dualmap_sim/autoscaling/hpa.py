@@ -1,0 +1,121 @@
+"""A HorizontalPodAutoscaler as Kubernetes 1.36 has it: one external metric, target AverageValue 1, and ``behavior``.
+
+From the metric, the replicas there are and what was decided before to the replicas there shall be, at each sync
+(https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). Neighbours: ``loop`` calls it,
+``fleet`` does what it says.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil, floor
+from typing import Final
+
+SYNC_S: Final = 15.0
+"""Seconds between two syncs (kube-controller-manager's default)."""
+_TOLERANCE: Final = 0.1
+_SLACK: Final = 1e-9
+"""Sums of shares that are whole in decimals are not always so in binary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """At most ``pods`` replicas, or ``percent`` of those there were, within any ``period_s``; the other one is 0."""
+
+    pods: int = 0
+    percent: float = 0.0
+    period_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """One direction's ``behavior``: of several policies the one that allows most holds (selectPolicy Max)."""
+
+    stabilization_s: float
+    policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HpaSpec:
+    """What is written in the object. The defaults are those of manifests/hpa.yaml."""
+
+    min_replicas: int = 2
+    max_replicas: int = 40
+    up: Rules = field(
+        default=Rules(
+            stabilization_s=0.0, policies=(Policy(percent=100.0, period_s=60.0), Policy(pods=4, period_s=60.0))
+        )
+    )
+    down: Rules = field(
+        default=Rules(
+            stabilization_s=600.0, policies=(Policy(percent=20.0, period_s=120.0), Policy(pods=1, period_s=120.0))
+        )
+    )
+
+
+class Hpa:
+    """The controller's memory of one object."""
+
+    def __init__(self, spec: HpaSpec) -> None:
+        self._spec = spec
+        self._wishes: deque[tuple[float, int]] = deque()
+        # When so many replicas were added, and taken away.
+        self._added: deque[tuple[float, int]] = deque()
+        self._removed: deque[tuple[float, int]] = deque()
+
+    def sync(self, now: float, metric: float | None, *, asked: int, present: int) -> int:
+        """Return the replicas to ask for; the same as before while there is no metric.
+
+        ``asked`` is the target's ``spec.replicas`` and ``present`` its ``status.replicas``, which a drain keeps larger.
+        """
+        if metric is None:
+            return asked
+        wish = present if abs(metric / present - 1) <= _TOLERANCE else ceil(metric - _SLACK)
+        size = self._limited(now, self._stabilised(now, wish, asked), asked)
+        if size > asked:
+            self._added.append((now, size - asked))
+        elif size < asked:
+            self._removed.append((now, asked - size))
+        return size
+
+    def _stabilised(self, now: float, wish: int, asked: int) -> int:
+        """Return the least of the lately wished for growing and the most for shrinking."""
+        up, down = self._spec.up.stabilization_s, self._spec.down.stabilization_s
+        if not self._wishes:
+            self._wishes.append((now, asked))
+        self._wishes.append((now, wish))
+        _forget(self._wishes, now - max(up, down))
+        least = min((each for at_s, each in self._wishes if at_s > now - up), default=wish)
+        most = max((each for at_s, each in self._wishes if at_s > now - down), default=wish)
+        return min(max(asked, least), most)
+
+    def _limited(self, now: float, wish: int, asked: int) -> int:
+        """Keep to the policies, and between the least and the most replicas."""
+        spec = self._spec
+        if wish > asked:
+            wish = min(wish, max(asked, *(self._most(now, each, asked) for each in spec.up.policies)))
+        elif wish < asked:
+            wish = max(wish, min(asked, *(self._least(now, each, asked) for each in spec.down.policies)))
+        return min(max(wish, spec.min_replicas), spec.max_replicas)
+
+    def _most(self, now: float, policy: Policy, asked: int) -> int:
+        began = self._began(now, policy, asked)
+        return ceil(began * (1 + policy.percent / 100) - _SLACK) + policy.pods
+
+    def _least(self, now: float, policy: Policy, asked: int) -> int:
+        began = self._began(now, policy, asked)
+        return floor(began * (1 - policy.percent / 100) + _SLACK) - policy.pods
+
+    def _began(self, now: float, policy: Policy, asked: int) -> int:
+        """Return with how many replicas a policy's period began."""
+        since_s = now - policy.period_s
+        return asked - _since(self._added, since_s) + _since(self._removed, since_s)
+
+
+def _since(changes: Iterable[tuple[float, int]], since_s: float) -> int:
+    return sum(replicas for at_s, replicas in changes if at_s > since_s)
+
+
+def _forget(wishes: deque[tuple[float, int]], until_s: float) -> None:
+    while wishes[0][0] < until_s:
+        wishes.popleft()

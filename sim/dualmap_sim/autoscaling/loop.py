@@ -1,0 +1,185 @@
+"""One run of a pool that an autoscaler sizes: requests in, records and the fleet's history out.
+
+The cluster is ``cluster.Cluster`` with the real router and the engine model; here the loop is closed: a meter says how
+many instances are wished for, the HPA decides every 15 s, pods start and join or are drained and go. Neighbours:
+``hpa``, ``fleet`` and ``meters`` are the parts, ``figures`` measures what came of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from dualmap.pool import Pool
+from dualmap.receipt import Receipt
+from dualmap.requests import FirstToken
+from dualmap.router import PoolRouter
+from dualmap_sim.arrivals import Arrival
+from dualmap_sim.autoscaling.fleet import LOOK_S, Fleet, Pod
+from dualmap_sim.autoscaling.hpa import SYNC_S, Hpa, HpaSpec
+from dualmap_sim.autoscaling.meters import OnSlo, Scaler
+from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Replica
+from dualmap_sim.presets import EngineConfig
+from dualmap_sim.records import Record
+from dualmap_sim.timeline import Timeline
+
+_SAMPLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscaled:
+    """A pool that is scaled: by what, from how many instances on, and how long those take to start.
+
+    ``pool`` states everything but its members. ``lasts_s`` has the run go on at least so long. During ``blind_s``
+    (begin and end) the HPA gets no metric.
+    """
+
+    pool: Pool
+    engine: EngineConfig
+    first: int
+    scaler: Scaler | None = field(default=OnSlo())
+    hpa: HpaSpec = field(default=HpaSpec())
+    start_s: float = 120.0
+    routers: int = 1
+    lasts_s: float = 0.0
+    blind_s: tuple[float, float] = (inf, inf)
+    feedback_delay_s: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """The fleet as a sync left it: what was wished for (None: no metric, or no scaler), asked for, and there."""
+
+    at_s: float
+    wish: float | None
+    asked: int
+    present: int
+    serving: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What came of it. ``pods`` are all there ever were; ``ended_s`` is when the run was over."""
+
+    records: tuple[Record, ...]
+    syncs: tuple[Sync, ...]
+    pods: tuple[Pod, ...]
+    ended_s: float
+
+
+def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
+    """Replay requests until the last has ended and ``lasts_s`` are over."""
+    loop = _Loop(config)
+    cluster = Cluster(
+        ClusterConfig(
+            pool=loop.pool,
+            engine=config.engine,
+            replicas=(Replica(),) * config.routers,
+            exchange=Exchange() if config.routers > 1 else None,
+            feedback_delay_s=config.feedback_delay_s,
+            lasts_s=config.lasts_s,
+        ),
+        attendant=loop,
+    )
+    records = cluster.run(arrivals)
+    return Run(records=records, syncs=tuple(loop.syncs), pods=tuple(loop.fleet.pods), ended_s=loop.now_s)
+
+
+class _Loop:
+    """Watches one run and scales its pool."""
+
+    def __init__(self, config: Autoscaled) -> None:
+        self._config = config
+        self.fleet = Fleet(config.first, start_s=config.start_s)
+        self.syncs: list[Sync] = []
+        self._hpa = Hpa(config.hpa)
+        self._meter = None if config.scaler is None else config.scaler.meter(config.pool, routers=config.routers)
+        self.pool = replace(config.pool, members=self.fleet.members(0.0), ring_version=1)
+        self._timeline: Timeline
+        self._routers: Sequence[PoolRouter] = ()
+        self._publish: Callable[[Pool], None]
+        self._is_looking = False
+        # When the ring will be published next; wake-ups that came to be superseded do nothing.
+        self._changes_s = inf
+
+    @property
+    def now_s(self) -> float:
+        """The moment of the run."""
+        return self._timeline.now_s
+
+    def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
+        """Sync and sample from now on."""
+        self._timeline, self._routers, self._publish = timeline, routers, publish
+        timeline.at(SYNC_S, self._sync, SYNC_S, ticks=True)
+        timeline.at(0.0, self._sample, _SAMPLE_S, ticks=True)
+
+    def routed(self, now: float, router: int, receipt: Receipt) -> None:
+        """Tell the meter."""
+        if self._meter is not None:
+            self._meter.routed(now, router, receipt)
+
+    def refused(self, now: float, router: int) -> None:
+        """Tell the meter."""
+        if self._meter is not None:
+            self._meter.refused(now, router)
+
+    def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
+        """Tell the meter."""
+        if self._meter is not None:
+            self._meter.first_token(now, router, first_token)
+
+    def _sample(self, every_s: float) -> None:
+        if self._meter is not None:
+            self._timeline.at(self.now_s + every_s, self._sample, every_s, ticks=True)
+            self._meter.looked([router.status() for router in self._routers])
+
+    def _sync(self, every_s: float) -> None:
+        now, fleet = self.now_s, self.fleet
+        self._timeline.at(now + every_s, self._sync, every_s, ticks=True)
+        wish = None
+        if self._meter is not None:
+            began_s, ended_s = self._config.blind_s
+            seen = self._meter.wish(now, [router.status() for router in self._routers])
+            wish = None if began_s <= now < ended_s else seen
+            asked = self._hpa.sync(now, wish, asked=fleet.asked, present=fleet.present)
+            if asked != fleet.asked:
+                fleet.scale(now, asked)
+                self._refresh()
+                self._look_again()
+        self.syncs.append(Sync(at_s=now, wish=wish, asked=fleet.asked, present=fleet.present, serving=fleet.serving))
+
+    def _refresh(self) -> None:
+        """Publish the ring where it has changed, and again when time changes it."""
+        now = self.now_s
+        members = self.fleet.members(now)
+        if members != self.pool.members:
+            self.pool = replace(self.pool, members=members, ring_version=self.pool.ring_version + 1)
+            if self._meter is not None:
+                self._meter.adopt(self.pool)
+            self._publish(self.pool)
+        due_s = self.fleet.next_change_s(now)
+        if due_s is not None and due_s != self._changes_s:
+            self._changes_s = due_s
+            self._timeline.at(due_s, self._change, due_s, ticks=True)
+
+    def _change(self, due_s: float) -> None:
+        if due_s == self._changes_s:
+            self._changes_s = inf
+            self._refresh()
+
+    def _look_again(self) -> None:
+        if self.fleet.draining and not self._is_looking:
+            self._is_looking = True
+            self._timeline.at(self.now_s + LOOK_S, self._look, self.fleet, ticks=True)
+
+    def _look(self, fleet: Fleet) -> None:
+        """See which of those that drain have nothing to do at any router."""
+        self._is_looking = False
+        busy = {
+            endpoint.id
+            for router in self._routers
+            for endpoint in router.status().endpoints
+            if endpoint.in_flight + endpoint.held
+        }
+        fleet.looked(self.now_s, [member for member in fleet.draining if member not in busy])
+        self._refresh()
+        self._look_again()

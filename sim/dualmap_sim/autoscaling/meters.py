@@ -1,0 +1,119 @@
+"""What an autoscaler scales on: the router's own rule, or the requests under way for each instance.
+
+A meter is told what the routers do and says how many instances are wished for, as a metric of which the HPA takes one
+for one instance. Neighbours: ``loop`` tells and asks; ``dualmap.scaling`` is the rule, fed as the server feeds it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dualmap.pool import Pool
+from dualmap.receipt import Receipt
+from dualmap.requests import FirstToken, PoolStatus
+from dualmap.scaling import Scaling
+
+
+class Meter(Protocol):
+    """The metric of one pool. ``router`` is a router's number; statuses are all routers', of this moment."""
+
+    def adopt(self, pool: Pool) -> None:
+        """Take another version of the pool."""
+
+    def routed(self, now: float, router: int, receipt: Receipt) -> None:
+        """Count a request that was sent to an instance."""
+
+    def refused(self, now: float, router: int) -> None:
+        """Count a request that found no room."""
+
+    def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
+        """Count a first token."""
+
+    def looked(self, statuses: Sequence[PoolStatus]) -> None:
+        """Look at the routers, once a second."""
+
+    def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
+        """Return the instances wished for, to be rounded up; asked at each sync."""
+
+
+class Scaler(Protocol):
+    """Which metric a pool is scaled on, as a value; None stands for a fleet that is not scaled."""
+
+    def meter(self, pool: Pool, *, routers: int) -> Meter:
+        """Return a new meter of the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnSlo:
+    """On ``dualmap_pool_desired_replicas``, summed over routers."""
+
+    def meter(self, pool: Pool, *, routers: int) -> Meter:
+        """Return a new meter of the pool."""
+        return _Slo(pool, routers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnQueue:
+    """On the requests under way, ``requests`` for each instance, as people do it with what vLLM runs and has waiting.
+
+    Those that the routers hold count, for they would wait in the engines' queues otherwise; the mean over the seconds
+    since the last sync counts, so that a batch at that very moment is not taken for the load.
+    """
+
+    requests: float
+
+    def meter(self, pool: Pool, *, routers: int) -> Meter:
+        """Return a new meter of the pool."""
+        return _Queue(self.requests)
+
+
+class _Slo:
+    def __init__(self, pool: Pool, routers: int) -> None:
+        self._scalings = tuple(Scaling(pool) for _ in range(routers))
+
+    def adopt(self, pool: Pool) -> None:
+        for scaling in self._scalings:
+            scaling.adopt(pool)
+
+    def routed(self, now: float, router: int, receipt: Receipt) -> None:
+        cached = receipt.matched_tokens
+        self._scalings[router].window.add(now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
+
+    def refused(self, now: float, router: int) -> None:
+        self._scalings[router].window.refuse(now)
+
+    def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
+        self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
+
+    def looked(self, statuses: Sequence[PoolStatus]) -> None:
+        """What the rule looks at it is told at the sync."""
+
+    def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
+        each = zip(self._scalings, statuses, strict=True)
+        return sum(scaling.signals(now, status).desired_replicas for scaling, status in each)
+
+
+class _Queue:
+    def __init__(self, requests: float) -> None:
+        self._requests = requests
+        self._looks: list[int] = []
+
+    def adopt(self, pool: Pool) -> None:
+        """The requests under way are counted whatever the pool is."""
+
+    def routed(self, now: float, router: int, receipt: Receipt) -> None:
+        """Requests under way are looked at, not counted one by one."""
+
+    def refused(self, now: float, router: int) -> None:
+        """One that was refused is not under way."""
+
+    def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
+        """A request is under way until it ends."""
+
+    def looked(self, statuses: Sequence[PoolStatus]) -> None:
+        in_flight = sum(endpoint.in_flight for status in statuses for endpoint in status.endpoints)
+        self._looks.append(in_flight + sum(status.held for status in statuses))
+
+    def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
+        looks, self._looks = self._looks, []
+        return sum(looks) / len(looks) / self._requests if looks else 0.0
