@@ -1,0 +1,97 @@
+"""Lets what is open at Envoy end before Envoy does; runs beside it in the gateway's pods (templates/gateway.yaml).
+
+Kubernetes ends both containers of a pod at the same time. Here SIGTERM begins the drain: Envoy is told to close each
+connection after its answer, and is asked how many requests are open. Envoy's own preStop asks /drained, which is answered
+when none is open or the time is over; only then Envoy gets its SIGTERM, which cuts whatever is left.
+Only the standard library: the file is run as it is.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+# How long clients and load balancers may go on sending to a pod that is on its way out.
+LEAST_S = 5.0
+INTERVAL_S = 0.5
+ANSWER_WITHIN_S = 5.0
+OPEN = "http.requests.downstream_rq_active"
+
+
+def call(admin: str, path: str, *, method: str) -> str:
+    """Ask Envoy's administration at HOST:PORT; return what it says. Raises OSError."""
+    request = urllib.request.Request(f"http://{admin}{path}", method=method)
+    with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:
+        return str(answer.read().decode())
+
+
+def open_requests(admin: str) -> int:
+    """Return how many of the clients' requests are open. Raises OSError."""
+    lines = call(admin, f"/stats?filter={OPEN}", method="GET").splitlines()
+    return sum(int(line.split(": ")[1]) for line in lines if line.startswith(f"{OPEN}: "))
+
+
+def drain(admin: str, *, timeout_s: float, least_s: float) -> bool:
+    """Have Envoy close connections, and wait until no request is open; False when the time is over before."""
+    begun_s = time.monotonic()
+    try:
+        call(admin, "/healthcheck/fail", method="POST")
+        while time.monotonic() < begun_s + timeout_s:
+            if time.monotonic() >= begun_s + least_s and open_requests(admin) == 0:
+                return True
+            time.sleep(INTERVAL_S)
+    except OSError as error:
+        # An Envoy that does not answer has nothing open, or nothing that could be waited for.
+        print(f"Envoy at {admin} does not answer: {error}", file=sys.stderr, flush=True)
+        return True
+    return False
+
+
+def serve(port: int, drained: threading.Event) -> ThreadingHTTPServer:
+    """Answer GET /drained once the event is set, in threads of their own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            """Wait, then say 200; everything else is 404."""
+            if self.path == "/drained":
+                drained.wait()
+            self.send_response(200 if self.path == "/drained" else 404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing of requests."""
+
+    server = ThreadingHTTPServer(("", port), Handler)
+    # Answers under way are finished before the process ends.
+    server.daemon_threads = False
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def main() -> None:
+    """Wait for SIGTERM, drain, answer, end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--admin", required=True, metavar="HOST:PORT", help="Envoy's administration")
+    parser.add_argument("--port", required=True, type=int, help="where /drained is answered")
+    parser.add_argument("--timeout", required=True, type=float, metavar="SECONDS", help="longest wait")
+    parser.add_argument("--least", default=LEAST_S, type=float, metavar="SECONDS", help="shortest wait")
+    options = parser.parse_args()
+    ended, drained = threading.Event(), threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: ended.set())
+    server = serve(options.port, drained)
+    print(f"waiting for SIGTERM; /drained on port {server.server_address[1]}", file=sys.stderr, flush=True)
+    ended.wait()
+    done = drain(options.admin, timeout_s=options.timeout, least_s=options.least)
+    print("nothing is open" if done else f"requests are open after {options.timeout:g} s", file=sys.stderr, flush=True)
+    drained.set()
+    server.shutdown()
+    server.server_close()
+
+
+if __name__ == "__main__":
+    main()
