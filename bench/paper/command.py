@@ -1,32 +1,28 @@
 """``python -m bench paper``: measure what is not measured yet, then write the pages and plots."""
 
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import click
-from bench.paper.cells import Cell, Figures
+from bench.paper.cells import Cell
 from bench.paper.claims import write_claims
-from bench.paper.results import Measured, Results, ResultsError
+from bench.paper.measuring import commit_of_code, measure_cells
+from bench.paper.results import Results, ResultsError
 from bench.paper.section import Section
 from bench.paper.sections import SECTIONS
 from bench.paper.settings import TRACE, Extent
 
 from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
-from dualmap_sim.parallel import WorkerError, run_parallel
+from dualmap_sim.parallel import WorkerError
 from dualmap_sim.workloads.mooncake import TraceError, read_mooncake
 
 _ROOT: Final = Path(__file__).parents[2]
 _RECORDED: Final = _ROOT / "bench" / "results" / "paper"
 _QUICK: Final = _ROOT / "build" / "paper-quick"
 _EVALUATION: Final = _ROOT / "docs" / "evaluation.md"
-_CODE: Final = ("core", "sim")
-"""What results depend on, beside the workloads and the cells' own settings."""
 
 
 def _names(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -104,9 +100,9 @@ def paper(
         click.echo(f"paper: there is no {extent.trace}; what needs the Conversation trace is left out", err=True)
     try:
         if not only_draw:
-            commit = _commit()
-            cells = _to_measure(sections, extent, results, policies, commit=commit if stale else None)
-            _measure(cells, results, processes, commit=commit)
+            measured_by = commit_of_code()
+            cells = _to_measure(sections, extent, results, policies, commit=measured_by if stale else None)
+            measure_cells(cells, results, processes, commit=measured_by)
         for section in sections:
             _write(section, results, extent, directory)
         if directory == _RECORDED:
@@ -141,33 +137,6 @@ def _to_measure(
     return [cell for cell in cells.values() if (kept := results.get(cell)) is None or commit not in (None, kept.commit)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Timed:
-    figures: Figures
-    cost_s: float
-
-
-def _timed(cell: Cell) -> _Timed:
-    began_s = time.process_time()
-    return _Timed(figures=cell.measure(), cost_s=time.process_time() - began_s)
-
-
-def _measure(cells: Sequence[Cell], results: Results, processes: int, *, commit: str) -> None:
-    began_s, done = time.monotonic(), 0
-
-    def keep(number: int, timed: _Timed) -> None:
-        nonlocal done
-        done += 1
-        results.put(cells[number], Measured(figures=timed.figures, cost_s=timed.cost_s, commit=commit))
-        minutes = (time.monotonic() - began_s) / 60
-        click.echo(
-            f"{done} of {len(cells)} cells, {minutes:.1f} min: {cells[number].section}: {cells[number].name}", err=True
-        )
-
-    if cells:
-        run_parallel(_timed, cells, processes=processes, on_done=keep)
-
-
 def _write(section: Section, results: Results, extent: Extent, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     kept = [measured for cell in section.cells(extent) if (measured := results.get(cell)) is not None]
@@ -181,18 +150,3 @@ def _write(section: Section, results: Results, extent: Extent, directory: Path) 
         f"{section.page(results, extent, directory)}"
     )
     click.echo(str(path))
-
-
-def _commit() -> str:
-    """Return which code measures: the last commit that touched it, with a + for changes since."""
-    try:
-        last = _git("log", "-1", "--format=%h", "--", *_CODE)
-        return last + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE) else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ("git", "-C", str(_ROOT), *arguments), check=True, capture_output=True, text=True
-    ).stdout.strip()

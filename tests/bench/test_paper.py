@@ -75,7 +75,7 @@ def test_a_run_measures_what_is_missing_and_single_policies_again(
 ) -> None:
     command = bench("command")
 
-    monkeypatch.setattr(command, "_commit", lambda: "now")
+    monkeypatch.setattr(command, "commit_of_code", lambda: "now")
 
     def run(measure: Callable[[], Any], *options: str) -> list[float]:
         cells = [cell(bench, name, policy, measure) for name, policy in (("one", "dualmap"), ("two", "limit"))]
@@ -91,7 +91,7 @@ def test_a_run_measures_what_is_missing_and_single_policies_again(
     assert run(twos, "--policies", "dualmap", "--draw") == [1.0, 1.0]
     assert run(twos, "--policies", "dualmap") == [2.0, 1.0]
     assert run(twos, "--stale") == [2.0, 1.0]
-    monkeypatch.setattr(command, "_commit", lambda: "later")
+    monkeypatch.setattr(command, "commit_of_code", lambda: "later")
     assert run(ones, "--stale", "--policies", "dualmap") == [1.0, 1.0]
     assert run(twos, "--stale") == [1.0, 2.0]
     page = (tmp_path / "some.md").read_text()
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_with_130_as_everywhere(bench: Bench, tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     command = bench("command")
-    monkeypatch.setattr(command, "_measure", interrupt)
+    monkeypatch.setattr(command, "measure_cells", interrupt)
     done = CliRunner().invoke(command.paper, ["--section", "goodput", "--out", str(tmp_path)])
     assert done.exit_code == 130
     assert done.output.endswith("interrupted; nothing is left running.\n")
