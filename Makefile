@@ -27,7 +27,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
-.PHONY: help demo test lint unit e2e wheel-test fuzz bench proto clean
+.PHONY: help demo test lint unit e2e wheel-test fuzz bench proto manifests clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,7 +36,7 @@ demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside r
 	@$(BIN)/dualmap demo $(ARGS)
 
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane tests/cli tests/contract tests/packaging tests/bench e2e
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane tests/chart tests/cli tests/contract tests/packaging tests/bench e2e
 	@$(BIN)/pytest e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
@@ -62,6 +62,9 @@ bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run
 
 proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/wire
 	@$(BIN)/python -m grpc_tools.protoc -Iextproc --python_out=extproc --pyi_out=extproc extproc/dualmap_extproc/wire/*.proto
+
+manifests: $(VENV)/.dev ## regenerate manifests/install*.yaml and the chart's README from helm/dualmap
+	@$(BIN)/python helm/generate.py
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out

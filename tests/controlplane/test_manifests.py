@@ -1,4 +1,8 @@
-"""manifests/: the objects fit each other and the programs they run. That the rights suffice is shown by e2e."""
+"""manifests/: the objects fit each other and the programs they run. That the rights suffice is shown by e2e.
+
+install*.yaml are made from the chart, whose own tests are in tests/chart; the examples are tested where they are
+applied.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -31,7 +35,8 @@ def documents(file: str) -> tuple[Object, ...]:
 
 
 def files() -> list[str]:
-    return sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+    paths = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+    return [path for path in paths if not path.startswith("examples/")]
 
 
 def every(kind: str) -> list[Object]:
@@ -52,22 +57,25 @@ def rules(file: str) -> Iterator[tuple[Object, Object]]:
 
 
 RBAC_FILES = ("rbac/system.yaml", "rbac/cluster.yaml", "rbac/namespaced.yaml")
-PROGRAMS: tuple[tuple[str, str, click.Command], ...] = (
-    ("operator.yaml", "dualmap-operator", operator),
-    ("router.yaml", "dualmap-router", router),
+INSTALL_FILES = ("install.yaml", "install-namespaced.yaml")
+PROGRAMS: tuple[tuple[str, str, click.Command], ...] = tuple(
+    (file, f"dualmap-{command.name}", command) for file in INSTALL_FILES for command in (operator, router)
 )
 
 
 def test_the_readme_lists_every_file() -> None:
-    linked = re.findall(r"\]\((\S+\.yaml)\)", (FOLDER / "README.md").read_text())
-    assert sorted(linked) == files()
+    linked = re.findall(r"\]\(([^.)]\S+\.yaml)\)", (FOLDER / "README.md").read_text())
+    assert sorted(each for each in linked if not each.startswith("examples/")) == files()
 
 
 def test_what_has_a_namespace_says_which_unless_it_is_applied_to_one() -> None:
     without = {
         (file, each["kind"]) for file in files() for each in documents(file) if "namespace" not in each["metadata"]
     }
-    assert without == {
+    everywhere = {(file, kind) for file in INSTALL_FILES for kind in ("Namespace", "CustomResourceDefinition")} | {
+        ("install.yaml", kind) for kind in ("ClusterRole", "ClusterRoleBinding")
+    }
+    assert without == everywhere | {
         ("namespace.yaml", "Namespace"),
         ("rbac/cluster.yaml", "ClusterRole"),
         ("rbac/cluster.yaml", "ClusterRoleBinding"),
@@ -105,6 +113,17 @@ class TestRights:
         assert forms[0] == forms[1]
         assert {name for name, _ in forms[0]} == {"dualmap-operator", "dualmap-router"}
 
+    @pytest.mark.parametrize(("file", "form"), list(zip(INSTALL_FILES, ("cluster", "namespaced"), strict=True)))
+    def test_the_installation_grants_what_these_files_do(self, file: str, form: str) -> None:
+        def granted(*sources: str) -> list[tuple[str, str, str]]:
+            return sorted(
+                (role["kind"], role["metadata"]["name"].removesuffix("-system"), str(rule))
+                for source in sources
+                for role, rule in rules(source)
+            )
+
+        assert granted(file) == granted("rbac/system.yaml", f"rbac/{form}.yaml")
+
     def test_the_router_only_reads(self) -> None:
         verbs = {
             verb
@@ -130,17 +149,15 @@ class TestPrograms:
         assert container["command"] == ["dualmap", command.name]
         return command.make_context("dualmap", list(container["args"])).params
 
-    def test_the_command_line_is_accepted_and_watches_all_namespaces(
+    def test_the_command_line_is_accepted_and_watches_what_the_rights_are_for(
         self, file: str, name: str, command: click.Command
     ) -> None:
         options = self.parsed(file, name, command)
-        assert options["all_namespaces"] is True
+        assert (options["all_namespaces"], options["namespace"]) == {
+            "install.yaml": (True, None),
+            "install-namespaced.yaml": (False, "llm"),
+        }[file]
         assert options["log_format"] == "json"
-
-    def test_the_namespaced_form_of_the_comment_is_accepted(self, file: str, name: str, command: click.Command) -> None:
-        assert "--namespace=llm instead of --all-namespaces" in (FOLDER / file).read_text()
-        args = [each for each in self.pod(file, name)["containers"][0]["args"] if each != "--all-namespaces"]
-        assert command.make_context("dualmap", [*args, "--namespace=llm"]).params["namespace"] == "llm"
 
     def test_its_ports_are_those_it_listens_on_and_probes_ask(
         self, file: str, name: str, command: click.Command
@@ -178,7 +195,7 @@ class TestPrograms:
 
 
 def test_operators_elect_a_leader_and_know_where_they_are() -> None:
-    spec = only("operator.yaml", "Deployment", "dualmap-operator")["spec"]
+    spec = only("install.yaml", "Deployment", "dualmap-operator")["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert spec["replicas"] == 2
     assert "--leader-election" in container["args"]
@@ -190,18 +207,18 @@ def test_operators_elect_a_leader_and_know_where_they_are() -> None:
 class TestRouter:
     def test_liveness_is_not_readiness(self) -> None:
         """A router that drains is not ready, and must not be killed for it."""
-        (container,) = only("router.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]["containers"]
+        (container,) = only("install.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]["containers"]
         assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert "service" not in container["readinessProbe"]["grpc"]
 
     def test_it_has_time_to_drain(self) -> None:
-        pod = only("router.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]
+        pod = only("install.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]
         options = router.make_context("router", list(pod["containers"][0]["args"])).params
         assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + 10
 
     def test_its_service_has_the_name_and_port_the_operator_looks_for(self) -> None:
-        service, deployment = (only("router.yaml", kind, "dualmap-router") for kind in ("Service", "Deployment"))
+        service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "Deployment"))
         pod = deployment["spec"]["template"]
         assert operator.make_context("operator", []).params["router_service"] == service["metadata"]["name"]
         assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
@@ -215,8 +232,8 @@ class TestRouter:
         }
 
     def test_its_disruption_budget_is_of_its_pods(self) -> None:
-        budget = only("router.yaml", "PodDisruptionBudget", "dualmap-router")
-        service = only("router.yaml", "Service", "dualmap-router")
+        budget = only("install.yaml", "PodDisruptionBudget", "dualmap-router")
+        service = only("install.yaml", "Service", "dualmap-router")
         assert budget["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
 
 

@@ -1,7 +1,8 @@
 """Sends one real chat request through the gateway and says what came of it: the chart's `helm test`.
 
-Good is an answer with text in it that a router decided about (header x-dualmap-decision). Tried again until the time is
-over, since a pool may still be starting. Exit status 0 good, 1 not. Only the standard library: the file is run as it is.
+Good is an answer with text in it that a router decided about (header x-dualmap-decision). It is tried again until the
+time is over, since a pool may still be starting. Exit status 0 good, 1 not. Only the standard library: the file is run
+as it is.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Lets what is open at Envoy end before Envoy does; runs beside it in the gateway's pods (templates/gateway.yaml).
 
 Kubernetes ends both containers of a pod at the same time. Here SIGTERM begins the drain: Envoy is told to close each
-connection after its answer, and is asked how many requests are open. Envoy's own preStop asks /drained, which is answered
-when none is open or the time is over; only then Envoy gets its SIGTERM, which cuts whatever is left.
+connection after its answer, and is asked how many requests are open. Envoy's own preStop asks for /drained, which is
+answered when none is open or the time is over; only then Envoy gets its SIGTERM, which cuts whatever is left.
 Only the standard library: the file is run as it is.
 """
 
