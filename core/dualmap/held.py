@@ -125,11 +125,12 @@ def _by_arrival(queue: OrderedDict[str, Waiting]) -> OrderedDict[str, Waiting]:
 class HeldRequests:
     """Every request of a pool that is held: who waits since when, and where.
 
-    A ``homeless`` request waits for any first member, since there is none.
+    A ``homeless`` request waits for any first member, since there is none; ``homeless_tokens`` are their prompts'.
     """
 
     def __init__(self) -> None:
         self.homeless: dict[str, Request] = {}
+        self.homeless_tokens = 0
         self._placed: dict[str, Waiting] = {}
         # In the order of being first held: a request that moves to another queue keeps its place here.
         self._since_s: OrderedDict[str, float] = OrderedDict()
@@ -146,19 +147,21 @@ class HeldRequests:
 
     def hold(self, now: float, waiting: Waiting) -> None:
         """Hold a request for an instance, as a new one or as one that was held before."""
-        self.homeless.pop(waiting.request.id, None)
+        self._leave_homeless(waiting.request.id)
         self._placed[waiting.request.id] = waiting
         self._since_s.setdefault(waiting.request.id, now)
 
     def hold_homeless(self, now: float, request: Request) -> None:
         """Hold a request that no instance may take, as a new one or as one that was held before."""
         self._placed.pop(request.id, None)
-        self.homeless[request.id] = request
+        if request.id not in self.homeless:
+            self.homeless[request.id] = request
+            self.homeless_tokens += request.chain.tokens
         self._since_s.setdefault(request.id, now)
 
     def release(self, request_id: str) -> bool:
         """Forget a request that was handed over or refused, or whose client has gone; return whether it was held."""
-        self.homeless.pop(request_id, None)
+        self._leave_homeless(request_id)
         self._placed.pop(request_id, None)
         return self._since_s.pop(request_id, None) is not None
 
@@ -169,3 +172,8 @@ class HeldRequests:
     def expired(self, now: float, max_wait_s: float) -> list[str]:
         """Return the requests that have waited for ``max_wait_s``; they stay."""
         return list(takewhile(lambda held: self._since_s[held] + max_wait_s <= now, self._since_s))
+
+    def _leave_homeless(self, request_id: str) -> None:
+        request = self.homeless.pop(request_id, None)
+        if request is not None:
+            self.homeless_tokens -= request.chain.tokens

@@ -4,8 +4,9 @@
 the schema's defaults (docs/pool.md); the fields mirror ``spec`` and ``status.ring`` of the v1alpha1 object.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 
 
 class MemberState(StrEnum):
@@ -192,3 +193,8 @@ class Pool:
     def id(self) -> str:
         """``namespace/name``: how metrics, logs and URLs name the pool."""
         return f"{self.namespace}/{self.name}"
+
+    def never_holding(self) -> "Pool":
+        """Return this pool with requests handed over whatever their instances have to do, and none waiting for one."""
+        queue = replace(self.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
+        return replace(self, routing=replace(self.routing, queue=queue))

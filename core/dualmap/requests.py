@@ -123,13 +123,15 @@ class EndpointStatus:
 class PoolStatus:
     """A pool as this router knows it, taken at one moment.
 
-    ``held`` counts every request that waits in the router, those that wait for any first member included;
+    ``held`` counts every request that waits in the router, those included that wait for any first member, whose prompts
+    have ``homeless_prefill_tokens``;
     ``sessions`` the session bindings it remembers, ``peers`` the other routers it has heard of lately.
     """
 
     pool: str
     ring_version: int
     held: int
+    homeless_prefill_tokens: int = 0
     sessions: int
     peers: int
     endpoints: tuple[EndpointStatus, ...]

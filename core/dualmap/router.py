@@ -206,6 +206,7 @@ class PoolRouter:
             pool=self._pool.id,
             ring_version=self._pool.ring_version,
             held=len(self._held),
+            homeless_prefill_tokens=self._held.homeless_tokens,
             sessions=len(self._chooser.sessions),
             peers=len(self._fleet.peers),
             endpoints=self._fleet.statuses(),

@@ -50,6 +50,16 @@ class PoolSignals:
     desired_replicas: float
 
 
+def waiting_tokens(status: PoolStatus) -> int:
+    """Return the tokens that wait for their first token, held ones included; those of members that leave are theirs."""
+    waiting = sum(each.pending_prefill_tokens + each.held_prefill_tokens for each in _serving(status))
+    return waiting + status.homeless_prefill_tokens
+
+
+def _serving(status: PoolStatus) -> list[EndpointStatus]:
+    return [each for each in status.endpoints if each.state != MemberState.DRAINING]
+
+
 @dataclass(slots=True)
 class _Bucket:
     began_s: float
@@ -57,18 +67,20 @@ class _Bucket:
     uncached_tokens: int = 0
     work: float = 0.0
     refused: int = 0
+    held: int = 0
     first_tokens: int = 0
     slo_met: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """What arrived lately: requests, uncached tokens per second, and their work in tokens of a short prompt.
+    """What arrived lately: uncached tokens per second, and their work in tokens of a short prompt.
 
-    Refused requests count as much as the others did on average. ``dearness`` is the work of one uncached token.
+    Refused requests count as much as the others did on average. ``dearness`` is the work of one uncached token;
+    ``traffic`` says whether anything arrived at all, be it that it is held or that its client gave up.
     """
 
-    requests: int
+    traffic: bool
     uncached_tokens_per_second: float
     work_per_second: float
     dearness: float
@@ -94,6 +106,10 @@ class LoadWindow:
         """Count a request that no instance had room for."""
         self._bucket_at(now).refused += 1
 
+    def hold(self, now: float) -> None:
+        """Count a request that is held: its tokens count when it is sent to an instance."""
+        self._bucket_at(now).held += 1
+
     def first_token(self, now: float, *, within_slo: bool) -> None:
         """Count a first token."""
         bucket = self._bucket_at(now)
@@ -112,17 +128,16 @@ class LoadWindow:
         whole, recent = self._rates(now, WINDOW_S), self._rates(now, _RECENT_S)
         tokens, work = (max(each, newest / _SURGE) for each, newest in zip(whole, recent, strict=True))
         return Arrivals(
-            requests=requests + sum(each.refused for each in buckets),
+            traffic=any(each.requests or each.refused or each.held for each in buckets),
             uncached_tokens_per_second=tokens,
             work_per_second=work,
             dearness=work / tokens if tokens else 1.0,
         )
 
-    def attainment(self, now: float) -> tuple[int, float | None]:
-        """Return how many first tokens came and which share of them in time, None without any."""
+    def first_tokens(self, now: float) -> tuple[int, int]:
+        """Return how many first tokens came, and how many of them in time."""
         buckets = self._last(now, WINDOW_S)
-        count = sum(each.first_tokens for each in buckets)
-        return count, sum(each.slo_met for each in buckets) / count if count else None
+        return sum(each.first_tokens for each in buckets), sum(each.slo_met for each in buckets)
 
     def _rates(self, now: float, over_s: float) -> tuple[float, float]:
         """Return uncached tokens and work per second."""
@@ -174,16 +189,17 @@ class Scaling:
 
     def signals(self, now: float, status: PoolStatus) -> PoolSignals:
         """Return what autoscalers shall know, of a status of this moment."""
-        serving = [each for each in status.endpoints if each.state != MemberState.DRAINING]
-        backlog_tokens = sum(each.pending_prefill_tokens + each.held_prefill_tokens for each in serving)
-        arrivals, (first_tokens, attainment) = self.window.arrivals(now), self.window.attainment(now)
+        serving = _serving(status)
+        backlog_tokens = waiting_tokens(status)
+        arrivals, (first_tokens, slo_met) = self.window.arrivals(now), self.window.first_tokens(now)
+        attainment = slo_met / first_tokens if first_tokens else None
         needed = self._needed(arrivals, backlog_tokens, serving)
         # Members and peers are known to each router, so that each can tell its share of the fleet.
         share = len(serving) / (1 + status.peers)
         self._note_members(now, len(serving))
         known = attainment if first_tokens >= _FEWEST_FIRST_TOKENS else None
         self._correct(now, known, needed, share)
-        traffic = arrivals.requests or status.held or backlog_tokens
+        traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
         return PoolSignals(
             pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
             arriving_uncached_tokens_per_second=arrivals.uncached_tokens_per_second,

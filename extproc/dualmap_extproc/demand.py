@@ -1,6 +1,7 @@
-"""What each pool's traffic asks of its fleet: told of every request by ``metrics``, asked at a scrape.
+"""What the traffic through this router asks of each pool's fleet: told of every request by ``metrics`` and ``picker``.
 
-The rule is ``dualmap.scaling``'s; here are the pools and the clock. All of it belongs to the event loop.
+The rule is ``dualmap.scaling``'s; here are the pools and the clock. A scrape asks it, and ``pool_demand``, which adds
+up all routers. All of it belongs to the event loop.
 """
 
 import time
@@ -10,6 +11,7 @@ from typing import Final
 from dualmap.pool import Pool
 from dualmap.requests import Decision, FirstToken, PoolStatus, Reason
 from dualmap.scaling import PoolSignals, Scaling
+from dualmap.shares import NO_SHARE, Share, share_of
 from dualmap_extproc.errors import Refused
 
 # A request that got no instance would have kept one busy; one that is malformed, or for another model, would not.
@@ -22,6 +24,11 @@ class Demand:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pools: dict[str, Scaling] = {}
+        self._arrived: Callable[[str], None] = _nobody_asked
+
+    def on_arrival(self, arrived: Callable[[str], None]) -> None:
+        """Have ``arrived`` called with the pool of every request that asks for an instance; it must be quick."""
+        self._arrived = arrived
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Keep the books of exactly these pools."""
@@ -40,12 +47,21 @@ class Demand:
         if scaling is not None:
             cached = receipt.matched_tokens
             scaling.window.add(self._clock(), uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
+            self._arrived(pool)
+
+    def held(self, pool: str) -> None:
+        """Count a request that is held, whatever becomes of it: even one that its client gives up wants an instance."""
+        scaling = self._pools.get(pool)
+        if scaling is not None:
+            scaling.window.hold(self._clock())
+            self._arrived(pool)
 
     def refused(self, refused: Refused) -> None:
         """Count a request that got an error, where more instances would have helped it."""
         scaling = self._pools.get(refused.pool)
         if scaling is not None and refused.code in _FOR_WANT_OF_INSTANCES:
             scaling.window.refuse(self._clock())
+            self._arrived(refused.pool)
 
     def first_token(self, pool: str, first_token: FirstToken) -> None:
         """Count a first token and whether it came in time."""
@@ -61,3 +77,12 @@ class Demand:
             for status in statuses
             if status.pool in self._pools
         }
+
+    def share(self, status: PoolStatus) -> Share:
+        """Return this router's share of a pool's demand, by a status of this moment; none of a pool that is gone."""
+        scaling = self._pools.get(status.pool)
+        return NO_SHARE if scaling is None else share_of(self._clock(), scaling, status)
+
+
+def _nobody_asked(_pool: str) -> None:
+    """Nobody has asked to hear of arrivals."""

@@ -44,6 +44,9 @@ EDS_SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"
 EDS_METHOD: Final = "StreamEndpoints"
 CLUSTER_LOAD_ASSIGNMENT_TYPE: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
+# The gRPC service the router offers to KEDA (PROTOCOLS section 4).
+SCALER_SERVICE: Final = "externalscaler.ExternalScaler"
+
 
 def cluster_name(namespace: str, name: str) -> str:
     """Name a pool's Envoy cluster, which is also its EDS resource and the value of CLUSTER_HEADER.

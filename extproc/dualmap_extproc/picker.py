@@ -9,10 +9,9 @@ member, the time), so after each such call the picker takes the outcomes and res
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from math import inf
 
 from dualmap.blocks import chain_blocks, chain_root
 from dualmap.news import News, SharedBinding
@@ -90,6 +89,7 @@ class Picker:
         self._holds = True
         self._held: dict[str, _Held] = {}
         self._on_first_held: Callable[[], None] = lambda: None
+        self._on_held: Callable[[str], None] = lambda _: None
         # Ended requests whose usage the access log may still report, oldest first.
         self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
@@ -117,7 +117,7 @@ class Picker:
         routers: dict[str, PoolRouter] = {}
         models: dict[str, PoolRouter] = {}
         for given in pools:
-            pool = given if self._holds else _never_holding(given)
+            pool = given if self._holds else given.never_holding()
             router = self._routers.get(pool.id)
             if router is None:
                 router = PoolRouter(pool, shares=self._shares)
@@ -300,6 +300,10 @@ class Picker:
         """Have ``wake`` called whenever a request is held while no other is."""
         self._on_first_held = wake
 
+    def on_held(self, told: Callable[[str], None]) -> None:
+        """Have ``told`` called with the pool of every request that is held."""
+        self._on_held = told
+
     def on_deadline(self, now: float) -> None:
         """Do what is due: let held requests go or refuse them, forget requests of which nothing was heard for long."""
         for router in tuple(self._routers.values()):
@@ -307,9 +311,9 @@ class Picker:
                 self._observer.expired(router.pool.id, completion)
             self._settle(now, router)
 
-    def statuses(self) -> tuple[PoolStatus, ...]:
-        """Return what this router knows of each pool at this moment."""
-        return tuple(router.status() for router in self._routers.values())
+    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolStatus, ...]:
+        """Return what this router knows at this moment of each pool, or of those of ``pools`` that it serves."""
+        return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
 
     def _session(self, name: str, root: int) -> int | None:
         """Return the session of a request by its name; an endless one names none."""
@@ -344,6 +348,7 @@ class Picker:
         self._held[request_id] = held
         if len(self._held) == 1:
             self._on_first_held()
+        self._on_held(held.router.pool.id)
         if _log.debugging:
             _log.debug("held", request_id=request_id, pool=held.router.pool.id)
         return Waiting(request_id=request_id)
@@ -391,9 +396,3 @@ class Picker:
         pool, completion = self._ended.pop(request_id, ("", None))
         if completion is not None and usage is not None and usage.cached_tokens is not None:
             self._observer.measured(pool, replace(completion, measured_cached_tokens=usage.cached_tokens))
-
-
-def _never_holding(pool: Pool) -> Pool:
-    """Return a pool whose requests are handed over whatever their instances have to do, and do not wait for one."""
-    queue = replace(pool.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
-    return replace(pool, routing=replace(pool.routing, queue=queue))

@@ -17,14 +17,17 @@ import click
 from dualmap_edge.kube import KubeClient, KubeConfigError
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
+from dualmap_extproc.demand import Demand
 from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.http_status import StatusServer
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
+from dualmap_extproc.pool_demand import PoolDemand
 from dualmap_extproc.pools.adoption import Adoption
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.scaler import Scaler
 from dualmap_extproc.server import ExternalProcessor, GrpcServers, keep_deadlines
 from dualmap_extproc.settings import RedisSettings, Settings
 from dualmap_extproc.store.exchange import Exchange
@@ -53,7 +56,8 @@ async def serve(settings: Settings) -> None:
     """
     loop = asyncio.get_running_loop()
     stop = _stop_signalled(loop)
-    metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id)
+    demand = Demand()
+    metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id, demand=demand)
     # Request ids come back in access logs, which may be another replica's or older than this process.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     picker = Picker(
@@ -64,6 +68,8 @@ async def serve(settings: Settings) -> None:
         log_prompts=settings.log_prompts,
     )
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, metrics, incarnation)
+    picker.on_held(demand.held)
+    scaler = Scaler(PoolDemand(demand, picker.statuses, shares=False))
     discovery = EndpointDiscovery(metrics)
     adoption = Adoption(metrics, discovery, picker)
 
@@ -74,7 +80,7 @@ async def serve(settings: Settings) -> None:
     source = await _source(settings, metrics, adoption)
     servers = GrpcServers(
         ExternalProcessor(picker, metrics, settings.limits),
-        services=(discovery.handler(),),
+        services=(discovery.handler(), scaler.handler()),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
     )
@@ -94,6 +100,7 @@ async def serve(settings: Settings) -> None:
             await servers.ready()
             click.echo(ready_line, err=True)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        scaler.end_streams()
         await servers.drain(settings.drain_timeout_s)
         # Only `stop` may end; a watcher that died must not go unnoticed, and a supervisor starts the router again.
         for task in done:
