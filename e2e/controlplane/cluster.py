@@ -27,6 +27,8 @@ from dualmap_edge.kube import KubeClient
 
 # The address the API server says it has: loopback is refused. Pods have the other /24 of 10.244.0.0/16.
 ADVERTISED = "10.244.255.1"
+# Where pods reach it: the Service `kubernetes` has no endpoints.
+API_SERVER = (ADVERTISED, 6443)
 _ETCD = "http://127.0.0.1:2379"
 _SERVER = "https://127.0.0.1:6443"
 _SCHEDULER = "https://127.0.0.1:10259"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs a command in a network namespace of its own, in which every 10.244.x.y can be bound and reached and nothing
-# else of the machine can: pods of the tests have real addresses, and several runs at once do not meet.
+# Runs a command in a network namespace of its own, in which every 10.244.x.y (pods) and 10.0.0.y (Services) can be
+# bound and reached and nothing else of the machine can: several runs at once do not meet. Packets are handed on between
+# pods that have a namespace of their own.
 # Usage: e2e/controlplane/netns.sh COMMAND [ARGUMENT...]
 set -eu
 
@@ -26,4 +27,5 @@ fi
 # A proxy is out of reach in there, and Go programs would ask it for pods' addresses.
 unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 # shellcheck disable=SC2086 # the flags are words
-exec unshare $flags sh -c 'ip link set lo up && ip route add local 10.244.0.0/16 dev lo && exec "$@"' sh "$@"
+exec unshare $flags sh -c 'ip link set lo up && ip route add local 10.244.0.0/16 dev lo &&
+    ip route add local 10.0.0.0/24 dev lo && { echo 1 2>/dev/null >/proc/sys/net/ipv4/ip_forward || :; } && exec "$@"' sh "$@"

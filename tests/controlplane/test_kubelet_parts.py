@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +14,20 @@ from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from controlplane.kubelet.actions import Surroundings, perform
-from controlplane.kubelet.containers import Place
-from controlplane.kubelet.environment import ContainerConfigError, command_line, environment, expand
+from controlplane.kubelet.containers import NodeSettings, Place
+from controlplane.kubelet.environment import (
+    ContainerConfigError,
+    Field,
+    Values,
+    command_line,
+    environment,
+    expand,
+    references,
+)
 from controlplane.kubelet.probes import Probe, Tally
 from controlplane.kubelet.process_containers import ProcessContainer
+from controlplane.kubelet.processes import run
+from controlplane.kubelet.runtimes import HostRuntime
 from controlplane.kubelet.status import (
     ContainerView,
     Placement,
@@ -77,7 +87,7 @@ def test_environment_reads_fields_and_refers_to_earlier_variables() -> None:
         ],
     }
 
-    told = environment(pod(), container, address="10.244.1.2", host_address="10.244.1.1", base={"PATH": "/bin"})
+    told = environment(container, fields(), base={"PATH": "/bin"}, objects=nothing)
 
     assert told == {
         "PATH": "/bin",
@@ -92,9 +102,10 @@ def test_environment_reads_fields_and_refers_to_earlier_variables() -> None:
 @pytest.mark.parametrize(
     ("container", "said"),
     [
-        ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {}}}]}, "env A: valueFrom.secretKeyRef"),
+        ({"env": [{"name": "A", "valueFrom": {"resourceFieldRef": {}}}]}, "env A: valueFrom.resourceFieldRef"),
+        ({"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]}, 'env A: secret "s"'),
         ({"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "spec.x"}}}]}, "fieldPath spec.x"),
-        ({"envFrom": [{}]}, "envFrom"),
+        ({"envFrom": [{"configMapRef": {"name": "c"}}]}, 'envFrom: configMap "c" not found'),
         ({}, "command is missing"),
     ],
 )
@@ -102,12 +113,32 @@ def test_what_cannot_be_given_is_refused(container: Mapping[str, Any], said: str
     named = {"name": "engine", **container}
 
     with pytest.raises(ContainerConfigError, match=said):
-        command_line(named, environment(pod(), named, address="", host_address="", base={}))
+        command_line(named, environment(named, fields(), base={}, objects=nothing))
 
 
-def test_init_containers_are_refused() -> None:
-    with pytest.raises(ContainerConfigError, match="init containers"):
-        environment(pod(initContainers=[{}]), {"name": "engine"}, address="", host_address="", base={})
+def test_variables_come_from_config_maps_and_secrets() -> None:
+    container = {
+        "name": "engine",
+        "envFrom": [{"configMapRef": {"name": "c"}, "prefix": "C_"}, {"secretRef": {"name": "gone", "optional": True}}],
+        "env": [
+            {"name": "PASSWORD", "valueFrom": {"secretKeyRef": {"name": "s", "key": "password"}}},
+            {"name": "NONE", "valueFrom": {"secretKeyRef": {"name": "s", "key": "none", "optional": True}}},
+            {"name": "URL", "value": "redis://:$(PASSWORD)@$(C_host)/"},
+        ],
+    }
+    there = {("configMap", "c"): {"host": b"redis"}, ("secret", "s"): {"password": b"word"}}
+
+    told = environment(container, fields(), base={}, objects=lambda kind, name: there.get((kind, name)))
+
+    assert told == {"C_host": "redis", "PASSWORD": "word", "URL": "redis://:word@redis/"}
+    assert references(container) == {*there, ("secret", "gone")}
+
+
+def test_an_image_without_command_has_its_entrypoint() -> None:
+    container = {"name": "engine", "args": ["operator"]}
+
+    assert command_line(container, {}, entrypoint=("dualmap",)) == ["dualmap", "operator"]
+    assert command_line({**container, "command": ["sh"]}, {}, entrypoint=("dualmap",)) == ["sh", "operator"]
 
 
 def test_a_probe_decides_after_as_many_answers_alike_as_its_thresholds_say() -> None:
@@ -235,7 +266,30 @@ def test_phases(policy: str, state: State, terminating: bool, phase: str) -> Non
         some["metadata"]["deletionTimestamp"] = "2026-11-22T00:00:00Z"
     where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
 
-    assert pod_status(some, [view(state=state)], where, now_s=2.0)["phase"] == phase
+    over = terminating or policy == "Never"
+    assert pod_status(some, [view(state=state, over=over)], where, now_s=2.0)["phase"] == phase
+
+
+def test_a_failed_container_that_starts_again_does_not_make_its_pod_fail() -> None:
+    where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
+    failed = Terminated(exit_code=1, started_s=0.0, finished_s=1.0)
+
+    assert pod_status(pod(restartPolicy="OnFailure"), [view(state=failed)], where, now_s=2.0)["phase"] == "Running"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "over", "phase", "initialized"),
+    [(0, True, "Running", "True"), (1, True, "Failed", "False"), (1, False, "Pending", "False")],
+)
+def test_init_containers_come_first(exit_code: int, over: bool, phase: str, initialized: str) -> None:
+    where = Placement(address="10.244.1.2", host_address="10.244.1.1", start_s=0.0)
+    initial = view(state=Terminated(exit_code=exit_code, started_s=0.0, finished_s=1.0), over=over)
+
+    status = pod_status(pod(), [view()], where, now_s=2.0, init_containers=[initial])
+
+    assert status["phase"] == phase
+    assert {each["type"]: each["status"] for each in status["conditions"]}["Initialized"] == initialized
+    assert status["initContainerStatuses"][0]["ready"] is (exit_code == 0)
 
 
 async def test_a_crashed_container_starts_again_and_says_how_it_ended(tmp_path: Path) -> None:
@@ -328,8 +382,24 @@ async def test_a_container_left_leaves_no_process_behind(tmp_path: Path) -> None
 
 @asynccontextmanager
 async def running(spec: Mapping[str, Any], folder: Path, *, policy: str = "Always") -> AsyncIterator[ProcessContainer]:
-    place = Place(address="127.0.0.1", host_address="127.0.0.1", environment={"PATH": os.environ["PATH"]}, logs=folder)
-    container = ProcessContainer(pod(restartPolicy=policy), {"name": "engine", **spec}, place, on_change=ignored)
+    node = NodeSettings(
+        environment={"PATH": os.environ["PATH"]},
+        logs=folder,
+        images={},
+        nameserver=None,
+        api_server=("127.0.0.1", 6443),
+        folder=folder,
+        memory=folder,
+    )
+    place = Place(address="127.0.0.1", host_address="127.0.0.1", node=node)
+    whole = pod(restartPolicy=policy)
+    engine = {"name": "engine", **spec}
+
+    async def lookup(kind: str, name: str) -> Values:
+        return None
+
+    runtime = HostRuntime(whole, engine, place, lookup)
+    container = ProcessContainer(whole, engine, place, runtime, on_change=ignored)
     life = asyncio.create_task(container.run())
     try:
         yield container
@@ -351,10 +421,21 @@ def alive(pid: int) -> bool:
 
 
 def surroundings(*, log: Path = Path(os.devnull), **ports: int) -> Surroundings:
-    return Surroundings(address="127.0.0.1", ports=ports, environment={"PATH": os.environ["PATH"]}, log=log)
+    async def execute(command: Sequence[str]) -> int:
+        return await run(command, environment={"PATH": os.environ["PATH"]}, log=log)
+
+    return Surroundings(address="127.0.0.1", ports=ports, execute=execute)
 
 
-def view(*, ready: bool = False, state: State | None = None) -> ContainerView:
+def fields() -> Field:
+    return Field(pod=pod(), address="10.244.1.2", host_address="10.244.1.1")
+
+
+def nothing(kind: str, name: str) -> Values:
+    return None
+
+
+def view(*, ready: bool = False, state: State | None = None, over: bool = False) -> ContainerView:
     return ContainerView(
         name="engine",
         image="",
@@ -364,6 +445,7 @@ def view(*, ready: bool = False, state: State | None = None) -> ContainerView:
         restarts=0,
         started=True,
         ready=ready,
+        over=over,
     )
 
 

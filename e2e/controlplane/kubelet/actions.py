@@ -5,26 +5,22 @@
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from controlplane.kubelet.processes import run
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The container an action is about: where it answers, and what its commands are told."""
+    """The container an action is about: where it answers, and how a command runs in it."""
 
     address: str
     ports: Mapping[str, int]
-    environment: Mapping[str, str]
-    log: Path
+    execute: Callable[[Sequence[str]], Awaitable[int]]
 
     def port(self, port: int | str) -> int:
         """Return a port given by number or by its name in the container; raises LookupError for an unknown name."""
@@ -36,7 +32,7 @@ async def perform(handler: Mapping[str, Any], where: Surroundings, *, timeout_s:
     try:
         async with asyncio.timeout(timeout_s):
             if "exec" in handler:
-                return await run(handler["exec"]["command"], environment=where.environment, log=where.log) == 0
+                return await where.execute(handler["exec"]["command"]) == 0
             if "httpGet" in handler:
                 return await _http_get(handler["httpGet"], where)
             if "tcpSocket" in handler:

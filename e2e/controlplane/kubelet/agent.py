@@ -7,13 +7,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from ipaddress import IPv4Network
-from pathlib import Path
 from typing import Any, Final
 
 from controlplane.kubelet.api import RETRY_S, passing
-from controlplane.kubelet.containers import Object, Place
+from controlplane.kubelet.containers import NodeSettings, Object, Place
 from controlplane.kubelet.node import Node
 from controlplane.kubelet.pods import PodWorker
 from dualmap_edge.kube import KubeClient, KubeError
@@ -32,9 +31,7 @@ class NodeAgent:
         client: KubeClient,
         node: str,
         networks: Sequence[IPv4Network],
-        *,
-        environment: Mapping[str, str],
-        logs: Path,
+        settings: NodeSettings,
     ) -> None:
         """``networks`` give the node their first address and one to each pod; no other node may have the same."""
         own, *others = [str(address) for network in networks for address in network.hosts()]
@@ -42,8 +39,7 @@ class NodeAgent:
         self._room = len(others)
         self._addresses = itertools.cycle(others)
         self._node = Node(node, own, self._room, client)
-        self._environment = environment
-        self._logs = logs
+        self._settings = settings
         self._turns = asyncio.Semaphore(_CALLS_AT_ONCE)
         self._workers: dict[str, PodWorker] = {}
         self._talking: set[asyncio.Task[None]] = set()
@@ -124,8 +120,7 @@ class NodeAgent:
         place = Place(
             address=self._free_address(),
             host_address=self._node.address,
-            environment=self._environment,
-            logs=self._logs,
+            node=self._settings,
         )
         self._workers[uid] = worker = PodWorker(pod, place, self._client, self._turns)
         self._talk(self._tend(worker))

@@ -5,24 +5,42 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from controlplane.kubelet.roots import Image
 from controlplane.kubelet.status import ContainerView, Running, State, Terminated
 
 Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What all pods of a node share.
+
+    Processes of this machine inherit ``environment``; each container writes to a file under ``logs``. Containers whose
+    image is among ``images`` run in its root file system; their pods' volumes lie under ``folder``, and under
+    ``memory`` those whose medium is Memory; they ask ``nameserver``, and reach the API server at ``api_server``.
+    """
+
+    environment: Mapping[str, str]
+    logs: Path
+    images: Mapping[str, Image]
+    nameserver: str | None
+    api_server: tuple[str, int]
+    folder: Path
+    memory: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a pod's containers share: where they run, what they inherit, where they write."""
+    """Where a pod's containers run."""
 
     address: str
     host_address: str
-    environment: Mapping[str, str]
-    logs: Path
+    node: NodeSettings
 
 
 class Container(Protocol):
@@ -44,6 +62,9 @@ class Container(Protocol):
 
     def crash(self) -> None:
         """Kill it as if it had crashed; raises ProcessLookupError where nothing runs."""
+
+    async def execute(self, command: Sequence[str], *, log: Path) -> int:
+        """Run a command beside the main process, writing to ``log``; raises ProcessLookupError where nothing runs."""
 
 
 class FakeContainer:
@@ -68,6 +89,7 @@ class FakeContainer:
             restarts=0,
             started=running,
             ready=running,
+            over=not running,
         )
 
     @property
@@ -89,6 +111,10 @@ class FakeContainer:
 
     def crash(self) -> None:
         """There is nothing to kill."""
+        raise ProcessLookupError(f"container {self._spec['name']} is a fake")
+
+    async def execute(self, command: Sequence[str], *, log: Path) -> int:
+        """There is nothing to run it in."""
         raise ProcessLookupError(f"container {self._spec['name']} is a fake")
 
 

@@ -1,20 +1,34 @@
 """What a container's process is told: its environment, and ``$(VAR)`` in its command line. Pure.
 
-``containers.py`` asks for it before each start. The rules are Kubernetes' (core/v1 EnvVar, Container.command).
+``runtimes.py`` asks for it before each start. The rules are Kubernetes' (core/v1 EnvVar, Container.command).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 Object = Mapping[str, Any]
+# A ConfigMap's values, or a Secret's, by their keys; None for an object that is not there.
+Values = Mapping[str, bytes] | None
 
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([^)]*)\)")
 _KEYED_FIELD: Final = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+_KEY_SOURCES: Final = {"configMapKeyRef": "configMap", "secretKeyRef": "secret"}
+_WHOLE_SOURCES: Final = {"configMapRef": "configMap", "secretRef": "secret"}
 
 
 class ContainerConfigError(Exception):
     """A container asks for something that this kubelet cannot give; the message says for what and where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """What of a pod can be told to it; ``address`` is the pod's, which its status need not show yet."""
+
+    pod: Object
+    address: str
+    host_address: str
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
@@ -27,55 +41,106 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return _REFERENCE.sub(value, text)
 
 
+def references(container: Object) -> frozenset[tuple[str, str]]:
+    """Return kind and name of the ConfigMaps and Secrets that the container's variables come from."""
+    single = [
+        (kind, variable["valueFrom"][source]["name"])
+        for variable in container.get("env") or ()
+        for source, kind in _KEY_SOURCES.items()
+        if source in variable.get("valueFrom", {})
+    ]
+    whole = [
+        (kind, each[source]["name"])
+        for each in container.get("envFrom") or ()
+        for source, kind in _WHOLE_SOURCES.items()
+        if source in each
+    ]
+    return frozenset((*single, *whole))
+
+
 def environment(
-    pod: Object, container: Object, *, address: str, host_address: str, base: Mapping[str, str]
+    container: Object, fields: Field, *, base: Mapping[str, str], objects: Callable[[str, str], Values]
 ) -> dict[str, str]:
     """Return the variables of ``container`` over ``base``; each value may refer to those before it.
 
-    ``address`` is the pod's, which its status need not show yet. Raises ContainerConfigError.
+    ``objects`` gives the values of a ConfigMap or Secret by kind and name. Raises ContainerConfigError.
     """
-    fields = {
-        "status.podIP": address,
-        "status.podIPs": address,
-        "status.hostIP": host_address,
-        "spec.nodeName": pod["spec"]["nodeName"],
-        "spec.serviceAccountName": pod["spec"].get("serviceAccountName", ""),
-        "metadata.name": pod["metadata"]["name"],
-        "metadata.namespace": pod["metadata"]["namespace"],
-        "metadata.uid": pod["metadata"]["uid"],
-    }
-    if pod["spec"].get("initContainers"):
-        raise ContainerConfigError(f"pod {pod['metadata']['name']}: init containers are not run here")
-    if container.get("envFrom"):
-        raise ContainerConfigError(f"container {container['name']}: envFrom is not known here, only env")
-    own: dict[str, str] = {}
+    own = _from_whole_objects(container, objects)
     for variable in container.get("env") or ():
         name = variable["name"]
-        if "valueFrom" in variable:
-            where = f"container {container['name']}: env {name}"
-            own[name] = _field(variable["valueFrom"], fields, pod["metadata"], where)
-        else:
+        if "valueFrom" not in variable:
             own[name] = expand(variable.get("value", ""), own)
+            continue
+        where = f"container {container['name']}: env {name}"
+        value = _value_from(variable["valueFrom"], fields, objects, where)
+        if value is not None:
+            own[name] = value
     return {**base, **own}
 
 
-def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Return the program and its arguments; raises ContainerConfigError without ``command``, as images are unknown."""
-    if not container.get("command"):
+def command_line(container: Object, variables: Mapping[str, str], *, entrypoint: Sequence[str] = ()) -> list[str]:
+    """Return the program and its arguments; ``entrypoint`` is the image's, for a container without ``command``.
+
+    Raises ContainerConfigError where there is neither.
+    """
+    command = container.get("command") or entrypoint
+    if not command:
         raise ContainerConfigError(
             f"container {container['name']}: command is missing, and its image is not known here"
         )
-    return [expand(part, variables) for part in (*container["command"], *(container.get("args") or ()))]
+    return [expand(part, variables) for part in (*command, *(container.get("args") or ()))]
 
 
-def _field(source: Object, fields: Mapping[str, str], metadata: Object, where: str) -> str:
-    if "fieldRef" not in source:
-        raise ContainerConfigError(f"{where}: valueFrom.{'/'.join(source)} is not known here, only fieldRef")
-    path = source["fieldRef"]["fieldPath"]
-    if path in fields:
-        return fields[path]
+def field_value(path: str, fields: Field, where: str) -> str:
+    """Return a field of the pod as a fieldRef names it; raises ContainerConfigError for one that is not known."""
+    metadata, spec = fields.pod["metadata"], fields.pod["spec"]
+    known = {
+        "status.podIP": fields.address,
+        "status.podIPs": fields.address,
+        "status.hostIP": fields.host_address,
+        "spec.nodeName": spec["nodeName"],
+        "spec.serviceAccountName": spec.get("serviceAccountName", ""),
+        "metadata.name": metadata["name"],
+        "metadata.namespace": metadata["namespace"],
+        "metadata.uid": metadata["uid"],
+    }
+    if path in known:
+        return str(known[path])
+    if path in {"metadata.labels", "metadata.annotations"}:
+        values = metadata.get(path.partition(".")[2]) or {}
+        return "".join(f'{key}="{value}"\n' for key, value in sorted(values.items()))
     keyed = _KEYED_FIELD.fullmatch(path)
     if keyed is None:
-        raise ContainerConfigError(f"{where}: fieldPath {path} is not known here, only {', '.join(sorted(fields))}")
-    value: str = (metadata.get(keyed[1]) or {}).get(keyed[2], "")
-    return value
+        raise ContainerConfigError(f"{where}: fieldPath {path} is not known here, only {', '.join(sorted(known))}")
+    return str((metadata.get(keyed[1]) or {}).get(keyed[2], ""))
+
+
+def _from_whole_objects(container: Object, objects: Callable[[str, str], Values]) -> dict[str, str]:
+    variables: dict[str, str] = {}
+    for each in container.get("envFrom") or ():
+        source, kind = next((source, kind) for source, kind in _WHOLE_SOURCES.items() if source in each)
+        values = objects(kind, each[source]["name"])
+        if values is None and not each[source].get("optional", False):
+            raise ContainerConfigError(
+                f'container {container["name"]}: envFrom: {kind} "{each[source]["name"]}" not found'
+            )
+        prefix = each.get("prefix", "")
+        variables |= {prefix + key: value.decode() for key, value in (values or {}).items()}
+    return variables
+
+
+def _value_from(source: Object, fields: Field, objects: Callable[[str, str], Values], where: str) -> str | None:
+    """Return the value, None for an optional one that is not there."""
+    if "fieldRef" in source:
+        return field_value(source["fieldRef"]["fieldPath"], fields, where)
+    for name, kind in _KEY_SOURCES.items():
+        if name not in source:
+            continue
+        wanted = source[name]
+        value = (objects(kind, wanted["name"]) or {}).get(wanted["key"])
+        if value is None and not wanted.get("optional", False):
+            raise ContainerConfigError(
+                f'{where}: {kind} "{wanted["name"]}" has no key {wanted["key"]}, or is not there'
+            )
+        return None if value is None else value.decode()
+    raise ContainerConfigError(f"{where}: valueFrom.{'/'.join(source)} is not known here")

@@ -5,14 +5,15 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from controlplane.cluster import Cluster
+from controlplane.cluster import API_SERVER, Cluster
 from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.kubelet.roots import Image
 
 # Enough addresses for 1000 pods, and for as many that end while those start.
 _BLOCKS = 8
@@ -26,13 +27,39 @@ def kubelet_fixture(cluster: Cluster) -> Iterator[ProcessKubelet]:
 
 
 @contextmanager
-def kubelet_on(cluster: Cluster, node: str, *, blocks: int = 1) -> Iterator[ProcessKubelet]:
-    """A further node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH."""
+def kubelet_on(
+    cluster: Cluster,
+    node: str,
+    *,
+    blocks: int = 1,
+    images: Mapping[str, Path | Image] | None = None,
+    nameserver: str | None = None,
+) -> Iterator[ProcessKubelet]:
+    """A further node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH.
+
+    With ``images`` it takes every pod that is made while it is there: the scheduler knows nothing of images. Raises
+    RootsError where containers cannot have root file systems of their own.
+    """
     logs = cluster.logs / node
     logs.mkdir(exist_ok=True)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     networks = [cluster.address_block() for _ in range(blocks)]
-    with ProcessKubelet(
-        cluster.kubeconfig(f"kubelet-{node}"), node, networks, environment={"PATH": path, "HOME": str(logs)}, logs=logs
-    ) as kubelet:
-        yield kubelet
+    kubelet = ProcessKubelet(
+        cluster.kubeconfig(f"kubelet-{node}"),
+        node,
+        networks,
+        environment={"PATH": path, "HOME": str(logs)},
+        logs=logs,
+        api_server=API_SERVER,
+        images=images,
+        nameserver=nameserver,
+    )
+    others = cluster.kubectl("get", "nodes", "-o", "name").split() if images else []
+    with kubelet:
+        for other in others:
+            cluster.kubectl("cordon", other)
+        try:
+            yield kubelet
+        finally:
+            for other in others:
+                cluster.kubectl("uncordon", other)

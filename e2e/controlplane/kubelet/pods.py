@@ -6,12 +6,17 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from controlplane.kubelet.api import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, passing
 from controlplane.kubelet.containers import Container, FakeContainer, Object, Place
+from controlplane.kubelet.environment import ContainerConfigError, Values
+from controlplane.kubelet.home import PodHome
 from controlplane.kubelet.process_containers import ProcessContainer
-from controlplane.kubelet.status import Placement, pod_status
+from controlplane.kubelet.runtimes import HostRuntime, RootedRuntime, Runtime, Started
+from controlplane.kubelet.status import Placement, Terminated, pod_status
+from controlplane.kubelet.volumes import values_of
 from dualmap_edge.kube import KubeClient, KubeError
 
 # A pod so annotated with "true" has a status but no processes: a thousand of them cost nothing.
@@ -38,17 +43,17 @@ class PodWorker:
         self._changed = asyncio.Event()
         self._terminating = False
         self._gone = False
+        self._home = PodHome(pod, place, client) if _has_image(pod, place) else None
         fake = (metadata.get("annotations") or {}).get(FAKE_ANNOTATION) == "true"
-        self.containers: Mapping[str, Container] = {
-            spec["name"]: FakeContainer(spec, self._changed.set)
-            if fake
-            else ProcessContainer(pod, spec, place, self._changed.set)
-            for spec in pod["spec"]["containers"]
-        }
+        make = self._fake if fake else self._container
+        self.containers: Mapping[str, Container] = {each["name"]: make(each) for each in pod["spec"]["containers"]}
+        # None of a fake's are run: it is there at once.
+        initial = () if fake else pod["spec"].get("initContainers") or ()
+        policy = "Never" if pod["spec"].get("restartPolicy") == "Never" else "OnFailure"
+        self.init_containers: Mapping[str, Container] = {each["name"]: make(each, policy) for each in initial}
         self._end_if_told()
-        self._lives = [asyncio.create_task(each.run()) for each in self.containers.values()]
-        for life in self._lives:
-            life.add_done_callback(lambda _: self._changed.set())
+        self._life = asyncio.create_task(self._live())
+        self._life.add_done_callback(lambda _: self._changed.set())
 
     @property
     def ready(self) -> bool:
@@ -62,6 +67,8 @@ class PodWorker:
             self._pod = pod
             self._end_if_told()
             self._changed.set()
+            if self._home is not None:
+                self._home.observe(pod)
 
     def forget(self) -> None:
         """The pod's object is gone: nothing is said of it any more, and its containers end."""
@@ -73,11 +80,10 @@ class PodWorker:
         while True:
             self._changed.clear()
             await self._publish()
-            for life in self._lives:
-                if life.done():
-                    life.result()
-            if self._terminating and all(life.done() for life in self._lives):
-                break
+            if self._life.done():
+                self._life.result()
+                if self._terminating:
+                    break
             await self._changed.wait()
         # What the last container to end changed has to be said before nobody can be told.
         await self._publish()
@@ -86,9 +92,42 @@ class PodWorker:
 
     async def abandon(self) -> None:
         """Kill the containers' processes and have them not start again."""
-        for life in self._lives:
-            life.cancel()
-        await asyncio.gather(*self._lives, return_exceptions=True)
+        self._life.cancel()
+        await asyncio.gather(self._life, return_exceptions=True)
+
+    async def _live(self) -> None:
+        """Run the init containers one after the other and then all others; what the pod had is gone with it."""
+        try:
+            for each in self.init_containers.values():
+                await each.run()
+                state = each.view.state
+                if not (isinstance(state, Terminated) and state.exit_code == 0):
+                    return
+            async with asyncio.TaskGroup() as lives:
+                for each in self.containers.values():
+                    lives.create_task(each.run())
+        finally:
+            if self._home is not None:
+                await self._home.close()
+
+    def _fake(self, spec: Object, policy: str | None = None) -> Container:
+        return FakeContainer(spec, self._changed.set)
+
+    def _container(self, spec: Object, policy: str | None = None) -> Container:
+        return ProcessContainer(self._pod, spec, self.place, self._runtime(spec), self._changed.set, policy=policy)
+
+    def _runtime(self, spec: Object) -> Runtime:
+        if spec.get("restartPolicy"):
+            return _NoRuntime(f"container {spec['name']}: init containers that keep running are not known here")
+        if self._home is None:
+            return HostRuntime(self._pod, spec, self.place, self._values)
+        image = self.place.node.images.get(spec.get("image", ""))
+        if image is None:
+            return _NoRuntime(f"image {spec.get('image')} is not among the kubelet's, as others of the pod are")
+        return RootedRuntime(self._pod, spec, self.place, self._values, image=image, home=self._home)
+
+    async def _values(self, kind: str, name: str) -> Values:
+        return await values_of(self._client, self.namespace, (kind, name))
 
     def _end_if_told(self) -> None:
         metadata = self._pod["metadata"]
@@ -98,12 +137,13 @@ class PodWorker:
     def _stop(self, grace_s: float) -> None:
         self._terminating = True
         self._changed.set()
-        for container in self.containers.values():
+        for container in (*self.init_containers.values(), *self.containers.values()):
             container.stop(grace_s)
 
     async def _publish(self) -> None:
         views = [each.view for each in self.containers.values()]
-        status = pod_status(self._pod, views, self._where, now_s=time.time())
+        initial = [each.view for each in self.init_containers.values()]
+        status = pod_status(self._pod, views, self._where, now_s=time.time(), init_containers=initial)
         if _says(_by_type(self._pod.get("status", {})), _by_type(status)):
             return
         body = {"metadata": {"uid": self.uid}, "status": status}
@@ -124,6 +164,24 @@ class PodWorker:
                     raise
             await asyncio.sleep(RETRY_S)
         return None
+
+
+class _NoRuntime:
+    """Runs nothing, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def start(self, log: Path) -> Started:
+        """Refuse; raises ContainerConfigError."""
+        raise ContainerConfigError(self._reason)
+
+
+def _has_image(pod: Object, place: Place) -> bool:
+    spec = pod["spec"]
+    return any(
+        each.get("image") in place.node.images for each in (*(spec.get("initContainers") or ()), *spec["containers"])
+    )
 
 
 def _version(pod: Object) -> int:

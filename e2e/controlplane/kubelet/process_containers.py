@@ -1,19 +1,21 @@
 """One container of a pod: a process at a time, watched by its probes, started again as the restart policy says.
 
-``pods.py`` starts and stops it; ``probes.py`` asks how it is, ``environment.py`` says what its process is told.
+``pods.py`` starts and stops it; ``probes.py`` asks how it is, ``runtimes.py`` starts its process.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from controlplane.kubelet.actions import Surroundings, perform
 from controlplane.kubelet.containers import Object, Place, log_name
-from controlplane.kubelet.environment import ContainerConfigError, command_line, environment
+from controlplane.kubelet.environment import ContainerConfigError
 from controlplane.kubelet.probes import Probe, verdicts
 from controlplane.kubelet.processes import Process
+from controlplane.kubelet.runtimes import Runtime, Started
 from controlplane.kubelet.status import ContainerView, Running, State, Terminated, Waiting
 
 # A process that has had its preStop gets SIGTERM and this much, also when the grace period is over (kubelet's minimum).
@@ -21,20 +23,37 @@ MINIMUM_GRACE_S: Final = 2.0
 # The kubelet waits ten times as long before it starts a crashed container again; tests have no minutes to spare.
 BACK_OFF_S: Final = 1.0
 BACK_OFF_LIMIT_S: Final = 30.0
+# What a container lacks, such as a Secret, may come.
+_CONFIG_RETRY_S: Final = 0.5
 
 
 class ProcessContainer:
     """A container whose command runs as a local process."""
 
-    def __init__(self, pod: Object, spec: Object, place: Place, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pod: Object,
+        spec: Object,
+        place: Place,
+        runtime: Runtime,
+        on_change: Callable[[], None],
+        *,
+        policy: str | None = None,
+    ) -> None:
+        """``policy`` says whether it starts again after its end, the pod's restartPolicy unless told otherwise."""
         self._pod = pod
+        self._runtime = runtime
+        self._policy = policy or pod["spec"].get("restartPolicy", "Always")
         self._spec = spec
         self._place = place
         self._on_change = on_change
-        self.log = place.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
+        self.log = place.node.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
         self._probes = {kind: Probe.read(spec, f"{kind}Probe") for kind in ("startup", "liveness", "readiness")}
         self._process: Process | None = None
-        self._state: State = Waiting(reason="ContainerCreating")
+        self._started_as: Started | None = None
+        initializing = bool(pod["spec"].get("initContainers"))
+        self._state: State = Waiting(reason="PodInitializing" if initializing else "ContainerCreating")
+        self._over = False
         self._last: Terminated | None = None
         self._restarts = 0
         self._started = asyncio.Event()
@@ -56,6 +75,7 @@ class ProcessContainer:
             restarts=self._restarts,
             started=running and self._started.is_set(),
             ready=running and self._started.is_set() and self._ready,
+            over=self._over,
         )
 
     @property
@@ -65,18 +85,11 @@ class ProcessContainer:
 
     async def run(self) -> None:
         """Start the process, and again after its end, until it is stopped or its restart policy lets it be."""
-        while not self._stopping.is_set():
-            try:
-                exit_code = await self._live()
-            except ContainerConfigError as error:
-                self._become(Waiting(reason="CreateContainerConfigError", message=str(error)))
-                await self._stopping.wait()
-                return
-            if self._stopping.is_set() or not self._starts_again(exit_code):
-                return
-            await self._back_off()
-        if self._last is not None:
-            self._become(self._last)
+        try:
+            await self._live_again_and_again()
+        finally:
+            self._over = True
+            self._on_change()
 
     def stop(self, grace_s: float) -> None:
         """Run preStop, send SIGTERM, and SIGKILL ``grace_s`` from now at the latest."""
@@ -89,23 +102,37 @@ class ProcessContainer:
             raise ProcessLookupError(f"container {self._spec['name']} does not run")
         self._process.kill()
 
+    async def execute(self, command: Sequence[str], *, log: Path) -> int:
+        """Run a command beside the main process, writing to ``log``; raises ProcessLookupError where nothing runs."""
+        if self._started_as is None or not isinstance(self._state, Running):
+            raise ProcessLookupError(f"container {self._spec['name']} does not run")
+        return await self._started_as.execute(command, log)
+
+    async def _live_again_and_again(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                exit_code = await self._live()
+            except ContainerConfigError as error:
+                self._become(Waiting(reason="CreateContainerConfigError", message=str(error)))
+                await self._wait_unless_stopped(_CONFIG_RETRY_S)
+                continue
+            if self._stopping.is_set() or not self._starts_again(exit_code):
+                return
+            await self._back_off()
+        if self._last is not None:
+            self._become(self._last)
+
     async def _live(self) -> int:
         """Run the process once, from its start to its end; returns its exit status."""
-        variables = environment(
-            self._pod,
-            self._spec,
-            address=self._place.address,
-            host_address=self._place.host_address,
-            base=self._place.environment,
-        )
-        argv = command_line(self._spec, variables)
-        self._process = process = await Process.start(argv, environment=variables, log=self.log)
+        started = await self._runtime.start(self.log)
+        self._started_as = started
+        self._process = process = started.process
         started_s = time.time()
         try:
             self._started.clear()
             self._ready = False
             self._become(Running(started_s=started_s))
-            await self._until_it_ends(process, self._surroundings(variables))
+            await self._until_it_ends(process, self._surroundings(started))
         finally:
             process.kill()
             exit_code = await process.wait()
@@ -200,18 +227,20 @@ class ProcessContainer:
         return pods if probe.grace_s is None else probe.grace_s
 
     def _starts_again(self, exit_code: int) -> bool:
-        policy = self._pod["spec"].get("restartPolicy", "Always")
-        return policy == "Always" or (policy == "OnFailure" and exit_code != 0)
+        return self._policy == "Always" or (self._policy == "OnFailure" and exit_code != 0)
 
     async def _back_off(self) -> None:
         """Wait before the next start: not at all at first, then ever longer; ``stop`` ends the wait."""
         if self._restarts:
             delay_s = min(BACK_OFF_LIMIT_S, BACK_OFF_S * 2 ** (self._restarts - 1))
             self._become(Waiting(reason="CrashLoopBackOff", message=f"back-off {delay_s:g} s"))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            await self._wait_unless_stopped(delay_s)
         if not self._stopping.is_set():
             self._restarts += 1
+
+    async def _wait_unless_stopped(self, delay_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     def _become(self, state: State) -> None:
         if isinstance(self._state, Terminated):
@@ -219,9 +248,13 @@ class ProcessContainer:
         self._state = state
         self._on_change()
 
-    def _surroundings(self, variables: Mapping[str, str]) -> Surroundings:
+    def _surroundings(self, started: Started) -> Surroundings:
         named = {each["name"]: each["containerPort"] for each in self._spec.get("ports") or () if "name" in each}
-        return Surroundings(address=self._place.address, ports=named, environment=variables, log=self.log)
+
+        async def execute(command: Sequence[str]) -> int:
+            return await started.execute(command, self.log)
+
+        return Surroundings(address=self._place.address, ports=named, execute=execute)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

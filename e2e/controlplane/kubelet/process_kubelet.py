@@ -4,9 +4,11 @@
 """
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -14,13 +16,16 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from controlplane.kubelet.agent import NodeAgent
-from controlplane.kubelet.containers import log_name
+from controlplane.kubelet.containers import NodeSettings, log_name
 from controlplane.kubelet.pods import PodWorker
+from controlplane.kubelet.roots import Image, why_not
 from dualmap_edge.kube import KubeClient, KubeError
 
 _START_TIMEOUT_S: Final = 60.0
 _CALL_TIMEOUT_S: Final = 30.0
 _FAREWELL_TIMEOUT_S: Final = 5.0
+# A tmpfs wherever Linux runs: volumes whose medium is Memory.
+_MEMORY: Final = Path("/dev/shm")
 
 Result = TypeVar("Result")
 
@@ -37,13 +42,23 @@ class PodView:
     processes: Mapping[str, int]
 
 
+class RootsError(Exception):
+    """Containers cannot have root file systems of their own here; the message says why and what helps."""
+
+
 class ProcessKubelet:
     """A node whose pods are processes here; needs a network namespace in which their addresses can be bound.
 
-    Honoured: command, args and env with ``$(VAR)`` and fieldRef; startup, liveness and readiness probes (httpGet,
-    tcpSocket, exec, grpc); readiness gates; restartPolicy with a short back-off; preStop (exec, httpGet, sleep) before
-    SIGTERM; grace periods with SIGKILL at their end; eviction and deletion; an API server that goes away and comes
-    back. Not: images, volumes, init containers, postStart, resources, users. A pod annotated
+    Honoured: command, args and env with ``$(VAR)``, fieldRef, ConfigMaps and Secrets; init containers; startup,
+    liveness and readiness probes (httpGet, tcpSocket, exec, grpc); readiness gates; restartPolicy with a short
+    back-off; preStop (exec, httpGet, sleep) before SIGTERM; grace periods with SIGKILL at their end; eviction and
+    deletion; an API server that goes away and comes back.
+
+    Of containers whose image is among ``images`` also: the root file system, volumes (emptyDir, configMap, secret,
+    downwardAPI, projected), users and groups, a network namespace per pod, host names, the service account's token.
+    Others are processes of this machine and can mount nothing.
+
+    Not: postStart, resources, capabilities, init containers that keep running. A pod annotated
     ``kubelet.dualmap.dev/fake: "true"`` has a status and no process.
     """
 
@@ -55,16 +70,28 @@ class ProcessKubelet:
         *,
         environment: Mapping[str, str],
         logs: Path,
+        api_server: tuple[str, int],
+        images: Mapping[str, Path | Image] | None = None,
+        nameserver: str | None = None,
     ) -> None:
         """``networks`` are the node's own: their addresses bound its pods. Containers inherit ``environment``.
 
-        Each container writes to a file under ``logs``, which must exist.
+        Each container writes to a file under ``logs``, which must exist. ``images`` are root file systems by the
+        references that pods name them by. Pods of these ask ``nameserver`` for names and find the API server at
+        ``api_server``. Raises RootsError where there can be no root file systems.
         """
+        reason = why_not() if images else None
+        if reason is not None:
+            raise RootsError(reason)
         self.node = node
         self._kubeconfig = kubeconfig
         self._networks = networks
         self._environment = environment
         self._logs = logs
+        self._api_server = api_server
+        given = (images or {}).items()
+        self._images = {name: each if isinstance(each, Image) else Image(root=each) for name, each in given}
+        self._nameserver = nameserver
         self._running: Future[tuple[asyncio.AbstractEventLoop, NodeAgent]] = Future()
         self._stop: asyncio.Event | None = None
         self._thread = threading.Thread(target=self._run, name=f"kubelet-{node}")
@@ -95,6 +122,22 @@ class ProcessKubelet:
                 container.crash()
 
         self._call(crash())
+
+    def execute(self, pod: PodView, container: str, command: Sequence[str]) -> tuple[int, str]:
+        """Run a command in a running container as ``kubectl exec`` does; returns its exit status and what it wrote.
+
+        Raises LookupError, or ProcessLookupError where the container does not run.
+        """
+
+        async def run(log: Path) -> int:
+            worker = next((each for each in self._agent.workers if each.uid == pod.uid), None)
+            if worker is None or container not in worker.containers:
+                raise LookupError(f"node {self.node} has no container {container} in {pod.namespace}/{pod.name}")
+            return await worker.containers[container].execute(command, log=log)
+
+        with tempfile.NamedTemporaryFile() as output:
+            log = Path(output.name)
+            return self._call(run(log)), log.read_text(errors="replace")
 
     def log(self, pod: PodView) -> str:
         """Return what a pod's containers, their probes and their hooks wrote, also after the pod's end."""
@@ -147,9 +190,26 @@ class ProcessKubelet:
             self._running.set_exception(error)
 
     async def _serve(self) -> None:
+        with ExitStack() as folders:
+            folder, memory = (
+                Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="dualmap-kubelet-", dir=where)))
+                for where in (None, _MEMORY)
+            )
+            await self._serve_from(folder, memory)
+
+    async def _serve_from(self, folder: Path, memory: Path) -> None:
         self._stop = asyncio.Event()
         client = await KubeClient.connect(self._kubeconfig)
-        agent = NodeAgent(client, self.node, self._networks, environment=self._environment, logs=self._logs)
+        settings = NodeSettings(
+            environment=self._environment,
+            logs=self._logs,
+            images=self._images,
+            nameserver=self._nameserver,
+            api_server=self._api_server,
+            folder=folder,
+            memory=memory,
+        )
+        agent = NodeAgent(client, self.node, self._networks, settings)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await agent.start()

@@ -24,8 +24,13 @@ class Process:
         self._process = process
 
     @classmethod
-    async def start(cls, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> Self:
-        """Start ``argv``, writing on in ``log``. A program that does not exist shows as exit status 127."""
+    async def start(
+        cls, argv: Sequence[str], *, environment: Mapping[str, str], log: Path, descriptors: Sequence[int] = ()
+    ) -> Self:
+        """Start ``argv``, writing on in ``log`` and inheriting ``descriptors``.
+
+        A program that does not exist shows as exit status 127.
+        """
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *_TIED_TO_US,
@@ -36,6 +41,7 @@ class Process:
                 env=dict(environment),
                 cwd=log.parent,
                 start_new_session=True,
+                pass_fds=descriptors,
             )
         return cls(process)
 

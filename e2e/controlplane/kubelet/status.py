@@ -42,7 +42,7 @@ State = Waiting | Running | Terminated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerView:
-    """One container at one moment. ``last`` is how its life before this one ended."""
+    """One container at one moment. ``last`` is how its life before this one ended; ``over``, that none follows."""
 
     name: str
     image: str
@@ -52,6 +52,7 @@ class ContainerView:
     restarts: int
     started: bool
     ready: bool
+    over: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,17 @@ class Placement:
     start_s: float
 
 
-def pod_status(pod: Object, containers: Sequence[ContainerView], where: Placement, *, now_s: float) -> dict[str, Any]:
+def pod_status(
+    pod: Object,
+    containers: Sequence[ContainerView],
+    where: Placement,
+    *,
+    now_s: float,
+    init_containers: Sequence[ContainerView] = (),
+) -> dict[str, Any]:
     """Return the status to publish; conditions that say what ``pod`` says already keep their transition times."""
-    phase = _phase(pod, containers)
+    phase = _phase(pod, init_containers, containers)
+    unfinished = [each.name for each in init_containers if not _succeeded(each)]
     return {
         "observedGeneration": pod["metadata"].get("generation", 0),
         "phase": phase,
@@ -74,7 +83,8 @@ def pod_status(pod: Object, containers: Sequence[ContainerView], where: Placemen
         "podIP": where.address,
         "podIPs": [{"ip": where.address}],
         "startTime": timestamp(where.start_s),
-        "conditions": _conditions(pod, containers, phase, now_s),
+        "conditions": _conditions(pod, unfinished, containers, phase, now_s),
+        "initContainerStatuses": [_container_status(each) | {"ready": _succeeded(each)} for each in init_containers],
         "containerStatuses": [_container_status(each) for each in containers],
     }
 
@@ -84,11 +94,14 @@ def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _phase(pod: Object, containers: Sequence[ContainerView]) -> str:
-    if all(isinstance(each.state, Terminated) for each in containers):
-        over = "deletionTimestamp" in pod["metadata"] or pod["spec"].get("restartPolicy", "Always") != "Always"
-        if over:
-            return "Succeeded" if all(_succeeded(each) for each in containers) else "Failed"
+def _phase(pod: Object, init_containers: Sequence[ContainerView], containers: Sequence[ContainerView]) -> str:
+    terminating = "deletionTimestamp" in pod["metadata"]
+    if any(each.over and isinstance(each.state, Terminated) and not _succeeded(each) for each in init_containers):
+        return "Failed"
+    if not all(_succeeded(each) for each in init_containers):
+        return "Pending"
+    if all(isinstance(each.state, Terminated) and (each.over or terminating) for each in containers):
+        return "Succeeded" if all(_succeeded(each) for each in containers) else "Failed"
     never_started = any(isinstance(each.state, Waiting) and each.last is None for each in containers)
     return "Pending" if never_started else "Running"
 
@@ -97,12 +110,14 @@ def _succeeded(container: ContainerView) -> bool:
     return isinstance(container.state, Terminated) and container.state.exit_code == 0
 
 
-def _conditions(pod: Object, containers: Sequence[ContainerView], phase: str, now_s: float) -> list[dict[str, Any]]:
+def _conditions(
+    pod: Object, unfinished: Sequence[str], containers: Sequence[ContainerView], phase: str, now_s: float
+) -> list[dict[str, Any]]:
     before = {each["type"]: each for each in pod.get("status", {}).get("conditions") or ()}
     not_ready = _why_containers_are_not_ready(containers, phase)
     conditions = [
         _condition("PodScheduled", None),
-        _condition("Initialized", None),
+        _condition("Initialized", _why_not_initialized(unfinished)),
         _condition("ContainersReady", not_ready),
         _condition("Ready", not_ready or _why_gates_are_closed(pod, before)),
     ]
@@ -119,6 +134,12 @@ def _condition(kind: str, failing: tuple[str, str] | None) -> dict[str, Any]:
     """Return a condition that is True, or False for a reason and message; null takes back what a patch left there."""
     reason, message = failing or (None, None)
     return {"type": kind, "status": _TRUE if failing is None else "False", "reason": reason, "message": message}
+
+
+def _why_not_initialized(unfinished: Sequence[str]) -> tuple[str, str] | None:
+    if not unfinished:
+        return None
+    return "ContainersNotInitialized", f"containers with incomplete status: {list(unfinished)}"
 
 
 def _why_containers_are_not_ready(containers: Sequence[ContainerView], phase: str) -> tuple[str, str] | None:
