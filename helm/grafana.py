@@ -1,0 +1,270 @@
+"""Writes the Grafana dashboard of the chart, ``helm/dualmap/files/dashboard.json``: ``python helm/grafana.py``.
+
+Grafana's JSON is too long to be read or kept by hand; what a panel asks is said here in a line each.
+``tests/chart/test_grafana.py`` keeps the file equal to this and its queries to what is exported.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / "dualmap" / "files" / "dashboard.json"
+_WIDTH, _HEIGHT, _PER_ROW = 8, 8, 3
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_MEASURED = "dualmap_measured_cached_tokens_total"
+_CHECKED = "dualmap_checked_cached_tokens_total"
+_MET = 'slo="met"'
+_FAILED = 'outcome="failed"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A chart: its title, what it tells (shown on its corner), unit, and queries by legend."""
+
+    title: str
+    about: str
+    unit: str
+    queries: dict[str, str]
+
+
+def _of(metric: str, *matchers: str) -> str:
+    inner = ", ".join(('pool=~"$pool"', *matchers))
+    return f"{metric}{{{inner}}}"
+
+
+def _rate(metric: str, *matchers: str) -> str:
+    return f"rate({_of(metric, *matchers)}[$__rate_interval])"
+
+
+def _quantile(share: float, metric: str) -> str:
+    return f"histogram_quantile({share}, sum by (le, pool) ({_rate(metric)}))"
+
+
+def _quantile_of_all(share: float, metric: str) -> str:
+    return f"histogram_quantile({share}, sum by (le) (rate({metric}[$__rate_interval])))"
+
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Are first tokens in time?": (
+        Panel(
+            title="SLO attainment",
+            about="Share of first tokens within the objective, beside the share that shall be.",
+            unit="percentunit",
+            queries={
+                "{{pool}}": f"sum by (pool) ({_rate('dualmap_first_tokens_total', _MET)})"
+                f" / sum by (pool) ({_rate('dualmap_first_tokens_total')})",
+                "{{pool}} goal": f"max by (pool) ({_of('dualmap_pool_slo_goal')})",
+            },
+        ),
+        Panel(
+            title="Time to first token",
+            about="From arrival to the first chunk, time held included, beside the objective.",
+            unit="s",
+            queries={
+                "{{pool}} p50": _quantile(0.5, "dualmap_ttft_seconds_bucket"),
+                "{{pool}} p90": _quantile(0.9, "dualmap_ttft_seconds_bucket"),
+                "{{pool}} p99": _quantile(0.99, "dualmap_ttft_seconds_bucket"),
+                "{{pool}} objective": f"max by (pool) ({_of('dualmap_pool_slo_ttft_seconds')})",
+            },
+        ),
+        Panel(
+            title="Predicted time to first token",
+            about="What decisions predicted of the same requests: far below the truth, engines are too slow.",
+            unit="s",
+            queries={
+                "{{pool}} p50": _quantile(0.5, "dualmap_predicted_ttft_seconds_bucket"),
+                "{{pool}} p90": _quantile(0.9, "dualmap_predicted_ttft_seconds_bucket"),
+            },
+        ),
+    ),
+    "Traffic": (
+        Panel(
+            title="Requests by endpoint",
+            about="How the traffic spreads.",
+            unit="reqps",
+            queries={"{{endpoint}}": f"sum by (endpoint) ({_rate('dualmap_requests_total')})"},
+        ),
+        Panel(
+            title="Decisions by rule",
+            about="The pair serves while its objective holds; spilling means that it is at risk.",
+            unit="reqps",
+            queries={"{{rule}}": f"sum by (rule) ({_rate('dualmap_decisions_total')})"},
+        ),
+        Panel(
+            title="Refused and failed",
+            about="Answered with an error by the router, failed by an engine, or served elsewhere than chosen.",
+            unit="reqps",
+            queries={
+                "refused: {{code}}": f"sum by (code) ({_rate('dualmap_refused_requests_total')})",
+                "failed by engines": f"sum({_rate('dualmap_completions_total', _FAILED)})",
+                "served elsewhere": f"sum({_rate('dualmap_served_elsewhere_total')})",
+            },
+        ),
+    ),
+    "Caches": (
+        Panel(
+            title="Cache hit rate",
+            about="Share of prompt tokens that routers believe cached, and how much of that the engines confirm.",
+            unit="percentunit",
+            queries={
+                "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"
+                f" / sum by (pool) ({_rate('dualmap_prompt_tokens_total')})",
+                "{{pool}} measured / predicted": f"sum by (pool) ({_rate(_MEASURED)})"
+                f" / sum by (pool) ({_rate(_CHECKED)})",
+            },
+        ),
+        Panel(
+            title="Blocks believed to be cached",
+            about="Falls to 0 when an endpoint loses its cache.",
+            unit="short",
+            queries={"{{endpoint}}": f"max by (endpoint) ({_of('dualmap_endpoint_indexed_blocks')})"},
+        ),
+        Panel(
+            title="Hot prefixes",
+            about="Prefixes whose key is longer, so that they spread over more pairs.",
+            unit="short",
+            queries={"{{pool}}": f"max by (pool) ({_of('dualmap_split_prefixes')})"},
+        ),
+    ),
+    "Load": (
+        Panel(
+            title="Pending prefill tokens",
+            about="Uncached prompt tokens that each endpoint has still to compute.",
+            unit="short",
+            queries={"{{endpoint}}": f"max by (endpoint) ({_of('dualmap_endpoint_pending_prefill_tokens')})"},
+        ),
+        Panel(
+            title="In flight and held",
+            about="Requests that endpoints serve, and those that wait in the routers.",
+            unit="short",
+            queries={
+                "in flight": f"sum({_of('dualmap_endpoint_in_flight_requests')})",
+                "held": f"sum({_of('dualmap_pool_held_requests')})",
+            },
+        ),
+        Panel(
+            title="Instances: wished for and there",
+            about="The sum of the routers' wishes, rounded up, beside the members of the ring by state.",
+            unit="short",
+            queries={
+                "{{pool}} wished": f"ceil(sum by (pool) ({_of('dualmap_pool_desired_replicas')}))",
+                "{{pool}} {{state}}": f"max by (pool, state) ({_of('dualmap_ring_members')})",
+            },
+        ),
+    ),
+    "Is DualMap well?": (
+        Panel(
+            title="Let through without a router",
+            about="Envoy failing open, per second: 0.",
+            unit="reqps",
+            queries={"{{pod}}": "sum by (pod) (rate(envoy_http_ext_proc_failure_mode_allowed[$__rate_interval]))"},
+        ),
+        Panel(
+            title="Shared state and leader",
+            about="1 where a router reaches Redis; the sum over operators that lead: 1.",
+            unit="short",
+            queries={"redis {{pod}}": "min by (pod) (dualmap_store_up)", "leaders": "sum(dualmap_operator_leader)"},
+        ),
+        Panel(
+            title="Age of what is known of the cluster",
+            about="Since the API server last said anything: at rest a saw-tooth up to 45 s.",
+            unit="s",
+            queries={
+                "{{pod}} {{resource}}": "max by (pod, resource) (dualmap_kube_watch_age_seconds)",
+                "{{pod}} {{kind}}": "max by (pod, kind) (dualmap_operator_watch_age_seconds)",
+            },
+        ),
+        Panel(
+            title="Time of a decision",
+            about="From the whole body to the answer.",
+            unit="s",
+            queries={
+                "p50": _quantile_of_all(0.5, "dualmap_decision_seconds_bucket"),
+                "p99": _quantile_of_all(0.99, "dualmap_decision_seconds_bucket"),
+            },
+        ),
+        Panel(
+            title="Drains",
+            about="From Draining to gone.",
+            unit="s",
+            queries={"p90": _quantile_of_all(0.9, "dualmap_operator_drain_seconds_bucket")},
+        ),
+        Panel(
+            title="Operator's passes",
+            about="By how they ended; failed ones are tried again.",
+            unit="ops",
+            queries={"{{result}}": "sum by (result) (rate(dualmap_operator_reconciles_total[$__rate_interval]))"},
+        ),
+    ),
+}
+
+
+def dashboard() -> dict[str, Any]:
+    """Return the dashboard as Grafana imports it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, charts in ROWS.items():
+        place = {"x": 0, "y": y, "w": _WIDTH * _PER_ROW, "h": 1}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place, "panels": []})
+        y += 1
+        for number, panel in enumerate(charts):
+            line, column = divmod(number, _PER_ROW)
+            place = {"x": column * _WIDTH, "y": y + line * _HEIGHT, "w": _WIDTH, "h": _HEIGHT}
+            panels.append({"id": len(panels) + 1, "gridPos": place, **_panel(panel)})
+        y += -(-len(charts) // _PER_ROW) * _HEIGHT
+    return {
+        "uid": "dualmap",
+        "title": "DualMap",
+        "tags": ["dualmap", "llm"],
+        "schemaVersion": 39,
+        "timezone": "browser",
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_datasources(), _pools()]},
+        "panels": panels,
+    }
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    targets = [
+        {"refId": chr(ord("A") + number), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
+        for number, (legend, query) in enumerate(panel.queries.items())
+    ]
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _SOURCE,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": targets,
+    }
+
+
+def _datasources() -> dict[str, Any]:
+    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+
+
+def _pools() -> dict[str, Any]:
+    return {
+        "name": "pool",
+        "label": "Pool",
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": "label_values(dualmap_ring_version, pool)",
+        "refresh": 2,
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def text() -> str:
+    """Return the file's content."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
