@@ -37,6 +37,9 @@ class HashRing(Protocol):
     def walk(self, key: int) -> Iterator[str]:
         """Return every member once, in the order a key meets them."""
 
+    def shares(self) -> dict[str, float]:
+        """Return the share of all keys (0 to 1) that maps to each member."""
+
 
 class RendezvousRing:
     """Weighted rendezvous (highest random weight) hashing; exact in proportion, O(members) per key."""
@@ -71,6 +74,12 @@ class RendezvousRing:
         """Return every member once, in the order of falling score for the key."""
         scores = self._scores(key)
         return (self._ids[each] for each in sorted(range(len(scores)), key=scores.__getitem__, reverse=True))
+
+    def shares(self) -> dict[str, float]:
+        """Return each member's share of the weights, which is its share of the keys."""
+        weights = self._weights or [1] * len(self._ids)
+        total = sum(weights)
+        return {member: weight / total for member, weight in zip(self._ids, weights, strict=True)}
 
 
 class VirtualNodeRing:
@@ -114,6 +123,15 @@ class VirtualNodeRing:
                 met.add(owner)
                 yield owner
 
+    def shares(self) -> dict[str, float]:
+        """Return how much of the circle lies before each member's anchors."""
+        shares = dict.fromkeys(self._owners, 0.0)
+        before = self._points[-1] - _TWO_64
+        for point, owner in zip(self._points, self._owners, strict=True):
+            shares[owner] += (point - before) / _TWO_64
+            before = point
+        return shares
+
 
 class DualRing:
     """An immutable snapshot of both rings over the members that take new keys."""
@@ -147,6 +165,13 @@ class DualRing:
                 self._memo.clear()
             self._memo[key] = pair
         return pair
+
+    def shares(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the share of all keys (0 to 1) that ring 1 and ring 2 map to each member, for people to look at."""
+        if self._rings is None:
+            return {member.id: 1.0 for member in self.members}, {member.id: 1.0 for member in self.members}
+        ring_1, ring_2 = self._rings
+        return ring_1.shares(), ring_2.shares()
 
     def walk(self, key: int) -> Iterator[int]:
         """Return the position in ``members`` of each, in the order the key meets them on ring 1."""

@@ -1,7 +1,8 @@
 """The metrics port: ``GET /metrics`` for Prometheus and ``GET /pools`` for people and the operator's drain (CONTRACT).
 
-The only module that knows aiohttp. It shares the event loop with routing, so it takes the statuses there, which is
-quick, and has the page written by a thread, which for a thousand endpoints is not.
+With ``dashboard.routes``, which it serves where it is given, all that knows aiohttp. It shares the event loop with
+routing, so it takes the statuses there, which is quick, and has the page written by a thread, which for a thousand
+endpoints is not.
 """
 
 import asyncio
@@ -14,16 +15,28 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dualmap.requests import PoolStatus
 from dualmap_extproc.counts import Traffic
+from dualmap_extproc.dashboard.routes import Dashboard
 from dualmap_extproc.metrics import CONTENT_TYPE, Metrics
 
 
 class StatusServer:
-    """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name."""
+    """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name.
 
-    def __init__(self, *, router: str, statuses: Callable[[], tuple[PoolStatus, ...]], metrics: Metrics) -> None:
+    Without ``dashboard`` there is nothing at ``/``.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: str,
+        statuses: Callable[[], tuple[PoolStatus, ...]],
+        metrics: Metrics,
+        dashboard: Dashboard | None = None,
+    ) -> None:
         self._router = router
         self._statuses = statuses
         self._metrics = metrics
+        self._dashboard = dashboard
         application = web.Application()
         application.add_routes(
             [
@@ -32,6 +45,8 @@ class StatusServer:
                 web.get("/pools/{namespace}/{name}", self._get_pool),
             ]
         )
+        if dashboard is not None:
+            application.add_routes(dashboard.routes())
         # Requests here take milliseconds: at the end none is worth waiting aiohttp's usual minute for.
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=_logger())
 
@@ -49,6 +64,8 @@ class StatusServer:
 
     async def close(self) -> None:
         """Stop listening and end what is open."""
+        if self._dashboard is not None:
+            self._dashboard.close()
         await self._runner.cleanup()
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:

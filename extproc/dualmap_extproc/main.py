@@ -81,7 +81,8 @@ def _check_distinct(ports: dict[str, int]) -> None:
 @click.option("--host", default="0.0.0.0", help="Address that all ports are bound on.")
 @click.option("--grpc-port", default=9002, type=PORT, help="ext_proc, discovery, access log, health. 0: any.")
 @click.option("--health-port", default=9003, type=PORT, help="gRPC health in plain text. 0: any.")
-@click.option("--metrics-port", default=9090, type=PORT, help="/metrics and /pools over HTTP. 0: any.")
+@click.option("--metrics-port", default=9090, type=PORT, help="/metrics, /pools and the dashboard over HTTP. 0: any.")
+@click.option("--dashboard/--no-dashboard", default=True, help="Serve the dashboard at / of the metrics port.")
 @click.option("--als-port", default=9004, type=PORT, help="Envoy's access log over gRPC. 0: any.")
 @click.option("--tls", default="off", metavar="off|self-signed|DIR", help="DIR holds tls.crt and tls.key.")
 @click.option(

@@ -7,6 +7,7 @@ need not take.
 import asyncio
 import secrets
 import signal
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,6 +19,9 @@ from dualmap_edge.kube import KubeClient, KubeConfigError
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
 from dualmap_extproc.demand import Demand
+from dualmap_extproc.dashboard.recorder import Recorder
+from dualmap_extproc.dashboard.routes import Dashboard
+from dualmap_extproc.dashboard.snapshot import Source
 from dualmap_extproc.endpoints import EndpointDiscovery
 from dualmap_extproc.http_status import StatusServer
 from dualmap_extproc.metrics import Metrics
@@ -60,9 +64,11 @@ async def serve(settings: Settings) -> None:
     metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id, demand=demand)
     # Request ids come back in access logs, which may be another replica's or older than this process.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
+    recorder = Recorder(metrics) if settings.dashboard else None
+    observer = metrics if recorder is None else recorder
     picker = Picker(
         settings.limits,
-        metrics,
+        observer,
         id_prefix=incarnation,
         shares=settings.redis is not None,
         log_prompts=settings.log_prompts,
@@ -79,12 +85,17 @@ async def serve(settings: Settings) -> None:
 
     source = await _source(settings, metrics, adoption)
     servers = GrpcServers(
-        ExternalProcessor(picker, metrics, settings.limits),
+        ExternalProcessor(picker, observer, settings.limits),
         services=(discovery.handler(), scaler.handler()),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
     )
-    status = StatusServer(router=settings.replica_id, statuses=picker.statuses, metrics=metrics)
+    status = StatusServer(
+        router=settings.replica_id,
+        statuses=picker.statuses,
+        metrics=metrics,
+        dashboard=None if recorder is None else _dashboard(settings.replica_id, picker, metrics, recorder),
+    )
     tasks: list[asyncio.Task[Any]] = []
     try:
         ready_line = await _listen(settings, servers, status)
@@ -164,6 +175,20 @@ def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return stop
+
+
+def _dashboard(router: str, picker: Picker, metrics: Metrics, recorder: Recorder) -> Dashboard:
+    """Return what shows what the router knows."""
+    source = Source(
+        router=router,
+        version=version("dualmap"),
+        pools=lambda: picker.pools,
+        statuses=picker.statuses,
+        signals=metrics.signals,
+        recorder=recorder,
+        clock=time.time,
+    )
+    return Dashboard(source)
 
 
 def _exchange(redis: RedisSettings, picker: Picker, metrics: Metrics, peer: str) -> Exchange:

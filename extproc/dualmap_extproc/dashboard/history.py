@@ -1,0 +1,308 @@
+"""The recent past of one pool, in buckets of time: what the dashboard's figures, lines and list of decisions are of.
+
+Pure but for what it remembers: every ``now`` is in monotonic seconds. Its size is bounded whatever happens: so many
+buckets, and so many decisions. ``recorder`` tells it of every request, so that telling is a few additions;
+``PoolHistory.view`` does the sums, and is asked only while somebody looks.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+from dualmap.requests import Completion, Decision, FirstToken
+from dualmap_extproc.errors import Refused
+
+STEP_S: Final = 10
+STEPS: Final = 60
+"""The lines show so many steps: ten minutes."""
+_MINUTE_S: Final = 60
+WINDOW_S: Final = 300
+"""Figures of instances, hit rates and rules are of the last five minutes."""
+_MINUTES: Final = WINDOW_S // _MINUTE_S
+DECISIONS: Final = 40
+"""So many of the last decisions are kept for each pool."""
+TTFT_BOUNDS_S: Final = tuple(10 ** (tenth / 10) for tenth in range(-20, 29))
+"""Ten to a decade, from 10 ms to ten minutes, the longest objective that pools may set."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """What happened in STEP_S seconds."""
+
+    number: int
+    requests: int = 0
+    refused: int = 0
+    first_tokens: int = 0
+    slo_met: int = 0
+    ttfts: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BOUNDS_S) + 1))
+
+
+@dataclass(slots=True)
+class EndpointPast:
+    """What was sent to one instance and came of it, within some time."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    predicted_cached_tokens: int = 0
+    checked_cached_tokens: int = 0
+    measured_cached_tokens: int = 0
+    first_tokens: int = 0
+    slo_met: int = 0
+    failed: int = 0
+
+    def add(self, other: "EndpointPast") -> None:
+        """Add what another one counted."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.predicted_cached_tokens += other.predicted_cached_tokens
+        self.checked_cached_tokens += other.checked_cached_tokens
+        self.measured_cached_tokens += other.measured_cached_tokens
+        self.first_tokens += other.first_tokens
+        self.slo_met += other.slo_met
+        self.failed += other.failed
+
+    @property
+    def hit_rate_predicted(self) -> float | None:
+        """The share of the prompt tokens that was believed to be cached."""
+        return self.predicted_cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+    @property
+    def hit_rate_measured(self) -> float | None:
+        """The share that was cached by the engines' word: the predicted one, corrected by what they reported since.
+
+        Not simply measured over prompt tokens: requests that still run, and engines that report nothing, would look
+        like misses. None where nothing was reported of requests with any prediction.
+        """
+        predicted = self.hit_rate_predicted
+        if predicted is None or not self.checked_cached_tokens:
+            return None
+        return min(1.0, predicted * self.measured_cached_tokens / self.checked_cached_tokens)
+
+    @property
+    def attainment(self) -> float | None:
+        """The share of first tokens that came in time."""
+        return self.slo_met / self.first_tokens if self.first_tokens else None
+
+
+@dataclass(slots=True)
+class _Minute:
+    """What happened in one minute, by instance, by rule and by the code of refusals."""
+
+    number: int
+    endpoints: dict[str, EndpointPast] = field(default_factory=dict)
+    rules: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, int] = field(default_factory=dict)
+
+    def endpoint(self, name: str) -> EndpointPast:
+        past = self.endpoints.get(name)
+        if past is None:
+            past = self.endpoints[name] = EndpointPast()
+        return past
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """A decision or a refusal; ``number`` tells it from the pool's others, ``at_s`` is when, monotonic."""
+
+    number: int
+    at_s: float
+    what: Decision | Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One point of the lines: requests sent on and refused, first tokens and what of them came in time, and TTFTs."""
+
+    requests: int
+    refused: int
+    first_tokens: int
+    slo_met: int
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recent:
+    """Sums over the last ``seconds``; TTFTs are None without first tokens. ``ttfts`` counts them by TTFT_BOUNDS_S."""
+
+    seconds: int
+    requests: int
+    refused: int
+    first_tokens: int
+    slo_met: int
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttfts: tuple[int, ...]
+
+    @property
+    def attainment(self) -> float | None:
+        """The share of first tokens that came in time."""
+        return self.slo_met / self.first_tokens if self.first_tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryView:
+    """The past as of one moment: sums of a minute and of WINDOW_S, the lines oldest first, the decisions newest first.
+
+    ``total`` adds up all instances, those that are gone too.
+    """
+
+    minute: Recent
+    window: Recent
+    steps: tuple[Step, ...]
+    endpoints: dict[str, EndpointPast]
+    total: EndpointPast
+    rules: dict[str, int]
+    refusals: dict[str, int]
+    happenings: tuple[Happening, ...]
+
+
+class PoolHistory:
+    """What happened to one pool's requests lately."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=STEPS)
+        self._minutes: deque[_Minute] = deque(maxlen=_MINUTES)
+        self._happenings: deque[Happening] = deque(maxlen=DECISIONS)
+        self._happened = 0
+
+    def routed(self, now: float, decision: Decision) -> None:
+        """Count a request sent to an instance, and remember why."""
+        receipt = decision.receipt
+        self._step(now).requests += 1
+        minute = self._minute(now)
+        minute.rules[receipt.rule] = minute.rules.get(receipt.rule, 0) + 1
+        past = minute.endpoint(receipt.chosen)
+        past.requests += 1
+        past.prompt_tokens += receipt.prompt_tokens
+        past.predicted_cached_tokens += receipt.matched_tokens
+        self._note(now, decision)
+
+    def refused(self, now: float, refused: Refused) -> None:
+        """Count a request that got an error."""
+        self._step(now).refused += 1
+        refusals = self._minute(now).refusals
+        refusals[refused.code] = refusals.get(refused.code, 0) + 1
+        self._note(now, refused)
+
+    def first_token(self, now: float, first_token: FirstToken) -> None:
+        """Count a first token."""
+        step, past = self._step(now), self._minute(now).endpoint(first_token.member)
+        step.first_tokens += 1
+        step.slo_met += first_token.within_slo
+        step.ttfts[bisect_left(TTFT_BOUNDS_S, first_token.ttft_s)] += 1
+        past.first_tokens += 1
+        past.slo_met += first_token.within_slo
+
+    def measured(self, now: float, completion: Completion) -> None:
+        """Count what an engine said it had cached."""
+        past = self._minute(now).endpoint(completion.member)
+        past.checked_cached_tokens += completion.predicted_cached_tokens
+        past.measured_cached_tokens += completion.measured_cached_tokens or 0
+
+    def failed(self, now: float, completion: Completion) -> None:
+        """Count a request that an instance failed to serve."""
+        self._minute(now).endpoint(completion.member).failed += 1
+
+    def quiet(self, now: float) -> bool:
+        """Whether nothing happened for so long that no line shows it any more."""
+        return not self._steps or self._steps[-1].number <= now // STEP_S - STEPS
+
+    def view(self, now: float) -> HistoryView:
+        """Return the sums as they are now."""
+        last = int(now // STEP_S)
+        steps = {step.number: step for step in self._steps}
+        line = [steps.get(number) or _Step(number=number) for number in range(last - STEPS + 1, last + 1)]
+        first_minute = now // _MINUTE_S - _MINUTES + 1
+        endpoints: dict[str, EndpointPast] = {}
+        rules: dict[str, int] = {}
+        refusals: dict[str, int] = {}
+        for minute in self._minutes:
+            if minute.number >= first_minute:
+                for name, past in minute.endpoints.items():
+                    endpoints.setdefault(name, EndpointPast()).add(past)
+                _add(rules, minute.rules)
+                _add(refusals, minute.refusals)
+        total = EndpointPast()
+        for past in endpoints.values():
+            total.add(past)
+        return HistoryView(
+            minute=_recent(line, _MINUTE_S),
+            window=_recent(line, WINDOW_S),
+            steps=tuple(map(_point, line)),
+            endpoints=endpoints,
+            total=total,
+            rules=rules,
+            refusals=refusals,
+            happenings=tuple(reversed(self._happenings)),
+        )
+
+    def _note(self, now: float, what: Decision | Refused) -> None:
+        self._happenings.append(Happening(number=self._happened, at_s=now, what=what))
+        self._happened += 1
+
+    def _step(self, now: float) -> _Step:
+        number = int(now // STEP_S)
+        if not self._steps or self._steps[-1].number != number:
+            self._steps.append(_Step(number=number))
+        return self._steps[-1]
+
+    def _minute(self, now: float) -> _Minute:
+        number = int(now // _MINUTE_S)
+        if not self._minutes or self._minutes[-1].number != number:
+            self._minutes.append(_Minute(number))
+        return self._minutes[-1]
+
+
+def percentile(counts: Sequence[int], share: float) -> float | None:
+    """Return the value that ``share`` of the counted TTFTs do not exceed, None without any.
+
+    Interpolated within its bound, evenly on the logarithmic scale that the bounds are on: at most 26 % off.
+    """
+    *below, total = accumulate(counts, initial=0)
+    if not total:
+        return None
+    wanted = share * total
+    index = bisect_left([*below[1:], total], wanted)
+    inside = (wanted - below[index]) / counts[index]
+    upper = TTFT_BOUNDS_S[min(index, len(TTFT_BOUNDS_S) - 1)]
+    return float(upper * 10 ** ((inside - 1) / 10))
+
+
+def _recent(line: Sequence[_Step], seconds: int) -> Recent:
+    """Return sums of the last ``seconds`` of a line, the step that goes on now included."""
+    steps = line[-seconds // STEP_S :]
+    ttfts = _sum_ttfts(steps)
+    return Recent(
+        seconds=seconds,
+        requests=sum(step.requests for step in steps),
+        refused=sum(step.refused for step in steps),
+        first_tokens=sum(step.first_tokens for step in steps),
+        slo_met=sum(step.slo_met for step in steps),
+        ttft_p50_s=percentile(ttfts, 0.5),
+        ttft_p90_s=percentile(ttfts, 0.9),
+        ttfts=ttfts,
+    )
+
+
+def _point(step: _Step) -> Step:
+    return Step(
+        requests=step.requests,
+        refused=step.refused,
+        first_tokens=step.first_tokens,
+        slo_met=step.slo_met,
+        ttft_p50_s=percentile(step.ttfts, 0.5),
+        ttft_p90_s=percentile(step.ttfts, 0.9),
+    )
+
+
+def _sum_ttfts(steps: Iterable[_Step]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*(step.ttfts for step in steps), strict=True)))
+
+
+def _add(into: dict[str, int], counts: dict[str, int]) -> None:
+    for name, number in counts.items():
+        into[name] = into.get(name, 0) + number

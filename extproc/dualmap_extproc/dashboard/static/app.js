@@ -1,0 +1,159 @@
+// The page: takes snapshots from the stream, and has each part show the pool that the address names (#pool=NAMESPACE/NAME).
+
+import { Charts } from "./charts.js";
+import { Decisions } from "./decisions.js";
+import { el, setAttributes, setText, showEach } from "./dom.js";
+import { count, percent, plural, seconds, short, timeOfDay } from "./format.js";
+import { Instances } from "./instances.js";
+import { Rings } from "./rings.js";
+import { openStream } from "./stream.js";
+
+const SIGNS = { ok: "✓", warn: "!", bad: "✕", idle: "–" };
+const LEVELS = { ok: "fine", warn: "look at it", bad: "SLO missed or requests refused", idle: "nothing to judge" };
+const byId = (id) => document.getElementById(id);
+
+let latest = null; // The last snapshot.
+let pointed = null; // The decision under the pointer.
+let announced = "";
+let state = "connecting";
+
+const rings = new Rings(byId("rings"), byId("rings-caption"));
+const charts = new Charts(byId("charts"));
+const instances = new Instances(byId("instances"), byId("filter"), byId("troubled"), byId("shown"), showPool);
+const decisions = new Decisions(
+  { list: byId("decisions"), rules: byId("rules"), pause: byId("pause"), note: byId("decisions-note") },
+  (decision) => {
+    pointed = decision;
+    showPair();
+  },
+);
+const stream = openStream(take, showConnection);
+
+/** The pool in the address; undefined where the address is about something else, as after the skip link. */
+function chosenPool() {
+  if (!location.hash) return "";
+  return location.hash.startsWith("#pool=") ? decodeURIComponent(location.hash.slice("#pool=".length)) : undefined;
+}
+
+function choose() {
+  const pool = chosenPool();
+  if (pool === undefined) return;
+  latest = latest && { ...latest, pool: null, asked: pool };
+  decisions.clear();
+  pointed = null;
+  stream.watch(pool);
+}
+
+function take(snapshot) {
+  const changed = latest?.pool?.name !== snapshot.pool?.name;
+  if (changed) decisions.clear();
+  latest = snapshot;
+  showPools(snapshot);
+  showVerdict(snapshot);
+  byId("pool").hidden = !snapshot.pool;
+  setText(byId("router"), snapshot.router);
+  showPool();
+}
+
+function showPools({ pools, pool }) {
+  const nodes = byId("pools");
+  showEach(nodes, pools, (each) => each.pool, () => el("li", {}, el("a", {}, el("span", { class: "sign", "aria-hidden": "true" }), el("span"), el("span", { class: "hidden" }))), (node, each) => {
+    const link = node.firstChild;
+    setAttributes(link, { href: `#pool=${encodeURIComponent(each.pool)}`, "aria-current": each.pool === pool?.name ? "page" : null, title: each.headline });
+    setAttributes(node, { "data-level": each.level });
+    setText(link.children[0], SIGNS[each.level]);
+    setText(link.children[1], each.pool);
+    setText(link.children[2], ` (${LEVELS[each.level]})`);
+  });
+}
+
+function showVerdict({ pool, pools, asked }) {
+  const verdict = pool?.verdict ?? {
+    level: pools.length ? "warn" : "idle",
+    headline: asked ? `This router serves no pool ${asked}.` : "This router serves no pool yet.",
+    problems: [],
+  };
+  byId("verdict").dataset.level = verdict.level;
+  setText(byId("headline"), verdict.headline);
+  showEach(byId("problems"), verdict.problems, (each) => each.text, () => el("li"), (node, each) => {
+    node.dataset.level = each.level;
+    setText(node, each.text);
+  });
+  document.title = `${SIGNS[verdict.level]} ${pool?.name ?? "DualMap"} – DualMap`;
+  // Said aloud when it changes for better or worse, not whenever a number does.
+  announce(`${pool?.name ?? ""} ${verdict.level}`, verdict.headline);
+}
+
+function announce(what, text) {
+  if (what !== announced) {
+    announced = what;
+    setText(byId("announcement"), text);
+  }
+}
+
+function showPool() {
+  const pool = latest?.pool;
+  if (!pool) return;
+  const endpoints = rowsOf(pool.endpoints);
+  const marked = instances.marked(endpoints, pool);
+  showTiles(pool, endpoints);
+  rings.show(endpoints, pool.slo.ttft_s, marked);
+  charts.show(pool);
+  instances.show(endpoints, pool, marked);
+  decisions.show(pool, marked);
+  showPair();
+  setText(byId("about"), `Seen by router ${latest.router} (version ${latest.version}), which knows of ${plural(pool.peers, "other router")}. `
+    + `Model ${pool.model}, policy ${pool.policy}, ${pool.algorithm} rings of version ${pool.ring_version}.`);
+}
+
+function showPair() {
+  rings.showPair(pointed ?? latest?.pool?.decisions.find((each) => each.chosen));
+}
+
+/** Instances as objects, of the columns they come in. */
+function rowsOf(columns) {
+  const names = Object.keys(columns);
+  return (columns.id ?? []).map((_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]])));
+}
+
+function showTiles(pool, endpoints) {
+  const { recent, slo, hit_rate: hits, minute } = pool;
+  const sum = (field) => endpoints.reduce((total, each) => total + each[field], 0);
+  const serving = endpoints.filter((each) => each.state !== "Draining" && each.state !== "Suspended").length;
+  const within = recent.seconds === 60 ? "last minute" : "last 5 minutes";
+  const tiles = [
+    ["In time", percent(recent.attainment), `goal ${percent(slo.attainment)}, ${within}`],
+    ["TTFT, median", seconds(recent.ttft_p50_s), `90th percentile ${seconds(recent.ttft_p90_s)}, SLO ${seconds(slo.ttft_s)}`],
+    ["Requests a minute", count(minute.requests), minute.refused ? `${count(minute.refused)} refused` : "none refused"],
+    ["In flight", count(sum("in_flight")), `on ${plural(endpoints.length, "instance")}`],
+    ["Held", count(pool.held), "waiting in this router"],
+    ["Prefill waiting", short(sum("pending_tokens")), "tokens without a first token yet"],
+    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted; none measured" : `measured; predicted ${percent(hits.predicted)}`],
+    ["Instances", count(serving), pool.wanted === null ? "" : `traffic asks for ${count(Math.ceil(pool.wanted))}`],
+    ["Routers", count(1 + pool.peers), pool.peers ? "sharing what they know" : "no other heard of"],
+  ];
+  showEach(byId("tiles"), tiles, ([title]) => title, ([title]) => el("div", {}, el("dt", {}, title), el("dd"), el("dd", { class: "muted" })), (node, [, value, note]) => {
+    setText(node.children[1], value);
+    setText(node.children[2], note);
+  });
+}
+
+function showConnection(now, silentMs) {
+  const node = byId("connection");
+  node.dataset.state = document.body.dataset.connection = now;
+  const ago = silentMs === null ? 0 : Math.floor(silentMs / 1000);
+  if (now === "live") setText(node, "live");
+  else if (now === "connecting") setText(node, "connecting");
+  else if (latest) setText(node, `no news for ${ago} s: what you see is of ${timeOfDay(latest.at)}; trying again`);
+  else setText(node, "the router does not answer; trying again");
+  if (now !== state) {
+    if (now === "lost") announce("lost", "The connection to the router is lost; what you see is old.");
+    else if (state === "lost") announce("live", "The connection to the router is back.");
+    if (now === "lost") document.title = `? ${latest?.pool?.name ?? "DualMap"} – DualMap`;
+    state = now;
+  }
+}
+
+addEventListener("hashchange", choose);
+if (chosenPool() === undefined) stream.watch("");
+else choose();

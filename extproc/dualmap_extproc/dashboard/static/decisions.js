@@ -1,0 +1,84 @@
+// The last decisions in words, newest first, and which rules took them. They stand still while somebody reads.
+
+import { count, percent, plural, seconds, timeOfDay } from "./format.js";
+import { el, setText, showEach } from "./dom.js";
+
+const SHOWN = 12;
+
+export class Decisions {
+  constructor({ list, rules, pause, note }, onPoint) {
+    this.list = list;
+    this.rules = rules;
+    this.note = note;
+    this.pause = pause;
+    this.paused = false;
+    this.reading = false;
+    this.reasons = new Map();
+    pause.addEventListener("click", () => {
+      this.paused = !this.paused;
+      pause.setAttribute("aria-pressed", String(this.paused));
+      setText(pause, this.paused ? "Go on" : "Pause");
+      this.tell();
+    });
+    for (const [event, reading] of [["pointerenter", true], ["pointerleave", false]]) {
+      list.addEventListener(event, () => {
+        this.reading = reading;
+        if (!reading) onPoint(null);
+        this.tell();
+      });
+    }
+    list.addEventListener("pointerover", (event) => onPoint(event.target.closest("li")?.decision ?? null));
+  }
+
+  /** Show the newest of those that name one of `marked` (all where it is null). */
+  show(pool, marked) {
+    for (const each of pool.decisions) if (each.rule) this.reasons.set(each.rule, each.reason);
+    this.showRules(pool.rules);
+    if (this.paused || this.reading) return;
+    const admitted = pool.decisions.filter((each) => !marked || names(each).some((id) => marked.has(id)));
+    showEach(this.list, admitted.slice(0, SHOWN), (each) => each.number, makeItem, (node, each) => (node.decision = each));
+    this.tell(admitted.length);
+  }
+
+  /** Forget those of another pool. */
+  clear() {
+    this.list.replaceChildren();
+    this.reading = false;
+  }
+
+  tell(number = this.list.children.length) {
+    const still = this.paused ? "standing still" : this.reading ? "standing still while you point at them" : "newest first";
+    setText(this.note, number ? still : "none yet");
+  }
+
+  showRules(rules) {
+    const total = Object.values(rules).reduce((a, b) => a + b, 0);
+    const sorted = Object.entries(rules).sort((a, b) => b[1] - a[1]);
+    showEach(this.rules, sorted, ([rule]) => rule, ([rule]) => el("li", {}, el("b", {}, rule), el("span")), (node, [rule, number]) => {
+      setText(node.lastChild, ` ${percent(number / total)} (${count(number)})`);
+      node.title = this.reasons.has(rule) ? `because ${this.reasons.get(rule)}` : "";
+    });
+  }
+}
+
+function names(each) {
+  return each.refused ? [] : [each.chosen, ...each.pair];
+}
+
+function makeItem(each) {
+  const time = el("time", { datetime: new Date(each.at * 1000).toISOString() }, timeOfDay(each.at));
+  if (each.refused) return el("li", { class: "refused" }, time, el("p", {}, el("b", {}, "Refused"), ` (${each.refused}): ${each.reason}.`));
+  const cached = each.prompt_tokens ? `, ${percent(each.matched_tokens / each.prompt_tokens)} of it cached there` : "";
+  return el("li", {}, time,
+    el("p", {}, el("b", {}, each.chosen), ` because ${each.reason} `, el("span", { class: "rule" }, each.rule)),
+    el("p", { class: "muted" }, pairInWords(each), `Prompt of ${plural(each.prompt_tokens, "token")}${cached}; first token expected in ${seconds(each.ttft_s)}.`));
+}
+
+function pairInWords(each) {
+  const candidates = new Map(each.candidates.map((one) => [one.id, one]));
+  const words = each.pair.map((id) => {
+    const one = candidates.get(id);
+    return one ? `${id} (${count(one.matched_tokens)} cached, ${seconds(one.ttft_s)})` : id;
+  });
+  return words.length ? `Pair: ${words.join(" and ")}. ` : "";
+}

@@ -1,0 +1,96 @@
+// The table of instances: sorted by any column, filtered by name or state; rows are kept while their numbers change.
+
+import { count, percent, seconds, short } from "./format.js";
+import { el, setAttributes, setText, showEach } from "./dom.js";
+
+const byName = new Intl.Collator("en", { numeric: true }).compare;
+
+// Field to sort by, title, what it means, and its text.
+const COLUMNS = [
+  ["id", "Instance", "The member's id", (each) => each.id],
+  ["state", "State", "Joining, Active, Draining, or Suspended after failures", (each) => (each.state === "Joining" ? `Joining (${each.weight}%)` : each.state)],
+  ["ring_1", "Share", "Share of all keys on ring 1", (each) => percent(each.ring_1)],
+  ["in_flight", "In flight", "Requests sent and not yet ended", (each) => count(each.in_flight)],
+  ["held", "Held", "Requests that wait in this router for the instance", (each) => count(each.held)],
+  ["backlog_s", "Prefill waiting", "Uncached tokens without a first token yet, as seconds at the learnt speed", (each) => `${seconds(each.backlog_s)} (${short(each.pending_tokens)})`],
+  ["requests", "Requests", "Sent there in the last 5 minutes", (each) => count(each.requests)],
+  ["hit_predicted", "Hit rate", "Predicted share of prompt tokens cached, and as measured by the engine, last 5 minutes", (each) => `${percent(each.hit_predicted)} / ${percent(each.hit_measured)}`],
+  ["attainment", "In time", "First tokens within the SLO, last 5 minutes", (each) => percent(each.attainment)],
+  ["speed", "Tokens/s", "Prefill speed as learnt", (each) => short(each.speed)],
+  ["failed", "Failed", "Requests it failed in the last 5 minutes", (each) => count(each.failed)],
+];
+const TEXTS = new Set(["id", "state"]);
+
+export class Instances {
+  constructor(table, filter, troubled, shown, onChange) {
+    this.body = table.tBodies[0];
+    this.shown = shown;
+    this.filter = filter;
+    this.troubled = troubled;
+    this.sort = { field: "id", descending: false };
+    this.heads = COLUMNS.map(([field, title, meaning]) => this.head(field, title, meaning, onChange));
+    table.tHead.rows[0].append(...this.heads);
+    filter.addEventListener("input", onChange);
+    troubled.addEventListener("change", onChange);
+  }
+
+  head(field, title, meaning, onChange) {
+    const button = el("button", { type: "button", title: meaning }, title);
+    const cell = el("th", { scope: "col", class: TEXTS.has(field) ? null : "number" }, button);
+    button.addEventListener("click", () => {
+      const same = this.sort.field === field;
+      // Of numbers the greatest are looked for, of names the first.
+      this.sort = { field, descending: same ? !this.sort.descending : !TEXTS.has(field) };
+      onChange();
+    });
+    return cell;
+  }
+
+  /** The ids that the filter leaves, or null while it leaves all. */
+  marked(endpoints, pool) {
+    const text = this.filter.value.trim().toLowerCase();
+    if (!text && !this.troubled.checked) return null;
+    return new Set(endpoints.filter((each) => this.admits(each, text, pool)).map((each) => each.id));
+  }
+
+  admits(each, text, pool) {
+    const matches = each.id.toLowerCase().includes(text) || each.state.toLowerCase().includes(text);
+    return matches && (!this.troubled.checked || isTroubled(each, pool));
+  }
+
+  show(endpoints, pool, marked) {
+    const rows = endpoints.filter((each) => !marked || marked.has(each.id)).sort((a, b) => this.compare(a, b));
+    COLUMNS.forEach(([field], index) => {
+      const sorted = field === this.sort.field ? (this.sort.descending ? "descending" : "ascending") : null;
+      setAttributes(this.heads[index], { "aria-sort": sorted });
+    });
+    showEach(this.body, rows, (each) => each.id, makeRow, (row, each) => {
+      COLUMNS.forEach(([, , , text], index) => setText(row.cells[index].firstChild, text(each)));
+      setAttributes(row, { "data-state": each.state, "data-troubled": isTroubled(each, pool) ? "" : null });
+      const late = each.backlog_s / pool.slo.ttft_s;
+      const cell = row.cells[5];
+      cell.dataset.load = late > 1 ? "late" : late > 0.5 ? "long" : "fine";
+      cell.style.setProperty("--load", `${Math.min(100, late * 100).toFixed(1)}%`);
+    });
+    setText(this.shown, rows.length === endpoints.length ? `${endpoints.length}` : `${rows.length} of ${endpoints.length}`);
+  }
+
+  compare(a, b) {
+    const { field, descending } = this.sort;
+    const order = TEXTS.has(field) ? byName(a[field], b[field]) : (a[field] ?? -1) - (b[field] ?? -1);
+    return (descending ? -order : order) || byName(a.id, b.id);
+  }
+}
+
+/** Whether somebody looking for what is wrong wants to see the instance. */
+function isTroubled(each, pool) {
+  const late = each.attainment !== null && each.attainment < pool.slo.attainment;
+  return each.state === "Suspended" || each.failed > 0 || late || each.backlog_s > pool.slo.ttft_s;
+}
+
+function makeRow() {
+  const cells = COLUMNS.map(([field]) =>
+    field === "id" ? el("th", { scope: "row" }, "") : el("td", { class: TEXTS.has(field) ? null : "number" }, ""));
+  for (const cell of cells) cell.append(document.createTextNode(""));
+  return el("tr", {}, ...cells);
+}
