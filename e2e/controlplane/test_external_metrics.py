@@ -22,7 +22,7 @@ from dualmap.scaling import PoolSignals
 from dualmap_extproc.demand import Demand
 from dualmap_extproc.metrics import Metrics
 
-HPA = Path(__file__).parents[2] / "manifests" / "hpa.yaml"
+HPA = Path(__file__).parents[2] / "manifests" / "examples" / "hpa.yaml"
 POOL = f"{crds.NAME}/qwen"
 METRIC = "dualmap_pool_desired_replicas"
 # The HPA looks every 2 s here; the machine may be busy.

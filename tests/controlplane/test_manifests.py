@@ -239,11 +239,11 @@ class TestRouter:
 
 class TestHpa:
     def test_it_scales_the_pool_by_its_full_name(self) -> None:
-        (hpa,) = documents("hpa.yaml")
+        (hpa,) = documents("examples/hpa.yaml")
         assert hpa["spec"]["scaleTargetRef"] == {"apiVersion": API_VERSION, "kind": KIND, "name": "qwen"}
 
     def test_its_metric_is_one_the_router_exports(self) -> None:
-        ((hpa,), made) = documents("hpa.yaml"), Metrics(version="1", replica_id="r")
+        ((hpa,), made) = documents("examples/hpa.yaml"), Metrics(version="1", replica_id="r")
         made.set_pools([builders.pool(2)])
         statuses = [PoolRouter(builders.pool(2)).status()]
         page = made.render(statuses, made.signals(statuses)).decode()
@@ -251,6 +251,6 @@ class TestHpa:
             assert f'\n{metric["external"]["metric"]["name"]}{{pool="llm/qwen"}} ' in page
 
     def test_it_is_more_patient_going_down(self) -> None:
-        behavior = documents("hpa.yaml")[0]["spec"]["behavior"]
+        behavior = documents("examples/hpa.yaml")[0]["spec"]["behavior"]
         up, down = (behavior[each]["stabilizationWindowSeconds"] for each in ("scaleUp", "scaleDown"))
         assert up < 300 <= down

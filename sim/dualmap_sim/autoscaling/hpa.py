@@ -37,7 +37,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HpaSpec:
-    """What is written in the object. The defaults are those of manifests/hpa.yaml."""
+    """What is written in the object. The defaults are those of manifests/examples/hpa.yaml."""
 
     min_replicas: int = 2
     max_replicas: int = 40
