@@ -6,7 +6,7 @@ sum that lacks somebody's share would scale down a pool that is busy. All of it 
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from typing import Final
 
@@ -41,7 +41,7 @@ class PoolDemand:
         self._clock = clock
         self._peers: dict[str, PeerShares] = {}
         self._reported_s: dict[str, float] = {}
-        self._heard_s: float | None = None
+        self._exchanged_s: float | None = None
         # Pools that were seen to have traffic: arrivals are news in the others only.
         self._awake: set[str] = set()
         self._on_change: Callable[[str], None] = _nobody_watches
@@ -69,19 +69,27 @@ class PoolDemand:
         self._must_know(now, pool)
         return self._peers_of(pool).total(now, own).active
 
-    def reports(self, pools: Iterable[str]) -> Mapping[str, Report]:
-        """Return what it is time to tell the other routers of these pools."""
+    def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
+        """Return what it is time to tell the other routers of these pools, which are all that are served."""
         now = self._clock()
+        for gone in self._peers.keys() - pools:
+            del self._peers[gone]
+        for peers in self._peers.values():
+            peers.expire(now)
         due = [pool for pool in pools if now - self._reported_s.get(pool, -inf) >= REPORT_INTERVAL_S]
         return {pool: self._report(now, pool) for pool in due}
 
-    def reported(self, pools: Collection[str]) -> None:
-        """Take note that the store has taken the reports of these pools."""
-        self._reported_s |= dict.fromkeys(pools, self._clock())
+    def reported(self, reports: Mapping[str, Report]) -> None:
+        """Take note that the other routers can hear of these reports."""
+        now = self._clock()
+        for pool, report in reports.items():
+            # Unless traffic has begun meanwhile, which is news.
+            if report.own.active or pool not in self._awake:
+                self._reported_s[pool] = now
 
-    def heard(self) -> None:
-        """Take note that the store has said all that the other routers reported."""
-        self._heard_s = self._clock()
+    def exchanged(self) -> None:
+        """Take note that all that the other routers reported has been heard, and that they can hear this one."""
+        self._exchanged_s = self._clock()
 
     def on_peer(self, pool: str, peer: str, age_s: float) -> None:
         """Take note that another router was there ``age_s`` ago."""
@@ -120,7 +128,7 @@ class PoolDemand:
     def _must_know(self, now: float, pool: str) -> None:
         if not self._shares:
             return
-        if self._heard_s is None or now - self._heard_s > PEER_TTL_S:
+        if self._exchanged_s is None or now - self._exchanged_s > PEER_TTL_S:
             raise DemandUnknown("the other routers' shares are not known: shared state is out of reach")
         if self._peers_of(pool).mute(now):
             raise DemandUnknown("a router is there that does not report its share: an older version?")

@@ -73,9 +73,10 @@ async def serve(settings: Settings) -> None:
         shares=settings.redis is not None,
         log_prompts=settings.log_prompts,
     )
-    exchange = None if settings.redis is None else _exchange(settings.redis, picker, metrics, incarnation)
     picker.on_held(demand.held)
-    scaler = Scaler(PoolDemand(demand, picker.statuses, shares=False))
+    pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)
+    scaler = Scaler(pool_demand)
+    exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = EndpointDiscovery(metrics)
     adoption = Adoption(metrics, discovery, picker)
 
@@ -191,14 +192,18 @@ def _dashboard(router: str, picker: Picker, metrics: Metrics, recorder: Recorder
     return Dashboard(source)
 
 
-def _exchange(redis: RedisSettings, picker: Picker, metrics: Metrics, peer: str) -> Exchange:
+def _exchange(
+    redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str
+) -> Exchange:
     """Return what carries news between this router and the others; ``peer`` is its name among them."""
     from dualmap_extproc.store.redis import RedisStore  # Here, because a router that is alone need not take 0.4 s.
 
     target = target_of(redis)
     clock = asyncio.get_running_loop().time
     observer = StoreMetrics(metrics.registry)
-    return Exchange(picker, RedisStore(target), observer, peer=peer, clock=clock, shown=target.shown)
+    return Exchange(
+        picker, RedisStore(target), observer, reporter=pool_demand, peer=peer, clock=clock, shown=target.shown
+    )
 
 
 async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:

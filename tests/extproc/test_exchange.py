@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
 from dualmap.peers import PEER_TTL_S
 from dualmap.pool import Pool
+from dualmap.shares import Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store import exchange as exchange_module
 from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Question, Store
@@ -33,13 +34,19 @@ NO_LOADS = replace(QUIET, loads={})
 
 
 class Replica:
-    """What the exchange needs of a picker: tells what a test puts in ``news``, and keeps what it is told."""
+    """What the exchange needs of a picker and of a pool's demand: tells what a test puts in ``news`` and ``due``, and
+    keeps what it is told.
+    """
 
     def __init__(self, *pools: Pool) -> None:
         self.pools = pools or (POOL,)
         self.news = dict.fromkeys((pool.id for pool in self.pools), QUIET)
         self.heard: list[tuple[str, str, News, float]] = []
         self.bindings: list[tuple[str, SharedBinding]] = []
+        self.due: dict[str, Report] = {}
+        self.peers: list[tuple[str, str, float]] = []
+        self.reports_heard: list[tuple[str, str, Report, float]] = []
+        self.exchanges = 0
 
     def take_news(self, now: float) -> Sequence[tuple[str, News]]:
         taken = [(pool.id, self.news[pool.id]) for pool in self.pools]
@@ -51,6 +58,22 @@ class Replica:
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         self.bindings += [(pool, binding) for binding in bindings]
+
+    def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
+        return {pool: report for pool, report in self.due.items() if pool in pools}
+
+    def reported(self, reports: Mapping[str, Report]) -> None:
+        for pool in reports:
+            del self.due[pool]
+
+    def on_peer(self, pool: str, peer: str, age_s: float) -> None:
+        self.peers.append((pool, peer, age_s))
+
+    def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
+        self.reports_heard.append((pool, peer, report, age_s))
+
+    def exchanged(self) -> None:
+        self.exchanges += 1
 
     def tell(self, pool: Pool = POOL, **news: object) -> None:
         self.news[pool.id] = replace(self.news[pool.id], **news)
@@ -107,7 +130,9 @@ class Joined:
         self.replica = Replica(*pools)
         self.observed = Observed()
         time = clock or asyncio.get_running_loop().time
-        self.exchange = Exchange(self.replica, store, self.observed, peer=name, clock=time, shown=name)
+        self.exchange = Exchange(
+            self.replica, store, self.observed, reporter=self.replica, peer=name, clock=time, shown=name
+        )
 
 
 def binding(host: str, *, session: int = 1, version: int = 0, ago: float = 0.0) -> SharedBinding:

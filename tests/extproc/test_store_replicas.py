@@ -11,8 +11,10 @@ import builders
 from dualmap.pool import Pool, Prefix, Queue, Routing, Session, SessionMigration
 from dualmap.receipt import Receipt
 from dualmap.requests import Decision
+from dualmap_extproc.demand import Demand
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picked, Picker
+from dualmap_extproc.pool_demand import PoolDemand
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
@@ -35,8 +37,8 @@ STICKY = builders.pool(routing=Routing(session=Session(migration=SessionMigratio
 class Observer(Metrics):
     """Keeps the last decision."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(version="1", replica_id=name)
+    def __init__(self, name: str, demand: Demand) -> None:
+        super().__init__(version="1", replica_id=name, demand=demand)
         self.receipt: Receipt | None = None
 
     def routed(self, pool: str, decision: Decision) -> None:
@@ -48,14 +50,24 @@ class Router:
     """A router without its ports."""
 
     def __init__(self, name: str, server: RedisServer, pool: Pool) -> None:
-        self.observer = Observer(name)
+        self.demand = Demand()
+        self.observer = Observer(name, self.demand)
         self.observer.set_pools((pool,))
         self.picker = Picker(Limits(), self.observer, id_prefix=name, shares=True)
         self.clock = asyncio.get_running_loop().time
         self.picker.set_pools(self.clock(), (pool,))
         store = RedisStore(target_of(RedisSettings(url=server.url)))
         metrics = StoreMetrics(self.observer.registry)
-        self.exchange = Exchange(self.picker, store, metrics, peer=name, clock=self.clock, shown=server.url)
+        self.pool_demand = PoolDemand(self.demand, self.picker.statuses, shares=True)
+        self.exchange = Exchange(
+            self.picker,
+            store,
+            metrics,
+            reporter=self.pool_demand,
+            peer=name,
+            clock=self.clock,
+            shown=server.url,
+        )
 
     def pick(self, text: str, **fields: str) -> str:
         """Route a request; return its id."""

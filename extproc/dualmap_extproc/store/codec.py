@@ -1,9 +1,9 @@
-"""News as bytes: what one entry of a pool's stream holds. Compact, since routers write ten of them a second.
+"""News and reports as bytes: what one entry of a pool's stream holds. Compact, since routers write ten a second.
 
 Little-endian throughout: a version byte, then the parts in the order of ``encode_news``; counts before what they count,
 texts as UTF-8 behind their length. Hashes and counts are packed arrays: a prompt of 8000 tokens takes 500 bytes.
 
-Whatever can write to the store can write anything there, so that ``decode_news`` checks everything a router relies on.
+Whatever can write to the store can write anything there, so that what decodes checks everything a router relies on.
 """
 
 import struct
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.shares import Report, Share
 
 NODES_MAX: Final = 4096
 """Prefixes whose counts one entry may hold: a router's tree of them is bounded, and no entry may fill it."""
@@ -21,8 +22,11 @@ _COUNT: Final = struct.Struct("<I")
 _TEXT: Final = struct.Struct("<H")
 _LOAD: Final = struct.Struct("<QddIQ")
 _BINDING: Final = struct.Struct("<QQId")
+_REPORT_VERSION: Final = 1
+_REPORT: Final = struct.Struct("<B" + 2 * "dQIIII")
 LONGEST_S: Final = 1e9
 """The longest time that is told, some thirty years; whatever is longer is told as this."""
+_REPLICAS_MAX: Final = 1e6
 _U32_MAX: Final = 2**32 - 1
 _TEXT_BYTES_MAX: Final = 1024
 
@@ -84,6 +88,45 @@ def decode_news(data: bytes) -> News:
         raise UnreadableNews(str(error)) from None
     reader.must_be_at_its_end()
     return news
+
+
+def encode_report(report: Report) -> bytes:
+    """Return a report of a pool's demand in 65 bytes."""
+    values = (value for share in (report.own, report.pool) for value in _share_values(share))
+    return _REPORT.pack(_REPORT_VERSION, *values)
+
+
+def decode_report(data: bytes) -> Report:
+    """Return the report that ``encode_report`` made bytes of; later versions may add to it. Raises UnreadableNews."""
+    if len(data) < _REPORT.size or data[0] != _REPORT_VERSION:
+        raise UnreadableNews(f"a report of {len(data)} bytes")
+    _, *values = _REPORT.unpack_from(data)
+    return Report(own=_share(*values[:6]), pool=_share(*values[6:]))
+
+
+def _share_values(share: Share) -> tuple[float | int, ...]:
+    # Counts are bounded by what a router holds, far below what fits.
+    return (
+        min(share.desired_replicas, _REPLICAS_MAX),
+        share.pending_prefill_tokens,
+        share.in_flight,
+        share.held,
+        share.first_tokens,
+        share.slo_met,
+    )
+
+
+def _share(replicas: float, pending: int, in_flight: int, held: int, first_tokens: int, slo_met: int) -> Share:
+    if not 0.0 <= replicas <= _REPLICAS_MAX or slo_met > first_tokens:
+        raise UnreadableNews(f"a share of {replicas} instances, {slo_met} of {first_tokens} first tokens in time")
+    return Share(
+        desired_replicas=replicas,
+        pending_prefill_tokens=pending,
+        in_flight=in_flight,
+        held=held,
+        first_tokens=first_tokens,
+        slo_met=slo_met,
+    )
 
 
 def _bounded(seconds: float) -> float:

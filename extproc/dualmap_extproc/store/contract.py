@@ -1,8 +1,9 @@
 """What a store of shared state does, as the exchange asks it and ``memory`` and ``redis`` answer.
 
-A store keeps three things per pool: a stream of news, kept for minutes so that a replica that starts can read it back;
-what each replica last said of its load, which is whole each time and worthless after seconds; and one binding per
-session, forgotten when it is not refreshed. It never decides anything but which of two bindings holds
+A store keeps four things per pool: a stream of news, kept for minutes so that a replica that starts can read it back;
+what each replica last said of its load, which is whole each time and worthless after seconds; what each last reported
+of the demand, which matters for a minute (``dualmap.shares``); and one binding per session, forgotten when it is not
+refreshed. It never decides anything but which of two bindings holds
 (``dualmap.news``). Replicas share no clock, so everything that comes out of a store has an age by the store's clock.
 """
 
@@ -12,6 +13,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from dualmap.news import News, SharedBinding, SharedLoad
+from dualmap.shares import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
 """About the most entries of news that are kept of a pool: five minutes of ten busy routers."""
@@ -71,17 +73,28 @@ class LoadEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEntry:
+    """What the replica ``peer`` reported of the pool's demand ``age_s`` seconds ago; as in Report it is whole."""
+
+    peer: str
+    report: Report
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a store has to a Question: at most PAGE_ENTRIES of other replicas, oldest first, and the bindings it knows.
 
     ``more`` says that there are further entries to ask for at once. ``loads`` are the last words of each replica that
-    has said anything since the last answer and less than PEER_TTL_S ago (``dualmap.peers``). ``unreadable`` counts
-    entries and bindings that were left out because they are not what a router wrote.
+    has said anything since the last answer and less than PEER_TTL_S ago (``dualmap.peers``), ``reports`` likewise, less
+    than REMEMBERED_S ago (``dualmap.shares``). ``unreadable`` counts entries and bindings that were left out because
+    they are not what a router wrote.
     """
 
     cursor: str
     entries: tuple[Entry, ...]
     loads: tuple[LoadEntry, ...]
+    reports: tuple[ReportEntry, ...]
     bindings: tuple[SharedBinding, ...]
     more: bool = False
     unreadable: int = 0
@@ -100,14 +113,15 @@ class Claim:
 class Post:
     """What a replica has to tell the others of a pool; None is what it does not speak of now.
 
-    ``news`` is kept for at least ``keep_s``; its loads and what it wants are no part of it. ``loads`` take the place of
-    those told before.
+    ``news`` is kept for at least ``keep_s``; its loads and what it wants are no part of it. ``loads`` and ``report``
+    take the place of those told before.
     """
 
     pool: str
     keep_s: float
     news: News | None = None
     loads: Mapping[str, SharedLoad] | None = None
+    report: Report | None = None
 
 
 class Store(Protocol):

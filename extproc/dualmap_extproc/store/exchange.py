@@ -7,12 +7,13 @@ once a second. One log line says that it was lost, and one that it is back.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, SharedBinding
 from dualmap.pool import Pool
+from dualmap.shares import Report
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
 from dualmap_extproc.store.unsent import Unsent
@@ -48,6 +49,25 @@ class Sharer(Protocol):
         """Take what the store says of sessions."""
 
 
+class Reporter(Protocol):
+    """What the exchange asks of the pools' demand; see ``pool_demand.PoolDemand`` for what each does."""
+
+    def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
+        """Return what it is time to report of these pools, which are all that are served."""
+
+    def reported(self, reports: Mapping[str, Report]) -> None:
+        """Take note that the others can hear of these reports."""
+
+    def on_peer(self, pool: str, peer: str, age_s: float) -> None:
+        """Take note that another replica was there."""
+
+    def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
+        """Take what another replica reported."""
+
+    def exchanged(self) -> None:
+        """Take note that everything was told and heard."""
+
+
 class StoreObserver(Protocol):
     """Told how the store fares; ``metrics`` implements it."""
 
@@ -65,7 +85,7 @@ class StoreObserver(Protocol):
 
 
 class Exchange:
-    """Carries news between ``sharer`` and ``store``; ``peer`` names this router and its incarnation.
+    """Carries news and reports between this router and ``store``; ``peer`` names the router and its incarnation.
 
     ``clock`` is that of the sharer's ``now``, ``shown`` names the store in log lines.
     """
@@ -76,11 +96,13 @@ class Exchange:
         store: Store,
         observer: StoreObserver,
         *,
+        reporter: Reporter,
         peer: str,
         clock: Callable[[], float],
         shown: str,
     ) -> None:
         self._sharer = sharer
+        self._reporter = reporter
         self._store = store
         self._observer = observer
         self._peer = peer
@@ -120,6 +142,7 @@ class Exchange:
                     reason=str(error),
                 )
             return False
+        self._reporter.exchanged()
         self._observer.exchanged(self._clock() - began_s)
         if self._lost_s is not None:
             _log.info("shared state is back", store=self._shown, after_s=round(self._clock() - self._lost_s, 1))
@@ -172,8 +195,15 @@ class Exchange:
             self._cursors[question.pool] = answer.cursor
             self._unsent[question.pool].answered()
             self._observer.unreadable(answer.unreadable)
+            self._tell_reporter(question.pool, answer)
             await self._tellers[question.pool].tell(answer)
         return any(answer.more for answer in answers)
+
+    def _tell_reporter(self, pool: str, answer: Answer) -> None:
+        for said in answer.loads:
+            self._reporter.on_peer(pool, said.peer, said.age_s)
+        for entry in answer.reports:
+            self._reporter.on_report(pool, entry.peer, entry.report, entry.age_s)
 
     async def _settle(self, pools: dict[str, Pool]) -> None:
         """Claim the bindings made here; those that lost are replaced by what they lost to."""
@@ -192,14 +222,22 @@ class Exchange:
 
     async def _publish(self, pools: dict[str, Pool]) -> None:
         now = self._clock()
+        reports = self._reporter.reports(pools)
         posts = [
-            Post(pool=id_, keep_s=_keep_s(pools[id_]), news=unsent.news(now), loads=unsent.loads(now))
+            Post(
+                pool=id_,
+                keep_s=_keep_s(pools[id_]),
+                news=unsent.news(now),
+                loads=unsent.loads(now),
+                report=reports.get(id_),
+            )
             for id_, unsent in self._unsent.items()
         ]
-        posts = [post for post in posts if post.news is not None or post.loads is not None]
+        posts = [post for post in posts if (post.news, post.loads, post.report) != (None, None, None)]
         if not posts:
             return
         await self._store.publish(self._peer, posts)
+        self._reporter.reported(reports)
         for post in posts:
             if post.news is not None:
                 self._unsent[post.pool].told_news()

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from dualmap.news import News, SharedBinding, SharedLoad
 from dualmap.peers import PEER_TTL_S
+from dualmap.shares import REMEMBERED_S, Report
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
     PAGE_ENTRIES,
@@ -21,6 +22,7 @@ from dualmap_extproc.store.contract import (
     LoadEntry,
     Post,
     Question,
+    ReportEntry,
 )
 
 
@@ -40,6 +42,13 @@ class _ToldLoads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Reported:
+    number: int
+    report: Report
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
     binding: SharedBinding
     moved_at_s: float
@@ -55,7 +64,8 @@ class _Shelf:
 
     told: deque[_Told] = field(default_factory=lambda: deque(maxlen=HISTORY_ENTRIES_MAX))
     loads: dict[str, _ToldLoads] = field(default_factory=dict)
-    # Both are numbered in the order in which they were told.
+    reports: dict[str, _Reported] = field(default_factory=dict)
+    # All are numbered in the order in which they were told.
     numbers: int = 0
     bindings: dict[int, _Kept] = field(default_factory=dict)
 
@@ -84,12 +94,16 @@ class MemoryStore:
                 shelf.told.popleft()
             for silent in [each for each, told in shelf.loads.items() if now - told.at_s >= PEER_TTL_S]:
                 del shelf.loads[silent]
+            for forgotten in [each for each, told in shelf.reports.items() if now - told.at_s >= REMEMBERED_S]:
+                del shelf.reports[forgotten]
             shelf.numbers += 1
             if post.news is not None:
                 news = replace(post.news, loads=None, wanted=())
                 shelf.told.append(_Told(number=shelf.numbers, peer=peer, news=news, at_s=now))
             if post.loads is not None:
                 shelf.loads[peer] = _ToldLoads(number=shelf.numbers, loads=post.loads, at_s=now)
+            if post.report is not None:
+                shelf.reports[peer] = _Reported(number=shelf.numbers, report=post.report, at_s=now)
 
     async def close(self) -> None:
         """Do nothing: there are no connections (Store)."""
@@ -97,7 +111,7 @@ class MemoryStore:
     def _answer(self, peer: str, question: Question) -> Answer:
         now = self._clock()
         shelf = self._shelf(question.pool)
-        after, loads_after = (0, 0) if question.cursor is None else map(int, question.cursor.split())
+        after, last_words_after = (0, 0) if question.cursor is None else map(int, question.cursor.split())
         since_s = now - question.window_s if question.cursor is None else -math.inf
         # From the newer end: a replica that listens all the time has few new ones to hear, of thousands that are kept.
         new = takewhile(lambda told: told.number > after and told.at_s >= since_s, reversed(shelf.told))
@@ -110,7 +124,12 @@ class MemoryStore:
             loads=tuple(
                 LoadEntry(peer=each, loads=told.loads, age_s=now - told.at_s)
                 for each, told in shelf.loads.items()
-                if told.number > loads_after and now - told.at_s < PEER_TTL_S and each != peer
+                if told.number > last_words_after and now - told.at_s < PEER_TTL_S and each != peer
+            ),
+            reports=tuple(
+                ReportEntry(peer=each, report=told.report, age_s=now - told.at_s)
+                for each, told in shelf.reports.items()
+                if told.number > last_words_after and now - told.at_s < REMEMBERED_S and each != peer
             ),
             bindings=tuple(each.at(now) for each in kept if each is not None and each.until_s > now),
             more=more,

@@ -5,10 +5,10 @@ The client is made at the first call and made anew after every failure, so that 
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
@@ -20,7 +20,15 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, SharedBinding
 from dualmap.peers import PEER_TTL_S
-from dualmap_extproc.store.codec import LONGEST_S, UnreadableNews, decode_news, encode_news
+from dualmap.shares import REMEMBERED_S
+from dualmap_extproc.store.codec import (
+    LONGEST_S,
+    UnreadableNews,
+    decode_news,
+    decode_report,
+    encode_news,
+    encode_report,
+)
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
     PAGE_ENTRIES,
@@ -31,6 +39,7 @@ from dualmap_extproc.store.contract import (
     LoadEntry,
     Post,
     Question,
+    ReportEntry,
     StoreError,
 )
 from dualmap_extproc.store.scripts import HEAR, PUBLISH, SETTLE
@@ -49,6 +58,11 @@ _LOADS_KEEP_S: Final = 3 * PEER_TTL_S
 _LOADS_ENTRIES_MAX: Final = 4096
 _LOADS_BYTES_MAX: Final = 16 * 2**20
 _LOADS_PAGE_ENTRIES: Final = 256
+# Likewise; a minute of a hundred routers.
+_REPORTS_KEEP_S: Final = REMEMBERED_S + 2 * PEER_TTL_S
+_REPORTS_ENTRIES_MAX: Final = 8192
+_REPORTS_BYTES_MAX: Final = 2**20
+_REPORTS_PAGE_ENTRIES: Final = 1024
 _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 # Above what any binding counts, below what the codec can write.
 _VERSIONS: Final = 2**31
@@ -71,6 +85,7 @@ _FAILURES_BY_CLASS: Final = (
     ((RedisConnectionError, OSError), Failure.CONNECTION),
 )
 
+_Value = TypeVar("_Value")
 _Command = tuple[str | bytes | int, ...]
 
 
@@ -190,27 +205,34 @@ def loads_key(pool: str) -> str:
     return f"dualmap:1:{{{pool}}}:loads"
 
 
+def reports_key(pool: str) -> str:
+    """Return the key of the stream of what its routers report of the demand."""
+    return f"dualmap:1:{{{pool}}}:demand"
+
+
 def session_key(pool: str, session: int) -> str:
     """Return the key of a session's binding."""
     return f"dualmap:1:{{{pool}}}:session:{session:016x}"
 
 
 def _hear(question: Question) -> _Command:
-    news_cursor, _, loads_cursor = (question.cursor or "").partition(" ")
+    news_cursor, loads_cursor, reports_cursor = (question.cursor or "  ").split(" ")
     sessions = (session_key(question.pool, session) for session in question.wanted)
-    keys = (news_key(question.pool), loads_key(question.pool), *sessions)
+    keys = (news_key(question.pool), loads_key(question.pool), reports_key(question.pool), *sessions)
     news = (news_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
     loads = (loads_cursor, int(1000 * PEER_TTL_S), _LOADS_PAGE_ENTRIES)
-    return ("EVAL", HEAR, len(keys), *keys, *news, *loads)
+    reports = (reports_cursor, int(1000 * REMEMBERED_S), _REPORTS_PAGE_ENTRIES)
+    return ("EVAL", HEAR, len(keys), *keys, *news, *loads, *reports)
 
 
 def _answer(peer: str, question: Question, reply: Any) -> Answer:
     """Return the answer that a reply holds, without what ``peer`` itself told."""
-    now, unreadable, (news_cursor, news), (loads_cursor, loads), values = reply
+    now, unreadable, streams, values = reply
+    (news_cursor, news), (loads_cursor, loads), (reports_cursor, reports) = streams
     now_ms = int(now)
     entries: list[Entry] = []
     for id_, fields in news:
-        told = _told(fields)
+        told = _told(fields, decode_news)
         if told is None:
             unreadable += 1
         elif told[0] != peer:
@@ -219,28 +241,36 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
             entries.append(Entry(peer=told[0], news=replace(told[1], loads=None), age_s=age_s))
     spoken: dict[str, LoadEntry] = {}
     for id_, fields in loads:
-        told = _told(fields)
+        told = _told(fields, decode_news)
         if told is None:
             unreadable += 1
         elif told[0] != peer and (age_s := _age_s(id_, now_ms)) < PEER_TTL_S:
             spoken[told[0]] = LoadEntry(peer=told[0], loads=told[1].loads or {}, age_s=age_s)
+    reported: dict[str, ReportEntry] = {}
+    for id_, fields in reports:
+        said = _told(fields, decode_report)
+        if said is None:
+            unreadable += 1
+        elif said[0] != peer and (age_s := _age_s(id_, now_ms)) < REMEMBERED_S:
+            reported[said[0]] = ReportEntry(peer=said[0], report=said[1], age_s=age_s)
     bindings = [_binding(session, value, now_ms) for session, value in zip(question.wanted, values, strict=True)]
     known = tuple(binding for binding in bindings if binding is not None)
     return Answer(
-        cursor=f"{news_cursor.decode()} {loads_cursor.decode()}",
+        cursor=" ".join(cursor.decode() for cursor in (news_cursor, loads_cursor, reports_cursor)),
         entries=tuple(entries),
         loads=tuple(spoken.values()),
+        reports=tuple(reported.values()),
         bindings=known,
-        more=len(news) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES,
+        more=len(news) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES or len(reports) == _REPORTS_PAGE_ENTRIES,
         unreadable=unreadable + sum(value is not None for value in values) - len(known),
     )
 
 
-def _told(fields: list[bytes]) -> tuple[str, News] | None:
+def _told(fields: list[bytes], decode: Callable[[bytes], _Value]) -> tuple[str, _Value] | None:
     """Return who told what by an entry's fields, or None if that was no router."""
     values = dict(zip(fields[::2], fields[1::2], strict=False))
     try:
-        return values[b"p"].decode(), decode_news(values[b"n"])
+        return values[b"p"].decode(), decode(values[b"n"])
     except (KeyError, UnicodeDecodeError, UnreadableNews):
         return None
 
@@ -281,6 +311,10 @@ def _publish(peer: str, post: Post) -> _Command:
         keys.append(loads_key(post.pool))
         told = encode_news(News(hotness=_NOTHING_COUNTED, loads=post.loads))
         streams += [int(1000 * _LOADS_KEEP_S), _LOADS_ENTRIES_MAX, _LOADS_BYTES_MAX, told]
+    if post.report is not None:
+        keys.append(reports_key(post.pool))
+        told = encode_report(post.report)
+        streams += [int(1000 * _REPORTS_KEEP_S), _REPORTS_ENTRIES_MAX, _REPORTS_BYTES_MAX, told]
     if post.news is not None:
         keys.append(news_key(post.pool))
         told = encode_news(post.news)

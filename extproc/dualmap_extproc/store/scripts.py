@@ -18,7 +18,7 @@ end
 HEAR: Final = (
     _BEGIN
     + """
--- KEYS: two streams, then session keys. ARGV, for either stream: the cursor, without one how many ms back, the count.
+-- KEYS: three streams, then session keys. ARGV, for each stream: the cursor, without one how many ms back, the count.
 local mended = 0
 local function read(key, cursor, window_ms, count)
   local from = '(' .. cursor
@@ -47,23 +47,24 @@ local function read(key, cursor, window_ms, count)
   end
   return {cursor, entries}
 end
-local news = read(KEYS[1], ARGV[1], ARGV[2], ARGV[3])
-if news.err then return news end
-local loads = read(KEYS[2], ARGV[4], ARGV[5], ARGV[6])
-if loads.err then return loads end
+local streams = {}
+for i = 1, 3 do
+  streams[i] = read(KEYS[i], ARGV[3 * i - 2], ARGV[3 * i - 1], ARGV[3 * i])
+  if streams[i].err then return streams[i] end
+end
 local bindings = {}
-for i = 3, #KEYS do
+for i = 4, #KEYS do
   local value = redis.pcall('GET', KEYS[i])
   if is_of_another_type(value) then value = '' end
   if type(value) == 'table' then return value end
-  bindings[i - 2] = value
+  bindings[i - 3] = value
 end
-return {string.format('%.0f', now_ms), mended, news, loads, bindings}
+return {string.format('%.0f', now_ms), mended, streams, bindings}
 """
 )
-"""Read on in two streams, and session bindings, by the server's clock. A replica that takes no writes answers it too.
+"""Read on in three streams, and session bindings, by the server's clock. A replica that takes no writes answers it too.
 
-Returns the server's milliseconds, how many streams' keys had to be mended, for either stream the cursor behind what was
+Returns the server's milliseconds, how many streams' keys had to be mended, for each stream the cursor behind what was
 read and the entries, oldest first, and a value or nil per session key.
 """
 
