@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
+IMAGE ?= ghcr.io/dualmap/dualmap:0.1.0
 INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
 $(BIN)/python:
@@ -27,7 +28,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
-.PHONY: help demo test lint unit e2e wheel-test fuzz bench proto manifests clean
+.PHONY: help demo test lint unit e2e wheel-test fuzz bench proto manifests image clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +37,7 @@ demo: $(VENV)/.demo ## real Envoy + router + simulated engines: DualMap beside r
 	@$(BIN)/dualmap demo $(ARGS)
 
 test: lint wheel-test ## everything: lint, unit tests on the built wheel, command line, end-to-end tests
+	@e2e/debian.sh
 	@$(BIN)/pytest --numprocesses 2 --dist loadfile --ignore-glob 'e2e/test_faults_*' --ignore e2e/controlplane tests/chart tests/cli tests/contract tests/packaging tests/bench e2e
 	@$(BIN)/pytest e2e/test_faults_*.py
 
@@ -43,7 +45,9 @@ unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k h
 	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests)
 
 e2e: $(VENV)/.dev ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
+	@e2e/debian.sh
 	@$(BIN)/python e2e/controlplane/build.py >/dev/null
+	@$(BIN)/python e2e/controlplane/images.py >/dev/null || echo "make: the tests that need the images are skipped" >&2
 	@e2e/controlplane/netns.sh $(BIN)/pytest e2e/controlplane $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
@@ -65,6 +69,10 @@ proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/
 
 manifests: $(VENV)/.dev ## regenerate manifests/install*.yaml and the chart's README from helm/dualmap
 	@$(BIN)/python helm/generate.py
+
+image: ## build the container image with docker, podman or buildah (IMAGE=registry/name:tag ARGS="--platform linux/arm64")
+	@engine=$$(command -v docker || command -v podman || command -v buildah) || { echo "make: none of docker, podman and buildah found" >&2; exit 1; }; \
+	$$engine build --tag $(IMAGE) $(ARGS) .
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache demo-out

@@ -1,0 +1,44 @@
+# One image for the operator, the router, simulated engines and Envoy's configuration: `dualmap SUBCOMMAND`.
+#
+#   docker build -t ghcr.io/dualmap/dualmap:0.1.0 .                            (or podman, or buildah; `make image`)
+#   docker buildx build --platform linux/amd64,linux/arm64 --push -t ... .     several architectures: nothing below names one
+#
+# It runs as user 65532 with a read-only root; nothing in it writes, and no process needs its shell.
+#
+# BASE is a Debian with Python 3.11. The default is a tag and no digest, for this file was written where no registry is
+# in reach to read one from. A release gives it: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
+# Without an index: --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels --volume $PWD/wheels:/wheels:ro, after
+# pip wheel --wheel-dir wheels --constraint constraints.txt . '.[otlp]' hatchling
+ARG PIP_NO_INDEX
+ARG PIP_FIND_LINKS
+WORKDIR /build
+# pip has an environment of its own, so that it is not in ours.
+RUN python3 -m venv pip && python3 -m venv --without-pip /opt/dualmap
+# What we depend on, first: it stays as it is when only our source changes.
+COPY pyproject.toml constraints.txt ./
+RUN python3 -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*of['dependencies'], *of['optional-dependencies'].get('otlp', ()), sep='\n')" > requirements.txt \
+    && pip/bin/pip --python /opt/dualmap/bin/python install --quiet --constraint constraints.txt --requirement requirements.txt
+COPY . .
+RUN pip/bin/pip --python /opt/dualmap/bin/python install --quiet --no-deps .
+
+FROM ${BASE}
+# The base's pip goes, for nothing is installed here any more; the command is on every PATH, and the user has a name.
+RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3.11/site-packages/* /usr/share/python-wheels \
+        /usr/local/lib/python3.11/ensurepip /usr/lib/python3.11/ensurepip \
+    && ln -s /opt/dualmap/bin/dualmap /usr/local/bin/dualmap \
+    && echo 'dualmap:x:65532:65532:DualMap:/nonexistent:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'dualmap:x:65532:' >> /etc/group
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="dualmap" \
+      org.opencontainers.image.description="Routes each LLM request to the instance that holds its prefix: Envoy endpoint picker and Kubernetes operator" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}"
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+USER 65532:65532
+ENTRYPOINT ["dualmap"]
+# Last, for it is what changes: everything before it is kept.
+COPY --from=build /opt/dualmap /opt/dualmap

