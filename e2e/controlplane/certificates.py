@@ -58,18 +58,22 @@ class Authority:
 
     def server(self, name: str, hosts: Sequence[str]) -> KeyPair:
         """Sign a server's certificate for these host names and addresses."""
-        return self._sign(_name(name, ()), ExtendedKeyUsageOID.SERVER_AUTH, hosts)
+        return self._sign(_name(name, ()), (ExtendedKeyUsageOID.SERVER_AUTH,), hosts)
 
     def user(self, name: str, groups: Sequence[str] = ()) -> KeyPair:
         """Sign the certificate of a user who is in these groups."""
-        return self._sign(_name(name, groups), ExtendedKeyUsageOID.CLIENT_AUTH, ())
+        return self._sign(_name(name, groups), (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
 
-    def _sign(self, subject: x509.Name, usage: x509.ObjectIdentifier, hosts: Sequence[str]) -> KeyPair:
+    def peer(self, name: str, hosts: Sequence[str]) -> KeyPair:
+        """Sign one certificate for both ends of a connection between a program's own parts."""
+        return self._sign(_name(name, ()), (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH), hosts)
+
+    def _sign(self, subject: x509.Name, usages: Sequence[x509.ObjectIdentifier], hosts: Sequence[str]) -> KeyPair:
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
             _builder(subject, key.public_key(), self._name)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )

@@ -2,7 +2,7 @@
 
 ``serving`` starts the server, tells the API server of it, and waits until it hands requests on; the HPA controller then
 asks it for ``external.metrics.k8s.io/v1beta1``. Its values come from a function of the test, which may scrape routers
-and add up what they say (``total``).
+and add up what they say (``total``). ``registered`` does the same for somebody else's server (``keda``).
 """
 
 import json
@@ -36,16 +36,22 @@ Source = Callable[[str, str, Mapping[str, str]], float | None]
 @contextmanager
 def serving(cluster: Cluster, directory: Path, source: Source) -> Iterator[None]:
     """Serve ``source`` as the cluster's external metrics; keys are written to ``directory``. One at a time."""
+    with _server(directory, source) as port, registered(cluster, port):
+        yield
+
+
+@contextmanager
+def registered(cluster: Cluster, port: int) -> Iterator[None]:
+    """Have the API server ask a server on this port of this machine for external metrics, as soon as it answers."""
     namespace = cluster.namespace()
-    with _server(directory, source) as port:
-        objects = {"apiVersion": "v1", "kind": "List", "items": [_service(namespace, port), _group(namespace, port)]}
-        cluster.kubectl("apply", "-f", "-", input=json.dumps(objects))
-        try:
-            wait_until(lambda: _handed_on(cluster), f"{_API_SERVICE} is available", timeout_s=_AVAILABLE_TIMEOUT_S)
-            yield
-        finally:
-            # One that does not answer would hinder everybody's discovery, and the deletion of namespaces.
-            cluster.kubectl("delete", "apiservice", _API_SERVICE)
+    objects = {"apiVersion": "v1", "kind": "List", "items": [_service(namespace, port), _group(namespace, port)]}
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(objects))
+    try:
+        wait_until(lambda: _handed_on(cluster), f"{_API_SERVICE} is available", timeout_s=_AVAILABLE_TIMEOUT_S)
+        yield
+    finally:
+        # One that does not answer would hinder everybody's discovery, and the deletion of namespaces.
+        cluster.kubectl("delete", "apiservice", _API_SERVICE)
 
 
 def total(metrics_ports: Iterable[int], metric: str, pool: str) -> float | None:

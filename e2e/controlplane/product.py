@@ -290,11 +290,21 @@ class Product:
         self.envoy = await self._stack.enter_async_context(Envoy(config.decode(), directory=self.directory))
         return self.envoy
 
-    def traffic(self, *, streams: int = 8, plain: int = 2, tokens: int = 60) -> Traffic:
-        """Return clients of the gateway that hold ``streams`` streams of ``tokens`` tokens open at any time."""
+    def traffic(
+        self, *, streams: int = 8, plain: int = 2, tokens: int = 60, prompt: Callable[[int], str] | None = None
+    ) -> Traffic:
+        """Return clients of the gateway that hold ``streams`` streams of ``tokens`` tokens open at any time.
+
+        ``prompt`` makes the text of a request from its number; without it, eight conversations take turns.
+        """
         envoy = self.envoy
         assert envoy is not None, "open_gateway first"
-        return Traffic(lambda: envoy.url, lambda number: _chat(number, tokens), streams=streams, plain=plain)
+
+        def body(number: int) -> dict[str, Any]:
+            messages = _turn(number) if prompt is None else [{"role": "user", "content": prompt(number)}]
+            return {"model": MODEL, "messages": messages, "max_tokens": tokens}
+
+        return Traffic(lambda: envoy.url, body, streams=streams, plain=plain)
 
     def _install(self) -> None:
         """Apply the CRD and the namespaced form of the rights, for a fresh namespace that has the pools."""
@@ -317,8 +327,7 @@ def _states(status: Mapping[str, Any]) -> dict[str, str]:
     return {member["id"]: member["state"] for member in status.get("ring", {}).get("members", [])}
 
 
-def _chat(number: int, tokens: int) -> dict[str, Any]:
+def _turn(number: int) -> list[dict[str, str]]:
     """A conversation's prompt: an eighth of the requests share each beginning."""
     beginning = f"You are assistant {number % 8}. " * 40
-    messages = [{"role": "system", "content": beginning}, {"role": "user", "content": f"question {number}"}]
-    return {"model": MODEL, "messages": messages, "max_tokens": tokens}
+    return [{"role": "system", "content": beginning}, {"role": "user", "content": f"question {number}"}]

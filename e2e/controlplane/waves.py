@@ -1,0 +1,70 @@
+"""A wave of load on a pool that an autoscaler scales: enough for three instances, then little, and never none.
+
+The little that goes on is what a drain has to save: the pool's engines cut their streams at SIGTERM, and the streams of
+the ebb are on all of them when two of three are taken away.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from controlplane.history import Shrink
+from controlplane.product import Product, pool_manifest
+from harness.traffic import Exchange, Traffic, tally
+
+# A quarter of the preset's speed: few clients keep an instance busy, and the machine has little to do.
+_SPEED = 0.25
+_FLOOD_TOKENS = 1000
+_PEAK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """What became of a wave's requests, and how the pool shrank meanwhile."""
+
+    exchanges: list[Exchange]
+    shrinks: list[Shrink]
+
+    def say(self, scaler: str) -> None:
+        """Print the numbers; ``pytest -rP`` shows them."""
+        steps = ", ".join(f"{each.before} -> {each.after}" for each in self.shrinks)
+        print(f"{scaler}: 1 -> {_PEAK}, then {steps} under load: {dict(tally(self.exchanges))}")
+
+
+def pool(namespace: str) -> dict[str, Any]:
+    """Return the pool that waves are for: slow engines, whose streams nothing but a drain protects.
+
+    It is scaled by what arrives, and however busy the machine is: no SLO is missed, which would keep an instance for
+    hours, and no request waits too long while instances start.
+    """
+    return pool_manifest(
+        "qwen",
+        namespace,
+        replicas=1,
+        speed=_SPEED,
+        abrupt=True,
+        engine={"type": "TensorRTLLM", "prefillTokensPerSecond": 1500},
+        slo={"ttft": "5m"},
+        routing={"queue": {"maxWait": "5m"}},
+    )
+
+
+def flood(product: Product) -> Traffic:
+    """Return clients whose prompts are all new: each asks every 3 s, which is a third more than one instance can do."""
+    return product.traffic(streams=5, plain=1, tokens=40, prompt=_new_prompt)
+
+
+async def ride(product: Product) -> Wave:
+    """Have the pool grow to three by a flood, then shrink to one while a few streams go on."""
+    surge, ebb = flood(product), product.traffic(streams=6, plain=1, tokens=40)
+    async with product.recording() as history, ebb.running():
+        async with surge.running():
+            await product.until_active(_PEAK)
+        await ebb.streaming(4)
+        await product.until_active(1, timeout_s=240.0)
+        await ebb.flowing(10)
+    return Wave(exchanges=[*surge.exchanges, *ebb.exchanges], shrinks=history.shrinks())
+
+
+def _new_prompt(number: int) -> str:
+    # A token is about four characters.
+    return f"{number:08d} " * (_FLOOD_TOKENS * 4 // 9)
