@@ -119,6 +119,17 @@ class Fleet:
         """Return how long a member would need to come to a request that is placed there now."""
         return self.ledger.load(member).queue_s(now, self._stall_s)
 
+    def retry_after_s(self, now: float, member: str | None) -> float | None:
+        """Return when a request that is refused may fare better, None where nobody knows.
+
+        Those who wait for ``member`` now are served or refused by then; where the pool has no member at all, one that is
+        asked for may have come.
+        """
+        max_wait_s = self._pool.routing.queue.max_wait_s
+        if member is not None:
+            return min(self.queue_s(now, member), max_wait_s)
+        return None if self.membership.size else max_wait_s
+
     def will_hold(self, member: str, chain: BlockChain) -> None:
         """Record that a member caches a prompt, or is about to; nothing happens when it is gone."""
         if member in self._instances:

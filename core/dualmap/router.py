@@ -189,15 +189,13 @@ class PoolRouter:
         self._fleet.expire_peers(now)
         self._fleet.resume(now)
         self._pump_all(now)
-        max_wait_s = self._pool.routing.queue.max_wait_s
-        for request_id in self._held.expired(now, max_wait_s):
-            waiting = self._held.placed(request_id)
-            # Those who wait now are served or refused by then.
-            retry_s = None if waiting is None else min(self._fleet.queue_s(now, waiting.member), max_wait_s)
+        for request_id in self._held.expired(now, self._pool.routing.queue.max_wait_s):
+            refusal = self._refuse(now, request_id, Reason.NO_ENDPOINT)
+            if waiting := self._held.placed(request_id):
+                refusal = self._refuse(now, request_id, Reason.WAITED_TOO_LONG, waiting.member)
             # Unless the one given up before it left it room, and it went.
             if self._drop_held(now, request_id):
-                late = Reason.WAITED_TOO_LONG
-                self._outcomes.append(Refusal(request_id=request_id, reason=late, retry_after_s=retry_s))
+                self._outcomes.append(refusal)
         return expired
 
     def status(self) -> PoolStatus:
@@ -217,11 +215,10 @@ class PoolRouter:
     def _place(self, now: float, request: Request, key: Key | None) -> Decision | Held | Refusal:
         """Find a request its instance; ``key`` is given when it had one before, so that it counts for hotness once."""
         ring = self._fleet.membership.ring(request.subset)
-        queue = self._pool.routing.queue
         if not ring.members:
-            if queue.hold_when_empty and request.subset is None:
+            if self._pool.routing.queue.hold_when_empty and request.subset is None:
                 return self._hold_homeless(now, request)
-            return Refusal(request_id=request.id, reason=Reason.NO_ENDPOINT)
+            return self._refuse(now, request.id, Reason.NO_ENDPOINT)
         key = key or self._chooser.key(now, request)
         situation = self._chooser.situation(now, request, key, ring)
         if self._relieve_pair(now, situation):
@@ -236,8 +233,7 @@ class PoolRouter:
             self._fleet.will_hold(member, placed.request.chain)
             return self._hand_over(now, placed)
         if placed.request.id not in self._held and len(self._held) >= queue.max_held:
-            retry_after_s = min(self._fleet.queue_s(now, member), queue.max_wait_s)
-            return Refusal(request_id=placed.request.id, reason=Reason.QUEUE_FULL, retry_after_s=retry_after_s)
+            return self._refuse(now, placed.request.id, Reason.QUEUE_FULL, member)
         self._fleet.will_hold(member, placed.request.chain)
         self._hold(now, placed)
         self._pump(now, member)  # It may fit where the one whose turn it was does not.
@@ -358,9 +354,12 @@ class PoolRouter:
 
     def _hold_homeless(self, now: float, request: Request) -> Held | Refusal:
         if request.id not in self._held and len(self._held) >= self._pool.routing.queue.max_held:
-            return Refusal(request_id=request.id, reason=Reason.QUEUE_FULL)
+            return self._refuse(now, request.id, Reason.NO_ENDPOINT)
         self._held.hold_homeless(now, request)
         return Held(request_id=request.id)
+
+    def _refuse(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Refusal:
+        return Refusal(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
 
     def _unqueue(self, waiting: Waiting) -> None:
         """Take a request out of its instance's queue."""

@@ -89,22 +89,27 @@ def trailers_unsupported() -> Refused:
     return Refused(status=400, code="trailers_unsupported", message=message)
 
 
-def no_endpoint(pool: str) -> Refused:
-    """Answer 503: no member of ``pool`` (empty: of any pool) may take the request."""
+def no_endpoint(pool: str, *, retry_after_s: float | None = None) -> Refused:
+    """Answer 503: no member of ``pool`` (empty: of any pool) may take the request; one may come where it may retry."""
     message = "No ready instance may take this request"
-    return Refused(status=503, code="no_endpoint", message=message, pool=pool)
+    wait_s = None if retry_after_s is None else _retry_after_s(retry_after_s)
+    return Refused(status=503, code=Reason.NO_ENDPOINT.value, message=message, retry_after_s=wait_s, pool=pool)
 
 
 def refused_by_router(pool: str, refusal: Refusal) -> Refused:
     """Answer for ``pool``'s router: 503 where no member may take the request, 429 where it may not wait (longer)."""
     match refusal.reason:
         case Reason.NO_ENDPOINT:
-            return no_endpoint(pool)
+            return no_endpoint(pool, retry_after_s=refusal.retry_after_s)
         case Reason.QUEUE_FULL:
             message = "Too many requests are waiting for an instance already; try again later"
         case Reason.WAITED_TOO_LONG:
             message = "The request has waited too long for an instance; try again later"
         case _:
             assert_never(refusal.reason)
-    wait_s = min(max(1.0, refusal.retry_after_s or 1.0), _RETRY_AFTER_MAX_S)
-    return Refused(status=429, code=refusal.reason.value, message=message, retry_after_s=math.ceil(wait_s), pool=pool)
+    wait_s = _retry_after_s(refusal.retry_after_s or 1.0)
+    return Refused(status=429, code=refusal.reason.value, message=message, retry_after_s=wait_s, pool=pool)
+
+
+def _retry_after_s(seconds: float) -> int:
+    return math.ceil(min(max(1.0, seconds), _RETRY_AFTER_MAX_S))

@@ -351,32 +351,50 @@ class TestEmptyPool:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
         ask(router, "1")
         router.on_deadline(2.0)
-        (refusal,) = router.take_outcomes()
-        assert isinstance(refusal, Refusal)
-        assert refusal.reason is Reason.WAITED_TOO_LONG
+        assert router.take_outcomes() == (Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=2.0),)
 
     def test_and_only_so_many(self) -> None:
-        router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_held=1).routing))
+        routing = slow_pool(hold_when_empty=True, max_held=1, max_wait_s=9.0).routing
+        router = PoolRouter(replace(slow_pool(0), routing=routing))
         ask(router, "1")
-        refusal = ask(router, "2")
-        assert isinstance(refusal, Refusal)
-        assert refusal.reason is Reason.QUEUE_FULL
+        assert ask(router, "2") == Refusal(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=9.0)
+
+    def test_their_prompts_are_counted_while_they_wait(self) -> None:
+        router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
+        ask(router, "1", 300)
+        ask(router, "2", 500, now=1.0)
+        assert router.status().homeless_prefill_tokens == 800
+        router.on_aborted(1.0, "1")
+        assert router.status().homeless_prefill_tokens == 500
+        router.on_pool(1.0, replace(router.pool, ring_version=2))
+        assert router.status().homeless_prefill_tokens == 500
+        router.on_pool(1.0, replace(router.pool, members=members(1)))
+        assert router.status().homeless_prefill_tokens == 0
+
+    def test_without_a_place_to_wait_they_are_told_when_to_come_back(self) -> None:
+        router = PoolRouter(slow_pool(0, max_wait_s=7.0))
+        assert ask(router, "1") == Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=7.0)
 
     def test_a_request_that_may_use_only_others_is_refused(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True).routing))
         refusal = router.on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"})))
-        assert isinstance(refusal, Refusal)
-        assert refusal.reason is Reason.NO_ENDPOINT
+        assert refusal == Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
 
-    def test_when_the_last_member_drains_its_requests_wait_for_another(self) -> None:
+    def test_a_request_that_may_use_no_member_of_those_there_are_need_not_come_back(self) -> None:
+        refusal = PoolRouter(slow_pool()).on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"})))
+        assert refusal == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
+
+    def test_when_the_last_member_drains_its_requests_and_new_ones_wait_for_another(self) -> None:
         router = PoolRouter(slow_pool(hold_when_empty=True))
         ask(router, "1")
         ask(router, "2")
         draining = replace(router.pool, members=members(1, state=MemberState.DRAINING))
         router.on_pool(1.0, draining)
-        assert held(router) == 1
+        assert isinstance(ask(router, "3", now=1.5), Held)
+        assert held(router) == 2
+        assert [each.in_flight for each in router.status().endpoints] == [1]
         router.on_pool(2.0, slow_pool(2, hold_when_empty=True))
-        assert decided(router) == ["2"]
+        assert decided(router) == ["2", "3"]
 
 
 class TestMembersThatLeaveOrFail:
@@ -423,8 +441,7 @@ class TestMembersThatLeaveOrFail:
         ask(router, "1")
         ask(router, "2")
         router.on_pool(1.0, slow_pool(0))
-        (refusal,) = router.take_outcomes()
-        assert refusal == Refusal(request_id="2", reason=Reason.NO_ENDPOINT)
+        assert router.take_outcomes() == (Refusal(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),)
 
     def test_an_instance_that_keeps_failing_is_left_alone_and_tried_again(self) -> None:
         router = PoolRouter(slow_pool(2, policy="cache_affinity"))

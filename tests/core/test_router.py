@@ -212,10 +212,11 @@ def test_completion_carries_predicted_and_measured_hits() -> None:
 
 
 def test_no_eligible_member_is_refused() -> None:
-    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")) == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
+    refusal = Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
+    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")) == refusal
     assert PoolRouter(pool(0)).any_endpoints(None) == ()
     draining = replace(pool(0), members=members(2, state=MemberState.DRAINING))
-    assert PoolRouter(draining).on_request(0.0, request("1", "x")) == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
+    assert PoolRouter(draining).on_request(0.0, request("1", "x")) == refusal
     assert PoolRouter(draining).any_endpoints(None) == ()
 
 
