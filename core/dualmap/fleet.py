@@ -122,8 +122,8 @@ class Fleet:
     def retry_after_s(self, now: float, member: str | None) -> float | None:
         """Return when a request that is refused may fare better, None where nobody knows.
 
-        Those who wait for ``member`` now are served or refused by then; where the pool has no member at all, one that is
-        asked for may have come.
+        Those who wait for ``member`` now are served or refused by then; where the pool has no member at all, one that
+        is asked for may have come.
         """
         max_wait_s = self._pool.routing.queue.max_wait_s
         if member is not None:

@@ -71,4 +71,3 @@ def test_where_an_instance_may_come_the_client_is_told_to_come_back():
     refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
 
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_endpoint", 3)
-    assert refused.retry_after_s is None
