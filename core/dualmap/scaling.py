@@ -7,7 +7,7 @@ add up to the pool's. docs/autoscaling.md has the rule, its reasons and what was
 
 from collections import deque
 from dataclasses import dataclass
-from math import exp
+from math import exp, sqrt
 
 from dualmap.estimate import PrefillModel
 from dualmap.pool import MemberState, Pool
@@ -16,9 +16,11 @@ from dualmap.requests import EndpointStatus, PoolStatus
 WINDOW_S = 60.0
 """Traffic and attainment are looked at over so many seconds; the backlog shall be worked off in as many."""
 _BUCKET_S = 5.0
-# A surge is noticed in the newest part of the window, by so much as it exceeds what chance makes of as few requests.
+# A surge is noticed in the newest part of the window, but only what chance does not make of as few requests: the sum of
+# requests of random number has the root of the sum of their squares for its standard deviation. Of a share of the
+# requests less is certain, so that routers together never see a surge that one of all of them would not.
 _RECENT_S = 15.0
-_SURGE = 1.3
+_DEVIATIONS = 3.0
 # Share of the prefill speed that may be asked for. On the Conversation trace 99.5 % of the requests meet the SLO when
 # 0.47 is asked for, 96 % at 0.53, 64 % at 0.63: engines decode, too, and requests come in batches.
 _UTILISATION = 0.5
@@ -66,6 +68,7 @@ class _Bucket:
     requests: int = 0
     uncached_tokens: int = 0
     work: float = 0.0
+    work_squared: float = 0.0
     refused: int = 0
     held: int = 0
     first_tokens: int = 0
@@ -100,7 +103,9 @@ class LoadWindow:
         bucket = self._bucket_at(now)
         bucket.requests += 1
         bucket.uncached_tokens += uncached_tokens
-        bucket.work += _WORK.compute_s(uncached_tokens, cached_tokens)
+        work = _WORK.compute_s(uncached_tokens, cached_tokens)
+        bucket.work += work
+        bucket.work_squared += work * work
 
     def refuse(self, now: float) -> None:
         """Count a request that no instance had room for."""
@@ -126,7 +131,8 @@ class LoadWindow:
                 sum(each.work for each in buckets) / requests,
             )
         whole, recent = self._rates(now, WINDOW_S), self._rates(now, _RECENT_S)
-        tokens, work = (max(each, newest / _SURGE) for each, newest in zip(whole, recent, strict=True))
+        certain = self._certain(now)
+        tokens, work = (max(each, newest * certain) for each, newest in zip(whole, recent, strict=True))
         return Arrivals(
             traffic=any(each.requests or each.refused or each.held for each in buckets),
             uncached_tokens_per_second=tokens,
@@ -150,6 +156,13 @@ class LoadWindow:
         # A router that has just begun has not seen a whole window; a few seconds of it are not taken for a rate.
         seconds = max(min(now - self._first_s(now, over_s), now - self._began_s), _RECENT_S - _BUCKET_S)
         return tokens / seconds, work / seconds
+
+    def _certain(self, now: float) -> float:
+        """Return which share of the newest part's work chance does not account for."""
+        buckets, (_, typical) = self._last(now, _RECENT_S), self._typical
+        work = sum(each.work + each.refused * typical for each in buckets)
+        squared = sum(each.work_squared + each.refused * typical * typical for each in buckets)
+        return max(0.0, 1.0 - _DEVIATIONS * sqrt(squared) / work) if work else 0.0
 
     def _bucket_at(self, now: float) -> _Bucket:
         began_s = now - now % _BUCKET_S

@@ -118,6 +118,22 @@ class TestArrivals:
         steady(scaling, rate=20, since=315, until=300 + WINDOW_S)
         assert desired(scaling, 300 + WINDOW_S, status()) == pytest.approx(2 * before, rel=0.02)
 
+    def test_chance_is_no_surge_however_many_routers_look_at_it(self) -> None:
+        """Requests of very different size come at random, a quarter of them through each of four routers."""
+        draw, whole, shares = Random(7), Scaling(pool()), [Scaling(pool()) for _ in range(4)]
+        now, alone, together = 0.0, [], []
+        for sync_s in range(15, 1800, 15):
+            while now < sync_s:
+                now += draw.expovariate(8)
+                tokens = round(TOKENS * draw.expovariate(1))
+                for scaling in (whole, draw.choice(shares)):
+                    scaling.window.add(now, uncached_tokens=tokens, cached_tokens=0)
+            alone.append(desired(whole, now, status()))
+            together.append(sum(desired(each, now, status(peers=3)) for each in shares))
+        mean = 2 * 8 * TOKENS / SPEED
+        assert sum(alone) / len(alone) == pytest.approx(1.06 * mean, rel=0.05)
+        assert sum(together) <= 1.01 * sum(alone)
+
     def test_a_router_that_has_just_begun_does_not_take_its_silence_for_the_pools(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=1000, until=1030)
