@@ -1,0 +1,115 @@
+"""Every `dualmap` and `make` command of the documents is run as it stands there; kubectl's and helm's by e2e.
+
+Names that the documents take for granted (pool.yaml, /certs, redis) are there; long runs are given fewer requests.
+Routers run in a network namespace of their own, where their ports are free, until they say that they are ready.
+"""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from certificates import Authority, write_pair
+from doc_commands import ROOT, Command, commands
+from redis_server import redis_server
+
+COMMANDS = list(commands("dualmap"))
+POOL = """
+apiVersion: serving.dualmap.dev/v1alpha1
+kind: InferencePool
+metadata: {name: qwen, namespace: llm}
+spec:
+  model: {name: Qwen/Qwen2.5-7B-Instruct, aliases: [qwen]}
+status:
+  ring:
+    members:
+    - {id: qwen-0, address: 10.0.0.12, port: 8000}
+    - {id: qwen-1, address: 10.0.0.13, port: 8000}
+"""
+REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
+# Appended: the document's own would take minutes.
+SHORTER = {
+    "simulate": ["--requests", "60", "--qps", "3"],
+    "goodput": ["--requests", "60", "--tolerance", "0.5"],
+}
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    (tmp_path / "pool.yaml").write_text(POOL)
+    (tmp_path / "request.json").write_text(json.dumps(REQUEST))
+    trace = [
+        {"timestamp": 500 * n, "input_length": 1024, "output_length": 10, "hash_ids": [n % 5, n]} for n in range(60)
+    ]
+    (tmp_path / "mooncake.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in trace))
+    authority = Authority()
+    certs = tmp_path / "certs"
+    certs.mkdir()
+    (certs / "ca.crt").write_bytes(authority.pem)
+    write_pair(certs / "router", authority.pair())
+    write_pair(certs / "envoy", authority.pair())
+    (tmp_path / "redis-password").write_text("secret")
+    return tmp_path
+
+
+def typed(command: Command, folder: Path) -> list[str]:
+    """Return the words of the command as they are run here, without its redirections."""
+    line = command.line.replace("/certs", f"{folder}/certs").replace("/run/secrets/redis", f"{folder}/redis-password")
+    words = shlex.split(re.split(r" [<>|] ", line, maxsplit=1)[0])
+    return [sys.executable, "-m", "dualmap_cli", *words[1:], *SHORTER.get(words[1], [])]
+
+
+def test_there_are_commands_to_run() -> None:
+    assert {command.line.split()[1] for command in COMMANDS} >= {"router", "envoy-config", "explain", "simulate"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in COMMANDS if command.line.split()[1] != "router"],
+    ids=lambda command: f"{command.page}: {command.line[:60]}",
+)
+def test_it_does_what_the_page_promises(command: Command, folder: Path) -> None:
+    given = (folder / "request.json").read_bytes() if "< request.json" in command.line else b""
+    with redis_server(folder / "redis") as redis:
+        words = [word.replace("redis://redis:6379", redis.url) for word in typed(command, folder)]
+        done = subprocess.run(words, cwd=folder, input=given, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in COMMANDS if command.line.split()[1] == "router"],
+    ids=lambda command: f"{command.page}: {command.line[:60]}",
+)
+def test_the_router_starts_as_the_page_says(command: Command, folder: Path) -> None:
+    if subprocess.run(["unshare", "--map-root-user", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets you make no network namespace")
+    own = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    with subprocess.Popen(
+        [*own, *typed(command, folder)], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as router:
+        assert router.stderr is not None
+        lines = []
+        try:
+            for line in router.stderr:
+                lines.append(line.decode())
+                if line.startswith(b"dualmap router ready"):
+                    break
+            else:
+                pytest.fail("".join(lines))
+        finally:
+            router.send_signal(signal.SIGTERM)
+    assert router.returncode == 0
+
+
+def test_every_make_target_of_a_page_is_there() -> None:
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    typed_targets = {command.line.split()[1] for command in commands("make")}
+    assert typed_targets
+    assert typed_targets <= set(targets)
