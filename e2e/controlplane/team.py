@@ -1,0 +1,166 @@
+"""A namespace of a test of the kubelet: what is applied there, and what its pods and endpoints come to say.
+
+Manifests of pods are made here too, as short as tests need them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+from controlplane.cluster import Cluster
+from dualmap_edge.kube import KubeClient
+from harness.waiting import until
+
+Object = dict[str, Any]
+
+WITHIN_S = 60.0
+GATE = "serving.dualmap.dev/in-ring"
+
+
+class Team:
+    """One namespace, as the tests read and write it."""
+
+    def __init__(self, cluster: Cluster, client: KubeClient) -> None:
+        self.namespace = cluster.namespace()
+        self._cluster = cluster
+        self._client = client
+        self.pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        self.slices = f"/apis/discovery.k8s.io/v1/namespaces/{self.namespace}/endpointslices"
+
+    def apply(self, *objects: Mapping[str, Any]) -> None:
+        """Apply objects of this namespace."""
+        document = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        self._cluster.kubectl("apply", "-n", self.namespace, "-f", "-", input=document)
+
+    def kubectl(self, *args: str) -> str:
+        """Run kubectl in this namespace as the administrator; returns what it prints."""
+        return self._cluster.kubectl("-n", self.namespace, *args)
+
+    def label_pod(self, name: str, label: str) -> None:
+        """Give a pod a label, ``key=value``."""
+        self.kubectl("label", "pod", name, label)
+
+    def delete_pod(self, name: str, *flags: str) -> None:
+        """Ask for a pod's end without waiting for it."""
+        self._cluster.kubectl("delete", "pod", name, "-n", self.namespace, "--wait=false", *flags)
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Scale a StatefulSet."""
+        self._cluster.kubectl("scale", "statefulset", name, "-n", self.namespace, f"--replicas={replicas}")
+
+    async def pod(self, name: str) -> Object:
+        """Return a pod as published."""
+        return await self._client.request("GET", f"{self.pods}/{name}")
+
+    async def ready_pods(self) -> set[str]:
+        """Return the names of the pods that are ready and not about to end."""
+        pods = await self._client.request("GET", self.pods)
+        return {
+            pod["metadata"]["name"]
+            for pod in pods["items"]
+            if condition(pod, "Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+        }
+
+    async def until_ready(self, name: str) -> Object:
+        """Wait until a pod is ready; returns it."""
+        return await self.until_says(name, Ready="True")
+
+    async def until_says(self, name: str, **conditions: str) -> Object:
+        """Wait until conditions of a pod are as told; returns it."""
+        said: list[Object] = []
+
+        async def there() -> bool:
+            said.append(await self.pod(name))
+            return all(condition(said[-1], kind) == status for kind, status in conditions.items())
+
+        await until(there, f"{name} says {conditions}", timeout_s=WITHIN_S)
+        return said[-1]
+
+    async def until_gone(self, name: str) -> list[Object]:
+        """Follow a pod until its object is deleted; returns what the watch showed of it, the last last."""
+        seen: list[Object] = []
+        query = (("fieldSelector", f"metadata.name={name}"), ("resourceVersion", "0"))
+        async with asyncio.timeout(WITHIN_S), aclosing(self._client.watch(self.pods, query=query)) as events:
+            async for event in events:
+                if event.type == "DELETED":
+                    return seen
+                if event.type in {"ADDED", "MODIFIED"}:
+                    seen.append(event.object)
+        raise AssertionError(f"{name} was not deleted while the watch lasted")
+
+    async def set_gate(self, name: str, status: str) -> None:
+        """Patch a pod's readiness gate, as an operator does."""
+        patch = {"status": {"conditions": [{"type": GATE, "status": status}]}}
+        await self._client.request(
+            "PATCH", f"{self.pods}/{name}/status", body=patch, content_type="application/strategic-merge-patch+json"
+        )
+
+    async def ready_endpoints(self, service: str) -> set[str]:
+        """Return the ready addresses of a Service's EndpointSlices."""
+        query = (("labelSelector", f"kubernetes.io/service-name={service}"),)
+        slices = await self._client.request("GET", self.slices, query=query)
+        return {
+            address
+            for each in slices["items"]
+            for endpoint in each["endpoints"] or ()
+            if endpoint["conditions"]["ready"]
+            for address in endpoint["addresses"]
+        }
+
+
+def statefulset(
+    name: str, *, replicas: int, container: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
+) -> tuple[Object, Object]:
+    """Return a headless Service and a StatefulSet of one container."""
+    labels = {"app": name}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"clusterIP": "None", "selector": labels, "ports": [{"name": "http", "port": 8000}]},
+    }
+    workload = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": name},
+        "spec": {
+            "replicas": replicas,
+            "podManagementPolicy": "Parallel",
+            "serviceName": name,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels, **(metadata or {})}, "spec": {"containers": [container]}},
+        },
+    }
+    return service, workload
+
+
+def pod(name: str, container: Mapping[str, Any], **spec: Any) -> Object:
+    """Return a pod of one container; ``spec`` is laid beside it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"containers": [container], **spec},
+    }
+
+
+def shell(script: str) -> Object:
+    """Return a container of no image that runs a script."""
+    return {"name": "main", "image": "any", "command": ["sh", "-c", script]}
+
+
+def condition(document: Mapping[str, Any], kind: str) -> str | None:
+    """Return the status of a pod's or node's condition, None where it is not said."""
+    conditions = {each["type"]: each["status"] for each in document["status"].get("conditions") or ()}
+    return conditions.get(kind)
+
+
+def container_status(document: Mapping[str, Any]) -> Object:
+    """Return what a pod's status says of its only container."""
+    (only,) = document["status"]["containerStatuses"]
+    status: Object = only
+    return status
