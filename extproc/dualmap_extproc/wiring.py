@@ -95,7 +95,7 @@ async def serve(settings: Settings) -> None:
         router=settings.replica_id,
         statuses=picker.statuses,
         metrics=metrics,
-        dashboard=None if recorder is None else _dashboard(settings.replica_id, picker, metrics, recorder),
+        dashboard=None if recorder is None else _dashboard(settings.replica_id, picker, pool_demand, recorder),
     )
     tasks: list[asyncio.Task[Any]] = []
     try:
@@ -178,14 +178,14 @@ def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     return stop
 
 
-def _dashboard(router: str, picker: Picker, metrics: Metrics, recorder: Recorder) -> Dashboard:
+def _dashboard(router: str, picker: Picker, pool_demand: PoolDemand, recorder: Recorder) -> Dashboard:
     """Return what shows what the router knows."""
     source = Source(
         router=router,
         version=version("dualmap"),
         pools=lambda: picker.pools,
         statuses=picker.statuses,
-        signals=metrics.signals,
+        demand=pool_demand.total,
         recorder=recorder,
         clock=time.time,
     )

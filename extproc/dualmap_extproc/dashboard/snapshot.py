@@ -12,7 +12,7 @@ from typing import Final
 from dualmap.pool import Pool
 from dualmap.requests import Decision, PoolStatus
 from dualmap.rings import DualRing
-from dualmap.scaling import PoolSignals
+from dualmap.shares import Share
 from dualmap_extproc.dashboard.history import (
     DECISIONS,
     STEP_S,
@@ -24,6 +24,7 @@ from dualmap_extproc.dashboard.history import (
 )
 from dualmap_extproc.dashboard.recorder import Recorder
 from dualmap_extproc.dashboard.verdict import Verdict, backlog_s, judge, telling
+from dualmap_extproc.pool_demand import DemandUnknown
 
 _DIGITS: Final = 4
 """Significant digits of times and shares: more mean nothing, and are most of what is sent."""
@@ -35,16 +36,28 @@ Json = dict[str, object]
 class Source:
     """Where a snapshot comes from: this router's name and version, its pools and what it knows of them.
 
-    ``signals`` is asked with statuses of the moment. ``clock`` gives the time of day in seconds since 1970.
+    ``demand`` tells what a pool's traffic asks for, of all routers together, or raises DemandUnknown
+    (``pool_demand``). ``clock`` gives the time of day in seconds since 1970.
     """
 
     router: str
     version: str
     pools: Callable[[], Sequence[Pool]]
     statuses: Callable[[], Sequence[PoolStatus]]
-    signals: Callable[[Sequence[PoolStatus]], Mapping[str, PoolSignals]]
+    demand: Callable[[str], Share]
     recorder: Recorder
     clock: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """All that is known of a pool at one moment; ``share`` is None where all routers' demand is not known."""
+
+    pool: Pool
+    status: PoolStatus
+    past: HistoryView
+    share: Share | None
+    verdict: Verdict
 
 
 class Snapshots:
@@ -61,38 +74,43 @@ class Snapshots:
         """
         source = self._source
         pools = {pool.id: pool for pool in source.pools()}
-        statuses = [status for status in source.statuses() if status.pool in pools]
-        signals = source.signals(statuses)
-        self._shares = {name: known for name, known in self._shares.items() if name in wanted}
-        known = {}
-        for status in statuses:
-            past = source.recorder.view(status.pool)
-            instances = _wanted(status, signals.get(status.pool))
-            known[status.pool] = (status, past, judge(pools[status.pool], status, past, wanted=instances), instances)
+        moments = {
+            status.pool: self._moment(pools[status.pool], status)
+            for status in source.statuses()
+            if status.pool in pools
+        }
+        self._shares = {name: known for name, known in self._shares.items() if name in moments}
         overview = [
-            {"pool": name, "level": verdict.level, "headline": verdict.headline}
-            for name, (_, _, verdict, _) in known.items()
+            {"pool": name, "level": moment.verdict.level, "headline": moment.verdict.headline}
+            for name, moment in moments.items()
         ]
         documents = {}
         for asked in wanted:
-            name = asked or next(iter(known), "")
-            about: Json | None = None
-            if name in known:
-                status, past, verdict, instances = known[name]
-                about = self._pool(pools[name], status, past, verdict, instances)
+            name = asked or next(iter(moments), "")
             document = {
                 "router": source.router,
                 "version": source.version,
                 "at": round(source.clock(), 1),
                 "pools": overview,
                 "asked": asked,
-                "pool": about,
+                "pool": self._pool(moments[name]) if name in moments else None,
             }
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _pool(self, pool: Pool, status: PoolStatus, past: HistoryView, verdict: Verdict, wanted: float | None) -> Json:
-        recent = telling(past)
+    def _moment(self, pool: Pool, status: PoolStatus) -> _Moment:
+        past = self._source.recorder.view(pool.id)
+        share, unknown = None, ""
+        try:
+            share = self._source.demand(pool.id)
+        except DemandUnknown as error:
+            unknown = str(error)
+        wanted = None if share is None else share.desired_replicas
+        verdict = judge(pool, status, past, wanted=wanted, unknown=unknown)
+        return _Moment(pool=pool, status=status, past=past, share=share, verdict=verdict)
+
+    def _pool(self, moment: _Moment) -> Json:
+        pool, status, past = moment.pool, moment.status, moment.past
         return {
             "name": pool.id,
             "model": pool.model.name,
@@ -104,9 +122,9 @@ class Snapshots:
             "split_prefixes": status.split_prefixes,
             "held": status.held,
             "slo": asdict(pool.slo),
-            "verdict": asdict(verdict),
-            "wanted": _short(wanted),
-            "recent": _recent(recent),
+            "verdict": asdict(moment.verdict),
+            "all_routers": _share(moment.share),
+            "recent": _recent(telling(past)),
             "minute": {"requests": past.minute.requests, "refused": past.minute.refused},
             "hit_rate": {
                 "predicted": _short(past.total.hit_rate_predicted),
@@ -190,9 +208,17 @@ def _decision(decision: Decision) -> Json:
     }
 
 
-def _wanted(status: PoolStatus, signals: PoolSignals | None) -> float | None:
-    """Return how many instances the whole pool wants, judged by this router's share of it."""
-    return None if signals is None else signals.desired_replicas * (1 + status.peers)
+def _share(share: Share | None) -> Json | None:
+    """Return what all routers together see of the pool, None where that is not known."""
+    if share is None:
+        return None
+    attainment = share.slo_attainment if share.first_tokens else None
+    return {
+        "wanted": _short(share.desired_replicas),
+        "in_flight": share.in_flight,
+        "held": share.held,
+        "attainment": _short(attainment),
+    }
 
 
 def _recent(recent: Recent) -> Json:

@@ -57,13 +57,21 @@ class Verdict:
     problems: tuple[Problem, ...]
 
 
-def judge(pool: Pool, status: PoolStatus, past: HistoryView, *, wanted: float | None) -> Verdict:
-    """Return the verdict; ``wanted`` is how many instances the traffic asks for, None where that is not known."""
+def judge(pool: Pool, status: PoolStatus, past: HistoryView, *, wanted: float | None, unknown: str = "") -> Verdict:
+    """Return the verdict; ``wanted`` is how many instances the traffic of all routers asks for.
+
+    None where that is not known; ``unknown`` says why.
+    """
     level, headline = _objective(pool, status, past)
-    problems = sorted(
-        (*_refusals(pool, past), *_capacity(pool, status, wanted), *_instances(pool, status, past), *_members(status)),
-        key=lambda problem: -_RANK[problem.level],
-    )
+    problems = [
+        *_refusals(pool, past),
+        *_capacity(pool, status, wanted),
+        *_instances(pool, status, past),
+        *_members(status),
+    ]
+    if unknown:
+        problems.append(Problem(level=Level.WARN, text=f"What all routers see together is not known: {unknown}."))
+    problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
     if worst is Level.BAD and level is not Level.BAD:
         headline = f"{pool.id} refuses requests. {headline}"

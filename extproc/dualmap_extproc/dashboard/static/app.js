@@ -117,7 +117,7 @@ function rowsOf(columns) {
 }
 
 function showTiles(pool, endpoints) {
-  const { recent, slo, hit_rate: hits, minute } = pool;
+  const { recent, slo, hit_rate: hits, minute, all_routers: all } = pool;
   const sum = (field) => endpoints.reduce((total, each) => total + each[field], 0);
   const serving = endpoints.filter((each) => each.state !== "Draining" && each.state !== "Suspended").length;
   const within = recent.seconds === 60 ? "last minute" : "last 5 minutes";
@@ -129,13 +129,19 @@ function showTiles(pool, endpoints) {
     ["Held", count(pool.held), "waiting in this router"],
     ["Prefill waiting", short(sum("pending_tokens")), "tokens without a first token yet"],
     ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted; none measured" : `measured; predicted ${percent(hits.predicted)}`],
-    ["Instances", count(serving), pool.wanted === null ? "" : `traffic asks for ${count(Math.ceil(pool.wanted))}`],
-    ["Routers", count(1 + pool.peers), pool.peers ? "sharing what they know" : "no other heard of"],
+    ["Instances", count(serving), all ? `traffic asks for ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
+    ["Routers", count(1 + pool.peers), together(pool.peers, all)],
   ];
   showEach(byId("tiles"), tiles, ([title]) => title, ([title]) => el("div", {}, el("dt", {}, title), el("dd"), el("dd", { class: "muted" })), (node, [, value, note]) => {
     setText(node.children[1], value);
     setText(node.children[2], note);
   });
+}
+
+/** What the other routers add to what this one sees. */
+function together(peers, all) {
+  if (!peers) return "no other heard of";
+  return all ? `all: ${percent(all.attainment)} in time, ${count(all.in_flight)} in flight, ${count(all.held)} held` : "not heard of lately";
 }
 
 function showConnection(now, silentMs) {

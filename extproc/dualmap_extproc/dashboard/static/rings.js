@@ -40,6 +40,8 @@ export class Rings {
   show(endpoints, slo, marked) {
     const [ring1, ring2] = (this.arcs = [layOut(endpoints, "ring_1"), layOut(endpoints, "ring_2")]);
     const onRing = endpoints.filter((each) => ring1.has(each.id));
+    // Without names around it, the picture may be larger.
+    setAttributes(this.node, { viewBox: onRing.length <= LABELS ? "-220 -200 440 400" : "-182 -182 364 364" });
     this.arcsOf(this.layers.ring1, onRing, ring1, RING_1, marked);
     this.arcsOf(this.layers.ring2, endpoints.filter((each) => ring2.has(each.id)), ring2, RING_2, marked);
     showEach(this.layers.load, onRing, (each) => each.id, () => svg("path"), (node, each) => {
@@ -71,9 +73,10 @@ export class Rings {
       : endpoints.filter((each) => each.backlog_s > slo).sort((a, b) => b.backlog_s - a.backlog_s).slice(0, 6);
     showEach(this.layers.labels, named, (each) => each.id, () => svg("text"), (node, each) => {
       const [from, to] = arcs.get(each.id);
-      const [x, y] = point((from + to) / 2, LOAD_FROM + LOAD_MOST + 6);
-      const anchor = Math.abs(x) < 40 ? "middle" : x > 0 ? "start" : "end";
-      setAttributes(node, { x: clamp(x, 215), y: y + 4, "text-anchor": Math.abs(x) > 150 ? (x > 0 ? "end" : "start") : anchor });
+      // Outside where there is room, else across the bar that it names.
+      const [x, y] = point((from + to) / 2, endpoints.length <= LABELS ? LOAD_FROM + LOAD_AT_SLO + 10 : LOAD_FROM + 12);
+      const anchor = Math.abs(x) < 40 || endpoints.length > LABELS ? "middle" : x > 0 ? "start" : "end";
+      setAttributes(node, { x, y: y + 4, "text-anchor": anchor });
       const name = each.id.length > NAME ? `…${each.id.slice(1 - NAME)}` : each.id;
       if (node.textContent !== name) node.textContent = name;
     });
@@ -147,8 +150,4 @@ function band(from, to, inner, outer) {
   const large = end - from > 0.5 ? 1 : 0;
   const [a, b, c, d] = [point(from, outer), point(end, outer), point(end, inner), point(from, inner)];
   return `M${a} A${outer},${outer} 0 ${large} 1 ${b} L${c} A${inner},${inner} 0 ${large} 0 ${d} Z`;
-}
-
-function clamp(value, most) {
-  return Math.max(-most, Math.min(most, value));
 }
