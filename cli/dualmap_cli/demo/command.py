@@ -98,7 +98,13 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     help="Folder for demo.png, demo.json and logs/.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table.")
-def demo(out: Path, as_json: bool, **options: Any) -> None:
+@click.option(
+    "--serve",
+    "serving",
+    is_flag=True,
+    help="Compare nothing: run the last of --policies until Ctrl-C, traffic and all, and say where its dashboard is.",
+)
+def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
     """Replay a workload through a real Envoy, once per policy.
 
     Starts simulated engines, Redis, the router and Envoy on free ports, sends the same requests under each policy,
@@ -109,7 +115,10 @@ def demo(out: Path, as_json: bool, **options: Any) -> None:
     Example:
       dualmap demo
       dualmap demo --policies round_robin,least_loaded,dualmap --engines 4 --out /tmp/demo
+      dualmap demo --serve
     """
+    if serving and as_json:
+        raise click.UsageError("--serve and --json exclude each other: what is served has no results")
     try:
         plan = make_plan(out=out, **options)
     except TraceError as error:
@@ -117,11 +126,17 @@ def demo(out: Path, as_json: bool, **options: Any) -> None:
     try:
         _require_extra()
         with held(out):
-            runs = asyncio.run(_interruptible(_run_with_progress(plan)))
-            _publish(plan, runs, as_json=as_json)
+            if serving:
+                asyncio.run(_interruptible(_serve(plan)))
+            else:
+                runs = asyncio.run(_interruptible(_run_with_progress(plan)))
+                _publish(plan, runs, as_json=as_json)
     except OutputRefused as error:
         raise click.BadParameter(str(error), param_hint="--out") from error
     except _Interrupted as interrupted:
+        if serving:
+            click.echo("ended; nothing is left running.", err=True)
+            return
         click.echo(f"{INTERRUPTED} Logs: {out / 'logs'}", err=True)
         sys.exit(interrupted.exit_code)
     except DemoError as error:
@@ -185,6 +200,16 @@ async def _run_with_progress(plan: Plan) -> "tuple[PolicyRun, ...]":
     columns = (TextColumn("{task.description:<45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=_REFRESHES_PER_S) as bars:
         return await run_all(plan, _Bars(bars, len(plan.trace.requests)))
+
+
+async def _serve(plan: Plan) -> None:
+    """Run until interrupted."""
+    # Imported here, as above.
+    from dualmap_cli.demo.printing import served
+    from dualmap_cli.demo.serve import serve
+
+    click.echo(f"{plan.policies[-1]}: starting engines, routers, Envoy", err=True)
+    await serve(plan, lambda stack: click.echo(served(plan, stack.url, stack.dashboard_urls)))
 
 
 def _publish(plan: Plan, runs: "tuple[PolicyRun, ...]", *, as_json: bool) -> None:

@@ -39,6 +39,11 @@ def logs_folder(plan: Plan, policy: str) -> Path:
     return plan.out / "logs" / policy
 
 
+def request_deadline_s(plan: Plan) -> float:
+    """Return how long a request may take, in wall seconds."""
+    return max(_REQUEST_DEADLINE_WALL_S_LEAST, plan.wall_s(_REQUEST_DEADLINE_S))
+
+
 async def run_all(plan: Plan, progress: Progress) -> tuple[PolicyRun, ...]:
     """Run every policy of the plan. Raises DemoError; leaves no process behind, however it ends."""
     return tuple([await _run(plan, policy, progress) for policy in plan.policies])
@@ -75,7 +80,7 @@ async def _load(
             stack.url,
             MODEL,
             plan.trace.sped_up(plan.speed),
-            deadline_s=max(_REQUEST_DEADLINE_WALL_S_LEAST, plan.wall_s(_REQUEST_DEADLINE_S)),
+            deadline_s=request_deadline_s(plan),
             finished=finished_one,
         )
     finally:

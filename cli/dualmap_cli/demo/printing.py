@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
-from dualmap_cli.demo.plan import SLO_TTFT_S, Plan
+from dualmap_cli.demo.plan import MODEL, SLO_TTFT_S, Plan
 from dualmap_cli.demo.report import PolicyReport
 from dualmap_sim.workloads.statistics import measure
 
@@ -24,6 +24,17 @@ def announcement(plan: Plan) -> str:
     return (
         f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: "
         f"about {replays_s:.0f} s in all, plus start-up and the last answers"
+    )
+
+
+def served(plan: Plan, url: str, dashboard_urls: Sequence[str]) -> str:
+    """Return where what ``--serve`` runs is reached, and how it ends."""
+    dashboards = "\n".join(f"dashboard: {each}" for each in dashboard_urls)
+    return (
+        f"{dashboards}\n"
+        f"requests:  {url}/v1/chat/completions  (model {MODEL}; {plan.rate:.1f} requests per model second come by "
+        f"themselves, {plan.speed:g} model seconds a second)\n"
+        "Ctrl-C ends it."
     )
 
 

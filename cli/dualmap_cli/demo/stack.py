@@ -27,10 +27,11 @@ _ROUTER_PORTS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Where a running stack is reached: ``url`` is Envoy, ``metrics_urls`` are the routers' metrics pages."""
+    """Where a running stack is reached: ``url`` is Envoy, the others are the routers' metrics pages and dashboards."""
 
     url: str
     metrics_urls: tuple[str, ...]
+    dashboard_urls: tuple[str, ...]
 
 
 async def start_stack(children: Children, plan: Plan, policy: str, folder: Path, sockets: Path) -> Stack:
@@ -68,6 +69,7 @@ async def start_stack(children: Children, plan: Plan, policy: str, folder: Path,
     return Stack(
         url=await _start_envoy(children, bootstrap, folder),
         metrics_urls=tuple(f"http://{each['metrics']}/metrics" for each in ports),
+        dashboard_urls=tuple(f"http://{each['metrics']}/" for each in ports),
     )
 
 

@@ -1,0 +1,116 @@
+"""A router of many instances that need not be there: the real picker under load, its dashboard, and engines by rule.
+
+For what only shows with more instances than a machine can run. Each instance prefills one prompt after another at its
+speed and answers after that; nothing is sent anywhere.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from dualmap.pool import Pool
+from dualmap.requests import Usage
+from dualmap_extproc.dashboard.recorder import Recorder
+from dualmap_extproc.dashboard.routes import Dashboard
+from dualmap_extproc.dashboard.snapshot import Source
+from dualmap_extproc.demand import Demand
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.http_status import StatusServer
+from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.pool_demand import PoolDemand
+from dualmap_extproc.settings import Limits
+
+_DECODE_S = (0.5, 4.0)
+_PREFIXES = 60
+_TAIL_CHARACTERS = 4000
+
+
+class Fleet:
+    """The router of some pools, and their instances. ``url`` is its dashboard's once it is ``served``."""
+
+    def __init__(self, pools: Sequence[Pool], *, seed: int = 1, every_s: float = 1.0) -> None:
+        self.pools = tuple(pools)
+        self.url = ""
+        self.speeds: dict[str, float] = {}
+        """Tokens a second of the instances that are not as fast as their pool says."""
+        self._random = random.Random(seed)
+        self._every_s = every_s
+        self._clock = asyncio.get_running_loop().time
+        self._demand = Demand()
+        self.metrics = Metrics(version="0.0", replica_id="router-0", demand=self._demand)
+        self.recorder = Recorder(self.metrics)
+        self.picker = Picker(Limits(), self.recorder, id_prefix="fleet")
+        self._free_s: dict[str, float] = {}
+        self._cached: dict[str, set[int]] = {}
+        self.adopt(self.pools)
+
+    def adopt(self, pools: Sequence[Pool]) -> None:
+        """Have other pools from now on."""
+        self.pools = tuple(pools)
+        self.metrics.set_pools(self.pools)
+        self.picker.set_pools(self._clock(), self.pools)
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """Serve the dashboard and the rest of the metrics port within the context."""
+        source = Source(
+            router="router-0",
+            version="0.0",
+            pools=lambda: self.picker.pools,
+            statuses=self.picker.statuses,
+            demand=PoolDemand(self._demand, self.picker.statuses, shares=False).total,
+            recorder=self.recorder,
+            clock=time.time,
+        )
+        dashboard = Dashboard(source, every_s=self._every_s)
+        server = StatusServer(
+            router="router-0", statuses=self.picker.statuses, metrics=self.metrics, dashboard=dashboard
+        )
+        self.url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}/"
+        try:
+            yield self.url
+        finally:
+            await server.close()
+
+    async def load(self, *, per_second: float, prefix_tokens: int = 3000) -> None:
+        """Send requests, each pool's in turn, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for pool in self.pools:
+                    self._send(group, pool, prefix_tokens)
+                self.picker.on_deadline(self._clock())
+                await asyncio.sleep(self._random.expovariate(per_second))
+
+    def _send(self, group: asyncio.TaskGroup, pool: Pool, prefix_tokens: int) -> None:
+        # Few prefixes are asked for often, many seldom.
+        prefix = min(int(self._random.paretovariate(0.9)), _PREFIXES)
+        prompt = f"{pool.id} prefix {prefix} " * (prefix_tokens * 4 // 20)
+        tail = self._random.randbytes(self._random.randrange(_TAIL_CHARACTERS // 2)).hex()
+        body = {"model": pool.model.name, "stream": True, "messages": [{"role": "user", "content": prompt + tail}]}
+        now = self._clock()
+
+        def go(picked: Picked | Refused) -> None:
+            if isinstance(picked, Picked):
+                group.create_task(self._serve(pool, picked, prefix, len(prompt) // 4, len(tail) // 4))
+
+        picked = self.picker.pick(now, json.dumps(body).encode(), None, now, headers={}, resume=go)
+        if not isinstance(picked, Waiting):
+            go(picked)
+
+    async def _serve(self, pool: Pool, picked: Picked, prefix: int, prefix_tokens: int, tail_tokens: int) -> None:
+        endpoint = picked.destination.partition(",")[0]
+        cached = self._cached.setdefault(endpoint, set())
+        hit = prefix_tokens if prefix in cached else 0
+        cached.add(prefix)
+        speed = self.speeds.get(endpoint, pool.engine.prefill_tokens_per_second)
+        begins_s = max(self._clock(), self._free_s.get(endpoint, 0.0))
+        self._free_s[endpoint] = begins_s + (prefix_tokens - hit + tail_tokens) / speed
+        await asyncio.sleep(self._free_s[endpoint] - self._clock())
+        self.picker.first_token(self._clock(), picked.request_id)
+        await asyncio.sleep(self._random.uniform(*_DECODE_S))
+        usage = Usage(prompt_tokens=prefix_tokens + tail_tokens, completion_tokens=100, cached_tokens=hit)
+        self.picker.finished(self._clock(), picked.request_id, usage)
