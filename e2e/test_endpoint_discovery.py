@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from dualmap_extproc.endpoints import EndpointDiscovery
+from dualmap_extproc.discovery import Discovery
 from dualmap_extproc.envoy.settings import Address, EnvoySettings
 from harness.clients import http1
 from harness.envoy import Envoy
@@ -42,9 +42,9 @@ class Service:
 
     def __init__(self, port: int = 0) -> None:
         self.counts = Counts()
-        self.discovery = EndpointDiscovery(self.counts)
+        self.discovery = Discovery(self.counts)
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        self._server.add_generic_rpc_handlers((self.discovery.handler(),))
+        self._server.add_generic_rpc_handlers(self.discovery.handlers())
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")

@@ -108,8 +108,10 @@ class Metrics:
             return Counter(name, text, labels, registry=registry)
 
         self._streams = Gauge("dualmap_discovery_streams", "Discovery streams Envoys hold open.", registry=registry)
-        self._pushes = counter("dualmap_discovery_pushes", "Sets of endpoints sent to Envoys.")
-        self._rejections = counter("dualmap_discovery_rejections", "Sets of endpoints an Envoy refused.")
+        self._pushes = counter("dualmap_discovery_pushes", "Sets of endpoints, clusters or routes sent to Envoys.")
+        self._rejections = counter(
+            "dualmap_discovery_rejections", "Sets of endpoints, clusters or routes an Envoy refused."
+        )
         entries = counter("dualmap_access_log_entries", "Access log entries received.", ("picked",))
         self._entries_picked, self._entries_other = entries.labels("yes"), entries.labels("no")
         self._unreadable = counter("dualmap_access_log_unreadable_batches", "Access log batches lost as unreadable.")

@@ -42,6 +42,15 @@ ACCESS_LOG_SERVICE: Final = "envoy.service.accesslog.v3.AccessLogService"
 ACCESS_LOG_METHOD: Final = "StreamAccessLogs"
 EDS_SERVICE: Final = "envoy.service.endpoint.v3.EndpointDiscoveryService"
 EDS_METHOD: Final = "StreamEndpoints"
+ADS_SERVICE: Final = "envoy.service.discovery.v3.AggregatedDiscoveryService"
+ADS_METHOD: Final = "StreamAggregatedResources"
+
+# What is asked for by discovery, the name of the one route configuration, and what an Envoy that asks for pools says of
+# itself in its node's metadata: how long it lets a router hold a request.
+CLUSTER_TYPE: Final = "type.googleapis.com/envoy.config.cluster.v3.Cluster"
+ROUTE_CONFIGURATION_TYPE: Final = "type.googleapis.com/envoy.config.route.v3.RouteConfiguration"
+ROUTES: Final = "pools"
+LONGEST_WAIT_KEY: Final = "dualmap_longest_wait_s"
 CLUSTER_LOAD_ASSIGNMENT_TYPE: Final = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
 # The gRPC service the router offers to KEDA (PROTOCOLS section 4).

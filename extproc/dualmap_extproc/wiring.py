@@ -18,11 +18,11 @@ import click
 from dualmap_edge.kube import KubeClient, KubeConfigError
 from dualmap_edge.ports import AddressError, address, check_free
 from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
-from dualmap_extproc.demand import Demand
 from dualmap_extproc.dashboard.recorder import Recorder
 from dualmap_extproc.dashboard.routes import Dashboard
 from dualmap_extproc.dashboard.snapshot import Source
-from dualmap_extproc.endpoints import EndpointDiscovery
+from dualmap_extproc.demand import Demand
+from dualmap_extproc.discovery import Discovery
 from dualmap_extproc.http_status import StatusServer
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
@@ -77,7 +77,7 @@ async def serve(settings: Settings) -> None:
     pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
-    discovery = EndpointDiscovery(metrics)
+    discovery = Discovery(metrics)
     adoption = Adoption(metrics, discovery, picker)
 
     def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
@@ -87,7 +87,7 @@ async def serve(settings: Settings) -> None:
     source = await _source(settings, metrics, adoption)
     servers = GrpcServers(
         ExternalProcessor(picker, observer, settings.limits),
-        services=(discovery.handler(), scaler.handler()),
+        services=(*discovery.handlers(), scaler.handler()),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
     )
@@ -103,6 +103,7 @@ async def serve(settings: Settings) -> None:
         tasks += [
             asyncio.create_task(stop.wait()),
             asyncio.create_task(source.run()),
+            asyncio.create_task(discovery.run()),
             asyncio.create_task(keep_deadlines(picker)),
         ]
         if exchange is not None:
@@ -192,9 +193,7 @@ def _dashboard(router: str, picker: Picker, pool_demand: PoolDemand, recorder: R
     return Dashboard(source)
 
 
-def _exchange(
-    redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str
-) -> Exchange:
+def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:
     """Return what carries news between this router and the others; ``peer`` is its name among them."""
     from dualmap_extproc.store.redis import RedisStore  # Here, because a router that is alone need not take 0.4 s.
 

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from dualmap.pool import Pool
-from dualmap_extproc.endpoints import EndpointDiscovery
+from dualmap_extproc.discovery import Discovery
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picked, Picker, Waiting
@@ -20,7 +20,7 @@ class Adopted:
     def __init__(self, *pools: Pool) -> None:
         self.metrics = Metrics(version="1", replica_id="r")
         self.picker = Picker(Limits(), self.metrics, id_prefix="r")
-        self.discovery = EndpointDiscovery(self.metrics)
+        self.discovery = Discovery(self.metrics)
         self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
         self.adoption = Adoption(self.metrics, self.discovery, self.picker)
         self.adoption.adopt(pools)

@@ -163,26 +163,23 @@ def test_a_router_by_name_is_looked_up(tmp_path: Path) -> None:
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9"]
 
 
-def test_every_pool_has_a_route_by_name_and_the_first_takes_what_has_none(tmp_path: Path) -> None:
+def test_the_router_names_the_pool_and_the_first_takes_what_has_no_name(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
-    by_name: dict[str, list[bool]] = {}
-    for route in routes(document)[:-2]:
-        matched = {header["name"]: header for header in route["match"]["headers"]}
-        cluster = matched[names.CLUSTER_HEADER]["string_match"]["exact"]
-        assert route["route"]["cluster"] == cluster
-        by_name.setdefault(cluster, []).append(names.NO_RETRY_HEADER in matched)
-        assert ("retry_policy" in route["route"]) == (names.NO_RETRY_HEADER not in matched)
-    assert by_name == {"llm/qwen": [True, False], "llm/other": [True, False]}
-    unknown, default = routes(document)[-2:]
-    assert unknown["match"]["headers"] == [{"name": names.CLUSTER_HEADER, "present_match": True}]
-    assert unknown["direct_response"]["status"] == 503
+    *named, default = routes(document)
+    for route, without_retries in zip(named, (True, False), strict=True):
+        present = [header["name"] for header in route["match"]["headers"] if header["present_match"]]
+        assert present == [names.CLUSTER_HEADER, *([names.NO_RETRY_HEADER] if without_retries else [])]
+        assert route["route"]["cluster_header"] == names.CLUSTER_HEADER
+        assert ("retry_policy" in route["route"]) != without_retries
     assert "headers" not in default["match"]
     assert default["route"]["cluster"] == "llm/qwen"
     assert "retry_policy" not in default["route"]
+    for route in routes(document):
+        assert route["request_headers_to_remove"] == [names.CLUSTER_HEADER, names.NO_RETRY_HEADER]
 
 
 def test_a_request_that_nothing_was_answered_of_is_tried_once_more(tmp_path: Path) -> None:
-    policies = [route["route"].get("retry_policy") for route in routes(config("--pool", pool_file(tmp_path)))[:2]]
+    policies = [route["route"].get("retry_policy") for route in routes(config("--pool", pool_file(tmp_path)))]
     (policy,) = [policy for policy in policies if policy is not None]
     assert policy["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
     assert (policy["retriable_status_codes"], policy["num_retries"]) == ([503], 1)
@@ -212,7 +209,7 @@ def test_the_router_is_asked_only_about_requests_with_a_route(tmp_path: Path) ->
 
 def test_long_answers_meet_no_timeout(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
-    assert {route["route"]["timeout"] for route in routes(document) if "route" in route} == {"0s"}
+    assert {route["route"]["timeout"] for route in routes(document)} == {"0s"}
 
 
 def test_endpoints_come_from_the_routers_unless_static(tmp_path: Path) -> None:
@@ -221,7 +218,8 @@ def test_endpoints_come_from_the_routers_unless_static(tmp_path: Path) -> None:
     assert "load_assignment" not in cluster
     source = cluster["eds_cluster_config"]["eds_config"]["api_config_source"]
     assert source["grpc_services"][0]["envoy_grpc"]["cluster_name"] == "dualmap-routers"
-    assert cluster["eds_cluster_config"]["service_name"] == names.cluster_name("llm", "qwen")
+    # By the cluster's own name.
+    assert "service_name" not in cluster["eds_cluster_config"]
 
 
 def test_static_endpoints_are_the_members_draining_ones_marked(tmp_path: Path) -> None:

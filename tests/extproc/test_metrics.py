@@ -14,7 +14,7 @@ from dualmap.router import PoolRouter
 from dualmap_extproc.access_log import AccessLogObserver
 from dualmap_extproc.counts import Traffic
 from dualmap_extproc.demand import Demand
-from dualmap_extproc.endpoints import DiscoveryObserver
+from dualmap_extproc.discovery import DiscoveryObserver
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.observer import Observer

@@ -11,9 +11,10 @@ from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
 from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
 
 from dualmap_extproc import names
-from dualmap_extproc.envoy.clusters import reconnect_policy, sink_cluster_name
+from dualmap_extproc.envoy.clusters import sink_cluster_name
 from dualmap_extproc.envoy.extensions import grpc_to, packed
 from dualmap_extproc.envoy.settings import EnvoySettings
+from dualmap_extproc.envoy.sources import reconnect_policy
 
 # A finished request counts as in flight for at most this much longer.
 FLUSH_INTERVAL = timedelta(milliseconds=100)

@@ -8,14 +8,22 @@ from typing import cast
 
 import betterproto2
 import yaml
-from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+from envoy_data_plane.envoy.config.bootstrap.v3 import (
+    Admin,
+    Bootstrap,
+    BootstrapDynamicResources,
+    BootstrapStaticResources,
+)
 from envoy_data_plane.envoy.config.core.v3 import Node
+from envoy_data_plane.google.protobuf import Struct
 
 from dualmap_extproc.envoy.clusters import clusters
 from dualmap_extproc.envoy.extensions import socket_address
 from dualmap_extproc.envoy.listeners import listener
 from dualmap_extproc.envoy.settings import EnvoySettings
+from dualmap_extproc.envoy.sources import shared_stream, shared_stream_to
 from dualmap_extproc.envoy.status import admin_cluster, status_listener
+from dualmap_extproc.names import LONGEST_WAIT_KEY
 
 
 def bootstrap(settings: EnvoySettings) -> Bootstrap:
@@ -24,10 +32,18 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
     if settings.status is not None:
         listeners.append(status_listener(settings.status))
         needed.append(admin_cluster(settings.admin))
+    node = Node(id="dualmap-envoy", cluster="dualmap")
+    dynamic = None
+    if settings.discover is not None:
+        # Routers are told, so that they can say which pool would hold requests for longer. As text: Envoy makes that of
+        # a number with a decimal point in YAML anyway.
+        node.metadata = Struct.from_dict({LONGEST_WAIT_KEY: str(settings.discover.longest_wait_s)})
+        dynamic = BootstrapDynamicResources(ads_config=shared_stream_to(), cds_config=shared_stream())
     return Bootstrap(
-        node=Node(id="dualmap-envoy", cluster="dualmap"),
+        node=node,
         admin=Admin(address=socket_address(settings.admin)),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=needed),
+        dynamic_resources=dynamic,
     )
 
 

@@ -18,10 +18,6 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     UpstreamConnectionOptions,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
-    ApiConfigSource,
-    ApiConfigSourceApiType,
-    ApiVersion,
-    BackoffStrategy,
     ConfigSource,
     HealthCheck,
     HealthCheckGrpcHealthCheck,
@@ -32,7 +28,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     TcpKeepalive,
 )
 from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpOptions
-from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment, LocalityLbEndpoints
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
     OverrideHost,
@@ -47,12 +42,11 @@ from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPath
 from envoy_data_plane.envoy.type.v3 import Percent
 
 from dualmap.pool import MemberState, Pool
-from dualmap_extproc.envoy.extensions import BUFFER_BYTES, endpoint_at, extension, grpc_to, packed
+from dualmap_extproc.envoy.extensions import BUFFER_BYTES, endpoint_at, extension, packed
 from dualmap_extproc.envoy.settings import Address, EnvoySettings
+from dualmap_extproc.envoy.sources import ROUTERS_CLUSTER, own_stream
 from dualmap_extproc.envoy.transport import tls_socket
 from dualmap_extproc.names import DESTINATION_HEADER, DESTINATION_KEY, LB_NAMESPACE, SERVED_KEY, cluster_name
-
-ROUTERS_CLUSTER = "dualmap-routers"
 
 CONNECT_TIMEOUT = timedelta(seconds=1)
 
@@ -78,7 +72,7 @@ def clusters(settings: EnvoySettings) -> list[Cluster]:
     sinks = [
         _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
     ]
-    return [_routers(settings), *sinks, *(_pool_cluster(pool, settings) for pool in settings.pools)]
+    return [_routers(settings), *sinks, *(_cluster_of(pool, settings) for pool in settings.pools)]
 
 
 def _routers(settings: EnvoySettings) -> Cluster:
@@ -145,13 +139,19 @@ def _grpc_cluster(
     )
 
 
-def _pool_cluster(pool: Pool, settings: EnvoySettings) -> Cluster:
+def _cluster_of(pool: Pool, settings: EnvoySettings) -> Cluster:
+    name = cluster_name(pool.namespace, pool.name)
+    return pool_cluster(name, endpoints=_members(pool, name) if settings.static_endpoints else own_stream())
+
+
+def pool_cluster(name: str, *, endpoints: ConfigSource | ClusterLoadAssignment) -> Cluster:
     """Write a pool's cluster: the router names the host, round robin serves what it left unnamed.
+
+    Its ``endpoints`` are asked for under its own name, or stand in it and never change.
 
     Hosts that refuse connections leave the round robin for a while, which is all the health checking a request
     without a pick needs. A panic threshold of 0 keeps Draining members out of it even when most are draining.
     """
-    name = cluster_name(pool.namespace, pool.name)
     options = HttpProtocolOptions(
         common_http_protocol_options=CommonHttpOptions(idle_timeout=ENGINE_IDLE_TIMEOUT),
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(http_protocol_options=Http1ProtocolOptions()),
@@ -171,12 +171,12 @@ def _pool_cluster(pool: Pool, settings: EnvoySettings) -> Cluster:
         typed_extension_protocol_options={_HTTP_OPTIONS: packed(options)},
         load_balancing_policy=_policy("override_host", _override_host()),
     )
-    if settings.static_endpoints:
+    if isinstance(endpoints, ClusterLoadAssignment):
         cluster.type = ClusterDiscoveryType.STATIC
-        cluster.load_assignment = _members(pool, name)
+        cluster.load_assignment = endpoints
     else:
         cluster.type = ClusterDiscoveryType.EDS
-        cluster.eds_cluster_config = ClusterEdsClusterConfig(service_name=name, eds_config=_eds_source())
+        cluster.eds_cluster_config = ClusterEdsClusterConfig(eds_config=endpoints)
     return cluster
 
 
@@ -189,30 +189,6 @@ def _members(pool: Pool, name: str) -> ClusterLoadAssignment:
             host.health_status = HealthStatus.DRAINING
         hosts.append(host)
     return ClusterLoadAssignment(cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=hosts)])
-
-
-def _eds_source() -> ConfigSource:
-    """Fetch endpoints from whichever router answers; a stream that breaks is soon opened again, to another."""
-    service = grpc_to(ROUTERS_CLUSTER)
-    assert service.envoy_grpc is not None
-    service.envoy_grpc.retry_policy = reconnect_policy()
-    return ConfigSource(
-        resource_api_version=ApiVersion.V3,
-        initial_fetch_timeout=timedelta(seconds=5),
-        api_config_source=ApiConfigSource(
-            api_type=ApiConfigSourceApiType.GRPC,
-            transport_api_version=ApiVersion.V3,
-            set_node_on_first_message_only=True,
-            grpc_services=[service],
-        ),
-    )
-
-
-def reconnect_policy() -> GrpcRetryPolicy:
-    """Open a broken gRPC stream again within a second; Envoy's own back-off grows to half a minute."""
-    return GrpcRetryPolicy(
-        retry_back_off=BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=1))
-    )
 
 
 def _override_host() -> OverrideHost:

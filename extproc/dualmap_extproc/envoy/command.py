@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettingsError, Mode, Tls
+from dualmap_edge.options import Duration
+from dualmap_extproc.envoy.settings import Address, Discover, EnvoySettings, EnvoySettingsError, Mode, Tls
 
 
 @click.command(context_settings={"show_default": True})
@@ -13,10 +14,17 @@ from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettings
     "--pool",
     "pool_files",
     multiple=True,
-    required=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="Pool file (InferencePool as YAML); repeat for several. The first one's pool takes what no router picked.",
+)
+@click.option("--discover", is_flag=True, help="Ask the routers which pools there are, instead of --pool.")
+@click.option(
+    "--longest-wait",
+    type=Duration(),
+    metavar="DURATION",
+    show_default="30s",
+    help="With --discover: no pool may hold a request for longer (its queue.maxWait).",
 )
 @click.option("--listen", default="0.0.0.0:8080", metavar="IP:PORT", help="Where clients connect. Port 0: any.")
 @click.option("--router", default="127.0.0.1:9002", metavar="HOST:PORT[,...]", help="The routers' gRPC ports.")
@@ -61,6 +69,8 @@ from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettings
 def envoy_config(
     *,
     pool_files: tuple[Path, ...],
+    discover: bool,
+    longest_wait: float | None,
     listen: str,
     router: str,
     als: str | None,
@@ -74,12 +84,13 @@ def envoy_config(
     tls_sds: Path | None,
     static_endpoints: bool,
 ) -> None:
-    """Print an Envoy bootstrap for the given pools (YAML, for Envoy 1.38 or later).
+    """Print an Envoy bootstrap for the given pools, or for all that routers have (YAML, for Envoy 1.38 or later).
 
     \b
     Example:
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 > envoy.yaml
       envoy -c envoy.yaml
+      dualmap envoy-config --discover --router dualmap-router:9002 > envoy.yaml
 
     \b
     Mutual TLS, with certificates that may be renewed while Envoy runs:
@@ -95,9 +106,11 @@ def envoy_config(
     from dualmap_extproc.envoy.transport import discovery_files
     from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 
+    asked = _discover(discover, longest_wait, pools=bool(pool_files), static=static_endpoints)
     try:
         settings = EnvoySettings(
             pools=load_pool_files(pool_files),
+            discover=asked,
             listen=Address.to_bind(listen, field="--listen"),
             routers=_addresses(router, field="--router"),
             access_logs=_addresses(router if als is None else als, field="--als"),
@@ -114,6 +127,20 @@ def envoy_config(
         for path, content in discovery_files(settings.tls).items():
             path.write_text(to_yaml(content), encoding="utf-8")
     click.echo(to_yaml(bootstrap(settings)), nl=False)
+
+
+def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static: bool) -> Discover | None:
+    """Return how pools are discovered, None where files name them; raises UsageError for a mixture."""
+    if switch == pools:
+        wrong = "--pool and --discover exclude each other" if switch else "no pools"
+        raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --discover")
+    if switch and static:
+        raise click.UsageError("--static-endpoints and --discover exclude each other; give one of them")
+    if longest_wait_s is not None and not switch:
+        raise click.UsageError("--longest-wait means nothing without --discover; give both or neither")
+    if not switch:
+        return None
+    return Discover() if longest_wait_s is None else Discover(longest_wait_s=longest_wait_s)
 
 
 def _addresses(text: str, *, field: str) -> tuple[Address, ...]:

@@ -18,9 +18,9 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
-from dualmap_extproc.envoy.clusters import ROUTERS_CLUSTER
 from dualmap_extproc.envoy.extensions import grpc_to, packed
 from dualmap_extproc.envoy.settings import EnvoySettings, Mode
+from dualmap_extproc.envoy.sources import ROUTERS_CLUSTER
 from dualmap_extproc.envoy.usage import usage_filter
 from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
 
@@ -51,8 +51,7 @@ def ext_proc_enabled() -> dict[str, Any]:
 
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
     """Write the filter that asks the router; the namespaces left out of metadata_options are dropped silently."""
-    held_s = max(pool.routing.queue.max_wait_s for pool in settings.pools)
-    timeout = timedelta(seconds=held_s) + ANSWER_MARGIN
+    timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
     service = grpc_to(ROUTERS_CLUSTER)
     service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
     no_wait = settings.mode is Mode.STREAMED

@@ -24,6 +24,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     HttpConnectionManager,
     HttpConnectionManagerCodecType,
     HttpConnectionManagerServerHeaderTransformation,
+    Rds,
 )
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import HeaderMutation
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
@@ -33,9 +34,10 @@ from dualmap.pool import Pool
 from dualmap_extproc.envoy.access_log import access_logs
 from dualmap_extproc.envoy.extensions import BUFFER_BYTES, extension, packed, socket_address
 from dualmap_extproc.envoy.filters import ext_proc_enabled, http_filters
-from dualmap_extproc.envoy.replies import POOL_NOT_CONFIGURED, direct, local_replies
+from dualmap_extproc.envoy.replies import ROUTER_UNREACHABLE, direct, local_replies
 from dualmap_extproc.envoy.settings import EnvoySettings
-from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, cluster_name
+from dualmap_extproc.envoy.sources import shared_stream
+from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, ROUTES, cluster_name
 
 # How long a request may pass no byte in either direction: long answers that are not streamed are silent throughout.
 IDLE_TIMEOUT = timedelta(hours=1)
@@ -60,7 +62,7 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
     """Write the connection manager.
 
     HTTP/1 trailers stay off: with them retries send a body twice and no-wait requests hang (HTTP/2 has no such
-    switch, see ``_routes``). HTTP/1.0 clients need not name a host.
+    switch, see ``routes``). HTTP/1.0 clients need not name a host.
     """
     return HttpConnectionManager(
         stat_prefix="requests",
@@ -74,17 +76,8 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
         http_filters=http_filters(settings),
         access_log=access_logs(settings),
         local_reply_config=local_replies(),
-        route_config=RouteConfiguration(
-            name="pools",
-            virtual_hosts=[
-                VirtualHost(
-                    name="pools",
-                    domains=["*"],
-                    routes=_routes(settings),
-                    typed_per_filter_config=ext_proc_enabled(),
-                )
-            ],
-        ),
+        route_config=None if settings.discover else routes(unpicked=_cluster(settings.pools[0])),
+        rds=Rds(config_source=shared_stream(), route_config_name=ROUTES) if settings.discover else None,
     )
 
 
@@ -101,33 +94,39 @@ def _removals() -> HeaderMutation:
     )
 
 
-def _routes(settings: EnvoySettings) -> list[Route]:
-    """Write two routes per pool, taken when the router names its cluster, and last the first pool's for no name.
+def routes(*, unpicked: str | None) -> RouteConfiguration:
+    """Write the routes: to the cluster that the router names, and to ``unpicked`` for requests without a name.
 
-    A name without a route is a pool that the router was given after this was written: its requests are refused,
-    since no other pool's engines serve its model.
+    A name without a cluster is a pool that Envoy has not heard of, or no longer: its requests are refused, since no
+    other pool's engines serve its model (``replies``). Where None is to take what no router has picked (several pools,
+    of which only a router knows the right one), that is refused too.
 
     Envoy 1.40 sends a body twice where a retry policy makes it keep a copy while ext_proc still passes the body on:
     with request trailers, for which the router asks for the route without retries, and while failing open.
     """
-    routes = []
-    for pool in settings.pools:
-        by_name = HeaderMatcher(name=CLUSTER_HEADER, string_match=StringMatcher(exact=_cluster(pool)))
-        unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
-        routes.append(_route(pool, [by_name, unrepeatable], retry_policy=None))
-        routes.append(_route(pool, [by_name], retry_policy=_retry_policy()))
-    named = RouteMatch(prefix="/", headers=[HeaderMatcher(name=CLUSTER_HEADER, present_match=True)])
-    routes.append(Route(match=named, direct_response=direct(POOL_NOT_CONFIGURED)))
-    return [*routes, _route(settings.pools[0], [], retry_policy=None)]
+    named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
+    unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
+    last = (
+        Route(match=RouteMatch(prefix="/"), direct_response=direct(ROUTER_UNREACHABLE))
+        if unpicked is None
+        else _route([], RouteAction(cluster=unpicked))
+    )
+    found = [
+        _route([named, unrepeatable], RouteAction(cluster_header=CLUSTER_HEADER)),
+        _route([named], RouteAction(cluster_header=CLUSTER_HEADER, retry_policy=_retry_policy())),
+        last,
+    ]
+    host = VirtualHost(name=ROUTES, domains=["*"], routes=found, typed_per_filter_config=ext_proc_enabled())
+    return RouteConfiguration(name=ROUTES, virtual_hosts=[host])
 
 
-def _route(pool: Pool, headers: list[HeaderMatcher], *, retry_policy: RetryPolicy | None) -> Route:
+def _route(headers: list[HeaderMatcher], action: RouteAction) -> Route:
+    action.timeout = timedelta(0)
+    action.idle_timeout = IDLE_TIMEOUT
     return Route(
         match=RouteMatch(prefix="/", headers=headers),
         request_headers_to_remove=[CLUSTER_HEADER, NO_RETRY_HEADER],
-        route=RouteAction(
-            cluster=_cluster(pool), timeout=timedelta(0), idle_timeout=IDLE_TIMEOUT, retry_policy=retry_policy
-        ),
+        route=action,
     )
 
 

@@ -18,12 +18,19 @@ from dualmap_extproc.errors import Refused, body_too_large
 POOL_NOT_CONFIGURED = Refused(
     status=503, code="pool_not_configured", message="The gateway does not know the pool of this model yet"
 )
+ROUTER_UNREACHABLE = Refused(
+    status=503, code="router_unreachable", message="The gateway reaches no router, which alone knows this model's pool"
+)
 ENGINE_UNREACHABLE = Refused(
     status=503, code="service_unavailable", message="The gateway reached no instance that could take this request"
 )
 
-# Envoy's details of the answers below. Both the router's refusals and direct responses have their bodies already.
+# Envoy's details of the answers below. A pool that a router has and Envoy has not (yet, or no longer) is a cluster that
+# is not found; without a route are all requests until a router has said what routes there are, and CONNECT always. Both
+# the router's refusals and direct responses have their bodies already.
 _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
+_NO_CLUSTER = 'response.code_details == "cluster_not_found"'
+_NO_ROUTE = 'response.code_details == "route_not_found" && request.method != "CONNECT"'
 _UNAVAILABLE = (
     "response.code == 503 && "
     '!(response.code_details.startsWith("dualmap_") || response.code_details == "direct_response")'
@@ -31,9 +38,14 @@ _UNAVAILABLE = (
 
 
 def local_replies() -> LocalReplyConfig:
-    """Give a body to Envoy's refusal of an endless BUFFERED body, and to every 503 that Envoy itself answers."""
+    """Give a body to Envoy's refusal of an endless BUFFERED body, and to what else Envoy itself refuses."""
     return LocalReplyConfig(
-        mappers=[_mapper(_TOO_LARGE, body_too_large(BUFFER_BYTES)), _mapper(_UNAVAILABLE, ENGINE_UNREACHABLE)]
+        mappers=[
+            _mapper(_TOO_LARGE, body_too_large(BUFFER_BYTES)),
+            _mapper(_NO_CLUSTER, POOL_NOT_CONFIGURED),
+            _mapper(_NO_ROUTE, ROUTER_UNREACHABLE),
+            _mapper(_UNAVAILABLE, ENGINE_UNREACHABLE),
+        ]
     )
 
 
@@ -50,6 +62,7 @@ def _mapper(expression: str, refused: Refused) -> ResponseMapper:
     )
     return ResponseMapper(
         filter=AccessLogFilter(extension_filter=own),
+        status_code=refused.status,
         body=DataSource(inline_string=refused.body().decode()),
         body_format_override=_as_json(),
     )

@@ -104,16 +104,28 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Discover:
+    """Pools are those that the routers have, now and later; none may hold a request for more than ``longest_wait_s``.
+
+    How long Envoy waits for a router's answer stands in the bootstrap, before any pool is known.
+    """
+
+    longest_wait_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvoySettings:
     """Everything ``bootstrap`` needs to know.
 
-    The routers answer ext_proc and EDS; each of ``access_logs`` is sent every access log entry. ``tls`` is about the
-    way from Envoy to both (None: plain text). ``status`` is where readiness and statistics are shown to others than the
-    administration's own host (None: nowhere). With ``static_endpoints`` the members are written into the file and never
-    change. Raises EnvoySettingsError for a combination that Envoy would refuse.
+    The pools are given, or with ``discover`` asked of the routers, which answer ext_proc and discovery. Each of
+    ``access_logs`` is sent every access log entry. ``tls`` is about the way from Envoy to both (None: plain text).
+    ``status`` is where readiness and statistics are shown to others than the administration's own host (None: nowhere).
+    With ``static_endpoints`` the members are written into the file and never change. Raises EnvoySettingsError for a
+    combination that Envoy would refuse.
     """
 
-    pools: tuple[Pool, ...]
+    pools: tuple[Pool, ...] = ()
+    discover: Discover | None = None
     routers: tuple[Address, ...]
     access_logs: tuple[Address, ...]
     listen: Address
@@ -124,8 +136,12 @@ class EnvoySettings:
     static_endpoints: bool = False
 
     def __post_init__(self) -> None:
-        if not self.pools:
+        if not self.pools and self.discover is None:
             raise EnvoySettingsError("pools", "none", "at least one pool")
+        if self.pools and self.discover is not None:
+            raise EnvoySettingsError("pools", f"{len(self.pools)} pools", "none where they are asked of the routers")
+        if self.static_endpoints and self.discover is not None:
+            raise EnvoySettingsError("static_endpoints", "true", "false where pools are asked of the routers")
         if not self.routers:
             raise EnvoySettingsError("routers", "none", "at least one router")
         if self.listen == self.admin and self.listen.port:
@@ -134,3 +150,10 @@ class EnvoySettings:
             raise EnvoySettingsError("status", f"port {self.status.port}", "another address than listen's and admin's")
         if self.status is not None and not self.admin.port:
             raise EnvoySettingsError("admin", "port 0", "a port, which status asks for what it shows")
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a router may hold a request before it answers."""
+        if self.discover is not None:
+            return self.discover.longest_wait_s
+        return max(pool.routing.queue.max_wait_s for pool in self.pools)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dualmap.pool import Pool
-from dualmap_extproc.endpoints import EndpointDiscovery
+from dualmap_extproc.discovery import Discovery
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picker
 
@@ -22,7 +22,7 @@ NOTICE_S: Final = 0.25
 class Adoption:
     """Takes the pools as they are now, as often as they change."""
 
-    def __init__(self, metrics: Metrics, discovery: EndpointDiscovery, picker: Picker) -> None:
+    def __init__(self, metrics: Metrics, discovery: Discovery, picker: Picker) -> None:
         self._metrics = metrics
         self._discovery = discovery
         self._picker = picker

@@ -26,7 +26,7 @@ from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64ualmap_extproc/wire/base.proto\x12\x0c\x64ualmap.wire\x1a\x19google/protobuf/any.proto\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"7\n\tHeaderMap\x12*\n\x07headers\x18\x01 \x03(\x0b\x32\x19.dualmap.wire.HeaderValue\"\xa2\x02\n\x11HeaderValueOption\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.dualmap.wire.HeaderValue\x12I\n\rappend_action\x18\x03 \x01(\x0e\x32\x32.dualmap.wire.HeaderValueOption.HeaderAppendAction\x12\x18\n\x10keep_empty_value\x18\x04 \x01(\x08\"}\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\x12\x17\n\x13OVERWRITE_IF_EXISTS\x10\x03\"\x9f\x01\n\x08Metadata\x12\x43\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32*.dualmap.wire.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xb4\x01\n\rSocketAddress\x12\x36\n\x08protocol\x18\x01 \x01(\x0e\x32$.dualmap.wire.SocketAddress.Protocol\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x14\n\nport_value\x18\x03 \x01(\rH\x00\x12\x14\n\nnamed_port\x18\x04 \x01(\tH\x00\"\x1c\n\x08Protocol\x12\x07\n\x03TCP\x10\x00\x12\x07\n\x03UDP\x10\x01\x42\x10\n\x0eport_specifier\"K\n\x07\x41\x64\x64ress\x12\x35\n\x0esocket_address\x18\x01 \x01(\x0b\x32\x1b.dualmap.wire.SocketAddressH\x00\x42\t\n\x07\x61\x64\x64ress\":\n\x08Locality\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0c\n\x04zone\x18\x02 \x01(\t\x12\x10\n\x08sub_zone\x18\x03 \x01(\t\"M\n\x04Node\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12(\n\x08locality\x18\x04 \x01(\x0b\x32\x16.dualmap.wire.Locality\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any*`\n\x0cHealthStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07HEALTHY\x10\x01\x12\r\n\tUNHEALTHY\x10\x02\x12\x0c\n\x08\x44RAINING\x10\x03\x12\x0b\n\x07TIMEOUT\x10\x04\x12\x0c\n\x08\x44\x45GRADED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64ualmap_extproc/wire/base.proto\x12\x0c\x64ualmap.wire\x1a\x19google/protobuf/any.proto\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"7\n\tHeaderMap\x12*\n\x07headers\x18\x01 \x03(\x0b\x32\x19.dualmap.wire.HeaderValue\"\xa2\x02\n\x11HeaderValueOption\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x19.dualmap.wire.HeaderValue\x12I\n\rappend_action\x18\x03 \x01(\x0e\x32\x32.dualmap.wire.HeaderValueOption.HeaderAppendAction\x12\x18\n\x10keep_empty_value\x18\x04 \x01(\x08\"}\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\x12\x17\n\x13OVERWRITE_IF_EXISTS\x10\x03\"\x9f\x01\n\x08Metadata\x12\x43\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32*.dualmap.wire.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xb4\x01\n\rSocketAddress\x12\x36\n\x08protocol\x18\x01 \x01(\x0e\x32$.dualmap.wire.SocketAddress.Protocol\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x14\n\nport_value\x18\x03 \x01(\rH\x00\x12\x14\n\nnamed_port\x18\x04 \x01(\tH\x00\"\x1c\n\x08Protocol\x12\x07\n\x03TCP\x10\x00\x12\x07\n\x03UDP\x10\x01\x42\x10\n\x0eport_specifier\"K\n\x07\x41\x64\x64ress\x12\x35\n\x0esocket_address\x18\x01 \x01(\x0b\x32\x1b.dualmap.wire.SocketAddressH\x00\x42\t\n\x07\x61\x64\x64ress\":\n\x08Locality\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x0c\n\x04zone\x18\x02 \x01(\t\x12\x10\n\x08sub_zone\x18\x03 \x01(\t\"x\n\x04Node\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12)\n\x08metadata\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x08locality\x18\x04 \x01(\x0b\x32\x16.dualmap.wire.Locality\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any*`\n\x0cHealthStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07HEALTHY\x10\x01\x12\r\n\tUNHEALTHY\x10\x02\x12\x0c\n\x08\x44RAINING\x10\x03\x12\x0b\n\x07TIMEOUT\x10\x04\x12\x0c\n\x08\x44\x45GRADED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_HEALTHSTATUS']._serialized_start=1159
-  _globals['_HEALTHSTATUS']._serialized_end=1255
+  _globals['_HEALTHSTATUS']._serialized_start=1202
+  _globals['_HEALTHSTATUS']._serialized_end=1298
   _globals['_HEADERVALUE']._serialized_start=106
   _globals['_HEADERVALUE']._serialized_end=166
   _globals['_HEADERMAP']._serialized_start=168
@@ -58,7 +58,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCALITY']._serialized_start=940
   _globals['_LOCALITY']._serialized_end=998
   _globals['_NODE']._serialized_start=1000
-  _globals['_NODE']._serialized_end=1077
-  _globals['_STATUS']._serialized_start=1079
-  _globals['_STATUS']._serialized_end=1157
+  _globals['_NODE']._serialized_end=1120
+  _globals['_STATUS']._serialized_start=1122
+  _globals['_STATUS']._serialized_end=1200
 # @@protoc_insertion_point(module_scope)

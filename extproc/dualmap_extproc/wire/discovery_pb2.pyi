@@ -76,3 +76,9 @@ class Endpoint(_message.Message):
     address: _base_pb2.Address
     hostname: str
     def __init__(self, address: _Optional[_Union[_base_pb2.Address, _Mapping]] = ..., hostname: _Optional[str] = ...) -> None: ...
+
+class Cluster(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,303 @@
+"""An Envoy that was told of no pool (``dualmap envoy-config --discover``): pools are made and deleted while it runs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # grpc-stubs does not know it
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from dualmap_cli.main import main
+from dualmap_extproc.discovery import Discovery
+from dualmap_extproc.envoy.settings import Mode
+from harness.clients import Reply, http1, opened
+from harness.deployment import CHAT
+from harness.envoy import Envoy
+from harness.settings import pool_of
+from harness.stack import Router, write_pool
+from harness.upstream import ENGINE_HEADER, Received, Upstream, plain, sse
+from harness.waiting import until
+from harness.world import chat, document, error_of, member_of
+
+Document = Mapping[str, Any]
+modes = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+
+
+@pytest_asyncio.fixture(name="engines")
+async def _engines() -> AsyncIterator[list[Upstream]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(Upstream(name=name)) for name in ("a", "b")]
+
+
+def of(pool: str, engine: Upstream, **spec: Any) -> Document:
+    return document(pool, [member_of(engine)], **spec)
+
+
+class Gateway:
+    """Routers of one pool file, and an Envoy that asks them; each is started by the test."""
+
+    def __init__(self, directory: Path, *arguments: str, mode: Mode = Mode.STREAMED, routers: int = 1) -> None:
+        self._directory = directory
+        self._file = directory / "pools.json"
+        self._tls = "--tls" in arguments
+        self._arguments = ("--mode", mode.value, *arguments)
+        self.routers = [self._router(number, {}) for number in range(routers)]
+        self.envoy: Envoy
+
+    def write(self, *pools: Document) -> None:
+        """Write the pools that there are from now on."""
+        write_pool(self._file, {"apiVersion": "v1", "kind": "List", "items": list(pools)})
+
+    @asynccontextmanager
+    async def running(self, *pools: Document) -> AsyncIterator[None]:
+        """Run routers and Envoy."""
+        self.write(*pools)
+        async with self._routers():
+            ports = [router.ports["grpc"] for router in self.routers]
+            async with self.envoy_before(ports):
+                yield
+
+    @asynccontextmanager
+    async def _routers(self) -> AsyncIterator[None]:
+        try:
+            await asyncio.gather(*(router.start() for router in self.routers))
+            yield
+        finally:
+            await asyncio.gather(*(router.stop() for router in self.routers))
+
+    @asynccontextmanager
+    async def envoy_before(self, ports: Sequence[int]) -> AsyncIterator[None]:
+        """Run an Envoy that asks routers on these ports."""
+        routers = ",".join(f"127.0.0.1:{port}" for port in ports)
+        arguments = ["envoy-config", "--discover", "--router", routers, *self._arguments]
+        result = CliRunner().invoke(main, [*arguments, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"])
+        assert result.exit_code == 0, result.output
+        async with Envoy(result.stdout, directory=self._directory, concurrency=2) as self.envoy:
+            yield
+
+    async def restart(self, number: int, *, ports: Mapping[str, int] | None = None) -> None:
+        """Start a router again where it was, or on given ports."""
+        self.routers[number] = self._router(number, ports or self.routers[number].ports)
+        await self.routers[number].start()
+
+    async def ask(self, pool: str) -> Reply:
+        """POST a chat completion for a pool's model."""
+        return await http1(self.envoy.url + CHAT, body=json.dumps(chat(pool)).encode())
+
+    async def asked(self) -> None:
+        """Wait until Envoy asks a router again, with both its workers."""
+        in_a_row = 0
+
+        async def refused() -> bool:
+            nonlocal in_a_row
+            # Only a router refuses a body without a model.
+            reply = await http1(self.envoy.url + CHAT, body=b"{}")
+            in_a_row = in_a_row + 1 if reply.status == 400 else 0
+            return in_a_row == 8
+
+        await until(refused, "Envoy asks a router", timeout_s=30.0)
+
+    async def served(self, pool: str, engine: Upstream) -> list[Reply]:
+        """Ask until an answer is the engine's; return the refusals before it."""
+        refusals: list[Reply] = []
+
+        async def served() -> bool:
+            reply = await self.ask(pool)
+            if reply.status == 200:
+                assert reply.headers[ENGINE_HEADER] == engine.name
+                return True
+            refusals.append(reply)
+            return False
+
+        await until(served, f"{pool} is served by {engine.name}", timeout_s=30.0)
+        return refusals
+
+    async def refused(self, pool: str, *codes: str) -> None:
+        """Ask until an answer is one of these refusals."""
+
+        async def refused() -> bool:
+            reply = await self.ask(pool)
+            return reply.status >= 400 and error_of(reply)["code"] in codes
+
+        await until(refused, f"{pool} is refused: {codes}", timeout_s=30.0)
+
+    async def clusters(self) -> set[str]:
+        """The pools' clusters as Envoy has them."""
+        page = await self.envoy.admin_json("/clusters?format=json")
+        return {each["name"] for each in page["cluster_statuses"] if "/" in each["name"]}
+
+    def _router(self, number: int, ports: Mapping[str, int]) -> Router:
+        arguments = ("--tls", "self-signed") if self._tls else ()
+        return Router(
+            [self._file], directory=self._directory, name=f"router-{number}", arguments=arguments, ports=ports
+        )
+
+
+@modes
+async def test_pools_are_made_and_deleted_while_others_are_served(
+    mode: Mode, engines: list[Upstream], tmp_path: Path
+) -> None:
+    a, b = engines
+    gateway = Gateway(tmp_path, mode=mode)
+    first, second = of("first", a), of("second", b)
+    async with gateway.running(first):
+        await gateway.served("first", a)
+        stop = asyncio.Event()
+
+        async def steady() -> list[int]:
+            statuses = []
+            while not stop.is_set():
+                statuses.append((await gateway.ask("first")).status)
+            return statuses
+
+        others = asyncio.create_task(steady())
+        await gateway.refused("second", "model_not_found")
+        gateway.write(first, second)
+        refusals = await gateway.served("second", b)
+        # Between the router's knowing it and Envoy's knowing it lie milliseconds.
+        assert {error_of(reply)["code"] for reply in refusals} <= {"model_not_found", "pool_not_configured"}
+        assert await gateway.clusters() == {"llm/first", "llm/second"}
+
+        gate = asyncio.Event()
+        stream = sse([b"data: 1\n\n", b"data: 2\n\n"], then=gate)
+
+        async def answer(request: web.Request, received: Received) -> web.StreamResponse:
+            return await (stream if b'"stream": true' in received.body else plain)(request, received)
+
+        b.answer = answer
+        async with opened(gateway.envoy.url + CHAT, json.dumps(chat("second", stream=True)).encode()) as response:
+            gateway.write(first)
+            await gateway.refused("second", "model_not_found")
+
+            async def gone() -> bool:
+                return await gateway.clusters() == {"llm/first"}
+
+            await until(gone, "the deleted pool's cluster is gone")
+            gate.set()
+            assert await response.read() == b"data: 1\n\ndata: 2\n\n", "what runs there ends there"
+        stop.set()
+        assert set(await others) == {200}
+
+
+async def test_the_only_pool_is_served_without_a_router_and_of_several_none(
+    engines: list[Upstream], tmp_path: Path
+) -> None:
+    """A request that no router picked may be for any of several pools, and their tenants may be different ones."""
+    a, b = engines
+    gateway = Gateway(tmp_path)
+    first, second = of("first", a), of("second", b)
+    async with gateway.running(first):
+        await gateway.served("first", a)
+        await gateway.routers[0].kill()
+        await gateway.served("first", a)
+        assert await gateway.clusters() == {"llm/first"}
+
+        gateway.write(first, second)
+        await gateway.restart(0)
+        await gateway.asked()
+        await gateway.served("second", b)
+        await gateway.routers[0].kill()
+        await gateway.refused("first", "router_unreachable")
+        assert await gateway.clusters() == {"llm/first", "llm/second"}, "Envoy goes on with what it has"
+
+        gateway.write(second)
+        await gateway.restart(0)
+        await gateway.served("second", b)
+        await gateway.refused("first", "model_not_found")
+
+
+async def test_either_of_two_routers_tells_of_new_pools(engines: list[Upstream], tmp_path: Path) -> None:
+    a, b = engines
+    gateway = Gateway(tmp_path, routers=2)
+    first, second, third = of("first", a), of("second", b), of("third", b)
+    async with gateway.running(first):
+        await gateway.served("first", a)
+        streams = [int(await router.metric("dualmap_discovery_streams")) for router in gateway.routers]
+        assert sorted(streams) == [0, 1], "one stream for everything"
+        asked = streams.index(1)
+        await gateway.routers[asked].kill()
+        gateway.write(first, second)
+        await gateway.served("second", b)
+        await gateway.restart(asked)
+        gateway.write(first, second, third)
+        await gateway.served("third", b)
+        assert await gateway.clusters() == {"llm/first", "llm/second", "llm/third"}
+
+
+async def test_envoy_started_before_its_router(engines: list[Upstream], tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path)
+    gateway.write(of("first", engines[0]))
+    router = gateway.routers[0]
+    # Its ports, which are nobody's again when it has ended.
+    await router.start()
+    await router.stop()
+    async with gateway.envoy_before([router.ports["grpc"]]):
+        early = await gateway.ask("first")
+        assert early.status == 503
+        assert error_of(early)["code"] == "router_unreachable"
+        try:
+            await gateway.restart(0)
+            await gateway.served("first", engines[0])
+        finally:
+            await gateway.routers[0].stop()
+
+
+async def test_tls_and_a_pool_that_holds_requests_for_longer_than_envoy_waits(
+    engines: list[Upstream], tmp_path: Path
+) -> None:
+    gateway = Gateway(tmp_path, "--tls", "on", "--longest-wait", "20s")
+    short = {"routing": {"queue": {"maxWait": "20s"}}}
+    async with gateway.running(of("first", engines[0], **short), of("second", engines[1])):
+        await gateway.served("second", engines[1])
+        warned = await gateway.routers[0].wait_for_line(r"a pool may hold requests for longer than Envoy waits.*")
+        assert "llm/second" in warned[0]
+        assert "llm/first" not in gateway.routers[0].output().partition("a pool may hold")[2]
+
+
+class Stream:
+    """What the discovery service reports, to nobody."""
+
+    def discovery_streams(self, count: int) -> None: ...
+    def discovery_pushed(self) -> None: ...
+    def discovery_rejected(self) -> None:
+        raise AssertionError("Envoy refused what it was sent")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:betterproto2", "ignore::DeprecationWarning:envoy_data_plane")
+async def test_without_any_pool_envoy_is_up_and_refuses(engines: list[Upstream], tmp_path: Path) -> None:
+    discovery = Discovery(Stream())
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server.add_generic_rpc_handlers(discovery.handlers())
+    health = health_aio.HealthServicer()
+    await health.set("", HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    discovery.publish([])
+    running = asyncio.create_task(discovery.run())
+    gateway = Gateway(tmp_path, routers=0)
+    try:
+        async with gateway.envoy_before([port]):
+            reply = await gateway.ask("qwen")
+            assert reply.status == 503
+            assert error_of(reply)["code"] == "router_unreachable"
+            stats = await gateway.envoy.stats("init_fetch_timeout")
+            assert not any(stats.values()), "it was told at once that there is nothing"
+
+            discovery.publish([pool_of(engines[:1])])
+            await gateway.served("qwen", engines[0])
+            discovery.publish([])
+            await gateway.refused("qwen", "router_unreachable")
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(None)

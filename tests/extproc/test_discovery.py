@@ -1,0 +1,204 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from dualmap.pool import Member
+from dualmap_extproc.discovery import Discovery
+from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE
+from dualmap_extproc.wire import discovery_pb2
+from extproc.discovery_messages import QWEN, hosts, pool, request
+from waiting import until
+
+METHOD = f"/{EDS_SERVICE}/{EDS_METHOD}"
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.streams: asyncio.Queue[int] = asyncio.Queue()
+        self.pushed = self.rejected = 0
+
+    def discovery_streams(self, count: int) -> None:
+        self.streams.put_nowait(count)
+
+    def discovery_pushed(self) -> None:
+        self.pushed += 1
+
+    def discovery_rejected(self) -> None:
+        self.rejected += 1
+
+    async def until_streams(self, count: int) -> None:
+        while await asyncio.wait_for(self.streams.get(), 20) != count:
+            pass
+
+
+Call = grpc.aio.StreamStreamCall[discovery_pb2.DiscoveryRequest, discovery_pb2.DiscoveryResponse]
+
+
+class Service:
+    """A discovery service on a port of its own, and the Envoys' side of it."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.discovery = Discovery(self.counts)
+        self._server = grpc.aio.server()
+        self._server.add_generic_rpc_handlers(self.discovery.handlers())
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator["Service"]:
+        await self._server.start()
+        try:
+            yield self
+        finally:
+            await self._server.stop(None)
+
+    @asynccontextmanager
+    async def envoy(self) -> AsyncIterator[Callable[[], Call]]:
+        # A channel of its own connection, as every Envoy has.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
+            method = channel.stream_stream(
+                METHOD,
+                request_serializer=discovery_pb2.DiscoveryRequest.SerializeToString,
+                response_deserializer=discovery_pb2.DiscoveryResponse.FromString,
+            )
+            yield lambda: method(None)
+
+
+async def receive(call: Call) -> discovery_pb2.DiscoveryResponse:
+    response = await asyncio.wait_for(call.read(), 20)
+    assert isinstance(response, discovery_pb2.DiscoveryResponse)
+    return response
+
+
+async def status_of(call: Call) -> grpc.StatusCode:
+    return await asyncio.wait_for(call.code(), 20)
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    async with Service().started() as started:
+        yield started
+
+
+class TestServing:
+    async def test_nothing_is_answered_before_the_first_publish(self, service: Service) -> None:
+        async with service.envoy() as opened:
+            call = opened()
+            await call.write(request(QWEN))
+            await service.counts.until_streams(1)
+            reading = asyncio.create_task(receive(call))
+            await asyncio.sleep(0.05)
+            assert not reading.done()
+            service.discovery.publish([pool(count=1)])
+            assert hosts(await reading) == {QWEN: ["10.0.0.1:8000"]}
+
+    async def test_a_change_goes_to_every_envoy_and_the_same_again_to_none(self, service: Service) -> None:
+        service.discovery.publish([pool(count=1)])
+        async with service.envoy() as one, service.envoy() as two:
+            calls = [one(), two(), two()]
+            for call in calls:
+                await call.write(request(QWEN))
+                response = await receive(call)
+                await call.write(request(QWEN, nonce=response.nonce, version=response.version_info))
+            service.discovery.publish([pool(count=1)])
+            service.discovery.publish([pool(count=2)])
+            for call in calls:
+                assert hosts(await receive(call)) == {QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"]}
+            assert service.counts.pushed == 6
+
+    async def test_an_envoy_that_does_not_read_holds_up_nobody_and_gets_the_latest(self, service: Service) -> None:
+        """Its flow-control window fills with responses that it does not take."""
+        big = pool(count=0)
+        members = tuple(Member(id=f"m-{n}", address=f"10.1.{n // 250}.{n % 250}", port=8000) for n in range(2000))
+        async with service.envoy() as slow, service.envoy() as quick:
+            stuck, call = slow(), quick()
+            await stuck.write(request(QWEN))
+            await call.write(request(QWEN))
+            last = 0
+            for round_number in range(100):
+                last = 2000 - round_number
+                service.discovery.publish([replace(big, members=members[:last])])
+                assert len(hosts(await receive(call))[QWEN]) == last
+            # The slow one missed versions in between, and ends with the last.
+            seen: list[int] = []
+            while not seen or seen[-1] != last:
+                seen.append(len(hosts(await receive(stuck))[QWEN]))
+            assert len(seen) < 100
+
+    async def test_an_envoy_that_breaks_off_is_forgotten(
+        self, service: Service, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        service.discovery.publish([pool()])
+        async with service.envoy() as opened, service.envoy() as other:
+            staying = other()
+            await staying.write(request(QWEN))
+            await receive(staying)
+            for _ in range(5):
+                call = opened()
+                await call.write(request(QWEN))
+                await receive(call)
+                call.cancel()
+                await service.counts.until_streams(1)
+            service.discovery.publish([pool(count=5)])
+            assert len(hosts(await receive(staying))[QWEN]) == 5
+        await service.counts.until_streams(0)
+        assert not service.discovery._streams
+        assert not caplog.records
+
+    async def test_a_peer_that_is_done_gets_an_ordinary_end(self, service: Service) -> None:
+        service.discovery.publish([pool()])
+        async with service.envoy() as opened:
+            call = opened()
+            await call.write(request(QWEN))
+            await receive(call)
+            await call.done_writing()
+            assert await status_of(call) is grpc.StatusCode.OK
+
+    async def test_a_rejection_is_counted_and_logged_once(
+        self, service: Service, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        service.discovery.publish([pool(count=1)])
+        async with service.envoy() as opened:
+            call = opened()
+            await call.write(request(QWEN))
+            response = await receive(call)
+            await call.write(request(QWEN, nonce=response.nonce, version="before", error="malformed"))
+            # Its next news is the next change, not the refused one again.
+            await call.write(request(QWEN, nonce=response.nonce, version="before"))
+            await until(lambda: service.counts.rejected == 1)
+            service.discovery.publish([pool(count=2)])
+            assert len(hosts(await receive(call))[QWEN]) == 2
+        assert service.counts.rejected == 1
+        (record,) = caplog.records
+        assert record.__dict__["details"] == {
+            "envoy": "envoy-1",
+            "what": "ClusterLoadAssignment",
+            "accepted_version": "before",
+            "reason": "malformed",
+        }
+
+    async def test_a_request_for_something_else_ends_its_stream_with_the_reason(self, service: Service) -> None:
+        async with service.envoy() as opened:
+            call = opened()
+            await call.write(discovery_pb2.DiscoveryRequest(type_url="type.googleapis.com/other"))
+            assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+            assert "ClusterLoadAssignment" in (await call.details() or "")
+        await service.counts.until_streams(0)
+
+    async def test_bytes_that_are_no_request_end_their_stream_only(self, service: Service) -> None:
+        service.discovery.publish([pool()])
+        async with service.envoy() as opened:
+            good = opened()
+            await good.write(request(QWEN))
+            await receive(good)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{service.port}") as channel:
+                raw = channel.stream_stream(METHOD, bytes, bytes)(None)
+                await raw.write(b"\xff\xff\xff")
+                assert await status_of(raw) is not grpc.StatusCode.OK
+            service.discovery.publish([pool(count=3)])
+            assert len(hosts(await receive(good))[QWEN]) == 3

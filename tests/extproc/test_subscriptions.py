@@ -1,0 +1,234 @@
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from dualmap.pool import Pool
+from dualmap_extproc.endpoints import assignments_of
+from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE, ROUTES
+from dualmap_extproc.subscriptions import MAX_NAMES, Conversation, Rejection, Snapshot, SubscriptionError
+from dualmap_extproc.wire import discovery_pb2
+from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
+
+
+def of(pools: Iterable[Pool]) -> Snapshot:
+    return Snapshot(assignments=assignments_of(pools))
+
+
+def whole(*names: str, version: str = "1", routes: str = "routes") -> Snapshot:
+    """A snapshot with clusters and routes; ``version`` is the router's, whose clusters differ by it."""
+    return Snapshot(
+        assignments=assignments_of([pool(name.removeprefix("llm/"), 1) for name in names]),
+        clusters={name: f"{name} {version}".encode() for name in names},
+        routes={ROUTES: routes.encode()},
+    )
+
+
+def endpoints_only() -> Conversation:
+    return Conversation(only=CLUSTER_LOAD_ASSIGNMENT_TYPE)
+
+
+def ack(conversation: Conversation, response: discovery_pb2.DiscoveryResponse, *names: str) -> None:
+    assert conversation.on_request(answer_to(response, *names)) is None
+
+
+def due(conversation: Conversation, snapshot: Snapshot) -> discovery_pb2.DiscoveryResponse:
+    response = conversation.respond(snapshot)
+    assert response is not None
+    return response
+
+
+def values(response: discovery_pb2.DiscoveryResponse, type_url: str) -> set[str]:
+    assert response.type_url == type_url
+    assert {each.type_url for each in response.resources} <= {type_url}
+    return {each.value.decode() for each in response.resources}
+
+
+class TestEndpoints:
+    def test_an_ack_is_answered_with_silence(self) -> None:
+        conversation, snapshot = endpoints_only(), of([pool()])
+        conversation.on_request(request(QWEN))
+        response = due(conversation, snapshot)
+        assert hosts(response) == {QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"]}
+        assert response.type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE
+        ack(conversation, response, QWEN)
+        assert conversation.respond(snapshot) is None
+
+    def test_nothing_is_due_before_the_first_request(self) -> None:
+        assert endpoints_only().respond(of([pool()])) is None
+
+    def test_the_first_request_is_answered_whatever_version_the_peer_has(self) -> None:
+        first, snapshot = endpoints_only(), of([pool()])
+        first.on_request(request(QWEN))
+        version = due(first, snapshot).version_info
+        again = endpoints_only()
+        again.on_request(request(QWEN, version=version, nonce="41"))
+        assert due(again, snapshot).version_info == version
+
+    def test_a_change_is_due_once_with_a_new_version_and_nonce(self) -> None:
+        conversation = endpoints_only()
+        conversation.on_request(request(QWEN))
+        first = due(conversation, of([pool(count=2)]))
+        changed = of([pool(count=3)])
+        second = due(conversation, changed)
+        assert first.version_info != second.version_info
+        assert first.nonce != second.nonce
+        assert conversation.respond(changed) is None
+        # Back to what it was is a change again.
+        assert due(conversation, of([pool(count=2)])).version_info == first.version_info
+
+    def test_what_envoy_cannot_see_is_no_change(self) -> None:
+        conversation = endpoints_only()
+        conversation.on_request(request(QWEN))
+        due(conversation, of([pool(ring_version=1)]))
+        members = tuple(replace(member, weight=7) for member in pool().members)
+        assert conversation.respond(of([pool(ring_version=2, members=members)])) is None
+
+    def test_only_what_changed_is_sent_and_only_what_was_asked_for(self) -> None:
+        conversation = endpoints_only()
+        conversation.on_request(request(QWEN, LLAMA))
+        assert hosts(due(conversation, of([pool(), pool("llama", 1), pool("other", 1)]))).keys() == {
+            QWEN,
+            LLAMA,
+        }
+        assert hosts(due(conversation, of([pool(), pool("llama", 2), pool("other", 2)]))).keys() == {LLAMA}
+
+    def test_a_name_added_later_is_answered_alone(self) -> None:
+        conversation, snapshot = endpoints_only(), of([pool(), pool("llama", 1)])
+        conversation.on_request(request(QWEN))
+        response = due(conversation, snapshot)
+        ack(conversation, response, QWEN, LLAMA)
+        assert hosts(due(conversation, snapshot)).keys() == {LLAMA}
+
+    def test_a_name_dropped_and_asked_for_again_is_sent_again(self) -> None:
+        conversation, snapshot = endpoints_only(), of([pool(), pool("llama", 1)])
+        conversation.on_request(request(QWEN, LLAMA))
+        response = due(conversation, snapshot)
+        ack(conversation, response, QWEN)
+        assert conversation.respond(snapshot) is None
+        ack(conversation, response, QWEN, LLAMA)
+        assert hosts(due(conversation, snapshot)).keys() == {LLAMA}
+
+    def test_a_refused_version_is_not_sent_again_until_it_changes(self) -> None:
+        conversation, snapshot = endpoints_only(), of([pool()])
+        conversation.on_request(request(QWEN))
+        response = due(conversation, snapshot)
+        rejection = conversation.on_request(request(QWEN, nonce=response.nonce, version="old", error="malformed IP"))
+        assert rejection == Rejection(type_url=CLUSTER_LOAD_ASSIGNMENT_TYPE, version="old", reason="malformed IP")
+        assert conversation.respond(snapshot) is None
+        assert conversation.respond(of([pool(count=1)])) is not None
+
+    def test_a_word_on_an_older_response_is_passed_over(self) -> None:
+        conversation = endpoints_only()
+        conversation.on_request(request(QWEN))
+        first = due(conversation, of([pool(count=1)]))
+        changed = of([pool(count=2)])
+        due(conversation, changed)
+        assert conversation.on_request(request(nonce=first.nonce, error="late")) is None
+        assert conversation.respond(changed) is None
+        # Had it been taken, its empty list of names would have ended the conversation.
+        assert conversation.respond(of([pool(count=3)])) is not None
+
+    def test_a_vanished_pool_loses_its_endpoints_and_an_unknown_one_has_none(self) -> None:
+        conversation = endpoints_only()
+        conversation.on_request(request(QWEN, "llm/unknown"))
+        assert hosts(due(conversation, of([pool()]))) == {
+            QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"],
+            "llm/unknown": [],
+        }
+        assert hosts(due(conversation, of([]))) == {QWEN: []}
+
+    def test_the_version_does_not_depend_on_the_order_of_names_or_pools(self) -> None:
+        versions = set()
+        for names in ((QWEN, LLAMA), (LLAMA, QWEN, LLAMA)):
+            for pools in ([pool(), pool("llama", 1)], [pool("llama", 1), pool()]):
+                conversation = endpoints_only()
+                conversation.on_request(request(*names))
+                versions.add(due(conversation, of(pools)).version_info)
+        assert len(versions) == 1
+
+    def test_other_types_and_too_many_names_are_refused(self) -> None:
+        with pytest.raises(SubscriptionError, match="ClusterLoadAssignment"):
+            endpoints_only().on_request(discovery_pb2.DiscoveryRequest(type_url="type.googleapis.com/other"))
+        with pytest.raises(SubscriptionError, match=str(MAX_NAMES)):
+            endpoints_only().on_request(request(*(str(n) for n in range(MAX_NAMES + 1))))
+        endpoints_only().on_request(discovery_pb2.DiscoveryRequest(resource_names=[QWEN]))
+
+
+class TestEverything:
+    """Clusters, endpoints and routes on one stream (ADS)."""
+
+    def begun(self, snapshot: Snapshot, *names: str) -> Conversation:
+        """An Envoy that has taken up all of a snapshot."""
+        conversation = Conversation()
+        conversation.on_request(request(of=CLUSTER_TYPE))
+        ack(conversation, due(conversation, snapshot))
+        if names:
+            conversation.on_request(request(*names))
+            ack(conversation, due(conversation, snapshot), *names)
+        conversation.on_request(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
+        ack(conversation, due(conversation, snapshot), ROUTES)
+        assert conversation.respond(snapshot) is None
+        return conversation
+
+    def test_a_new_cluster_then_its_endpoints_then_the_routes(self) -> None:
+        conversation = self.begun(whole(QWEN), QWEN)
+        both = whole(QWEN, LLAMA, routes="other routes")
+        clusters = due(conversation, both)
+        assert values(clusters, CLUSTER_TYPE) == {"llm/qwen 1", "llm/llama 1"}
+        assert conversation.respond(both) is None, "Envoy has not taken up the clusters yet"
+        # It asks for a new cluster's endpoints before it answers, and answers when it uses the cluster.
+        conversation.on_request(request(QWEN, LLAMA, nonce="1"))
+        endpoints = due(conversation, both)
+        assert hosts(endpoints).keys() == {LLAMA}
+        ack(conversation, endpoints, QWEN, LLAMA)
+        assert conversation.respond(both) is None
+        ack(conversation, clusters)
+        assert values(due(conversation, both), ROUTE_CONFIGURATION_TYPE) == {"other routes"}
+
+    def test_a_vanished_cluster_is_not_in_the_whole_that_is_sent(self) -> None:
+        conversation = self.begun(whole(QWEN, LLAMA), QWEN, LLAMA)
+        assert values(due(conversation, whole(LLAMA)), CLUSTER_TYPE) == {"llm/llama 1"}
+
+    def test_having_no_cluster_is_an_answer(self) -> None:
+        conversation = self.begun(whole())
+        conversation.on_request(request(of=CLUSTER_TYPE))
+        assert conversation.respond(whole()) is None, "it was said once"
+
+    def test_endpoints_do_not_wait_for_what_nobody_has_written_yet(self) -> None:
+        """An Envoy that outlived its router has clusters, and must hear of members at once."""
+        conversation = Conversation()
+        for each in (request(of=CLUSTER_TYPE), request(QWEN), request(ROUTES, of=ROUTE_CONFIGURATION_TYPE)):
+            conversation.on_request(each)
+        unwritten = of([pool()])
+        endpoints = due(conversation, unwritten)
+        assert hosts(endpoints).keys() == {QWEN}
+        ack(conversation, endpoints, QWEN)
+        assert conversation.respond(unwritten) is None
+        assert due(conversation, whole(QWEN)).type_url == CLUSTER_TYPE
+
+    def test_a_cluster_made_anew_gets_its_endpoints_again(self) -> None:
+        """Envoy uses it when it has them; it would do so without any after a timeout."""
+        conversation = self.begun(whole(QWEN, LLAMA), QWEN, LLAMA)
+        newer = whole(QWEN, LLAMA, version="2")
+        assert due(conversation, newer).type_url == CLUSTER_TYPE
+        assert hosts(due(conversation, newer)).keys() == {QWEN, LLAMA}
+
+    def test_refused_clusters_hold_nothing_back(self) -> None:
+        conversation = self.begun(whole(QWEN), QWEN)
+        changed = whole(QWEN, LLAMA, routes="other routes")
+        refusal = answer_to(due(conversation, changed), error="no such policy")
+        rejection = conversation.on_request(refusal)
+        assert rejection == Rejection(type_url=CLUSTER_TYPE, version="", reason="no such policy")
+        assert values(due(conversation, changed), ROUTE_CONFIGURATION_TYPE) == {"other routes"}
+        assert conversation.respond(changed) is None
+
+    def test_a_route_configuration_that_nobody_has_is_not_answered(self) -> None:
+        conversation = Conversation()
+        conversation.on_request(request("another", of=ROUTE_CONFIGURATION_TYPE))
+        assert conversation.respond(whole(QWEN)) is None
+
+    def test_a_type_must_be_named_and_be_one_of_those_served(self) -> None:
+        for type_url in ("", "type.googleapis.com/envoy.config.listener.v3.Listener"):
+            with pytest.raises(SubscriptionError, match="RouteConfiguration"):
+                Conversation().on_request(discovery_pb2.DiscoveryRequest(type_url=type_url))
