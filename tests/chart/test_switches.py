@@ -1,0 +1,261 @@
+"""What the chart's switches do: who reaches whom, TLS, Redis, CRDs, monitoring, autoscalers, and what the notes say."""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cryptography import x509
+
+from chart.cases import APIS, CASES, GATEWAYS
+from chart.objects import pods
+from chart.rendering import CHART, ROOT, Object, named, notes, only, render
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+def container(objects: Sequence[Object], deployment: str, name: str) -> Any:
+    spec = only(objects, "Deployment", f"dualmap-{deployment}")["spec"]["template"]["spec"]
+    (found,) = [each for each in (*spec.get("initContainers", ()), *spec["containers"]) if each["name"] == name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("golden", "case", "wanted"),
+    [
+        ("network-policies", "defaults", [("NetworkPolicy", "dualmap-router"), ("NetworkPolicy", "dualmap-redis")]),
+        ("gaie", "gaie with istio", [("InferencePool", "qwen"), ("DestinationRule", "dualmap-router")]),
+        ("keda", "keda over tls", [("ScaledObject", "qwen")]),
+        ("certificates", "mutual tls by cert-manager", [("Certificate", "dualmap-router")]),
+        ("monitors", "monitoring", [("ServiceMonitor", "dualmap-router"), ("PodMonitor", "dualmap-gateway")]),
+    ],
+)
+def test_goldens(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
+    objects = render(CASES[case], apis=APIS)
+    shown = [only(objects, kind, name) for kind, name in wanted]
+    assert shown == list(yaml.safe_load_all((GOLDENS / f"{golden}.yaml").read_text()))
+
+
+def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, str]]:
+    """Yield (port, who) of what the network lets in at the pods of a component; who is a component, or a namespace."""
+    policy = only(objects, "NetworkPolicy", f"dualmap-{component}")
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    components = {tuple(sorted(labels.items())): name for name, labels, _ in pods(objects)}
+    for rule in policy["spec"].get("ingress", ()):
+        for port in rule["ports"]:
+            if "from" not in rule:
+                yield port["port"], "everybody"
+            for peer in rule.get("from", ()):
+                if "podSelector" in peer:
+                    wanted = peer["podSelector"]["matchLabels"].items()
+                    assert "namespaceSelector" not in peer
+                    (name,) = [name for labels, name in components.items() if wanted <= set(labels)]
+                    yield port["port"], name.removeprefix("dualmap-")
+                else:
+                    yield port["port"], peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+
+
+def test_only_who_needs_it_reaches_a_port() -> None:
+    objects = render()
+    assert set(reached(objects, "router")) == {
+        ("grpc", "gateway"),
+        ("als", "gateway"),
+        ("grpc", "keda"),
+        ("metrics", "operator"),
+        ("metrics", "monitoring"),
+    }
+    assert set(reached(objects, "operator")) == {("metrics", "monitoring")}
+    assert set(reached(objects, "gateway")) == {("http", "everybody"), ("status", "monitoring")}
+    assert set(reached(objects, "redis")) == {("redis", "router")}
+
+
+def test_without_the_bundled_envoy_only_who_is_named_reaches_the_routers() -> None:
+    objects = render({"gateway": {"mode": "none"}, "networkPolicy": {"gatewayFrom": GATEWAYS, "kedaFrom": []}})
+    assert {each for each in reached(objects, "router") if each[0] in ("grpc", "als")} == {
+        ("grpc", "gateways"),
+        ("als", "gateways"),
+    }
+    nobody = render({"gateway": {"mode": "none"}, "networkPolicy": {"kedaFrom": [], "metricsFrom": []}})
+    assert set(reached(nobody, "router")) == {("metrics", "operator")}
+    assert set(reached(nobody, "operator")) == set()
+
+
+class TestTls:
+    @pytest.mark.parametrize("case", [case for case in CASES if "tls" in case and "keda" not in case])
+    def test_both_sides_speak_it_and_read_renewed_files(self, case: str) -> None:
+        objects = render(CASES[case], apis=APIS)
+        mutual = "mutual" in case
+        router, bootstrap = container(objects, "router", "router"), container(objects, "gateway", "bootstrap")
+        assert "--tls=/etc/dualmap/tls" in router["args"]
+        assert ("--tls-client-ca=/etc/dualmap/tls/ca.crt" in router["args"]) is mutual
+        assert {"--tls=on", "--tls-ca=/etc/dualmap/tls/ca.crt", "--tls-sds=/etc/envoy"} <= set(bootstrap["args"])
+        assert ("--tls-key=/etc/dualmap/tls/tls.key" in bootstrap["args"]) is mutual
+        # A mount of a folder, not of a file in it, which would stay as it was.
+        for each in (router, container(objects, "gateway", "envoy")):
+            (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
+            assert mount == {"name": "tls", "mountPath": "/etc/dualmap/tls", "readOnly": True}
+        service = only(objects, "Service", "dualmap-router")
+        protocols = {port["name"]: port["appProtocol"] for port in service["spec"]["ports"]}
+        assert protocols == {"grpc": "http2", "als": "http2", "health": "kubernetes.io/h2c", "metrics": "http"}
+
+    def test_envoy_never_sees_the_routers_key(self) -> None:
+        def secret(case: str, deployment: str) -> Any:
+            pod = only(render(CASES[case], apis=APIS), "Deployment", f"dualmap-{deployment}")
+            (volume,) = [each for each in pod["spec"]["template"]["spec"]["volumes"] if each["name"] == "tls"]
+            return volume["secret"]
+
+        assert secret("tls from a secret", "gateway") == {
+            "secretName": "routers",
+            "items": [{"key": "ca.crt", "path": "ca.crt"}],
+        }
+        assert secret("mutual tls from secrets", "gateway") == {"secretName": "envoys"}
+        assert secret("mutual tls from secrets", "router") == {"secretName": "routers"}
+
+    def test_self_signed_certificates_are_of_one_authority_and_name_the_service(self) -> None:
+        objects = render(CASES["self-signed tls"])
+        secrets = {
+            name: {key: base64.b64decode(value) for key, value in only(objects, "Secret", name)["data"].items()}
+            for name in named(objects, "Secret")
+        }
+        assert set(secrets) == {"dualmap-router-tls", "dualmap-gateway-tls"}
+        authority = x509.load_pem_x509_certificate(secrets["dualmap-router-tls"]["ca.crt"])
+        for secret in secrets.values():
+            assert secret["ca.crt"] == secrets["dualmap-router-tls"]["ca.crt"]
+            certificate = x509.load_pem_x509_certificate(secret["tls.crt"])
+            certificate.verify_directly_issued_by(authority)
+            assert b"PRIVATE KEY" in secret["tls.key"]
+        router = x509.load_pem_x509_certificate(secrets["dualmap-router-tls"]["tls.crt"])
+        names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert "dualmap-router.dualmap-system.svc" in names.get_values_for_type(x509.DNSName)
+
+    def test_without_it_everything_is_plain_text(self) -> None:
+        objects = render()
+        assert not named(objects, "Secret")
+        assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
+        assert not [arg for arg in container(objects, "gateway", "bootstrap")["args"] if "tls" in arg]
+
+
+class TestRedis:
+    def test_an_external_one_has_its_credentials_from_a_secret_and_none_in_the_arguments(self) -> None:
+        objects = render(CASES["redis elsewhere, with everything"])
+        router = container(objects, "router", "router")
+        assert {
+            "--redis=rediss://$(REDIS_USERNAME)@redis.cache:6380/0",
+            "--redis-password-file=/etc/dualmap/redis/password",
+            "--redis-ca=/etc/dualmap/redis-ca/ca.crt",
+        } <= set(router["args"])
+        assert router["env"] == [
+            {"name": "REDIS_USERNAME", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "user"}}}
+        ]
+        assert "dualmap-redis" not in named(objects, "Deployment")
+
+    def test_without_one_routers_are_told_of_none(self) -> None:
+        objects = render(CASES["no redis"])
+        assert not [arg for arg in container(objects, "router", "router")["args"] if "redis" in arg]
+        assert not [each["metadata"]["name"] for each in objects if "redis" in each["metadata"]["name"]]
+
+
+class TestCrds:
+    def test_they_are_those_of_crds(self) -> None:
+        (file,) = (ROOT / "crds").glob("*.yaml")
+        wanted = yaml.safe_load(file.read_text())
+        kept = only(render(), "CustomResourceDefinition", wanted["metadata"]["name"])
+        assert kept["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert kept == wanted
+        assert only(render(CASES["crds that go"]), "CustomResourceDefinition", wanted["metadata"]["name"]) == wanted
+
+    def test_they_can_be_left_out(self) -> None:
+        assert not named(render(CASES["crds kept elsewhere"]), "CustomResourceDefinition")
+
+
+class TestMonitoring:
+    def test_the_rules_and_the_dashboard_are_the_files(self) -> None:
+        objects = render(CASES["monitoring"], apis=APIS)
+        rules = only(objects, "PrometheusRule", "dualmap")
+        assert rules["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+        assert rules["metadata"]["labels"]["release"] == "prometheus"
+        dashboard = only(objects, "ConfigMap", "dualmap-dashboard")
+        assert json.loads(dashboard["data"]["dualmap.json"]) == json.loads(
+            (CHART / "files" / "dashboard.json").read_text()
+        )
+        assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+    def test_nothing_of_it_is_made_unasked(self) -> None:
+        kinds = {each["kind"] for each in render(apis=APIS)}
+        assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HorizontalPodAutoscaler"}
+
+
+class TestAutoscalers:
+    def test_both_scale_the_pool_by_its_full_name_and_are_more_patient_going_down(self) -> None:
+        hpa = only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")
+        keda = only(render(CASES["keda"], apis=APIS), "ScaledObject", "qwen")
+        behavior = hpa["spec"]["behavior"]
+        assert keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == behavior
+        assert behavior["scaleUp"]["stabilizationWindowSeconds"] < behavior["scaleDown"]["stabilizationWindowSeconds"]
+        for each in (hpa, keda):
+            assert each["metadata"]["namespace"] == "llm"
+            assert each["spec"]["scaleTargetRef"] == {
+                "apiVersion": "serving.dualmap.dev/v1alpha1",
+                "kind": "InferencePool",
+                "name": "qwen",
+            }
+
+    def test_the_hpa_is_the_one_of_the_examples(self) -> None:
+        example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
+        assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
+
+    def test_plain_text_needs_no_tls_parameters(self) -> None:
+        (trigger,) = only(render(CASES["keda"], apis=APIS), "ScaledObject", "qwen")["spec"]["triggers"]
+        assert trigger["metadata"] == {
+            "scalerAddress": "dualmap-router.dualmap-system.svc:9002",
+            "pool": "llm/qwen",
+        }
+
+
+class TestHook:
+    def test_it_asks_the_gateway_with_our_image(self) -> None:
+        objects = render(CASES["test of a model"])
+        pod = only(objects, "Pod", "dualmap-test")
+        assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+        (chat,) = pod["spec"]["containers"]
+        assert chat["image"] == container(objects, "router", "router")["image"]
+        assert chat["args"] == ["--url=http://dualmap-gateway.dualmap-system.svc:80", "--model=qwen", "--timeout=180"]
+
+    @pytest.mark.parametrize("values", [CASES["no test"], {"gateway": {"mode": "none"}}])
+    def test_there_is_none_without_a_gateway_to_ask(self, values: Mapping[str, Any]) -> None:
+        assert not named(render(values), "Pod")
+
+
+def test_the_scripts_are_the_files() -> None:
+    objects = render()
+    for name, file in (("dualmap-gateway-scripts", "envoy_drain.py"), ("dualmap-test", "chat_request.py")):
+        assert only(objects, "ConfigMap", name)["data"] == {file: (CHART / "files" / file).read_text()}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "helm test dualmap --namespace dualmap-system --logs"),
+        ({}, "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80"),
+        ({}, "NOTE: the bundled Redis is for trying out"),
+        ({"redis": {"mode": "none"}}, "WARNING: 2 routers share nothing (redis.mode=none)"),
+        ({"router": {"replicas": 1}}, "WARNING: one router."),
+        ({"operator": {"replicas": 1}}, "WARNING: one operator."),
+        ({"networkPolicy": {"enabled": False}}, "WARNING: networkPolicy.enabled=false"),
+        ({"gateway": {"mode": "none"}}, "WARNING: no Envoy may reach the routers"),
+        ({"crds": {"enabled": False}}, "NOTE: crds.enabled=false"),
+        ({"watchNamespace": "chat"}, "kubectl apply --namespace chat -f pool.yaml"),
+        (CASES["hpa"], "WARNING: autoscaling.hpa needs a metrics adapter"),
+    ],
+)
+def test_the_notes_say_what_to_do_and_what_is_doubtful(values: Mapping[str, Any], said: str) -> None:
+    assert said in notes(values)
+
+
+def test_the_notes_do_not_warn_of_what_is_well() -> None:
+    external = {"redis": {"mode": "external", "external": {"url": "rediss://redis.cache:6380/0"}}}
+    assert "WARNING" not in notes(external)
+    assert "NOTE" not in notes(external)

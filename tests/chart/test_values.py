@@ -1,0 +1,195 @@
+"""values.yaml, its schema and the README's table are one; what is wrong is refused with words that help."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from chart.cases import APIS, GATEWAYS, POOLS
+from chart.rendering import CHART, ROOT, helm, refused
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def levels(schema: Any, path: str = "values") -> Iterator[tuple[str, Any]]:
+    """Yield every schema in this one that stands for a value of its own."""
+    yield path, schema
+    for name, each in schema.get("properties", {}).items():
+        yield from levels(each, f"{path}.{name}")
+    if "items" in schema:
+        yield from levels(schema["items"], f"{path}[]")
+
+
+def keys(values: Any, path: str = "") -> Iterator[str]:
+    for name, each in values.items():
+        yield f"{path}{name}"
+        if isinstance(each, Mapping):
+            yield from keys(each, f"{path}{name}.")
+
+
+def schema_keys(schema: Any, path: str = "") -> Iterator[str]:
+    for name, each in schema["properties"].items():
+        yield f"{path}{name}"
+        if "properties" in each:
+            yield from schema_keys(each, f"{path}{name}.")
+
+
+def test_every_value_has_a_default_and_a_schema() -> None:
+    # What stands in them is not ours: labels, resources.
+    free = [path for path, each in levels(SCHEMA) if each.get("type") == "object" and "properties" not in each]
+    given = {key for key in keys(VALUES) if not any(f"values.{key}".startswith(f"{path}.") for path in free)}
+    assert given == set(schema_keys(SCHEMA)) - {"global"}
+
+
+def test_the_schema_is_closed_and_describes_every_value() -> None:
+    for path, each in levels(SCHEMA):
+        if "properties" in each:
+            assert each["additionalProperties"] is False, path
+        if path != "values" and "[]" not in path.rpartition(".")[2]:
+            assert each["description"].endswith("."), path
+
+
+def test_what_is_generated_from_the_chart_is_up_to_date() -> None:
+    """The README's table, the chart's CRD, manifests/install*.yaml."""
+    helm()
+    done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_chart_is_of_this_version_and_passes_the_strict_linter() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert f'\nversion = "{chart["appVersion"]}"\n' in (ROOT / "pyproject.toml").read_text()
+    done = subprocess.run([helm(), "lint", "--strict", CHART], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """Return ``value`` at a dotted path."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("routers", {}, "routers"),
+        ("router.replica", 3, "replica"),
+        ("router.replicas", "3", "router.replicas"),
+        ("router.replicas", 0, "router.replicas"),
+        ("router.drainTimeout", "soon", "router.drainTimeout"),
+        ("router.logLevel", "loud", "router.logLevel"),
+        ("router.tls.mode", "on", "selfSigned"),
+        ("gateway.mode", "nginx", "bundled"),
+        ("gateway.bundled.service.port", 70000, "gateway.bundled.service.port"),
+        ("gateway.gaie.pools", [{"name": "Not A Name"}], "gateway.gaie.pools.0.name"),
+        ("image.digest", "sha256:12", "image.digest"),
+        ("redis.external.url", "redis.cache:6379", "redis.external.url"),
+        ("networkPolicy.metricsFrom", [{"namespace": "monitoring"}], "networkPolicy.metricsFrom.0"),
+        ("autoscaling.keda", [{"pool": "qwen"}], "maxReplicas"),
+        ("watchNamespace", "llm,chat", "watchNamespace"),
+    ],
+)
+def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value: Any, said: str) -> None:
+    message = refused(nested(path, value))
+    assert "values don't meet the specifications of the schema" in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"image": {"tag": "latest"}}, "image.tag: latest says nothing"),
+        ({"redis": {"bundled": {"image": {"tag": ""}}}}, "redis.bundled.image: give a tag or a digest"),
+        (
+            {"router": {"tls": {"mode": "secret"}}},
+            "name the Secret (ca.crt, tls.crt, tls.key) in router.tls.secretName",
+        ),
+        ({"router": {"tls": {"mode": "certManager"}}}, "name the issuer in router.tls.issuerRef.name"),
+        ({"router": {"tls": {"mutual": True}}}, "router.tls.mutual: means nothing without TLS"),
+        (
+            {"router": {"tls": {"mode": "secret", "secretName": "a", "mutual": True}}},
+            "name the Secret with Envoy's certificate in router.tls.gatewaySecretName",
+        ),
+        (
+            {"router": {"tls": {"mode": "selfSigned", "mutual": True}}, "gateway": {"mode": "gaie"}},
+            "gateways of the Gateway API show no certificate",
+        ),
+        ({"redis": {"mode": "external"}}, "give the server in redis.external.url"),
+        (
+            {"redis": {"mode": "external", "external": {"url": "redis://u:secret@h:6379"}}},
+            "put it into a Secret and name that in redis.external.existingSecret",
+        ),
+        (
+            {"redis": {"mode": "external", "external": {"url": "redis://h", "usernameKey": "u"}}},
+            "name the Secret that has the key in redis.external.existingSecret",
+        ),
+        (
+            {
+                "redis": {
+                    "mode": "external",
+                    "external": {"url": "redis://me@h", "usernameKey": "u", "existingSecret": "s"},
+                }
+            },
+            "from usernameKey or from the url, not from both",
+        ),
+        (
+            {"redis": {"mode": "external", "external": {"url": "redis://h", "caSecret": "s"}}},
+            "give a rediss:// url",
+        ),
+        ({"gateway": {"mode": "gaie"}}, "list the pools in gateway.gaie.pools"),
+        (
+            {"gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}}},
+            "say who the gateway's pods are in networkPolicy.gatewayFrom",
+        ),
+        (
+            {
+                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}], "istio": {"destinationRule": True}}},
+                "networkPolicy": {"gatewayFrom": GATEWAYS},
+            },
+            "has Istio speak TLS to the routers",
+        ),
+        (
+            {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},
+            "pool qwen: minReplicas 20 is more than maxReplicas 16",
+        ),
+        ({"autoscaling": {"hpa": POOLS, "keda": POOLS}}, "pool qwen stands under hpa and keda"),
+        (
+            {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned", "mutual": True}}},
+            "Name in `authentication` a TriggerAuthentication",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_with_what_to_do(values: Mapping[str, Any], said: str) -> None:
+    assert said in refused(values, apis=APIS)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (nested("monitoring.serviceMonitor.enabled", True), "monitoring.coreos.com/v1/ServiceMonitor"),
+        (nested("monitoring.podMonitor.enabled", True), "monitoring.coreos.com/v1/PodMonitor"),
+        (nested("monitoring.prometheusRule.enabled", True), "monitoring.coreos.com/v1/PrometheusRule"),
+        (nested("router.tls", {"mode": "certManager", "issuerRef": {"name": "i"}}), "cert-manager.io/v1/Certificate"),
+        (nested("autoscaling.keda", POOLS), "keda.sh/v1alpha1/ScaledObject"),
+        (
+            {
+                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}},
+                "networkPolicy": {"gatewayFrom": GATEWAYS},
+            },
+            "inference.networking.k8s.io/v1/InferencePool",
+        ),
+    ],
+)
+def test_a_switch_says_what_the_cluster_lacks(values: Mapping[str, Any], said: str) -> None:
+    message = refused(values)
+    assert f"this cluster does not serve {said}. Install" in message
+
+
+def test_a_kubernetes_that_is_too_old_is_refused() -> None:
+    assert "kubeVersion: >=1.32.0-0" in refused({}, kube_version="1.31.9")
