@@ -34,7 +34,8 @@ _SUITE = "bookworm"
 _PYTHON = "3.11.2"
 # The minor versions of glibc up to the suite's.
 _MANYLINUX = range(5, 37)
-_PACKAGES = ("ca-certificates", "python3", "python3-venv")
+# What python:3.11-slim has and we use, too: its C++ library comes with apt, and gRPC needs it.
+_PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
 _BASE_FILE = "FROM scratch\nADD base.tar /\n"
 _TAG = "localhost/dualmap:e2e"
@@ -192,12 +193,7 @@ def _fetch_wheels(partial: Path) -> None:
 def _make_ours(parts: _Parts, partial: Path) -> None:
     """Build the Dockerfile and take the image apart: its root file system and its configuration."""
     with tempfile.TemporaryDirectory(prefix="dualmap-buildah-") as state:
-        buildah = ("buildah", "--root", parts.cache / "storage", "--runroot", state)
-        driver = ("--storage-driver", "overlay")
-        # Where the cache lies on an overlay itself, as in a container, there is no other.
-        if subprocess.run([*buildah, *driver, "info"], capture_output=True, check=False).returncode != 0:
-            driver = ("--storage-driver", "vfs")
-        buildah += driver
+        buildah = _buildah(parts, state)
         build = (*buildah, "build", "--quiet", "--layers", "--isolation", "chroot")
         if subprocess.run([*buildah, "inspect", parts.base_reference], capture_output=True, check=False).returncode:
             _run([*build, "--tag", parts.base_reference, parts.base])
@@ -212,6 +208,13 @@ def _make_ours(parts: _Parts, partial: Path) -> None:
             _run(["cp", "--archive", mounted, partial / "root"])
         finally:
             _run([*buildah, "rm", container])
+
+
+def _buildah(parts: _Parts, state: str) -> tuple[str | Path, ...]:
+    """Return buildah with a storage of its own, on an overlay, or where the cache lies on one itself by copies."""
+    buildah = ("buildah", "--root", parts.cache / "storage", "--runroot", state, "--storage-driver")
+    tried = subprocess.run([*buildah, "overlay", "info"], capture_output=True, check=False)
+    return (*buildah, "vfs" if tried.returncode else "overlay")
 
 
 def _make_others(parts: _Parts, partial: Path) -> None:
