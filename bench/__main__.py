@@ -3,9 +3,10 @@
   rings, decisions, memory   of the core; all three (about five minutes) without a name
   gateway                    through a real Envoy (about six minutes; --quick: two)
   window, replicas           in virtual time (about twenty minutes; --quick: a minute or three)
+  autoscaling                scaling on the SLO, in virtual time (about a quarter of an hour; --quick: seconds)
   paper                      the published evaluations in virtual time (about half an hour; --quick: two minutes)
 
-The last four have options of their own: python -m bench gateway --help.
+The last five have options of their own: python -m bench gateway --help.
 """
 
 import os
@@ -27,6 +28,11 @@ def main(names: list[str]) -> None:
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
+    if names[:1] == ["autoscaling"]:
+        # As paper's.
+        from bench.autoscaling.command import autoscaling
+
+        autoscaling(names[1:], prog_name="python -m bench autoscaling")
     if names[:1] == ["paper"]:
         # Imported here: the plots' library takes a second.
         from bench.paper.command import paper
@@ -36,7 +42,8 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {', '.join([*CORE, *VIRTUAL])}, gateway and paper")
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "autoscaling"])
+        sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {names_known} and paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")
     for name in names or CORE:

@@ -23,6 +23,9 @@ class Attendant(Protocol):
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
         """A request was sent to an instance."""
 
+    def held(self, now: float, router: int) -> None:
+        """A request is held for now."""
+
     def refused(self, now: float, router: int) -> None:
         """A request found no room."""
 

@@ -154,6 +154,8 @@ class Cluster:
         assert record.refused is None, f"{outcome.request_id} was refused before"
         if isinstance(outcome, Held):
             record.held = True
+            if self._attendant is not None:
+                self._attendant.held(self._timeline.now_s, record.router)
         elif isinstance(outcome, Refusal):
             record.refused = outcome.reason
             self._open -= 1

@@ -117,6 +117,11 @@ class _Loop:
         if self._meter is not None:
             self._meter.routed(now, router, receipt)
 
+    def held(self, now: float, router: int) -> None:
+        """Tell the meter."""
+        if self._meter is not None:
+            self._meter.held(now, router)
+
     def refused(self, now: float, router: int) -> None:
         """Tell the meter."""
         if self._meter is not None:

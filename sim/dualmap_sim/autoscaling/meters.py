@@ -23,6 +23,9 @@ class Meter(Protocol):
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
         """Count a request that was sent to an instance."""
 
+    def held(self, now: float, router: int) -> None:
+        """Count a request that is held for now."""
+
     def refused(self, now: float, router: int) -> None:
         """Count a request that found no room."""
 
@@ -79,6 +82,9 @@ class _Slo:
         cached = receipt.matched_tokens
         self._scalings[router].window.add(now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
 
+    def held(self, now: float, router: int) -> None:
+        self._scalings[router].window.hold(now)
+
     def refused(self, now: float, router: int) -> None:
         self._scalings[router].window.refuse(now)
 
@@ -103,6 +109,9 @@ class _Queue:
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
         """Requests under way are looked at, not counted one by one."""
+
+    def held(self, now: float, router: int) -> None:
+        """Who is held is looked at, too."""
 
     def refused(self, now: float, router: int) -> None:
         """One that was refused is not under way."""

@@ -1,0 +1,137 @@
+"""What is measured: the shapes of the load, what scales under it, and the fixed fleets beside it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from bench.paper.settings import CONVERSATION, TOOL_AGENT
+
+from dualmap_sim.autoscaling.hpa import HpaSpec
+from dualmap_sim.workloads.pacing import Phase, wave
+
+SLO_S: Final = 5.0
+WARMUP_S: Final = 600.0
+START_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How load comes: ``phases`` in multiples of the trace's own rate, with ``first`` instances at the beginning.
+
+    ``highest`` is the highest of these rates; ``rises_s`` is when load rises to it at once, if it does, and
+    ``mean`` is a fixed fleet that costs about what scaling on the SLO does.
+    """
+
+    says: str
+    phases: tuple[Phase, ...]
+    first: int
+    highest: float
+    mean: int
+    rises_s: float | None = None
+
+    @property
+    def lasts_s(self) -> float:
+        """How long it lasts."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+def phases(*minutes_and_rates: tuple[float, float]) -> tuple[Phase, ...]:
+    """Return phases of so many minutes at such rates."""
+    return tuple(Phase(seconds=60 * minutes, rate=rate) for minutes, rate in minutes_and_rates)
+
+
+SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
+    {
+        "steady": Shape(
+            says="ninety minutes at the trace's own rate (3.3 requests a second)",
+            phases=phases((90, 1.0)),
+            first=9,
+            highest=1.0,
+            mean=10,
+        ),
+        "step": Shape(
+            says="half an hour at 0.6 of that rate, forty minutes at 1.5 of it, forty at 0.6",
+            phases=phases((30, 0.6), (40, 1.5), (40, 0.6)),
+            first=7,
+            highest=1.5,
+            mean=10,
+            rises_s=30 * 60.0,
+        ),
+        "wave": Shape(
+            says="a day in two hours, from 0.3 to 1.5 and back",
+            phases=wave(period_s=2 * 3600.0, low=0.3, high=1.5),
+            first=4,
+            highest=1.5,
+            mean=10,
+        ),
+        "burst": Shape(
+            says="twenty minutes at 0.6, five at 1.5, half an hour at 0.6",
+            phases=phases((20, 0.6), (5, 1.5), (30, 0.6)),
+            first=7,
+            highest=1.5,
+            mean=8,
+            rises_s=20 * 60.0,
+        ),
+        "idle": Shape(
+            says="a quarter of an hour of nothing, 40 minutes at 1, half an hour of nothing",
+            phases=phases((15, 0.0), (40, 1.0), (30, 0.0)),
+            first=2,
+            highest=1.0,
+            mean=7,
+            rises_s=15 * 60.0,
+        ),
+    }
+)
+ENOUGH: Final[Mapping[float, int]] = MappingProxyType({0.6: 6, 1.0: 9, 1.5: 12})
+"""The smallest fixed fleet that serves 99 % of the requests in time at a rate: the table of sizes shows it."""
+SIZES: Final[Mapping[float, tuple[int, ...]]] = MappingProxyType({0.6: (5, 6), 1.0: (7, 8, 9), 1.5: (11, 12, 13)})
+MANIFEST: Final = HpaSpec()
+HASTY: Final = replace(MANIFEST, down=replace(MANIFEST.down, stabilization_s=300.0))
+TARGETS: Final = (12.0, 8.0)
+SLO: Final = "SLO"
+FIXED_PEAK: Final = "fixed, for the highest rate"
+FIXED_MEAN: Final = "fixed, for the same cost"
+SLO_HASTY: Final = "SLO, down after 5 min"
+SLO_ROUTERS: Final = "SLO, 4 routers"
+
+
+def queue(target: float) -> str:
+    """Return how scaling on so many requests a replica is called."""
+    return f"queue, {target:g} a replica"
+
+
+SCALERS: Final = (SLO, SLO_HASTY, *(queue(target) for target in TARGETS), FIXED_PEAK, FIXED_MEAN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much is measured, of which workload."""
+
+    quick: bool
+    trace: Path
+
+    @property
+    def workload(self) -> str:
+        """The Conversation trace, or what stands in for it."""
+        return CONVERSATION if self.trace.exists() else TOOL_AGENT
+
+    def scalers(self, shape: str) -> Sequence[str]:
+        """What is measured under a shape: the hastier scaling down where something goes up and down."""
+        return [each for each in SCALERS if each != SLO_HASTY or shape in ("step", "wave")]
+
+    @property
+    def shapes(self) -> Sequence[str]:
+        """The shapes that are measured."""
+        return ("burst",) if self.quick else tuple(SHAPES)
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        """Where in the trace runs begin."""
+        return (0,) if self.quick else (0, 1, 2)
+
+    @property
+    def routers(self) -> Sequence[tuple[str, int]]:
+        """Which shapes and seeds several routers share."""
+        return () if self.quick else (("step", 0),)

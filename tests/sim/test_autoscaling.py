@@ -1,0 +1,259 @@
+"""A pool that an HPA sizes, in virtual time: the controller and the fleet by hand, then the whole loop briefly."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from dualmap.pool import Engine, MemberState, Model, Pool, Prefix, Routing
+from dualmap_operator import ring
+from dualmap_sim.arrivals import Arrival, arrivals
+from dualmap_sim.autoscaling.figures import figures, lag
+from dualmap_sim.autoscaling.fleet import RAMP, Fleet
+from dualmap_sim.autoscaling.hpa import Hpa, HpaSpec, Policy, Rules
+from dualmap_sim.autoscaling.loop import Autoscaled, Run, run_autoscaled
+from dualmap_sim.autoscaling.meters import OnQueue, OnSlo
+from dualmap_sim.presets import PRESETS
+from dualmap_sim.workloads.pacing import Phase, paced, wave
+from dualmap_sim.workloads.synthetic import default_workload
+from dualmap_sim.workloads.trace import Trace, TraceRequest
+
+ENGINE = PRESETS["7b"]
+AT_ONCE = HpaSpec(
+    min_replicas=1,
+    max_replicas=10,
+    up=Rules(stabilization_s=0, policies=(Policy(percent=900, period_s=15),)),
+    down=Rules(stabilization_s=0, policies=(Policy(percent=100, period_s=15),)),
+)
+
+
+class TestHpa:
+    def test_it_rounds_up_and_tolerates_a_tenth(self) -> None:
+        assert Hpa(AT_ONCE).sync(0, 4.2, asked=3, present=3) == 5
+        assert Hpa(AT_ONCE).sync(0, 3.3, asked=3, present=3) == 3
+        assert Hpa(AT_ONCE).sync(0, 2.7, asked=3, present=3) == 3
+        assert Hpa(AT_ONCE).sync(0, 2.6, asked=4, present=4) == 3
+
+    def test_it_keeps_to_the_least_and_the_most(self) -> None:
+        hpa = Hpa(AT_ONCE)
+        assert hpa.sync(0, 99, asked=3, present=3) == 10
+        assert hpa.sync(15, 0, asked=10, present=10) == 1
+
+    def test_without_a_metric_it_keeps_what_there_is(self) -> None:
+        hpa = Hpa(AT_ONCE)
+        assert [hpa.sync(15 * n, None, asked=7, present=7) for n in range(100)] == [7] * 100
+
+    def test_it_shrinks_to_the_largest_wish_of_its_patience(self) -> None:
+        hpa = Hpa(replace(AT_ONCE, down=replace(AT_ONCE.down, stabilization_s=60)))
+        wishes = [8, 8, 3, 5, 3, 3, 3, 3, 3]
+        assert follow(hpa, wishes, asked=8) == [8, 8, 8, 8, 8, 5, 5, 3, 3]
+
+    def test_it_grows_by_the_policy_that_allows_most(self) -> None:
+        doubles_or_four = HpaSpec(min_replicas=1, max_replicas=40)
+        assert follow(Hpa(doubles_or_four), [40] * 6, asked=2) == [6, 6, 6, 6, 12, 12]
+
+    def test_it_shrinks_by_a_fifth_or_one_in_two_minutes(self) -> None:
+        hasty = replace(HpaSpec(min_replicas=1), down=replace(HpaSpec().down, stabilization_s=0))
+        assert follow(Hpa(hasty), [1] * 18, asked=10)[::4] == [8, 8, 6, 6, 4]
+
+    def test_a_drain_counts_for_the_tolerance_as_long_as_it_lasts(self) -> None:
+        # Nine are there, eight are asked for: 8.2 is within a tenth of what is there, which Kubernetes then asks for.
+        assert Hpa(AT_ONCE).sync(0, 8.2, asked=8, present=9) == 9
+
+
+def follow(hpa: Hpa, wishes: Sequence[float], *, asked: int) -> list[int]:
+    sizes = []
+    for number, wish in enumerate(wishes):
+        asked = hpa.sync(15.0 * number, wish, asked=asked, present=asked)
+        sizes.append(asked)
+    return sizes
+
+
+class TestFleet:
+    def test_a_new_pod_joins_when_it_has_started_and_ramps_as_the_operator_has_it(self) -> None:
+        fleet = Fleet(1, start_s=100)
+        fleet.scale(0, 2)
+        assert [member.id for member in fleet.members(99.9)] == ["qwen-0"]
+        assert fleet.next_change_s(99.9) == 100
+        weights = {at_s: fleet.members(at_s)[1].weight for at_s in (100, 105, 110, 120, 130)}
+        assert weights == {100: 25, 105: 25, 110: 50, 120: 75, 130: 100}
+        assert fleet.members(130)[1].state == MemberState.ACTIVE
+        assert (*ring.RAMP, (ring.RAMP_S, ring.FULL_WEIGHT)) == RAMP
+
+    def test_one_that_goes_drains_until_two_looks_found_it_idle(self) -> None:
+        fleet = Fleet(3, start_s=100)
+        fleet.scale(0, 2)
+        assert fleet.members(0)[2].state == MemberState.DRAINING
+        fleet.looked(1, ["qwen-2"])
+        fleet.looked(2, [])
+        fleet.looked(3, ["qwen-2"])
+        assert (fleet.present, fleet.serving) == (3, 2)
+        fleet.looked(4, ["qwen-2"])
+        assert (fleet.present, len(fleet.members(4)), fleet.pods[2].gone_s) == (2, 2, 4)
+
+    def test_pods_go_together_when_the_last_of_them_is_drained(self) -> None:
+        fleet = Fleet(4, start_s=100)
+        fleet.scale(0, 2)
+        for at_s in (1, 2):
+            fleet.looked(at_s, ["qwen-3"])
+        assert (fleet.present, [member.id for member in fleet.members(2)]) == (4, ["qwen-0", "qwen-1", "qwen-2"])
+        for at_s in (3, 4):
+            fleet.looked(at_s, ["qwen-2", "qwen-3"])
+        assert fleet.present == 2
+
+    def test_one_that_drains_is_taken_back_warm(self) -> None:
+        fleet = Fleet(2, start_s=100)
+        fleet.scale(0, 1)
+        fleet.scale(5, 2)
+        (_, back) = fleet.members(5)
+        assert (back.state, back.weight, len(fleet.pods)) == (MemberState.ACTIVE, 100, 2)
+
+    def test_one_that_still_starts_is_given_up_at_once(self) -> None:
+        fleet = Fleet(1, start_s=100)
+        fleet.scale(0, 3)
+        fleet.scale(15, 1)
+        assert (fleet.present, fleet.members(200), fleet.pods[2].gone_s) == (1, fleet.members(0), 15)
+
+
+class TestPacing:
+    def test_a_phase_comes_at_its_rate_and_silence_is_silent(self) -> None:
+        trace = ticks(100)
+        phases = (Phase(seconds=10, rate=1), Phase(seconds=5, rate=0), Phase(seconds=10, rate=2))
+        at_s = [request.arrival_s for request in paced(trace, phases).requests]
+        assert at_s == [*range(10), *(15 + number / 2 for number in range(20))]
+
+    def test_a_trace_that_is_too_short_comes_again_with_other_prompts(self) -> None:
+        again = paced(ticks(4), (Phase(seconds=10, rate=1),), start=2)
+        assert [request.arrival_s for request in again.requests] == list(range(10))
+        assert [request.blocks for request in again.requests[:4]] == [(2,), (3,), (4,), (5,)]
+        assert len({request.blocks for request in again.requests}) == 10
+
+    def test_a_wave_begins_and_ends_low(self) -> None:
+        rates = [phase.rate for phase in wave(period_s=960, low=1, high=3)]
+        assert rates[0] == pytest.approx(1, abs=0.01)
+        assert max(rates) == pytest.approx(3, abs=0.01)
+        assert sum(rates) / len(rates) == pytest.approx(2)
+
+
+def ticks(requests: int) -> Trace:
+    """One request a second, each with a prompt of its own."""
+    return Trace(
+        name="ticks",
+        block_tokens=512,
+        requests=tuple(
+            TraceRequest(arrival_s=float(n), blocks=(n,), input_tokens=512, output_tokens=8) for n in range(requests)
+        ),
+    )
+
+
+PER_S = 3.0
+
+
+def load(*phases: Phase) -> tuple[Arrival, ...]:
+    """The default workload at PER_S times each phase's rate."""
+    trace = paced(default_workload(2000).at_rate(PER_S).without_sessions(), phases)
+    return arrivals(trace, router_block_tokens=trace.block_tokens, engine_block_tokens=ENGINE.block_tokens)
+
+
+def scaled(asked: Sequence[Arrival], *, first: int, lasts_s: float) -> Run:
+    return run_autoscaled(config(first=first, lasts_s=lasts_s), asked)
+
+
+def config(*, first: int, lasts_s: float) -> Autoscaled:
+    pool = Pool(
+        namespace="tests",
+        name="qwen",
+        model=Model(name="qwen"),
+        engine=Engine(prefill_tokens_per_second=ENGINE.prefill.tokens_per_s, kv_tokens=ENGINE.kv_memory_tokens),
+        routing=Routing(prefix=Prefix(block_tokens=128)),
+    )
+    return Autoscaled(pool=pool, engine=ENGINE, first=first, lasts_s=lasts_s)
+
+
+STEP_S = 300.0
+STEP = (Phase(seconds=STEP_S, rate=1.0), Phase(seconds=600, rate=3.0), Phase(seconds=1800, rate=0.0))
+ALL_S = 2700.0
+
+
+@pytest.fixture(name="step", scope="module")
+def _step() -> Run:
+    """Load that triples and then ends, on a pool that begins with what the first of it takes."""
+    return scaled(load(*STEP), first=4, lasts_s=ALL_S)
+
+
+def test_equal_runs_are_equal(step: Run) -> None:
+    again = scaled(load(*STEP), first=4, lasts_s=ALL_S)
+    assert again == step
+
+
+def test_a_step_is_answered_at_the_next_sync_but_one(step: Run) -> None:
+    before = max(sync.asked for sync in step.syncs if sync.at_s <= STEP_S)
+    grown = lag(step.syncs, since_s=STEP_S + 1, enough=before + 1)
+    assert grown.asked_s is not None
+    assert grown.asked_s <= 30
+    assert grown.serving_s is not None
+    assert 120 <= grown.serving_s <= 165
+
+
+def test_when_load_has_ended_the_pool_shrinks_to_its_least_and_nothing_is_cut(step: Run) -> None:
+    assert step.syncs[-1].present == 2
+    after = [sync.asked for sync in step.syncs if sync.at_s > 900]
+    assert all(later <= earlier for earlier, later in pairwise(after))
+    assert all(record.finished_s is not None or record.refused is not None for record in step.records)
+    assert sum(pod.gone_s is not None for pod in step.pods) > 2
+    assert figures(step, slo_ttft_s=5.0, warmup_s=0).cut == 0
+
+
+def test_it_costs_less_than_the_fleet_of_the_peak(step: Run) -> None:
+    found = figures(step, slo_ttft_s=5.0, warmup_s=0)
+    assert found.instance_hours < 0.8 * found.replicas_max * ALL_S / 3600
+    assert found.summary.slo_attainment > 0.8
+
+
+def test_a_pod_that_is_gone_too_early_is_noticed(step: Run) -> None:
+    gone = replace(step, pods=tuple(replace(pod, gone_s=100.0) for pod in step.pods))
+    assert figures(gone, slo_ttft_s=5.0, warmup_s=0).cut > 0
+
+
+def test_steady_load_keeps_a_steady_fleet() -> None:
+    run = scaled(load(Phase(seconds=3600, rate=1.5)), first=5, lasts_s=3600)
+    found = figures(run, slo_ttft_s=5.0, warmup_s=600)
+    assert found.turns <= 2
+    assert max(sync.asked for sync in run.syncs) - min(sync.asked for sync in run.syncs) <= 2
+    assert found.summary.slo_attainment > 0.98
+
+
+def test_a_metric_that_is_lost_scales_nothing() -> None:
+    blind = replace(config(first=4, lasts_s=1500), blind_s=(200.0, 1500.0))
+    run = run_autoscaled(blind, load(Phase(seconds=300, rate=1.0)))
+    assert {sync.asked for sync in run.syncs if sync.at_s > 200} == {run.syncs[12].asked}
+    seeing = run_autoscaled(replace(blind, blind_s=(1e9, 1e9)), load(Phase(seconds=300, rate=1.0)))
+    assert seeing.syncs[-1].asked < run.syncs[-1].asked
+
+
+def test_a_fixed_fleet_stays() -> None:
+    run = run_autoscaled(replace(config(first=3, lasts_s=600), scaler=None), load(Phase(seconds=300, rate=3.0)))
+    assert {sync.asked for sync in run.syncs} == {3}
+    assert figures(run, slo_ttft_s=5.0, warmup_s=0).instance_hours == pytest.approx(3 * 600 / 3600, rel=0.01)
+
+
+def test_on_the_queue_twice_the_target_is_half_the_wish() -> None:
+    asked = load(Phase(seconds=300, rate=2.0))
+    wishes = {}
+    for target in (4.0, 8.0):
+        fixed = HpaSpec(min_replicas=8, max_replicas=8)
+        queue = replace(config(first=8, lasts_s=300), scaler=OnQueue(requests=target), hpa=fixed)
+        wishes[target] = [sync.wish for sync in run_autoscaled(queue, asked).syncs]
+    assert all(
+        few and many and few == pytest.approx(2 * many) for few, many in zip(wishes[4.0], wishes[8.0], strict=True)
+    )
+
+
+def test_four_routers_ask_for_what_one_does() -> None:
+    asked = load(Phase(seconds=600, rate=2.0))
+    fixed = replace(config(first=10, lasts_s=600), scaler=OnSlo(), hpa=HpaSpec(min_replicas=10, max_replicas=10))
+    alone, four = (run_autoscaled(replace(fixed, routers=routers), asked) for routers in (1, 4))
+    assert {record.router for record in four.records} == {0, 1, 2, 3}
+    wishes = [[sync.wish or 0.0 for sync in run.syncs if sync.at_s > 120] for run in (alone, four)]
+    assert sum(wishes[1]) == pytest.approx(sum(wishes[0]), rel=0.2)
