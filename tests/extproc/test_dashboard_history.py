@@ -1,0 +1,159 @@
+"""The dashboard's recent past: what is counted in which window, and that it is bounded."""
+
+import pytest
+
+import builders
+from dualmap.requests import Completion, Decision, FirstToken
+from dualmap.router import PoolRouter
+from dualmap_extproc.dashboard.history import (
+    DECISIONS,
+    STEPS,
+    TTFT_BOUNDS_S,
+    EndpointPast,
+    PoolHistory,
+    percentile,
+)
+from dualmap_extproc.dashboard.recorder import Recorder
+from dualmap_extproc.errors import model_not_found, no_endpoint
+from dualmap_extproc.metrics import Metrics
+
+
+def decision(number: int = 0) -> Decision:
+    outcome = PoolRouter(builders.pool(2)).on_request(0.0, builders.request(f"r-{number}", builders.text_of(1000, "a")))
+    assert isinstance(outcome, Decision)
+    return outcome
+
+
+def first_token(ttft_s: float, *, within_slo: bool = True, member: str = "m-0") -> FirstToken:
+    return FirstToken(member=member, ttft_s=ttft_s, predicted_ttft_s=ttft_s, within_slo=within_slo)
+
+
+def test_a_minute_and_five_minutes_are_summed_apart() -> None:
+    history = PoolHistory()
+    history.routed(0.0, decision())
+    history.refused(150.0, no_endpoint("llm/qwen"))
+    history.routed(295.0, decision())
+    view = history.view(299.0)
+    assert (view.minute.requests, view.minute.refused) == (1, 0)
+    assert (view.window.requests, view.window.refused) == (2, 1)
+    assert view.refusals == {"no_endpoint": 1}
+    (rule,) = view.rules
+    assert view.rules[rule] == 2
+    later = history.view(2000.0)
+    assert (later.window.requests, later.rules, later.endpoints, later.refusals) == (0, {}, {}, {})
+
+
+def test_lines_have_a_point_for_every_step_and_gaps_where_nothing_came() -> None:
+    history = PoolHistory()
+    history.first_token(1000.0, first_token(0.5))
+    history.first_token(1001.0, first_token(9.0, within_slo=False))
+    steps = history.view(1025.0).steps
+    assert len(steps) == STEPS
+    assert [(step.first_tokens, step.slo_met) for step in steps[-4:]] == [(0, 0), (2, 1), (0, 0), (0, 0)]
+    assert steps[-1].ttft_p50_s is None
+    assert steps[-3].ttft_p50_s == pytest.approx(0.5, rel=0.3)
+    assert steps[-3].ttft_p90_s == pytest.approx(9.0, rel=0.3)
+
+
+def test_hits_are_counted_for_the_instance_and_for_all() -> None:
+    history = PoolHistory()
+    sent = decision()
+    history.routed(0.0, sent)
+    history.measured(2.0, Completion(member="gone", predicted_cached_tokens=300, measured_cached_tokens=150))
+    view = history.view(3.0)
+    past = view.endpoints[sent.receipt.chosen]
+    assert (past.requests, past.prompt_tokens, past.hit_rate_predicted, past.hit_rate_measured) == (1, 1000, 0.0, None)
+    assert (view.total.requests, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 300, 150)
+
+
+def test_measured_hit_rates_are_the_predicted_ones_corrected_by_what_was_reported() -> None:
+    # Of 1000 tokens 600 were said to be cached; of 300 of those an engine has reported, and had half.
+    past = EndpointPast(
+        prompt_tokens=1000, predicted_cached_tokens=600, checked_cached_tokens=300, measured_cached_tokens=150
+    )
+    assert (past.hit_rate_predicted, past.hit_rate_measured) == (0.6, pytest.approx(0.3))
+    assert EndpointPast(prompt_tokens=1000, predicted_cached_tokens=600).hit_rate_measured is None
+
+
+def test_attainment_is_told_per_instance() -> None:
+    history = PoolHistory()
+    history.first_token(0.0, first_token(1.0, member="m-1"))
+    history.first_token(0.0, first_token(9.0, within_slo=False, member="m-1"))
+    history.failed(0.0, Completion(member="m-1", predicted_cached_tokens=0, measured_cached_tokens=None))
+    past = history.view(1.0).endpoints["m-1"]
+    assert (past.attainment, past.failed) == (0.5, 1)
+
+
+def test_only_so_many_decisions_and_steps_are_kept() -> None:
+    history = PoolHistory()
+    sent = decision()
+    for number in range(3 * DECISIONS):
+        history.routed(float(number * 10), sent)
+    happenings = history.view(3 * DECISIONS * 10.0).happenings
+    assert [each.number for each in happenings] == list(range(3 * DECISIONS - 1, 2 * DECISIONS - 1, -1))
+    assert len(history._steps) == STEPS
+    assert len(history._minutes) == 5
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+def test_percentiles_are_within_their_bound(share: float) -> None:
+    history = PoolHistory()
+    values = [0.02 * 1.07**index for index in range(100)]
+    for value in values:
+        history.first_token(0.0, first_token(value))
+    found = percentile(history.view(1.0).window.ttfts, share)
+    assert found == pytest.approx(values[round(share * 100) - 1], rel=0.27)
+
+
+def test_ttfts_beyond_all_bounds_are_counted_too() -> None:
+    history = PoolHistory()
+    history.first_token(0.0, first_token(1e-6))
+    history.first_token(0.0, first_token(1e6))
+    window = history.view(1.0).window
+    assert (window.ttfts[0], window.ttfts[-1]) == (1, 1)
+    assert percentile(window.ttfts, 1.0) == pytest.approx(TTFT_BOUNDS_S[-1])
+    assert percentile([0] * len(window.ttfts), 0.5) is None
+
+
+def test_the_recorder_passes_on_all_it_is_told() -> None:
+    told: list[tuple[str, tuple[object, ...]]] = []
+
+    class Told:
+        def __getattr__(self, name: str):
+            return lambda *what: told.append((name, what))
+
+    recorder = Recorder(Told(), clock=lambda: 0.0)  # type: ignore[arg-type]  # it takes whatever it is told
+    ended = Completion(member="m-0", predicted_cached_tokens=1, measured_cached_tokens=1)
+    calls: list[tuple[str, tuple[object, ...]]] = [
+        ("routed", ("llm/qwen", decision())),
+        ("routed_bodiless", ("llm/qwen",)),
+        ("refused", (no_endpoint("llm/qwen"),)),
+        ("refused", (model_not_found("x"),)),
+        ("waited", ("llm/qwen", 1.0)),
+        ("decided", (1.0,)),
+        ("first_token", ("llm/qwen", first_token(1.0))),
+        *((name, ("llm/qwen", ended)) for name in ("finished", "rejected", "aborted", "failed", "expired", "measured")),
+        ("served_elsewhere", ("llm/qwen",)),
+    ]
+    for name, what in calls:
+        getattr(recorder, name)(*what)
+    assert told == calls
+    observed = {name for name in vars(Metrics) if hasattr(Recorder, name)} - {"__init__", "__module__", "__doc__"}
+    assert {name for name, _ in calls} == {name for name in observed if not name.startswith("_")}
+
+
+def test_the_recorder_keeps_pools_apart_and_forgets_those_long_gone() -> None:
+    now = 0.0
+    recorder = Recorder(Metrics(version="1", replica_id="r"), clock=lambda: now)
+    recorder.routed("llm/old", decision())
+    assert recorder.view("llm/old").minute.requests == 1
+    assert recorder.view("llm/new").minute.requests == 0
+    now = 5000.0
+    recorder.routed("llm/new", decision())
+    assert list(recorder._pools) == ["llm/new"]
+
+
+def test_refusals_that_reached_no_pool_are_in_none() -> None:
+    recorder = Recorder(Metrics(version="1", replica_id="r"))
+    recorder.refused(model_not_found("<img src=x>"))
+    assert not recorder._pools

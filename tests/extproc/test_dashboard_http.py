@@ -1,0 +1,335 @@
+"""The dashboard over HTTP: the page, its stream of snapshots, who may look, and what is never told."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.resources import files
+
+import aiohttp
+import pytest
+
+import builders
+from dualmap.pool import MemberState, Model, Pool, Ring, RingAlgorithm
+from dualmap.shares import Share
+from dualmap_extproc.dashboard import feed
+from dualmap_extproc.dashboard.feed import Feed, TooManyWatchers
+from dualmap_extproc.dashboard.recorder import Recorder
+from dualmap_extproc.dashboard.routes import Dashboard
+from dualmap_extproc.dashboard.snapshot import Snapshots, Source
+from dualmap_extproc.http_status import StatusServer
+from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.picker import Picker
+from dualmap_extproc.pool_demand import DemandUnknown
+from dualmap_extproc.settings import Limits
+from waiting import until
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+FILES = sorted(each.name for each in (files("dualmap_extproc.dashboard") / "static").iterdir())
+
+
+class Router:
+    """A picker with its recorder, and what the dashboard knows of it."""
+
+    def __init__(self, *pools: Pool) -> None:
+        self.metrics = Metrics(version="1", replica_id="router-0")
+        self.recorder = Recorder(self.metrics, clock=lambda: 50.0)
+        self.picker = Picker(Limits(), self.recorder, id_prefix="r")
+        self.adopt(*pools)
+        self.taken = 0
+        self.unknown = ""
+
+    def adopt(self, *pools: Pool) -> None:
+        self.metrics.set_pools(pools)
+        self.picker.set_pools(0.0, pools)
+
+    def source(self) -> Source:
+        def statuses():
+            self.taken += 1
+            return self.picker.statuses()
+
+        return Source(
+            router="router-0",
+            version="1.2.3",
+            pools=lambda: self.picker.pools,
+            statuses=statuses,
+            demand=self.demand,
+            recorder=self.recorder,
+            clock=lambda: 1_700_000_000.0,
+        )
+
+    def demand(self, pool: str) -> Share:
+        if self.unknown:
+            raise DemandUnknown(self.unknown)
+        return Share(desired_replicas=2.4, in_flight=7, held=1, first_tokens=10, slo_met=9)
+
+    def send(self, content: str, *, model: str = builders.MODEL, session: str = "") -> None:
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": content}]}).encode()
+        headers = {"x-session-id": session} if session else {}
+        self.picker.pick(1.0, body, None, 1.0, headers=headers, resume=lambda _: None)
+
+    def document(self, pool: str = "") -> dict:
+        return json.loads(Snapshots(self.source()).take({pool})[pool])
+
+
+def server_of(router: Router, *, every_s: float) -> StatusServer:
+    return StatusServer(
+        router="router-0",
+        statuses=router.picker.statuses,
+        metrics=router.metrics,
+        dashboard=Dashboard(router.source(), every_s=every_s),
+    )
+
+
+@asynccontextmanager
+async def serving(router: Router, *, every_s: float = 0.02) -> AsyncIterator[aiohttp.ClientSession]:
+    server = server_of(router, every_s=every_s)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            yield session
+    finally:
+        await server.close()
+
+
+async def next_snapshot(response: aiohttp.ClientResponse) -> dict:
+    async with asyncio.timeout(30):
+        line = await response.content.readline()
+        assert await response.content.readline() == b"\n"
+    assert line.startswith(b"data: ")
+    return json.loads(line.removeprefix(b"data: "))
+
+
+@pytest.fixture(name="no_room")
+def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "WATCHERS", 1)
+
+
+async def test_the_page_loads_nothing_but_its_own_files() -> None:
+    async with serving(Router(builders.pool(2))) as session, session.get("/") as response:
+        page = await response.text()
+        assert response.status == 200
+        assert response.content_type == "text/html"
+        policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.findall(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=|https?://|=\"/", page), "all of it from here"
+    named = set(re.findall(r'(?:src|href)="dashboard/([^"]+)"', page))
+    assert {"app.js", "style.css", "icon.svg"} <= named <= set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_every_file_is_served_and_imports_only_others(name: str) -> None:
+    async with serving(Router(builders.pool(2))) as session:
+        async with session.get(f"/dashboard/{name}") as response:
+            text = await response.text()
+            assert response.status == 200
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert "Content-Security-Policy" in response.headers
+            tag = response.headers["ETag"]
+        async with session.get(f"/dashboard/{name}", headers={"If-None-Match": tag}) as response:
+            assert (response.status, await response.read()) == (304, b"")
+    imported = set(re.findall(r'from "\./([^"]+)"', text))
+    assert imported <= set(FILES)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+    assert len(text.splitlines()) < 400
+
+
+@pytest.mark.parametrize("path", ["/dashboard/", "/dashboard/feed.py", "/dashboard/..%2Ffeed.py", "/dashboard/none.js"])
+async def test_nothing_else_is_served(path: str) -> None:
+    async with serving(Router(builders.pool(1))) as session, session.get(path) as response:
+        assert response.status == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/dashboard/app.js"])
+async def test_it_can_only_be_read(path: str) -> None:
+    async with serving(Router(builders.pool(1))) as session, session.post(path) as response:
+        assert response.status == 405
+
+
+async def test_snapshots_go_on_coming_and_tell_what_happens() -> None:
+    router = Router(builders.pool(3))
+    async with serving(router) as session, session.get("/events") as response:
+        assert response.content_type == "text/event-stream"
+        first = await next_snapshot(response)
+        router.send("hello " * 200)
+        while not (last := await next_snapshot(response))["pool"]["decisions"]:
+            pass
+    assert first["pool"]["decisions"] == []
+    (decision,) = last["pool"]["decisions"]
+    assert decision["chosen"] in decision["pair"]
+    assert set(decision["pair"]) <= set(last["pool"]["endpoints"]["id"])
+    assert decision["reason"]
+    assert sum(last["pool"]["endpoints"]["in_flight"]) == 1
+    assert last["pool"]["minute"]["requests"] == 1
+
+
+async def test_nothing_is_made_while_nobody_looks() -> None:
+    router = Router(builders.pool(2))
+    watched = Feed(Snapshots(router.source()), every_s=0.001)
+    await asyncio.sleep(0.01)
+    assert router.taken == 0
+    with watched.watching("") as watcher:
+        await watcher.next()
+    taken = router.taken
+    await asyncio.sleep(0.05)
+    assert router.taken == taken > 0
+
+
+async def test_a_reader_that_goes_away_is_noticed() -> None:
+    router = Router(builders.pool(2))
+    dashboard = Dashboard(router.source(), every_s=0.02)
+    server = StatusServer(
+        router="router-0", statuses=router.picker.statuses, metrics=router.metrics, dashboard=dashboard
+    )
+    port = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
+        await next_snapshot(response)
+    await until(lambda: not dashboard._feed._watchers)
+    await server.close()
+
+
+async def test_those_who_look_share_a_snapshot_a_second() -> None:
+    router = Router(builders.pool(2))
+    watched = Feed(Snapshots(router.source()), every_s=0.01)
+    with watched.watching("") as one, watched.watching("") as another:
+        assert await one.next() is await another.next()
+        assert router.taken == 1
+
+
+async def test_who_comes_and_goes_does_not_make_more_snapshots() -> None:
+    router = Router(builders.pool(2))
+    watched = Feed(Snapshots(router.source()), every_s=3600)
+    with watched.watching("") as watcher:
+        assert await watcher.next()
+    for _ in range(5):
+        with watched.watching("") as watcher:
+            await asyncio.sleep(0.01)
+    assert router.taken == 1
+
+
+async def test_who_is_slow_gets_the_newest_and_nothing_queues_up() -> None:
+    router = Router(builders.pool(2))
+    watched = Feed(Snapshots(router.source()), every_s=0.005)
+    with watched.watching("") as watcher, watched.watching("") as quick:
+        for _ in range(20):
+            newest = await quick.next()
+        assert await watcher.next() is newest
+        watcher.close()
+        assert await watcher.next() is None
+
+
+async def test_only_so_many_may_look(no_room: None) -> None:
+    async with serving(Router(builders.pool(1))) as session, session.get("/events") as response:
+        await next_snapshot(response)
+        async with session.get("/events") as refused:
+            assert refused.status == 503
+            assert refused.headers["Retry-After"]
+            assert "too many" in await refused.text()
+        async with session.get("/pools") as pools:
+            assert pools.status == 200
+
+
+async def test_a_place_is_given_back(no_room: None) -> None:
+    watched = Feed(Snapshots(Router(builders.pool(1)).source()))
+    with watched.watching(""), pytest.raises(TooManyWatchers), watched.watching(""):
+        pass
+    with watched.watching("") as watcher:
+        assert await watcher.next()
+
+
+async def test_a_failing_snapshot_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(builders.pool(1))
+    source = router.source()
+
+    def fails():
+        raise ValueError("planted")
+
+    watched = Feed(Snapshots(replace(source, statuses=fails)), every_s=0.01)
+    with watched.watching("") as watcher:
+        assert await watcher.next() is None
+        assert isinstance(watched._sending.exception(), ValueError)
+
+
+async def test_the_end_of_the_router_ends_the_streams() -> None:
+    server = server_of(Router(builders.pool(1)), every_s=3600)
+    port = await server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
+        await next_snapshot(response)
+        await server.close()
+        # As it should end: a stream that is cut off would raise.
+        assert await response.content.read() == b""
+
+
+def test_a_pool_that_is_asked_for_and_those_there_are() -> None:
+    other = replace(builders.pool(2), name="other", model=Model(name="o"))
+    router = Router(builders.pool(3), other)
+    assert router.document("")["pool"]["name"] == "llm/qwen"
+    document = router.document("llm/other")
+    assert (document["pool"]["name"], document["asked"]) == ("llm/other", "llm/other")
+    assert [each["pool"] for each in document["pools"]] == ["llm/qwen", "llm/other"]
+    assert router.document("llm/gone")["pool"] is None
+    assert Router().document()["pools"] == []
+
+
+def test_what_all_routers_ask_for() -> None:
+    router = Router(builders.pool(3))
+    assert router.document()["pool"]["all_routers"] == {"wanted": 2.4, "in_flight": 7, "held": 1, "attainment": 0.9}
+    router.unknown = "shared state is out of reach"
+    pool = router.document()["pool"]
+    assert pool["all_routers"] is None
+    assert "out of reach" in pool["verdict"]["problems"][0]["text"]
+
+
+def test_a_refusal_is_told_with_its_reason() -> None:
+    router = Router(builders.pool(0))
+    router.send("hello")
+    (refused,) = router.document()["pool"]["decisions"]
+    assert (refused["refused"], refused["number"]) == ("no_endpoint", 0)
+    assert refused["at"] == 1_700_000_000.0
+
+
+@pytest.mark.parametrize("algorithm", list(RingAlgorithm))
+def test_shares_of_the_rings_are_those_of_the_keys(algorithm: RingAlgorithm) -> None:
+    pool = builders.pool(4)
+    light = replace(pool.members[0], weight=25, state=MemberState.JOINING)
+    draining = replace(pool.members[3], state=MemberState.DRAINING)
+    routing = replace(pool.routing, ring=Ring(algorithm=algorithm))
+    router = Router(replace(pool, members=(light, *pool.members[1:3], draining), routing=routing))
+    columns = router.document()["pool"]["endpoints"]
+    for ring in ("ring_1", "ring_2"):
+        shares = columns[ring]
+        assert sum(shares) == pytest.approx(1.0, abs=0.002)
+        assert shares[3] == 0.0
+        assert shares[0] == pytest.approx(25 / 225, rel=0.5)
+
+
+def test_shares_follow_the_members() -> None:
+    router = Router(builders.pool(2))
+    snapshots = Snapshots(router.source())
+
+    def shares() -> list[float]:
+        return json.loads(snapshots.take({""})[""])["pool"]["endpoints"]["ring_1"]
+
+    assert shares() == [0.5, 0.5]
+    router.adopt(builders.pool(4))
+    assert shares() == [0.25] * 4
+
+
+def test_neither_prompts_nor_sessions_nor_addresses_are_told() -> None:
+    pool = builders.pool(2)
+    router = Router(pool)
+    router.send("a very secret prompt " * 100, session="secret-session")
+    router.send("hello", model="no-such-secret-model")
+    text = json.dumps(router.document())
+    assert router.document()["pool"]["decisions"]
+    assert "secret" not in text
+    assert not any(member.address in text for member in pool.members)
+    assert "hash" not in text
+
+
+def test_a_hostile_name_is_told_as_it_is() -> None:
+    pool = replace(builders.pool(2), model=Model(name=HOSTILE))
+    assert Router(pool).document()["pool"]["model"] == HOSTILE

@@ -1,0 +1,186 @@
+"""The dashboard's first lines: whether the SLO is kept, and what is said to be wrong."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+import builders
+from dualmap.pool import MemberState
+from dualmap.requests import Completion, EndpointStatus, FirstToken, PoolStatus
+from dualmap.router import PoolRouter
+from dualmap_extproc.dashboard.history import PoolHistory
+from dualmap_extproc.dashboard.verdict import Level, Verdict, judge
+from dualmap_extproc.errors import no_endpoint
+
+POOL = builders.pool(4)
+NOW = 1000.0
+
+
+def status(count: int = 4, **changes: dict[str, object]) -> PoolStatus:
+    """A pool at rest; ``m_1={"in_flight": 2}`` changes an instance."""
+    plain = PoolRouter(builders.pool(count)).status()
+    names = {name.replace("_", "-"): change for name, change in changes.items()}
+    endpoints = tuple(changed(each, names.get(each.id, {})) for each in plain.endpoints)
+    return replace(plain, endpoints=endpoints)
+
+
+def changed(endpoint: EndpointStatus, change: dict[str, object]) -> EndpointStatus:
+    return replace(endpoint, **change)  # type: ignore[arg-type]  # what a test says of it
+
+
+def past(*, met: int = 0, missed: int = 0, seconds_ago: float = 1.0) -> PoolHistory:
+    history = PoolHistory()
+    for number in range(met + missed):
+        token = FirstToken(member="m-0", ttft_s=1.0, predicted_ttft_s=1.0, within_slo=number < met)
+        history.first_token(NOW - seconds_ago, token)
+    return history
+
+
+def verdict(
+    history: PoolHistory, now: PoolStatus | None = None, *, wanted: float | None = None, unknown: str = ""
+) -> Verdict:
+    return judge(POOL, now or status(m_0={"in_flight": 1}), history.view(NOW), wanted=wanted, unknown=unknown)
+
+
+def texts(problems: Sequence[object]) -> str:
+    return " ".join(str(problem) for problem in problems)
+
+
+def test_a_pool_that_keeps_its_slo() -> None:
+    found = verdict(past(met=95, missed=5))
+    assert found.level is Level.OK
+    assert found.headline == ("llm/qwen keeps its SLO: 95% of first tokens within 5 s in the last minute (goal 90%).")
+    assert found.problems == ()
+
+
+def test_one_that_misses_it() -> None:
+    found = verdict(past(met=89, missed=11))
+    assert found.level is Level.BAD
+    assert found.headline.startswith("llm/qwen misses its SLO: 89% of first tokens")
+
+
+def test_a_share_is_never_rounded_up_to_its_goal() -> None:
+    assert "misses its SLO: 89.9% of" in verdict(past(met=89_999, missed=10_001)).headline
+
+
+def test_few_first_tokens_in_a_minute_are_judged_by_five() -> None:
+    history = past(met=3)
+    for _ in range(30):
+        history.first_token(NOW - 100, FirstToken(member="m-0", ttft_s=9.0, predicted_ttft_s=1.0, within_slo=False))
+    found = verdict(history)
+    assert found.level is Level.BAD
+    assert "in the last 5 minutes" in found.headline
+
+
+def test_a_pool_without_traffic_is_idle() -> None:
+    found = verdict(PoolHistory(), status())
+    assert (found.level, found.headline) == (Level.IDLE, "llm/qwen is idle: no request in the last 5 minutes.")
+
+
+def test_a_pool_that_was_busy_a_while_ago_is_idle_again() -> None:
+    found = verdict(past(met=30, seconds_ago=120), status())
+    assert found.level is Level.IDLE
+    assert "no request in the last minute" in found.headline
+
+
+def test_answers_that_are_no_streams_show_no_attainment() -> None:
+    found = verdict(PoolHistory(), status(m_0={"in_flight": 3}))
+    assert found.level is Level.IDLE
+    assert "no first token was seen" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (status(0), "it has none."),
+        (
+            replace(status(2, m_0={"state": "Draining"}, m_1={"state": "Draining"}), held=3),
+            "none of its 2 instances takes requests; 3 requests held until one comes.",
+        ),
+    ],
+)
+def test_a_pool_with_nobody_to_serve_is_bad_whatever_was(now: PoolStatus, says: str) -> None:
+    found = verdict(past(met=100), now)
+    assert found.level is Level.BAD
+    assert found.headline.endswith(says)
+
+
+def test_refusals_that_users_feel_make_it_bad() -> None:
+    history = past(met=100)
+    for _ in range(3):
+        history.refused(NOW - 5, no_endpoint("llm/qwen"))
+    found = verdict(history)
+    assert found.level is Level.BAD
+    assert found.headline.startswith("llm/qwen refuses requests. llm/qwen keeps its SLO")
+    assert "3 requests refused in the last 5 minutes (3 no_endpoint), 3 in the last one." in texts(found.problems)
+
+
+def test_refusals_that_are_over_are_worth_a_look() -> None:
+    history = past(met=100)
+    history.refused(NOW - 200, no_endpoint("llm/qwen"))
+    found = verdict(history)
+    assert found.level is Level.WARN
+    assert "1 request refused" in texts(found.problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"suspended": True}, "m-1 is suspended after failing several requests in a row."),
+        ({"pending_prefill_tokens": 30_000, "held_prefill_tokens": 12_000}, "m-1 has more prefill waiting than"),
+        ({"prefill_tokens_per_second": 700.0}, "m-1 prefills at less than half of the others' 7,000 tokens/s"),
+    ],
+)
+def test_what_is_wrong_with_an_instance(change: dict[str, object], says: str) -> None:
+    found = verdict(past(met=100), status(m_1=change))
+    assert found.level is Level.WARN
+    (problem,) = found.problems
+    assert says in problem.text
+
+
+def test_joining_and_draining_are_news_and_no_more() -> None:
+    joining, draining = {"state": MemberState.JOINING.value}, {"state": MemberState.DRAINING.value}
+    found = verdict(past(met=100), status(m_0={"in_flight": 1}, m_1=joining, m_2=draining))
+    assert found.level is Level.OK
+    assert [problem.text for problem in found.problems] == ["m-1 is joining.", "m-2 is draining."]
+
+
+def test_many_instances_are_counted() -> None:
+    now = status(12, **{f"m_{number}": {"suspended": True} for number in range(5)})
+    assert "m-0, m-1 and 3 other instances are suspended" in texts(verdict(past(met=100), now).problems)
+
+
+def test_failures_are_told_of_instances_that_are_still_there() -> None:
+    history = past(met=100)
+    for member in ("m-3", "m-3", "gone"):
+        history.failed(NOW - 3, Completion(member=member, predicted_cached_tokens=0, measured_cached_tokens=None))
+    assert "m-3 failed 2 requests in the last 5 minutes." in texts(verdict(history).problems)
+
+
+def test_hits_that_were_expected_and_not_there() -> None:
+    history = past(met=100)
+    history.measured(NOW, Completion(member="m-0", predicted_cached_tokens=20_000, measured_cached_tokens=8_000))
+    assert "only 40% of the tokens cached that were expected" in texts(verdict(history).problems)
+    few = past(met=100)
+    few.measured(NOW, Completion(member="m-0", predicted_cached_tokens=2_000, measured_cached_tokens=0))
+    assert not verdict(few).problems
+
+
+def test_a_fleet_that_is_too_small() -> None:
+    assert "asks for 6 instances to keep the SLO; there are 4." in texts(verdict(past(met=9), wanted=5.2).problems)
+    assert not verdict(past(met=9), wanted=4.2).problems
+
+
+def test_what_the_others_see_may_be_unknown() -> None:
+    found = verdict(past(met=100), unknown="shared state is out of reach")
+    assert found.level is Level.WARN
+    assert "not known: shared state is out of reach." in texts(found.problems)
+
+
+def test_the_worst_comes_first() -> None:
+    history = past(met=100)
+    for _ in range(20):
+        history.refused(NOW, no_endpoint("llm/qwen"))
+    found = verdict(history, status(m_1={"state": "Joining"}, m_2={"suspended": True}))
+    assert [problem.level for problem in found.problems] == [Level.BAD, Level.WARN, Level.OK]
