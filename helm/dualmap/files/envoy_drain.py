@@ -80,12 +80,12 @@ def main() -> None:
     parser.add_argument("--timeout", required=True, type=float, metavar="SECONDS", help="longest wait")
     parser.add_argument("--least", default=LEAST_S, type=float, metavar="SECONDS", help="shortest wait")
     options = parser.parse_args()
-    ended, drained = threading.Event(), threading.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: ended.set())
+    # Before there are threads, so that none of them takes the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    drained = threading.Event()
     server = serve(options.port, drained)
     print(f"waiting for SIGTERM; /drained on port {server.server_address[1]}", file=sys.stderr, flush=True)
-    ended.wait()
+    signal.sigwait({signal.SIGTERM, signal.SIGINT})
     done = drain(options.admin, timeout_s=options.timeout, least_s=options.least)
     print("nothing is open" if done else f"requests are open after {options.timeout:g} s", file=sys.stderr, flush=True)
     drained.set()

@@ -1,0 +1,219 @@
+"""The chart's two scripts, run as its pods run them: the test's chat request, and the drain beside Envoy."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from chart.rendering import CHART
+
+ANSWER = {"choices": [{"message": {"content": "Hello"}}]}
+DECISION = {"x-dualmap-decision": 'policy=dualmap, chosen="qwen-0"'}
+ENDS_WITHIN_S = 30.0
+Reply = tuple[int, Any, dict[str, str]]
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """A small server: what it was asked, and what it answers (status, body, headers) by path."""
+
+    answers: dict[str, Sequence[Reply]]
+    """Of several the last is given again and again."""
+    asked: list[tuple[str, str, Any]] = field(default_factory=list)
+    address: str = ""
+
+    def answer(self, method: str, path: str, body: Any) -> Reply:
+        self.asked.append((method, path, body))
+        so_far = sum(1 for _, asked, _ in self.asked if asked == path)
+        replies = self.answers[path]
+        return replies[min(so_far, len(replies)) - 1]
+
+
+@contextmanager
+def serving(peer: Peer) -> Iterator[Peer]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(None)
+
+        def do_POST(self) -> None:
+            read = self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.reply(json.loads(read) if read else None)
+
+        def reply(self, body: Any) -> None:
+            status, content, headers = peer.answer(self.command, self.path, body)
+            sent = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(sent))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(sent)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        peer.address = f"127.0.0.1:{server.server_address[1]}"
+        try:
+            yield peer
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class TestChatRequest:
+    def run(self, gateway: Peer, *more: str) -> "subprocess.CompletedProcess[str]":
+        with serving(gateway):
+            command = [sys.executable, CHART / "files" / "chat_request.py", f"--url=http://{gateway.address}", *more]
+            return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
+
+    def test_a_good_answer_is_shown_with_its_decision(self) -> None:
+        gateway = Peer(answers={"/v1/chat/completions": [(200, ANSWER, DECISION)]})
+        done = self.run(gateway, "--model=qwen")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "model qwen answered 'Hello'" in done.stdout
+        assert f"x-dualmap-decision: {DECISION['x-dualmap-decision']}" in done.stdout
+        ((method, _, body),) = gateway.asked
+        assert (method, body["model"], body["messages"][0]["role"]) == ("POST", "qwen", "user")
+
+    def test_without_a_model_it_takes_the_first_that_is_listed(self) -> None:
+        gateway = Peer(
+            answers={
+                "/v1/models": [(200, {"data": [{"id": "listed"}]}, {})],
+                "/v1/chat/completions": [(200, ANSWER, DECISION)],
+            }
+        )
+        assert self.run(gateway).returncode == 0
+        assert gateway.asked[1][2]["model"] == "listed"
+
+    def test_a_pool_that_still_starts_is_asked_again(self) -> None:
+        replies: list[Reply] = [(503, {"error": {"message": "no endpoint"}}, {}), (200, ANSWER, DECISION)]
+        done = self.run(Peer(answers={"/v1/chat/completions": replies}), "--model=qwen")
+        assert done.returncode == 0
+        assert "HTTP 503" in done.stderr
+        assert "no endpoint" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("reply", "said"),
+        [
+            ((404, {"error": {"message": "no such model"}}, {}), "HTTP 404"),
+            ((200, ANSWER, {}), "no router was asked (no x-dualmap-decision)"),
+            ((200, {"choices": []}, DECISION), "no text in the answer"),
+            ((200, "<html>", DECISION), "is not JSON"),
+            ((200, "[]", DECISION), "is not a JSON object"),
+        ],
+    )
+    def test_what_is_not_good_is_said_and_fails(self, reply: Reply, said: str) -> None:
+        done = self.run(Peer(answers={"/v1/chat/completions": [reply]}), "--model=qwen", "--timeout=1")
+        assert done.returncode == 1
+        assert said in done.stderr
+        assert "no good answer within 1 s" in done.stderr
+
+    def test_a_gateway_that_is_not_there_is_said(self) -> None:
+        command = [sys.executable, CHART / "files" / "chat_request.py", "--url=http://127.0.0.1:9", "--timeout=1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
+        assert done.returncode == 1
+        assert "http://127.0.0.1:9/v1/models" in done.stderr
+
+
+STATS = "/stats?filter=http.requests.downstream_rq_active"
+
+
+def active(count: int) -> Reply:
+    return 200, f"http.requests.downstream_rq_active: {count}\n", {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """The script while it runs, and where it answers /drained."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+
+    def ended(self) -> tuple[int, str]:
+        """Wait for its end; return its exit status and what else it said."""
+        _, said = self.process.communicate(timeout=ENDS_WITHIN_S)
+        return self.process.returncode, said
+
+
+class TestDrain:
+    @pytest.fixture(name="start")
+    def _start(self) -> Iterator[Callable[..., Drain]]:
+        with ExitStack() as running:
+
+            def start(admin: str, *more: str) -> Drain:
+                command = [sys.executable, CHART / "files" / "envoy_drain.py", f"--admin={admin}", "--port=0", *more]
+                process = running.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+                running.callback(process.kill)
+                assert process.stderr is not None
+                ready = process.stderr.readline()
+                return Drain(process=process, url=f"http://127.0.0.1:{ready.split()[-1]}/drained")
+
+            yield start
+
+    def test_it_waits_until_no_request_is_open(self, start: Callable[..., Drain]) -> None:
+        envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(2), active(1), active(0)]})
+        with serving(envoy):
+            drain = start(envoy.address, "--timeout=60", "--least=0")
+            assert envoy.asked == []
+            drain.process.send_signal(signal.SIGTERM)
+            with urllib.request.urlopen(drain.url, timeout=ENDS_WITHIN_S) as answer:
+                assert answer.status == 200
+            assert drain.ended() == (0, "nothing is open\n")
+        assert [(method, path) for method, path, _ in envoy.asked] == [
+            ("POST", "/healthcheck/fail"),
+            *[("GET", STATS)] * 3,
+        ]
+
+    def test_nobody_is_told_that_it_is_over_before_it_has_begun(self, start: Callable[..., Drain]) -> None:
+        """Whoever asks cannot take a gateway out of service, and preStop cannot come too early."""
+        envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
+        with serving(envoy):
+            drain = start(envoy.address, "--timeout=60", "--least=0")
+            with pytest.raises(TimeoutError):
+                urllib.request.urlopen(drain.url, timeout=0.5)
+            assert envoy.asked == []
+            drain.process.send_signal(signal.SIGTERM)
+            assert drain.ended()[0] == 0
+
+    def test_requests_that_take_too_long_are_given_up(self, start: Callable[..., Drain]) -> None:
+        envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(1)]})
+        with serving(envoy):
+            drain = start(envoy.address, "--timeout=1", "--least=0")
+            drain.process.send_signal(signal.SIGTERM)
+            assert drain.ended() == (0, "requests are open after 1 s\n")
+
+    def test_it_waits_a_little_even_where_nothing_is_open(self, start: Callable[..., Drain]) -> None:
+        """Load balancers learn late that a pod is on its way out."""
+        envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
+        with serving(envoy):
+            drain = start(envoy.address, "--timeout=60", "--least=60")
+            drain.process.send_signal(signal.SIGTERM)
+            with pytest.raises(TimeoutError):
+                urllib.request.urlopen(drain.url, timeout=1.5)
+            assert ("POST", "/healthcheck/fail", None) in envoy.asked
+
+    def test_an_envoy_that_is_gone_is_not_waited_for(self, start: Callable[..., Drain]) -> None:
+        drain = start("127.0.0.1:9", "--timeout=60")
+        drain.process.send_signal(signal.SIGTERM)
+        status, said = drain.ended()
+        assert status == 0
+        assert "Envoy at 127.0.0.1:9 does not answer" in said
+
+    def test_other_paths_are_not_there(self, start: Callable[..., Drain]) -> None:
+        drain = start("127.0.0.1:9", "--timeout=60")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(drain.url.replace("/drained", "/"), timeout=ENDS_WITHIN_S)
+        refused.value.close()
+        assert refused.value.code == 404
