@@ -120,6 +120,11 @@ class Scaler:
         }
         return grpc.method_handlers_generic_handler(SCALER_SERVICE, methods)
 
+    @property
+    def streams(self) -> int:
+        """How many streams are open."""
+        return sum(len(streams) for streams in self._watching.values())
+
     def end_streams(self) -> None:
         """End the streams, and new ones after their first word: KEDA comes back in seconds, to a router that stays."""
         self._ended = True
@@ -143,7 +148,7 @@ class Scaler:
         trigger = await self._trigger(reference, context)
         said: bool | None = None
         with self._watched(trigger.pool) as changed:
-            while said is None or not self._ended:
+            while True:
                 changed.clear()
                 if not self._demand.knows(trigger.pool):
                     await _abort_unknown(context, trigger.pool)
@@ -154,6 +159,8 @@ class Scaler:
                 if active != said:
                     said = active
                     yield wire.IsActiveResponse(result=active)
+                if self._ended:
+                    return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOOK_S):
                         await changed.wait()

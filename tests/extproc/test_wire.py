@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from dualmap_extproc.wire import access_log_pb2, base_pb2, discovery_pb2, ext_proc_pb2
+from dualmap_extproc.wire import access_log_pb2, base_pb2, discovery_pb2, ext_proc_pb2, external_scaler_pb2
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
@@ -119,6 +119,24 @@ def test_official_fields_are_read_under_the_same_names():
 )
 def test_enums_number_their_names_as_the_official_ones_do(ours, official):
     assert dict(ours.items()) == {value.name: value.value for value in official}
+
+
+def test_kedas_messages_have_the_numbers_of_its_externalscaler_proto():
+    """As KEDA 2.20 has them in pkg/scalers/externalscaler/externalscaler.proto, by the names in its JSON form."""
+    numbers = {
+        "ScaledObjectRef": {"name": 1, "namespace": 2, "scalerMetadata": 3},
+        "IsActiveResponse": {"result": 1},
+        "GetMetricSpecResponse": {"metricSpecs": 1},
+        "MetricSpec": {"metricName": 1, "targetSize": 2, "targetSizeFloat": 3},
+        "GetMetricsRequest": {"scaledObjectRef": 1, "metricName": 2},
+        "GetMetricsResponse": {"metricValues": 1},
+        "MetricValue": {"metricName": 1, "metricValue": 2, "metricValueFloat": 3},
+    }
+    messages = external_scaler_pb2.DESCRIPTOR.message_types_by_name
+    assert {name: {each.json_name: each.number for each in of.fields} for name, of in messages.items()} == numbers
+    spec = messages["MetricSpec"].fields_by_name
+    assert spec["target_size"].type == FieldDescriptor.TYPE_INT64
+    assert spec["target_size_float"].type == FieldDescriptor.TYPE_DOUBLE
 
 
 def test_the_committed_modules_are_what_the_proto_files_generate(tmp_path):

@@ -1,0 +1,316 @@
+"""A pool's demand over several routers: pickers, their exchanges and one store in memory, by a clock of our own."""
+
+import json
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+import builders
+from dualmap.peers import PEER_TTL_S
+from dualmap.pool import Pool
+from dualmap.shares import REMEMBERED_S
+from dualmap_extproc.demand import Demand
+from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.store.contract import Answer, Failure, Post, Question, StoreError
+from dualmap_extproc.store.exchange import INTERVAL_S, Exchange
+from dualmap_extproc.store.memory import MemoryStore
+from dualmap_extproc.store.metrics import StoreMetrics
+from extproc.envoy_messages import crowded_pool
+
+POOL = builders.pool(4)
+EMPTY = crowded_pool("qwen", members=0, hold_when_empty=True)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Shelf(MemoryStore):
+    """The store between the routers; ``down`` takes it away, ``full`` lets nobody tell anything."""
+
+    down = False
+    full = False
+
+    async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+        if self.down:
+            raise StoreError(Failure.CONNECTION, "away")
+        return await super().hear(peer, questions)
+
+    async def publish(self, peer: str, posts: Sequence[Post]) -> None:
+        if self.full:
+            raise StoreError(Failure.FULL, "full")
+        await super().publish(peer, posts)
+
+
+class Router:
+    """A router without its ports."""
+
+    def __init__(self, name: str, clock: Clock, store: MemoryStore | None, pool: Pool) -> None:
+        self.clock = clock
+        self.pool = pool
+        self.name = name
+        self._asked = count()
+        demand = Demand(clock)
+        metrics = Metrics(version="1", replica_id=name, demand=demand)
+        metrics.set_pools((pool,))
+        self.picker = Picker(Limits(), metrics, id_prefix=name, shares=store is not None)
+        self.picker.on_held(demand.held)
+        self.picker.set_pools(clock(), (pool,))
+        self.demand = PoolDemand(demand, self.picker.statuses, shares=store is not None, clock=clock)
+        self.changed: list[str] = []
+        self.demand.on_change(self.changed.append)
+        self.exchange = Exchange(
+            self.picker,
+            store or MemoryStore(clock),
+            StoreMetrics(metrics.registry),
+            reporter=self.demand,
+            peer=name,
+            clock=clock,
+            shown=name,
+        )
+
+    def ask(self, tokens: int = 1000) -> Picked | Waiting:
+        now = self.clock()
+        prompt = builders.text_of(tokens, f"{self.name} {next(self._asked)}")
+        body = json.dumps({"model": self.pool.model.name, "prompt": prompt, "stream": True}).encode()
+        outcome = self.picker.pick(now, body, None, now, headers={}, resume=lambda _: None)
+        assert isinstance(outcome, Picked | Waiting)
+        return outcome
+
+    @property
+    def desired(self) -> float:
+        return self.demand.total(self.pool.id).desired_replicas
+
+    @property
+    def active(self) -> bool:
+        return self.demand.active(self.pool.id)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Shelf:
+    return Shelf(clock)
+
+
+async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[Router, int] | None = None) -> None:
+    """Let so much time pass, in which the routers exchange; with ``load`` each has so many requests a second."""
+    for _ in range(round(seconds / INTERVAL_S)):
+        clock.now += INTERVAL_S
+        for router, requests in (load or {}).items():
+            if round(clock.now / INTERVAL_S) % round(1 / INTERVAL_S) == 0:
+                for _ in range(requests):
+                    picked = router.ask()
+                    router.picker.first_token(clock(), picked.request_id)
+                    router.picker.finished(clock(), picked.request_id, None)
+        for router in routers:
+            router.picker.on_deadline(clock())
+            await router.exchange.exchange()
+
+
+class TestOneNumber:
+    async def test_each_of_three_routers_says_what_all_of_them_have(self, clock, store):
+        routers = [Router(name, clock, store, POOL) for name in "abc"]
+        for router, requests in zip(routers, (1, 2, 3), strict=True):
+            for _ in range(requests):
+                router.ask()
+        await pass_time(clock, 1.5, *routers)
+
+        totals = [router.demand.total(POOL.id) for router in routers]
+        assert totals[0] == totals[1] == totals[2]
+        assert totals[0].in_flight == 6
+        assert totals[0].pending_prefill_tokens == 6000
+
+    async def test_it_is_what_one_router_with_all_of_the_traffic_would_say(self, clock, store):
+        alone = Router("alone", clock, None, POOL)
+        pair = [Router(name, clock, store, POOL) for name in "ab"]
+        await pass_time(clock, 70.0, *pair, load={alone: 40, pair[0]: 10, pair[1]: 30})
+        assert alone.desired > 1.0
+        assert pair[0].desired == pytest.approx(pair[1].desired, rel=0.02)
+        assert pair[0].desired == pytest.approx(alone.desired, rel=0.05)
+
+    async def test_attainment_is_weighted_by_first_tokens(self, clock, store):
+        one, other = (Router(name, clock, store, POOL) for name in "ab")
+        for late, number, router in ((False, 3, one), (True, 1, other)):
+            asked = [router.ask() for _ in range(number)]
+            clock.now += POOL.slo.ttft_s + 1.0 if late else 0.0
+            for picked in asked:
+                router.picker.first_token(clock(), picked.request_id)
+        await pass_time(clock, 1.5, one, other)
+        assert one.demand.total(POOL.id).slo_attainment == other.demand.total(POOL.id).slo_attainment == 0.75
+
+    async def test_it_is_reported_once_a_second_and_the_rest_of_the_exchange_costs_nothing(self, clock, store):
+        router = Router("a", clock, store, POOL)
+        told: list[Post] = []
+
+        async def publish(peer: str, posts: Sequence[Post]) -> None:
+            told.extend(posts)
+
+        store.publish = publish
+        await pass_time(clock, 10 * REPORT_INTERVAL_S, router)
+        assert sum(post.report is not None for post in told) == 10
+
+    async def test_a_pool_that_is_gone_is_reported_no_more(self, clock, store):
+        router, other = Router("a", clock, store, POOL), Router("b", clock, store, POOL)
+        await pass_time(clock, 0.1, router, other)
+        router.picker.set_pools(clock(), ())
+        assert router.demand.reports(()) == {}
+        assert not router.demand.knows(POOL.id)
+
+
+class TestWhatCannotBeKnown:
+    async def test_a_router_without_a_store_answers_for_itself_from_the_start(self, clock):
+        router = Router("a", clock, None, POOL)
+        assert (router.desired, router.active) == (0.0, False)
+        router.ask()
+        assert router.desired > 0.0
+        assert router.active
+
+    async def test_one_that_has_just_started_does_not_know_before_it_has_heard(self, clock, store):
+        busy, late = Router("busy", clock, store, POOL), Router("late", clock, store, POOL)
+        busy.ask()
+        await pass_time(clock, 0.1, busy)
+        for unknown in (lambda: late.desired, lambda: late.active):
+            with pytest.raises(DemandUnknown, match="shared state is out of reach"):
+                unknown()
+        await pass_time(clock, 0.1, late)
+        assert late.desired == busy.desired > 0.0
+
+    @pytest.mark.parametrize("trouble", ["down", "full"])
+    async def test_nor_one_that_has_lost_the_store_for_longer_than_a_report_is_good_for(self, clock, store, trouble):
+        router = Router("a", clock, store, POOL)
+        await pass_time(clock, 1.0, router)
+        setattr(store, trouble, True)
+        await pass_time(clock, PEER_TTL_S - 0.1, router)
+        assert router.desired == 0.0
+        await pass_time(clock, 2 * REPORT_INTERVAL_S, router)
+        with pytest.raises(DemandUnknown):
+            assert router.desired
+        setattr(store, trouble, False)
+        await pass_time(clock, 0.1, router)
+        assert router.desired == 0.0
+
+    async def test_but_it_knows_that_the_pool_is_active_by_what_it_has_itself(self, clock, store):
+        store.down = True
+        router = Router("a", clock, store, EMPTY)
+        router.ask()
+        await pass_time(clock, 10.0, router)
+        assert router.active
+
+    async def test_a_router_of_an_older_version_that_reports_nothing_makes_it_unknown(self, clock, store):
+        router = Router("a", clock, store, POOL)
+        await store.publish("older", [Post(pool=POOL.id, keep_s=60.0, loads={})])
+        await pass_time(clock, 0.1, router)
+        with pytest.raises(DemandUnknown, match="an older version"):
+            assert router.desired
+        await pass_time(clock, PEER_TTL_S, router)
+        assert router.desired == 0.0
+
+
+class TestARouterThatGoes:
+    """Two or three routers under load, of which one is killed; its requests go to the others, or to its next life."""
+
+    async def test_the_sum_never_dips_when_one_of_three_dies(self, clock, store):
+        a, b, c = (Router(name, clock, store, POOL) for name in "abc")
+        await pass_time(clock, 70.0, a, b, c, load={a: 10, b: 10, c: 10})
+        before = a.desired
+        for _ in range(100):
+            await pass_time(clock, 1.0, a, b, load={a: 15, b: 15})
+            assert before * 0.95 <= a.desired <= before * 1.15
+            assert b.desired == pytest.approx(a.desired, rel=0.05)
+
+    async def test_nor_when_the_only_one_is_replaced(self, clock, store):
+        old = Router("old", clock, store, POOL)
+        await pass_time(clock, 70.0, old, load={old: 20})
+        before = old.desired
+        clock.now += 5.0
+        new = Router("new", clock, store, POOL)
+        await pass_time(clock, 0.1, new)
+        for _ in range(100):
+            assert before * 0.95 <= new.desired <= before * 1.15
+            await pass_time(clock, 1.0, new, load={new: 20})
+
+    async def test_nor_when_one_after_the_other_is(self, clock, store):
+        running = [Router(name, clock, store, POOL) for name in ("a0", "b0", "c0")]
+        await pass_time(clock, 70.0, *running, load=dict.fromkeys(running, 10))
+        before = running[0].desired
+        for turn in range(3):
+            stopped = running.pop(0)
+            await stopped.exchange.leave()
+            await pass_time(clock, 5.0, *running, load=dict.fromkeys(running, 15))
+            running.append(Router(f"{turn}-1", clock, store, POOL))
+            for _ in range(20):
+                await pass_time(clock, 1.0, *running, load=dict.fromkeys(running, 10))
+                assert all(before * 0.95 <= router.desired <= before * 1.3 for router in running)
+        await pass_time(clock, 2 * REMEMBERED_S, *running, load=dict.fromkeys(running, 10))
+        assert running[0].desired == pytest.approx(before, rel=0.1)
+
+
+class TestWaking:
+    async def test_a_request_that_is_held_is_told_at_once_here_and_within_a_tick_or_two_elsewhere(self, clock, store):
+        one, other = (Router(name, clock, store, EMPTY) for name in "ab")
+        await pass_time(clock, 5.0, one, other)
+        assert not one.active
+        assert not other.active
+        one.changed.clear()
+
+        assert isinstance(one.ask(), Waiting)
+
+        assert one.changed == [EMPTY.id]
+        assert one.active
+        assert 0.0 < one.desired < 1.0
+        assert one.demand.total(EMPTY.id).held == 1
+        await pass_time(clock, 2 * INTERVAL_S, one, other)
+        assert other.changed == [EMPTY.id]
+        assert other.active
+
+    async def test_a_request_that_is_refused_wakes_the_pool_as_well_and_so_does_one_that_is_given_up(self, clock):
+        for pool in (crowded_pool("qwen", members=0), crowded_pool("qwen", members=0, hold_when_empty=True)):
+            router = Router("a", clock, None, pool)
+            assert not router.active
+            body = json.dumps({"model": pool.model.name, "prompt": "hello"}).encode()
+            outcome = router.picker.pick(clock(), body, None, clock(), headers={}, resume=lambda _: None)
+            if isinstance(outcome, Waiting):
+                router.picker.aborted(clock(), outcome.request_id)
+            assert router.changed == [pool.id]
+            assert router.active
+            clock.now += REMEMBERED_S - 6.0
+            assert router.active
+            clock.now += 6.0
+            assert not router.active
+
+    async def test_requests_without_a_prompt_wake_nobody(self, clock):
+        """They are health checks and lists of models, which somebody asks for all day."""
+        router = Router("a", clock, None, EMPTY)
+        router.picker.pick_bodiless(None)
+        assert (router.changed, router.active) == ([], False)
+
+    async def test_a_pool_with_a_long_answer_in_flight_stays_awake(self, clock):
+        router = Router("a", clock, None, POOL)
+        picked = router.ask()
+        router.picker.first_token(clock(), picked.request_id)
+        clock.now += 300.0
+        assert router.active
+        router.picker.finished(clock(), picked.request_id, None)
+        assert not router.active
+
+    async def test_it_is_told_again_after_it_has_gone_quiet(self, clock):
+        router = Router("a", clock, None, POOL)
+        for _ in range(2):
+            for _ in range(3):
+                router.picker.finished(clock(), router.ask().request_id, None)
+            assert router.active
+            clock.now += REMEMBERED_S
+            assert not router.active
+        assert router.changed == [POOL.id] * 2
