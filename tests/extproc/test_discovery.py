@@ -1,4 +1,7 @@
 import asyncio
+import subprocess
+import sys
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -6,12 +9,26 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from dualmap.pool import Member
+from dualmap.pool import Member, Queue, Routing
 from dualmap_extproc.discovery import Discovery
-from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE
+from dualmap_extproc.names import (
+    ADS_METHOD,
+    ADS_SERVICE,
+    CLUSTER_TYPE,
+    EDS_METHOD,
+    EDS_SERVICE,
+    LONGEST_WAIT_KEY,
+    ROUTE_CONFIGURATION_TYPE,
+    ROUTES,
+)
 from dualmap_extproc.wire import discovery_pb2
-from extproc.discovery_messages import QWEN, hosts, pool, request
+from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
 from waiting import until
+
+with warnings.catch_warnings():
+    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since; the service imports it.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import dualmap_extproc.envoy.discovered  # noqa: F401  # for its import alone
 
 METHOD = f"/{EDS_SERVICE}/{EDS_METHOD}"
 
@@ -202,3 +219,74 @@ class TestServing:
                 assert await status_of(raw) is not grpc.StatusCode.OK
             service.discovery.publish([pool(count=3)])
             assert len(hosts(await receive(good))[QWEN]) == 3
+
+
+class TestEverything:
+    """Clusters, endpoints and routes on one stream, as an Envoy asks that was told of no pool."""
+
+    @pytest.fixture
+    async def ads(self, service: Service) -> AsyncIterator[Call]:
+        running = asyncio.create_task(service.discovery.run())
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{service.port}") as channel:
+            yield channel.stream_stream(
+                f"/{ADS_SERVICE}/{ADS_METHOD}",
+                request_serializer=discovery_pb2.DiscoveryRequest.SerializeToString,
+                response_deserializer=discovery_pb2.DiscoveryResponse.FromString,
+            )(None)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def test_pools_come_and_go(self, service: Service, ads: Call) -> None:
+        service.discovery.publish([pool("qwen")])
+        await ads.write(request(of=CLUSTER_TYPE))
+        response = await receive(ads)
+        assert clusters(response) == {QWEN}
+        await ads.write(answer_to(response))
+        service.discovery.publish([pool("qwen"), pool("llama")])
+        response = await receive(ads)
+        assert clusters(response) == {QWEN, LLAMA}
+        await ads.write(answer_to(response))
+        service.discovery.publish([pool("qwen", 7), pool("llama")])
+        service.discovery.publish([])
+        assert clusters(await receive(ads)) == set()
+        assert service.counts.pushed == 3
+
+    async def test_routes_name_the_only_pool_for_what_no_router_picked(self, service: Service, ads: Call) -> None:
+        await ads.write(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
+        for pools, named in ([pool("qwen")], True), ([pool("qwen"), pool("llama")], False), ([pool("qwen")], True):
+            service.discovery.publish(pools)
+            response = await receive(ads)
+            (resource,) = response.resources
+            assert response.type_url == resource.type_url == ROUTE_CONFIGURATION_TYPE
+            assert (QWEN.encode() in resource.value) == named
+            await ads.write(answer_to(response, ROUTES))
+
+    async def test_each_pool_that_holds_for_longer_than_envoy_waits_is_warned_of_once(
+        self, service: Service, ads: Call, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        patient = pool("llama", routing=Routing(queue=Queue(max_wait_s=31.0)))
+        service.discovery.publish([pool("qwen"), patient])
+        asked = request(of=CLUSTER_TYPE)
+        asked.node.metadata[LONGEST_WAIT_KEY] = "30.0"
+        await ads.write(asked)
+        await receive(ads)
+        service.discovery.publish([pool("qwen", 3), patient])
+        (record,) = caplog.records
+        assert record.__dict__["details"] == {
+            "pool": LLAMA,
+            "max_wait_s": 31.0,
+            "longest_wait_s": 30.0,
+            "envoy": "envoy-1",
+        }
+
+
+def clusters(response: discovery_pb2.DiscoveryResponse) -> set[str]:
+    """The names of a response's clusters."""
+    assert {each.type_url for each in response.resources} <= {CLUSTER_TYPE}
+    assert response.type_url == CLUSTER_TYPE
+    return {discovery_pb2.Cluster.FromString(each.value).name for each in response.resources}
+
+
+def test_a_router_that_nobody_asks_for_pools_has_not_imported_envoy_s_types() -> None:
+    check = "import sys, dualmap_extproc.wiring; sys.exit('envoy_data_plane' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0

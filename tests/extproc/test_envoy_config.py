@@ -14,14 +14,21 @@ from click.testing import CliRunner, Result
 
 from certificates import Authority, write_pair
 from dualmap_extproc import names
-from dualmap_extproc.envoy.settings import Address, EnvoySettings, EnvoySettingsError, Mode
+from dualmap_extproc.envoy.settings import Address, Discover, EnvoySettings, EnvoySettingsError, Mode
 from dualmap_extproc.pools.file import load_pool_files
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
     warnings.simplefilter("ignore", DeprecationWarning)
+    from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+    from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
+
     from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+    from dualmap_extproc.envoy.clusters import pool_cluster
     from dualmap_extproc.envoy.command import envoy_config
+    from dualmap_extproc.envoy.discovered import Written
+    from dualmap_extproc.envoy.listeners import routes as written_routes
+    from dualmap_extproc.envoy.sources import shared_stream
 
 ENVOY = Path(sysconfig.get_path("scripts")) / "envoy"
 MEMBERS = [
@@ -126,6 +133,69 @@ def validate(directory: Path, bootstrap: str) -> None:
     )
     assert checked.returncode == 0, checked.stderr
     assert "deprecated" not in checked.stderr.lower()
+
+
+@pytest.mark.parametrize(("mode", "tls"), list(itertools.product(Mode, ["off", "on"])))
+def test_real_envoy_takes_a_configuration_without_pools(tmp_path: Path, mode: Mode, tls: str) -> None:
+    result = run("--discover", "--mode", mode, "--tls", tls, "--status", "127.0.0.1:9902")
+    assert result.exit_code == 0, result.output
+    validate(tmp_path, result.stdout)
+
+
+def test_with_discover_routes_and_clusters_come_from_the_routers_on_one_stream() -> None:
+    document = config("--discover", "--router", "127.0.0.1:1", "--als", "127.0.0.1:2")
+    assert set(clusters(document)) == {"dualmap-routers", "dualmap-access-log-0"}
+    dynamic = document["dynamic_resources"]
+    assert dynamic["ads_config"]["grpc_services"][0]["envoy_grpc"]["cluster_name"] == "dualmap-routers"
+    assert "ads" in dynamic["cds_config"]
+    assert "route_config" not in manager(document)
+    assert manager(document)["rds"]["route_config_name"] == names.ROUTES
+    assert "ads" in manager(document)["rds"]["config_source"]
+    for source in (dynamic["cds_config"], manager(document)["rds"]["config_source"]):
+        assert source["initial_fetch_timeout"] == "5s", "Envoy opens its listener without routers too"
+
+
+def test_longest_wait_bounds_what_envoy_waits_for_and_routers_are_told() -> None:
+    for options, wait_s in ([], 30), (["--longest-wait", "2m"], 120):
+        document = config("--discover", *options)
+        assert http_filter(document, "ext_proc")["message_timeout"] == f"{wait_s + 15}s"
+        assert float(document["node"]["metadata"][names.LONGEST_WAIT_KEY]) == wait_s
+        assert isinstance(document["node"]["metadata"][names.LONGEST_WAIT_KEY], str)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "no pools; give --pool FILE, once or more, or --discover"),
+        (["--discover", "--pool", "pool.yaml"], "--pool and --discover exclude each other"),
+        (["--discover", "--static-endpoints"], "--static-endpoints and --discover exclude each other"),
+        (["--pool", "pool.yaml", "--longest-wait", "30s"], "--longest-wait means nothing without --discover"),
+        (["--discover", "--longest-wait", "soon"], "'soon' is not accepted"),
+    ],
+)
+def test_what_does_not_go_with_discover_is_bad_usage(options: list[str], reason: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert reason in result.stderr
+
+
+def test_discovered_clusters_and_routes_are_those_of_the_generator() -> None:
+    written = Written()
+    found = written.clusters(["llm/qwen", "llm/llama"])
+    assert list(found) == ["llm/qwen", "llm/llama"]
+    for name, data in found.items():
+        assert Cluster.parse(data) == pool_cluster(name, endpoints=shared_stream())
+    for unpicked in ("llm/qwen", None):
+        assert RouteConfiguration.parse(written.routes(unpicked)) == written_routes(unpicked=unpicked)
+
+
+def test_what_no_router_picked_is_refused_where_it_may_be_for_any_of_several_pools() -> None:
+    (host,) = written_routes(unpicked=None).virtual_hosts
+    last = host.routes[-1]
+    assert last.direct_response is not None
+    assert last.direct_response.status == 503
+    assert last.route is None
 
 
 def test_where_envoy_listens(tmp_path: Path) -> None:
@@ -478,6 +548,19 @@ def test_settings_refuse_what_envoy_could_not_run_with(tmp_path: Path) -> None:
     pools = load_pool_files([pool_file(tmp_path)])
     with pytest.raises(EnvoySettingsError, match="pools"):
         EnvoySettings(pools=(), routers=(somewhere,), access_logs=(), listen=somewhere, admin=somewhere)
+    with pytest.raises(EnvoySettingsError, match="pools"):
+        EnvoySettings(
+            pools=pools, discover=Discover(), routers=(somewhere,), access_logs=(), listen=somewhere, admin=somewhere
+        )
+    with pytest.raises(EnvoySettingsError, match="static_endpoints"):
+        EnvoySettings(
+            discover=Discover(),
+            static_endpoints=True,
+            routers=(somewhere,),
+            access_logs=(),
+            listen=somewhere,
+            admin=somewhere,
+        )
     with pytest.raises(EnvoySettingsError, match="routers"):
         EnvoySettings(pools=pools, routers=(), access_logs=(), listen=somewhere, admin=somewhere)
 
