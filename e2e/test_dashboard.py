@@ -1,0 +1,278 @@
+"""The dashboard in a real headless Chromium: of a demo under load, and of a router with a hundred instances."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+import builders
+from dualmap.pool import MemberState, Model, Pool, Slo
+from harness.browser import Browser, missing
+from harness.fleet import Fleet
+from harness.processes import Child, dualmap_argv
+from harness.stack import write_pool
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+]
+needs_browser = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+TAB, ENTER, SPACE = "\ue004", "\ue007", " "
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+POOL = {
+    "apiVersion": "serving.dualmap.dev/v1alpha1",
+    "kind": "InferencePool",
+    "metadata": {"name": "qwen", "namespace": "llm"},
+    "spec": {"model": {"name": "m"}},
+    "status": {"ring": {"version": 1, "members": [{"id": "m-0", "address": "10.0.0.1", "port": 8000}]}},
+}
+# WCAG 2.2, 1.4.3: every text that is seen, against the nearest background that is painted behind it.
+CONTRASTS = """
+const channel = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+const behind = (node) => {
+  for (let at = node; at; at = at.parentElement) {
+    const [r, g, b, a = 1] = parse(getComputedStyle(at).backgroundColor);
+    if (a > 0.99) return [r, g, b];
+  }
+  return [255, 255, 255];
+};
+const poor = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const node = walker.currentNode.parentElement;
+  const seen = node.checkVisibility() && !node.closest(".hidden, noscript, .skip, title");
+  if (!walker.currentNode.data.trim() || !seen) continue;
+  const style = getComputedStyle(node);
+  const colour = parse(node.namespaceURI.endsWith("svg") ? style.fill : style.color);
+  const [a, b] = [luminance(colour), luminance(behind(node))].sort((x, y) => y - x);
+  const size = parseFloat(style.fontSize), bold = parseInt(style.fontWeight) >= 700;
+  const ratio = (a + 0.05) / (b + 0.05);
+  if (ratio < (size >= 24 || (bold && size >= 18.66) ? 3 : 4.5)) poor.push([walker.currentNode.data, ratio]);
+}
+return poor;
+"""
+SEEN = "[...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
+
+
+@asynccontextmanager
+async def window() -> AsyncIterator[Browser]:
+    with TemporaryDirectory(prefix="dualmap-") as directory:
+        async with Browser(Path(directory)) as browser:
+            await browser.resize(1360, 900)
+            yield browser
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", name="fleet")
+async def _fleet() -> AsyncIterator[Fleet]:
+    """A hundred instances under load, one of them slow, one joining, one draining; and a small pool besides."""
+    many = builders.pool(100)
+    joining = replace(many.members[40], state=MemberState.JOINING, weight=40)
+    draining = replace(many.members[99], state=MemberState.DRAINING)
+    members = (*many.members[:40], joining, *many.members[41:99], draining)
+    few = Pool(namespace="llm", name="other", model=Model(name="o"), members=builders.members(2))
+    fleet = Fleet([replace(many, model=Model(name=HOSTILE), slo=Slo(ttft_s=2.0), members=members), few])
+    fleet.speeds[many.members[3].endpoint] = 500.0
+    async with fleet.served():
+        load = asyncio.create_task(fleet.load(per_second=60.0))
+        yield fleet
+        load.cancel()
+        with suppress(asyncio.CancelledError):
+            await load
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", name="shared_browser")
+async def _shared_browser() -> AsyncIterator[Browser]:
+    async with window() as browser:
+        yield browser
+
+
+@pytest_asyncio.fixture(loop_scope="module", name="browser")
+async def _browser(shared_browser: Browser, fleet: Fleet) -> Browser:
+    """The page of the hundred, with decisions on it."""
+    await shared_browser.resize(1360, 900)
+    await shared_browser.colours("light")
+    await shared_browser.open("about:blank")
+    await shared_browser.open(fleet.url)
+    await shared_browser.until("document.querySelectorAll('#decisions li').length > 5")
+    return shared_browser
+
+
+@needs_browser
+async def test_a_demo_under_load_is_shown_live_and_its_end_too(tmp_path: Path) -> None:
+    argv = dualmap_argv("demo", "--serve", "--engines", "4", "--out", tmp_path / "out")
+    async with Child("demo", argv, directory=tmp_path) as demo, window() as browser:
+        url = (await demo.wait_for_line(r"dashboard: (\S+)"))[1]
+        await browser.open(url)
+        await browser.until("document.querySelectorAll('#decisions li').length > 5")
+        assert await browser.run(f"return {SEEN}", "tbody th") == [f"engine-{number}" for number in range(4)]
+        assert await browser.run("return document.querySelectorAll('.ring1 path, .ring2 path').length") == 8
+        assert "because" in await browser.text("#decisions li")
+        assert "Pair: engine-" in await browser.text("#decisions li")
+        # The first tokens, the SLO and what becomes of them.
+        await browser.until("/(keeps|misses) its SLO: [0-9.]+%/.test(document.getElementById('headline').textContent)")
+        assert "goal" in await browser.text("#tiles")
+        assert await browser.run("return document.querySelector('.plane .p90').getAttribute('d')")
+        before = await browser.run(f"return {SEEN}", "tbody td")
+        await browser.until(f"JSON.stringify({SEEN}) !== arguments[1]", "tbody td", str(before).replace("'", '"'))
+        newest = await browser.text("#decisions li")
+        await browser.until("document.querySelector('#decisions li').textContent !== arguments[0]", newest)
+        assert await browser.run("return document.getElementById('connection').textContent") == "live"
+        assert await browser.complaints() == []
+        assert {each for each in await browser.requested() if not each.startswith(url)} == set()
+
+        demo.terminate()
+        assert await demo.wait(timeout_s=30) == 0
+        await browser.until("/trying again/.test(document.getElementById('connection').textContent)")
+        assert "lost" in await browser.text("#announcement")
+        assert await browser.run("return document.title.startsWith('?')"), "the tab says so too"
+
+
+@needs_browser
+async def test_a_hundred_instances_can_be_read(browser: Browser) -> None:
+    assert await browser.run("return document.querySelectorAll('tbody tr').length") == 100
+    assert await browser.run("return document.querySelectorAll('.ring1 path').length") == 99, "one drains"
+    assert "not on the rings: m-99 (Draining)" in await browser.text("#rings-caption")
+    assert "m-40 is joining." in await browser.text("#problems")
+    await browser.run("document.getElementById('troubled').click()")
+    await browser.until("document.querySelectorAll('tbody tr').length < 50")
+    assert await browser.complaints() == []
+
+
+@needs_browser
+async def test_names_from_outside_are_text(browser: Browser) -> None:
+    await browser.until("document.getElementById('about').textContent.includes(arguments[0])", HOSTILE)
+    assert await browser.run("return document.querySelectorAll('img').length") == 0
+    assert "owned" not in await browser.run("return document.title")
+    await browser.run("location.hash = `pool=${encodeURIComponent(arguments[0])}`", HOSTILE)
+    await browser.until("document.getElementById('headline').textContent.includes(arguments[0])", HOSTILE)
+    assert await browser.run("return document.querySelectorAll('img').length") == 0
+
+
+@needs_browser
+async def test_the_keyboard_is_enough(browser: Browser) -> None:
+    await browser.press(TAB)
+    assert await browser.run("return document.activeElement.textContent") == "Skip to the pool"
+    assert await browser.run("return document.activeElement.getBoundingClientRect().top") >= 0, "it is seen"
+    await browser.press(ENTER)
+    assert await browser.run("return document.activeElement.id") == "main"
+    await browser.press(TAB)
+    assert await browser.run("return document.activeElement.id") == "filter"
+    assert await browser.run("return getComputedStyle(document.activeElement).outlineWidth") == "3px"
+    await browser.press(*"m-42")
+    await browser.until("document.querySelectorAll('tbody tr').length === 1")
+    assert await browser.text("#shown") == "1 of 100"
+    assert await browser.run("return document.querySelectorAll('.ring1 path[data-marked]').length") == 1
+    await browser.run("arguments[0].value = ''; arguments[0].dispatchEvent(new Event('input'))", await active(browser))
+    # The checkbox, the scrolling table, its first button.
+    await browser.press(TAB, TAB, TAB)
+    assert await browser.run("return document.activeElement.textContent") == "Instance"
+    await browser.press(ENTER)
+    await browser.until("document.querySelector('tbody th').textContent === 'm-99'")
+    assert await browser.run("return document.activeElement.parentElement.getAttribute('aria-sort')") == "descending"
+    # The focus stays where it is while the numbers change.
+    told = await browser.run("return document.querySelector('#tiles').textContent")
+    await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
+    assert await browser.run("return document.activeElement.textContent") == "Instance"
+
+
+@needs_browser
+async def test_a_pool_is_chosen_by_its_link_and_found_again_by_its_address(browser: Browser) -> None:
+    await browser.press(TAB, TAB, TAB)
+    assert "llm/other" in await browser.run("return document.activeElement.textContent")
+    await browser.press(ENTER)
+    await browser.until("document.querySelectorAll('tbody tr').length === 2")
+    assert (await browser.text("#headline")).startswith("llm/other")
+    assert await browser.run("return document.querySelector('[aria-current]').textContent.includes('llm/other')")
+    await browser.open(await browser.run("return location.href"))
+    await browser.until("document.querySelectorAll('tbody tr').length === 2")
+
+
+@needs_browser
+async def test_decisions_stand_still_when_asked(browser: Browser) -> None:
+    await browser.run("document.getElementById('pause').focus()")
+    await browser.press(SPACE)
+    assert await browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
+    newest = await browser.text("#decisions li")
+    told = await browser.text("#tiles")
+    await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
+    assert await browser.text("#decisions li") == newest
+    await browser.press(SPACE)
+    await browser.until("document.querySelector('#decisions li').textContent !== arguments[0]", newest)
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_text_can_be_read(browser: Browser, scheme: str) -> None:
+    await browser.colours(scheme)
+    # The filter leaves those with a problem, in the colours for it.
+    await browser.run("document.getElementById('troubled').click()")
+    page = await browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert page == {"light": "rgb(243, 245, 248)", "dark": "rgb(14, 19, 24)"}[scheme]
+    assert await browser.run(CONTRASTS) == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 768])
+async def test_small_screens_need_no_scrolling_sideways(browser: Browser, width: int) -> None:
+    await browser.resize(width, 800)
+    assert await browser.run("return document.documentElement.scrollWidth") <= width
+
+
+@needs_browser
+async def test_nothing_is_said_aloud_but_changes_for_better_or_worse(browser: Browser) -> None:
+    await browser.run(
+        "window.said = 0; new MutationObserver(() => { window.said += 1; })"
+        ".observe(document.getElementById('announcement'), {childList: true, characterData: true, subtree: true})"
+    )
+    level = await browser.run("return document.getElementById('verdict').dataset.level")
+    for _ in range(3):
+        told = await browser.text("#tiles")
+        await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
+    changed = level != await browser.run("return document.getElementById('verdict').dataset.level")
+    assert await browser.run("return window.said") == int(changed)
+
+
+@needs_browser
+async def test_a_page_comes_back_by_itself(tmp_path: Path, shared_browser: Browser) -> None:
+    write_pool(tmp_path / "pool.yaml", POOL)
+    async with router(tmp_path) as url:
+        await shared_browser.open(url)
+        await shared_browser.until("document.getElementById('connection').textContent === 'live'")
+        port = url.rstrip("/").rpartition(":")[2]
+    await shared_browser.until("document.getElementById('connection').dataset.state === 'lost'")
+    async with router(tmp_path, port=port):
+        await shared_browser.until("document.getElementById('connection').textContent === 'live'")
+        assert "is back" in await shared_browser.text("#announcement")
+
+
+async def test_a_router_without_a_dashboard(tmp_path: Path) -> None:
+    write_pool(tmp_path / "pool.yaml", POOL)
+    async with router(tmp_path, "--no-dashboard") as url, aiohttp.ClientSession() as session:
+        for path, status in (("", 404), ("events", 404), ("dashboard/app.js", 404), ("metrics", 200), ("pools", 200)):
+            async with session.get(url + path) as response:
+                assert response.status == status, path
+
+
+@asynccontextmanager
+async def router(directory: Path, *arguments: str, port: str = "0") -> AsyncIterator[str]:
+    """A ``dualmap router``; where its metrics port is."""
+    ports = ("--host", "127.0.0.1", "--grpc-port", "0", "--health-port", "0", "--als-port", "0", "--metrics-port", port)
+    argv = dualmap_argv("router", "--pool", directory / "pool.yaml", *ports, *arguments)
+    child = Child("router", argv, directory=directory)
+    after = len(child.output())
+    async with child:
+        ready = await child.wait_for_line(r"ready .*metrics=(\S+)", after=after)
+        yield f"http://{ready[1]}/"
+
+
+async def active(browser: Browser) -> object:
+    return await browser.run("return document.activeElement")
