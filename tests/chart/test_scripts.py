@@ -162,8 +162,10 @@ class TestDrain:
 
             yield start
 
-    def test_it_waits_until_no_request_is_open(self, start: Callable[..., Drain]) -> None:
-        envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(2), active(1), active(0)]})
+    def test_it_waits_until_no_request_is_open_and_none_has_come_meanwhile(self, start: Callable[..., Drain]) -> None:
+        envoy = Peer(
+            answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(2), active(0), active(1), active(0)]}
+        )
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=0")
             assert envoy.asked == []
@@ -173,7 +175,7 @@ class TestDrain:
             assert drain.ended() == (0, "nothing is open\n")
         assert [(method, path) for method, path, _ in envoy.asked] == [
             ("POST", "/healthcheck/fail"),
-            *[("GET", STATS)] * 3,
+            *[("GET", STATS)] * 5,
         ]
 
     def test_nobody_is_told_that_it_is_over_before_it_has_begun(self, start: Callable[..., Drain]) -> None:
