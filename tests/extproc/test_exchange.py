@@ -18,7 +18,7 @@ from dualmap.pool import Pool
 from dualmap.shares import Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store import exchange as exchange_module
-from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Question, Store
+from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Post, Question, Store, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, SHORTEST_HISTORY_S, Exchange
 from dualmap_extproc.store.memory import MemoryStore
 from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, session_key
@@ -30,6 +30,7 @@ from waiting import until
 POOL = builders.pool()
 LOADS = {"m-0": SharedLoad(in_flight=1)}
 QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
+REPORT = Report(own=Share(desired_replicas=0.5, held=1), pool=Share(desired_replicas=1.5, held=1))
 NO_LOADS = replace(QUIET, loads={})
 
 
@@ -121,6 +122,17 @@ class Clock:
         return self.now
 
 
+class Refusing(MemoryStore):
+    """Tells what it knows and takes nothing."""
+
+    refuses = True
+
+    async def publish(self, peer: str, posts: Sequence[Post]) -> None:
+        if self.refuses:
+            raise StoreError(Failure.FULL, "full")
+        await super().publish(peer, posts)
+
+
 class Joined:
     """A replica with its exchange."""
 
@@ -150,6 +162,31 @@ class TestWhatIsTold:
     def pair(self, clock: Clock) -> tuple[Joined, Joined]:
         store = MemoryStore(clock)
         return Joined("one", store, clock), Joined("other", store, clock)
+
+    async def test_a_report_reaches_the_other_replica_once_and_everybody_is_told_who_is_there(self, pair, clock):
+        one, other = pair
+        one.replica.due[POOL.id] = REPORT
+        for _ in range(3):
+            await one.exchange.exchange()
+            clock.now += 0.25
+            await other.exchange.exchange()
+        assert other.replica.reports_heard == [(POOL.id, "one", REPORT, 0.25)]
+        assert one.replica.reports_heard == []
+        assert one.replica.due == {}
+        assert {(pool, peer) for pool, peer, _ in other.replica.peers} == {(POOL.id, "one")}
+        assert one.replica.exchanges == 3
+
+    async def test_a_report_that_the_store_did_not_take_is_due_as_before(self, clock):
+        store = Refusing(clock)
+        one = Joined("one", store, clock)
+        one.replica.due[POOL.id] = REPORT
+        assert not await one.exchange.exchange()
+        assert one.replica.due == {POOL.id: REPORT}
+        assert one.replica.exchanges == 0
+        store.refuses = False
+        assert await one.exchange.exchange()
+        assert one.replica.due == {}
+        assert one.replica.exchanges == 1
 
     async def test_news_reaches_the_other_replica_and_not_its_teller(self, pair):
         one, other = pair

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
-from dualmap_extproc.store.codec import NODES_MAX, UnreadableNews, decode_news, encode_news
+from dualmap.shares import Report, Share
+from dualmap_extproc.store.codec import (
+    NODES_MAX,
+    UnreadableNews,
+    decode_news,
+    decode_report,
+    encode_news,
+    encode_report,
+)
 
 HASHES = st.integers(0, 2**64 - 1)
 COUNTS = st.integers(0, 2**32 - 1)
@@ -32,6 +40,16 @@ NEWS = st.builds(
     ).map(tuple),
     bindings=st.lists(BINDINGS, max_size=5).map(tuple),
 )
+SHARES = st.builds(
+    Share,
+    desired_replicas=st.floats(0, 1e6),
+    pending_prefill_tokens=TOKENS,
+    in_flight=COUNTS,
+    held=COUNTS,
+    first_tokens=COUNTS,
+    slo_met=st.just(0),
+)
+REPORTS = st.builds(Report, own=SHARES, pool=SHARES)
 EMPTY = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
 
 
@@ -110,3 +128,39 @@ def test_counts_that_no_router_tells_are_refused(nodes):
 
 def test_news_without_a_word_on_loads_is_sent_as_news_of_none():
     assert decode_news(encode_news(replace(EMPTY, loads=None))) == EMPTY
+
+
+@given(REPORTS, st.binary(max_size=20))
+def test_a_report_that_is_encoded_is_decoded_whatever_later_versions_add(report: Report, added: bytes) -> None:
+    encoded = encode_report(report)
+    assert len(encoded) == 65
+    assert decode_report(encoded) == report
+    assert decode_report(encoded + added) == report
+
+
+@given(REPORTS, st.integers(0, 64))
+def test_a_report_cut_anywhere_is_unreadable(report: Report, size: int) -> None:
+    with pytest.raises(UnreadableNews, match="a report of"):
+        decode_report(encode_report(report)[:size])
+
+
+@pytest.mark.parametrize("replicas", [float("nan"), float("inf"), -1.0, 1e7])
+def test_a_report_of_no_number_of_instances_is_refused(replicas: float) -> None:
+    encoded = encode_report(Report(own=Share(desired_replicas=12345.0), pool=Share()))
+    with pytest.raises(UnreadableNews, match="instances"):
+        decode_report(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", replicas)))
+
+
+def test_a_report_of_more_in_time_than_there_were_is_refused() -> None:
+    with pytest.raises(UnreadableNews, match="5 of 4 first tokens in time"):
+        decode_report(encode_report(Report(own=Share(first_tokens=4, slo_met=5), pool=Share())))
+
+
+def test_a_report_of_another_version_is_unreadable() -> None:
+    with pytest.raises(UnreadableNews):
+        decode_report(b"\x02" + encode_report(Report(own=Share(), pool=Share()))[1:])
+
+
+def test_a_wish_beyond_any_fleet_can_be_told() -> None:
+    endless = Share(desired_replicas=1e12)
+    assert decode_report(encode_report(Report(own=endless, pool=endless))).own.desired_replicas == 1e6

@@ -10,6 +10,7 @@ import pytest
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
 from dualmap.peers import PEER_TTL_S
+from dualmap.shares import REMEMBERED_S, Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
@@ -37,6 +38,11 @@ LOADS = {
     "m-0": SharedLoad(pending_prefill_tokens=9000, backlog_s=1.25, held_s=0.5, in_flight=3, active_kv_tokens=12),
     "m-1": SharedLoad(in_flight=1),
 }
+REPORT = Report(
+    own=Share(desired_replicas=1.5, pending_prefill_tokens=2**40, in_flight=3, held=2, first_tokens=100, slo_met=99),
+    pool=Share(desired_replicas=4.25, pending_prefill_tokens=9, in_flight=7, held=5, first_tokens=3, slo_met=0),
+)
+NOTHING = Report(own=Share(), pool=Share())
 QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
 
 
@@ -102,6 +108,10 @@ async def hear_all(store: Store, peer: str, cursor: str | None = None) -> tuple[
 
 async def say(store: Store, peer: str, loads: Mapping[str, SharedLoad]) -> None:
     await store.publish(peer, [Post(pool=POOL, keep_s=60.0, loads=loads)])
+
+
+async def report(store: Store, peer: str, told: Report) -> None:
+    await store.publish(peer, [Post(pool=POOL, keep_s=60.0, report=told)])
 
 
 async def publish(store: Store, peer: str, *news: News, keep_s: float = 60.0) -> None:
@@ -243,6 +253,45 @@ class TestLoads:
         await say(one, "one", LOADS)
         (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
         assert answer.loads == ()
+
+
+class TestReports:
+    async def test_arrive_whole_and_once_with_their_teller_and_age(self, join):
+        began = time.monotonic()
+        one, other = join(), join()
+        await report(one, "one", REPORT)
+        answer = await hear(other, "other")
+        (entry,) = answer.reports
+        assert (entry.peer, entry.report, answer.loads, answer.entries) == ("one", REPORT, (), ())
+        assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
+        assert (await hear(other, "other", answer.cursor)).reports == ()
+        assert (await hear(one, "one")).reports == ()
+
+    async def test_of_several_of_a_replica_the_last_one_is_told(self, join):
+        one, other = join(), join()
+        cursor = (await hear(other, "other")).cursor
+        for each in (REPORT, NOTHING):
+            await report(one, "one", each)
+            await report(one, "two", REPORT)
+        for since in (None, cursor):
+            heard = {entry.peer: entry.report for entry in (await hear(other, "other", since)).reports}
+            assert heard == {"one": NOTHING, "two": REPORT}
+
+    async def test_of_one_pool_are_not_told_to_another(self, join):
+        one, other = join(), join()
+        await report(one, "one", REPORT)
+        (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
+        assert answer.reports == ()
+
+    async def test_matter_for_a_minute(self):
+        """Of the store in memory; test_store_redis has Redis's."""
+        now = 1000.0
+        store = MemoryStore(lambda: now)
+        await report(store, "one", REPORT)
+        now += REMEMBERED_S - 1.0
+        assert [entry.age_s for entry in (await hear(store, "late")).reports] == [REMEMBERED_S - 1.0]
+        now += 1.0
+        assert (await hear(store, "late")).reports == ()
 
 
 class TestHistory:

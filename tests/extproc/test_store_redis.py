@@ -14,8 +14,9 @@ from redis.asyncio.client import Pipeline
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
 from dualmap.peers import PEER_TTL_S
+from dualmap.shares import REMEMBERED_S, Report, Share
 from dualmap_extproc.settings import RedisSettings
-from dualmap_extproc.store.codec import encode_news
+from dualmap_extproc.store.codec import encode_news, encode_report
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
     Answer,
@@ -25,7 +26,7 @@ from dualmap_extproc.store.contract import (
     Question,
     StoreError,
 )
-from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, session_key
+from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, reports_key, session_key
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.tls import self_signed
 from redis_server import RedisServer, redis_cluster, redis_server
@@ -36,10 +37,12 @@ NEWS = News(hotness=HotnessCounts(requests=7, nodes={5: 4}))
 BINDING = SharedBinding(session=255, host="m-0", tokens=10, version=1, moved_ago_s=0.0)
 QUESTION = Question(pool=POOL, window_s=60.0)
 LOADS = {"m-0": SharedLoad(in_flight=1)}
-POST = Post(pool=POOL, keep_s=60.0, news=NEWS, loads=LOADS)
+REPORT = Report(own=Share(desired_replicas=0.75, in_flight=3), pool=Share(desired_replicas=2.5, in_flight=9))
+POST = Post(pool=POOL, keep_s=60.0, news=NEWS, loads=LOADS, report=REPORT)
 CLAIM = Claim(pool=POOL, ttl_s=60.0, bindings=(BINDING,))
 STREAM = "dualmap:1:{llm/qwen}:news"
 LOADS_STREAM = "dualmap:1:{llm/qwen}:loads"
+DEMAND_STREAM = "dualmap:1:{llm/qwen}:demand"
 SESSION = "dualmap:1:{llm/qwen}:session:00000000000000ff"
 
 
@@ -99,6 +102,7 @@ async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
     for answer in await store.hear("listener", questions):
         assert [entry.news for entry in answer.entries] == [NEWS]
         assert [entry.loads for entry in answer.loads] == [LOADS]
+        assert [entry.report for entry in answer.reports] == [REPORT]
         assert [binding.host for binding in answer.bindings] == ["m-0"]
 
 
@@ -106,29 +110,35 @@ class TestKeys:
     async def test_they_are_named_as_documented_and_all_expire(self, server):
         async with opened(server.url) as store:
             await works(store)
+        keys = (STREAM, LOADS_STREAM, DEMAND_STREAM, SESSION)
         with server.admin as admin:
-            assert {key.decode() for key in admin.scan_iter()} == {STREAM, LOADS_STREAM, SESSION}
+            assert {key.decode() for key in admin.scan_iter()} == set(keys)
             assert 0 < admin.pttl(STREAM) <= 60_000
             assert 0 < admin.pttl(LOADS_STREAM) <= 9_000
+            assert 60_000 < admin.pttl(DEMAND_STREAM) <= 66_000
             assert 0 < admin.pttl(SESSION) <= 60_000
-        assert (news_key(POOL), loads_key(POOL), session_key(POOL, 255)) == (STREAM, LOADS_STREAM, SESSION)
+        assert (news_key(POOL), loads_key(POOL), reports_key(POOL), session_key(POOL, 255)) == keys
         document = (Path(__file__).parents[2] / "docs/state.md").read_text()
-        assert all(f"`{key}`" in document for key in (STREAM, LOADS_STREAM, SESSION))
+        assert all(f"`{key}`" in document for key in keys)
 
     async def test_a_stream_is_trimmed_by_age(self, server):
         with server.admin as admin:
             for number in range(1, 1001):
-                for stream in (STREAM, LOADS_STREAM):
+                for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
                     admin.xadd(stream, {"n": "old"}, id=f"{number}-0")
             async with opened(server.url) as store:
                 await store.publish("teller", [POST])
             # Redis trims whole blocks of a hundred entries.
-            assert max(admin.xlen(STREAM), admin.xlen(LOADS_STREAM)) <= 101
+            assert max(admin.xlen(stream) for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM)) <= 101
 
     async def test_streams_are_trimmed_by_length_when_the_servers_clock_was_set_back(self, server):
         with server.admin as admin:
             pipeline = admin.pipeline()
-            for stream, count in ((STREAM, HISTORY_ENTRIES_MAX + 1000), (LOADS_STREAM, 5096)):
+            for stream, count in (
+                (STREAM, HISTORY_ENTRIES_MAX + 1000),
+                (LOADS_STREAM, 5096),
+                (DEMAND_STREAM, 9192),
+            ):
                 for number in range(count):
                     pipeline.xadd(stream, {"n": "ahead"}, id=f"{2**45}-{number}")
             pipeline.execute()
@@ -136,6 +146,7 @@ class TestKeys:
                 await store.publish("teller", [POST])
             assert admin.xlen(STREAM) <= HISTORY_ENTRIES_MAX + 100
             assert admin.xlen(LOADS_STREAM) <= 4196
+            assert admin.xlen(DEMAND_STREAM) <= 8292
 
     async def test_a_stream_is_trimmed_by_bytes(self, server):
         # As large as an entry of a busy router can be, and a bit more than 128 KiB.
@@ -170,25 +181,26 @@ class TestKeys:
         with server.admin as admin:
             assert not admin.keys()
             admin.select(3)
-            assert len(admin.keys()) == 3
+            assert len(admin.keys()) == 4
 
 
 class TestJunk:
     async def test_keys_of_another_type_are_ours_and_are_mended(self, server):
         async with opened(server.url) as store:
             with server.admin as admin:
-                admin.set(STREAM, "a string")
-                admin.set(LOADS_STREAM, "a string")
+                for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
+                    admin.set(stream, "a string")
                 admin.lpush(SESSION, "a list")
                 answer = await hear(store, wanted=(255,))
-                assert (answer.entries, answer.loads, answer.bindings, answer.unreadable) == ((), (), (), 3)
+                assert (answer.entries, answer.loads, answer.reports, answer.bindings) == ((), (), (), ())
+                assert answer.unreadable == 4
                 assert (await hear(store, answer.cursor, wanted=(255,))).unreadable == 1
-                admin.set(STREAM, "a string")
-                admin.set(LOADS_STREAM, "a string")
+                for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
+                    admin.set(stream, "a string")
             await works(store)
             assert (await hear(store, wanted=(255,))).unreadable == 0
 
-    @pytest.mark.parametrize("stream", [STREAM, LOADS_STREAM], ids=["news", "loads"])
+    @pytest.mark.parametrize("stream", [STREAM, LOADS_STREAM, DEMAND_STREAM], ids=["news", "loads", "demand"])
     async def test_the_last_id_there_is_ends_nothing(self, server, stream):
         async with opened(server.url) as store:
             answer = await hear(store)
@@ -220,12 +232,12 @@ class TestJunk:
         async with opened(server.url) as store:
             await store.publish("teller", [POST])
             with server.admin as admin:
-                admin.xadd(STREAM, fields)
-                admin.xadd(LOADS_STREAM, fields)
+                for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
+                    admin.xadd(stream, fields)
             assert [entry.loads for entry in (await hear(store)).loads] == [LOADS]
             await store.publish("teller", [POST])
             answer = await hear(store)
-            assert (len(answer.entries), len(answer.loads), answer.unreadable) == (2, 1, 2)
+            assert (len(answer.entries), len(answer.loads), len(answer.reports), answer.unreadable) == (2, 1, 1, 3)
             assert (await hear(store, answer.cursor)).unreadable == 0
 
     async def test_each_stream_is_taken_for_its_own_kind_only(self, server):
@@ -269,18 +281,18 @@ class TestJunk:
     async def test_a_cursor_of_a_clock_that_was_ahead_does_not_make_deaf(self, server, emptied):
         async with opened(server.url) as store:
             with server.admin as admin:
-                for stream in (STREAM, LOADS_STREAM):
-                    news = encode_news(replace(NEWS, loads=LOADS))
-                    admin.xadd(stream, {"p": "teller", "n": news}, id=f"{2**45}-5")
+                news = encode_news(replace(NEWS, loads=LOADS))
+                for stream, told in ((STREAM, news), (LOADS_STREAM, news), (DEMAND_STREAM, encode_report(REPORT))):
+                    admin.xadd(stream, {"p": "teller", "n": told}, id=f"{2**45}-5")
                 ahead = await hear(store)
-                assert (len(ahead.entries), len(ahead.loads)) == (1, 1)
+                assert (len(ahead.entries), len(ahead.loads), len(ahead.reports)) == (1, 1, 1)
                 if emptied:
-                    admin.delete(STREAM, LOADS_STREAM)
+                    admin.delete(STREAM, LOADS_STREAM, DEMAND_STREAM)
             again = await hear(store, ahead.cursor)
             await store.publish("teller", [POST])
-            assert (again.entries, again.loads) == ((), ())
+            assert (again.entries, again.loads, again.reports) == ((), (), ())
             later = await hear(store, again.cursor)
-            assert (len(later.entries), len(later.loads)) == (1, 1)
+            assert (len(later.entries), len(later.loads), len(later.reports)) == (1, 1, 1)
 
 
 class TestAges:
@@ -297,7 +309,18 @@ class TestAges:
                 for peer, ago_s in (("gone", 4.0), ("there", 2.5), ("there", 1.0)):
                     told = {"p": peer, "n": encode_news(replace(NEWS, loads=LOADS if ago_s < 2 else {}))}
                     admin.xadd(LOADS_STREAM, told, id=f"{int(now_ms - 1000 * ago_s)}-0")
+                for peer, ago_s in (
+                    ("forgotten", REMEMBERED_S + 2),
+                    ("gone", 40),
+                    ("gone", 30),
+                    ("there", 1),
+                ):
+                    own = replace(REPORT.own, held=int(ago_s))
+                    told = {"p": peer, "n": encode_report(replace(REPORT, own=own))}
+                    admin.xadd(DEMAND_STREAM, told, id=f"{int(now_ms - 1000 * ago_s)}-0")
             (answer,) = await store.hear("late", [Question(pool=POOL, window_s=300.0)])
+            assert [(entry.peer, entry.report.own.held) for entry in answer.reports] == [("gone", 30), ("there", 1)]
+            assert [round(entry.age_s) for entry in answer.reports] == [30, 1]
         assert [entry.peer for entry in answer.entries] == ["before-240", "before-20"]
         assert 240 <= answer.entries[0].age_s < 260
         assert [(entry.peer, entry.loads) for entry in answer.loads] in ([("there", LOADS)], [])
@@ -430,7 +453,7 @@ class TestCluster:
                         await works_again(store, pool)
                 with node.admin as admin:
                     counts.append(len(admin.keys()))
-            assert sum(counts) == 3 * len(pools)
+            assert sum(counts) == 4 * len(pools)
             assert 0 not in counts
 
     async def test_a_node_that_is_gone_is_a_failure_in_bounded_time(self, tmp_path):

@@ -14,11 +14,11 @@ from dualmap.requests import Decision
 from dualmap_extproc.demand import Demand
 from dualmap_extproc.metrics import Metrics
 from dualmap_extproc.picker import Picked, Picker
-from dualmap_extproc.pool_demand import PoolDemand
+from dualmap_extproc.pool_demand import DemandUnknown, PoolDemand
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
-from dualmap_extproc.store.redis import RedisStore, loads_key, news_key
+from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, reports_key
 from dualmap_extproc.store.target import target_of
 from redis_server import RedisServer, redis_server
 from waiting import until
@@ -204,3 +204,51 @@ async def test_loads_are_summed_and_end_with_the_router_that_leaves(server):
         await until(lambda: other.in_flight(prompt) == 0)
         # What others owe is no part of what this router says of itself.
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
+
+
+async def test_each_says_what_the_pools_traffic_asks_of_all(server):
+    async with routers(server, "one", "other", "third", pool=FIXED) as started:
+        one, other, third = started
+        one.pick(builders.text_of(1000, "a"))
+        other.pick(builders.text_of(1000, "b"))
+        other.pick(builders.text_of(1000, "c"))
+
+        await until(lambda: all(_in_flight(router) == 3 for router in started))
+        assert third.pool_demand.active(FIXED.id)
+        for router in started:
+            assert router.pool_demand.total(FIXED.id).desired_replicas > 0.0
+
+
+async def test_a_router_that_starts_says_no_less_than_the_one_before_knew(server):
+    async with routers(server, "before", pool=FIXED) as (before,):
+        for number in range(5):
+            before.pick(builders.text_of(1000, f"{number}"))
+        with server.admin as admin:
+            # The first report may have come before the requests; the next one, and those after it, tell of them.
+            await until(lambda: admin.xlen(reports_key(FIXED.id)) >= 3)
+    async with routers(server, "after", pool=FIXED) as (after,):
+        with pytest.raises(DemandUnknown):
+            after.pool_demand.total(FIXED.id)
+        await until(lambda: _in_flight(after) == 5)
+        assert after.pool_demand.active(FIXED.id)
+
+
+async def test_without_the_server_nobody_knows_and_with_it_again_they_do(server):
+    async with routers(server, "one", "other", pool=FIXED) as started:
+        one, other = started
+        other.pick(builders.text_of(1000, "b"))
+        await until(lambda: _in_flight(one) == 1)
+        server.pause()
+        try:
+            await until(lambda: all(_in_flight(router) is None for router in started))
+        finally:
+            server.resume()
+        await until(lambda: all(_in_flight(router) == 1 for router in started))
+
+
+def _in_flight(router: Router) -> int | None:
+    """Return what a router says is in flight at all of them, None where it does not know."""
+    try:
+        return router.pool_demand.total(FIXED.id).in_flight
+    except DemandUnknown:
+        return None
