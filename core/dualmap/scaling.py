@@ -79,8 +79,8 @@ class _Bucket:
 class Arrivals:
     """What arrived lately: uncached tokens per second, and their work in tokens of a short prompt.
 
-    Refused requests count as much as the others did on average. ``dearness`` is the work of one uncached token;
-    ``traffic`` says whether anything arrived at all, be it that it is held or that its client gave up.
+    Refused and held requests count as much as the others did on average. ``dearness`` is the work of one uncached
+    token; ``traffic`` says whether anything arrived at all, be it that it is held or that its client gave up.
     """
 
     traffic: bool
@@ -95,8 +95,10 @@ class LoadWindow:
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
         self._began_s: float | None = None
-        # Tokens and work of the average request, for those refused; kept when nothing else arrives any more.
+        # Tokens and work of the average request, for those refused or held; kept when nothing else arrives any more.
         self._typical = (0.0, 0.0)
+        # How many requests were held whenever that was last asked for.
+        self._held: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, *, uncached_tokens: int, cached_tokens: int) -> None:
         """Count a request that was sent to an instance."""
@@ -112,7 +114,7 @@ class LoadWindow:
         self._bucket_at(now).refused += 1
 
     def hold(self, now: float) -> None:
-        """Count a request that is held: its tokens count when it is sent to an instance."""
+        """Count a request that is held: that is traffic, whatever becomes of it."""
         self._bucket_at(now).held += 1
 
     def first_token(self, now: float, *, within_slo: bool) -> None:
@@ -121,8 +123,12 @@ class LoadWindow:
         bucket.first_tokens += 1
         bucket.slo_met += within_slo
 
-    def arrivals(self, now: float) -> Arrivals:
-        """Return what arrived: by the whole window, or more where its newest part says that traffic has surged."""
+    def arrivals(self, now: float, *, held: int) -> Arrivals:
+        """Return what arrived: by the whole window, or more where its newest part says that traffic has surged.
+
+        ``held`` is how many requests are held now. What arrives is what is sent to instances and by how much more is
+        held than before: overloaded instances are sent only what they can do.
+        """
         buckets = self._last(now, WINDOW_S)
         requests = sum(each.requests for each in buckets)
         if requests:
@@ -130,9 +136,12 @@ class LoadWindow:
                 sum(each.uncached_tokens for each in buckets) / requests,
                 sum(each.work for each in buckets) / requests,
             )
-        whole, recent = self._rates(now, WINDOW_S), self._rates(now, _RECENT_S)
+        whole, recent = self._rates(now, WINDOW_S, held), self._rates(now, _RECENT_S, held)
         certain = self._certain(now)
         tokens, work = (max(each, newest * certain) for each, newest in zip(whole, recent, strict=True))
+        self._held.append((now, held))
+        while self._held[0][0] < now - WINDOW_S - _BUCKET_S:
+            self._held.popleft()
         return Arrivals(
             traffic=any(each.requests or each.refused or each.held for each in buckets),
             uncached_tokens_per_second=tokens,
@@ -145,17 +154,25 @@ class LoadWindow:
         buckets = self._last(now, WINDOW_S)
         return sum(each.first_tokens for each in buckets), sum(each.slo_met for each in buckets)
 
-    def _rates(self, now: float, over_s: float) -> tuple[float, float]:
+    def _rates(self, now: float, over_s: float, held: int) -> tuple[float, float]:
         """Return uncached tokens and work per second."""
         buckets = self._last(now, over_s)
         if not buckets or self._began_s is None:
             return 0.0, 0.0
-        refused = sum(each.refused for each in buckets)
-        tokens = sum(each.uncached_tokens for each in buckets) + refused * self._typical[0]
-        work = sum(each.work for each in buckets) + refused * self._typical[1]
         # A router that has just begun has not seen a whole window; a few seconds of it are not taken for a rate.
         seconds = max(min(now - self._first_s(now, over_s), now - self._began_s), _RECENT_S - _BUCKET_S)
-        return tokens / seconds, work / seconds
+        others = sum(each.refused for each in buckets) + self._more_held(now, held, seconds)
+        tokens = sum(each.uncached_tokens for each in buckets) + others * self._typical[0]
+        work = sum(each.work for each in buckets) + others * self._typical[1]
+        return max(0.0, tokens) / seconds, max(0.0, work) / seconds
+
+    def _more_held(self, now: float, held: int, seconds: float) -> float:
+        """Return by how many requests more are held than so many seconds ago; before anything came, none were."""
+        at_s, was = now if self._began_s is None else self._began_s, 0
+        for asked_s, held_then in self._held:
+            if asked_s <= now - seconds:
+                at_s, was = asked_s, held_then
+        return (held - was) * seconds / max(now - at_s, seconds)
 
     def _certain(self, now: float) -> float:
         """Return which share of the newest part's work chance does not account for."""
@@ -204,7 +221,8 @@ class Scaling:
         """Return what autoscalers shall know, of a status of this moment."""
         serving = _serving(status)
         backlog_tokens = waiting_tokens(status)
-        arrivals, (first_tokens, slo_met) = self.window.arrivals(now), self.window.first_tokens(now)
+        arrivals = self.window.arrivals(now, held=status.held)
+        first_tokens, slo_met = self.window.first_tokens(now)
         attainment = slo_met / first_tokens if first_tokens else None
         needed = self._needed(arrivals, backlog_tokens, serving)
         # Members and peers are known to each router, so that each can tell its share of the fleet.

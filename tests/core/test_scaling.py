@@ -155,6 +155,20 @@ class TestArrivals:
                 scaling.window.refuse(second + 0.9)
         assert desired(scaling, 400, status()) == pytest.approx(2 * before, rel=0.02)
 
+    def test_requests_that_are_held_arrive_when_they_come_and_not_when_they_go(self) -> None:
+        scaling = Scaling(pool())
+        steady(scaling, rate=10, since=0, until=300)
+        before, held, asked = desired(scaling, 300, status()), 0, []
+        for second in range(300, 390):
+            # Three times as many come for half a minute, of which instances take what they can do.
+            steady(scaling, rate=15, since=second, until=second + 1)
+            held += 15 if second < 330 else -5 if held else 0
+            asked.append(desired(scaling, second + 1, status(waiting=held)) / before)
+        assert asked[14] > 1.7
+        assert 2.0 < max(asked) < 3.0
+        # 10 a second have come for a minute, though 15 went.
+        assert asked[-1] == pytest.approx(1.0, rel=0.1)
+
     def test_an_outage_that_refuses_everybody_does_not_ask_for_less(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
