@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import subprocess
 from collections.abc import Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from controlplane.cluster import Cluster
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.kubelet.roots import why_not
 from dualmap_edge.kube import KubeClient
 from harness.waiting import until
 
@@ -19,6 +26,15 @@ Object = dict[str, Any]
 
 WITHIN_S = 60.0
 GATE = "serving.dualmap.dev/in-ring"
+IMAGE = "registry.example/busybox:1"
+# What Kubernetes' Pod Security Standard `restricted` demands, and a root file system nobody writes to.
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 
 
 class Team:
@@ -92,6 +108,18 @@ class Team:
                     seen.append(event.object)
         raise AssertionError(f"{name} was not deleted while the watch lasted")
 
+    async def log(self, kubelet: ProcessKubelet, name: str, words: str) -> str:
+        """Wait until a pod has written these words; returns all it has written."""
+
+        async def written() -> bool:
+            try:
+                return words in kubelet.log(kubelet.pod(self.namespace, name))
+            except LookupError:
+                return False
+
+        await until(written, f"{name} writes {words!r}", timeout_s=WITHIN_S)
+        return kubelet.log(kubelet.pod(self.namespace, name))
+
     async def set_gate(self, name: str, status: str) -> None:
         """Patch a pod's readiness gate, as an operator does."""
         patch = {"status": {"conditions": [{"type": GATE, "status": status}]}}
@@ -151,6 +179,42 @@ def pod(name: str, container: Mapping[str, Any], **spec: Any) -> Object:
 def shell(script: str) -> Object:
     """Return a container of no image that runs a script."""
     return {"name": "main", "image": "any", "command": ["sh", "-c", script]}
+
+
+def busybox(script: str, **more: Any) -> Object:
+    """Return a container of busybox that runs a script; ``more`` are further fields."""
+    return {"name": "main", "image": IMAGE, "command": ["sh", "-c", script], "securityContext": RESTRICTED, **more}
+
+
+def restricted(name: str, container: Object, *, security: Object | None = None, **spec: Any) -> Object:
+    """Return a pod that a namespace which enforces `restricted` takes; ``security`` is its security context."""
+    user = {"runAsUser": 1000} if container["image"] == IMAGE else {}
+    # What is no init of its own and runs as process 1 does not hear SIGTERM.
+    grace = {"terminationGracePeriodSeconds": 1}
+    return pod(name, container, securityContext={**user, **(security or {})}, **grace, **spec)
+
+
+def busybox_root(folder: Path) -> Path:
+    """Make a root file system of busybox alone in an empty folder and return it; skips the test where that cannot be.
+
+    It has a user ``web`` (1000, group 1001).
+    """
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("there is no busybox: apt-get install busybox-static")
+    for name in ("bin", "etc", "run", "var"):
+        (folder / name).mkdir()
+    # As in Debian's images: what is mounted below goes into the image, not to this machine's /run.
+    (folder / "var" / "run").symlink_to("/run")
+    (folder / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
+    shutil.copy(busybox, folder / "bin" / "busybox")
+    installed = subprocess.run(["chroot", str(folder), "/bin/busybox", "--install", "-s", "/bin"], capture_output=True)
+    if installed.returncode:
+        pytest.skip("busybox needs libraries: apt-get install busybox-static")
+    return folder
 
 
 def condition(document: Mapping[str, Any], kind: str) -> str | None:

@@ -2,9 +2,7 @@
 
 import base64
 import json
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,52 +14,36 @@ import pytest_asyncio
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.kubelet.roots import Image, why_not
-from controlplane.team import WITHIN_S, Team, container_status, pod
+from controlplane.kubelet.roots import Image
+from controlplane.team import (
+    IMAGE,
+    RESTRICTED,
+    WITHIN_S,
+    Team,
+    busybox,
+    busybox_root,
+    container_status,
+    pod,
+    restricted,
+)
 from harness.waiting import until
 
 Object = dict[str, Any]
 
-IMAGE = "registry.example/busybox:1"
 PYTHON = "registry.example/python:1"
 WEB = "registry.example/web:1"
 FOREVER = "while :; do sleep 0.05; done"
 ENFORCE = "pod-security.kubernetes.io/enforce"
-# What Kubernetes' Pod Security Standard `restricted` demands, and a root file system nobody writes to.
-RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "runAsNonRoot": True,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 
 
 @pytest.fixture(scope="module", name="root")
 def _root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root file system of busybox alone."""
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("there is no busybox: apt-get install busybox-static")
-    root = tmp_path_factory.mktemp("busybox")
-    for folder in ("bin", "etc", "run", "var"):
-        (root / folder).mkdir()
-    # As in Debian's images: what is mounted below goes into the image, not to this machine's /run.
-    (root / "var" / "run").symlink_to("/run")
-    (root / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
-    shutil.copy(busybox, root / "bin" / "busybox")
-    installed = subprocess.run(["chroot", str(root), "/bin/busybox", "--install", "-s", "/bin"], capture_output=True)
-    if installed.returncode:
-        pytest.skip("busybox needs libraries: apt-get install busybox-static")
-    return root
+    return busybox_root(tmp_path_factory.mktemp("busybox"))
 
 
 @pytest.fixture(scope="module", name="kubelet")
 def _kubelet(cluster: Cluster, root: Path) -> Iterator[ProcessKubelet]:
     """A node with three images: busybox, one with a configuration, and this machine's own files for Python's sake."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
     python = Image(root=Path("/"), entrypoint=(sys.executable,))
     web = Image(root=root, entrypoint=("sh", "-c"), environment={"FROM": "image"}, user="web", directory="/run")
     with kubelet_on(cluster, "rooted", images={IMAGE: root, WEB: web, PYTHON: python}) as kubelet:
@@ -92,7 +74,7 @@ async def test_a_restricted_container_has_its_user_a_read_only_root_and_its_volu
     team.apply(restricted("user", container, volumes=[work, scratch], security={"runAsUser": 1000, "fsGroup": 2000}))
     ready = await team.until_ready("user")
 
-    said = await log_of(team, kubelet, "user", "user\n")
+    said = await team.log(kubelet, "user", "user\n")
 
     assert "uid=1000(web) gid=1001 groups=1001,2000" in said
     assert "/srv/here\nuser\n/home/web\n" in said
@@ -112,7 +94,7 @@ async def test_a_writable_root_is_the_containers_own(team: Team, kubelet: Proces
     await team.until_ready("writer")
 
     # /etc is root's, as in the image; what a user may not write there it may not write here.
-    assert "Permission denied" in await log_of(team, kubelet, "writer", "denied")
+    assert "Permission denied" in await team.log(kubelet, "writer", "denied")
     assert not (root / "etc" / "motd").exists()
 
 
@@ -176,14 +158,14 @@ async def test_a_container_waits_for_a_secret_that_is_not_there_yet(team: Team, 
     team.apply(secret("late", {"password": "word"}))
     await team.until_ready("waits")
 
-    assert await log_of(team, kubelet, "waits", "word\nword") == "word\nword"
+    assert await team.log(kubelet, "waits", "word\nword") == "word\nword"
 
 
 async def test_a_container_has_what_its_image_says(team: Team, kubelet: ProcessKubelet) -> None:
     container = {"name": "main", "image": WEB, "args": [f"id -un; pwd; echo $FROM; {FOREVER}"]}
     team.apply(restricted("web", {**container, "securityContext": RESTRICTED}))
 
-    assert await log_of(team, kubelet, "web", "image\n") == "web\n/run\nimage\n"
+    assert await team.log(kubelet, "web", "image\n") == "web\n/run\nimage\n"
 
 
 async def test_a_pod_talks_to_the_api_server_as_its_service_account(team: Team, kubelet: ProcessKubelet) -> None:
@@ -196,7 +178,7 @@ async def test_a_pod_talks_to_the_api_server_as_its_service_account(team: Team, 
     team.kubectl("label", "namespace", team.namespace, f"{ENFORCE}-")
     team.apply(pod("client", {"name": "main", "image": PYTHON, "args": ["-c", script]}))
 
-    said = await log_of(team, kubelet, "client", "system:")
+    said = await team.log(kubelet, "client", "system:")
 
     assert said == f"system:serviceaccount:{team.namespace}:default\n"
     mounted = (await team.pod("client"))["spec"]["volumes"]
@@ -233,7 +215,7 @@ async def test_init_containers_run_in_order_and_hand_on_files(team: Team, kubele
     team.apply(restricted("staged", main, volumes=volumes, initContainers=[first, second]))
     staged = await team.until_ready("staged")
 
-    assert (await log_of(team, kubelet, "staged", "second\n")).startswith("first\nsecond\n")
+    assert (await team.log(kubelet, "staged", "second\n")).startswith("first\nsecond\n")
     assert [each["restartCount"] for each in staged["status"]["initContainerStatuses"]] == [0, 1]
 
 
@@ -277,25 +259,13 @@ async def test_what_a_pod_had_is_gone_with_it(team: Team, kubelet: ProcessKubele
     team.apply(restricted("leaver", container, security={"runAsUser": 1000}))
     await team.until_ready("leaver")
     view = kubelet.pod(team.namespace, "leaver")
-    await log_of(team, kubelet, "leaver", "up")
+    await team.log(kubelet, "leaver", "up")
     before = socket.if_nameindex()
     team.delete_pod("leaver")
     await team.until_gone("leaver")
 
     assert kubelet.log(view).split() == ["up", "hook", "term"]
     assert len(socket.if_nameindex()) == len(before) - 1
-
-
-def busybox(script: str, **more: Any) -> Object:
-    return {"name": "main", "image": IMAGE, "command": ["sh", "-c", script], "securityContext": RESTRICTED, **more}
-
-
-def restricted(name: str, container: Object, *, security: Object | None = None, **spec: Any) -> Object:
-    """A pod that a namespace which enforces `restricted` takes, run by nobody in particular unless told otherwise."""
-    user = {"runAsUser": 1000} if container["image"] == IMAGE else {}
-    # What is no init of its own and runs as process 1 does not hear SIGTERM.
-    grace = {"terminationGracePeriodSeconds": 1}
-    return pod(name, container, securityContext={**user, **(security or {})}, **grace, **spec)
 
 
 def files_of(root: Path) -> list[Path]:
@@ -320,16 +290,3 @@ async def until_phase(team: Team, name: str, phase: str) -> Object:
 
     await until(there, f"{name} is {phase}", timeout_s=WITHIN_S)
     return said[-1]
-
-
-async def log_of(team: Team, kubelet: ProcessKubelet, name: str, words: str) -> str:
-    """Wait until a pod has written these words; returns all it has written."""
-
-    async def written() -> bool:
-        try:
-            return words in kubelet.log(kubelet.pod(team.namespace, name))
-        except LookupError:
-            return False
-
-    await until(written, f"{name} writes {words!r}", timeout_s=WITHIN_S)
-    return kubelet.log(kubelet.pod(team.namespace, name))
