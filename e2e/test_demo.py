@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -92,6 +93,47 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path, number):
         assert demo.returncode == 128 + number
         assert "interrupted; nothing is left running" in printed
         assert "Traceback" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_demo_that_serves_goes_on_until_it_is_told_to_end(tmp_path, number):
+    # Rounds of half a second: several have begun before the signal comes.
+    arguments = ("--serve", "--requests", "5", "--rate", "1", "--speed", "10")
+    with subprocess.Popen(
+        command(tmp_path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        where, requests, end = (demo.stdout.readline() for _ in range(3))
+        assert where.startswith("dashboard: http://127.0.0.1:"), demo.stderr.read()
+        url = where.removeprefix("dashboard: ").strip()
+        with urlopen(url, timeout=10) as page:
+            assert b"<title>DualMap</title>" in page.read()
+        give_up_s = time.monotonic() + DONE_WITHIN_S
+        while (routed := requests_routed(url)) < 15 and time.monotonic() < give_up_s:
+            time.sleep(0.1)
+        children = children_of(demo.pid)
+        demo.send_signal(number)
+        _, progress = demo.communicate(timeout=GONE_WITHIN_S)
+
+    assert routed >= 15, "three rounds"
+    assert demo.returncode == 0, progress
+    assert requests.startswith("requests:  http://127.0.0.1:")
+    assert end == "Ctrl-C ends it.\n"
+    assert progress.endswith("ended; nothing is left running.\n")
+    assert len(children) >= 4
+    assert all(wait_until_gone(pid) for pid in children)
+    assert not (tmp_path / "demo.json").exists(), "nothing was compared"
+
+
+def requests_routed(url: str) -> int:
+    with urlopen(f"{url}pools/demo/qwen", timeout=10) as response:
+        return json.load(response)["traffic"]["requests"]
+
+
+def test_a_demo_serves_or_reports(tmp_path):
+    done = subprocess.run(command(tmp_path, "--serve", "--json"), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--serve and --json exclude each other" in done.stderr
 
 
 def test_a_demo_interrupted_while_it_starts_says_so_too(tmp_path):

@@ -11,6 +11,8 @@ from dualmap.pool_reader import read_pools
 from dualmap_cli.demo import command
 from dualmap_cli.demo.plan import HALF_REUSE_LOAD, Plan, make_plan, pool_document
 from dualmap_cli.demo.printing import preamble
+from dualmap_cli.demo.serve import reworded
+from dualmap_sim.workloads.statistics import measure
 
 
 def plan(**changes) -> Plan:
@@ -124,3 +126,16 @@ def test_what_the_extra_brings_is_asked_for_before_anything_starts(tmp_path, mon
     assert result.exit_code == 1
     assert f"needs the package {package}; run: pip install 'dualmap[demo]'" in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_round_that_is_served_has_the_same_shape_and_other_words():
+    trace = plan(requests=50).trace
+    first, second = reworded(trace, 0), reworded(trace, 3)
+
+    assert first == trace
+    assert [(r.arrival_s, r.input_tokens, len(r.blocks)) for r in second.requests] == [
+        (r.arrival_s, r.input_tokens, len(r.blocks)) for r in trace.requests
+    ]
+    blocks = {block for request in trace.requests for block in request.blocks}
+    assert blocks.isdisjoint(block for request in second.requests for block in request.blocks)
+    assert measure(second).ideal_hit_rate == measure(trace).ideal_hit_rate
