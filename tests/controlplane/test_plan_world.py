@@ -49,6 +49,33 @@ def test_a_roll_out_takes_one_pod_at_a_time() -> None:
     settled(world)
 
 
+def test_to_nothing_and_back() -> None:
+    """As an autoscaler does it: the last member drains, is taken back, goes after all, and is wished for again."""
+    world = World(spec=template_spec(1))
+    settled(world)
+    uid = world.pods["qwen-0"].uid
+    world.busy["qwen-0"] = 1
+    world.spec = replace(world.spec, replicas=0, generation=2)
+    world.settle(10)
+    assert (states(world.published.members), world.size) == ({"qwen-0": "Draining"}, 1)
+    world.spec = replace(world.spec, replicas=1, generation=3)
+    settled(world)
+    assert world.pods["qwen-0"].uid == uid
+
+    world.spec = replace(world.spec, replicas=0, generation=4)
+    settled(world)
+    said = {each.type: (each.status, each.reason) for each in world.published.conditions}
+    assert said["Available"] == (False, "ScaledToZero")
+    assert said["Degraded"] == (False, "AsExpected")
+    assert said["Progressing"] == (False, "Settled")
+    world.step(600.0)
+    assert {each.type: (each.status, each.reason) for each in world.published.conditions} == said
+
+    world.spec = replace(world.spec, replicas=1, generation=5)
+    settled(world)
+    assert world.pods["qwen-0"].uid != uid
+
+
 happenings = st.one_of(
     st.tuples(st.just("scale"), st.integers(0, 5)),
     st.tuples(st.just("crash"), st.integers(0, 4)),
