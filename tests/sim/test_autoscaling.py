@@ -9,7 +9,7 @@ import pytest
 from dualmap.pool import Engine, MemberState, Model, Pool, Prefix, Routing
 from dualmap_operator import ring
 from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.autoscaling.figures import figures, lag
+from dualmap_sim.autoscaling.figures import Lag, figures, lag
 from dualmap_sim.autoscaling.fleet import RAMP, Fleet
 from dualmap_sim.autoscaling.hpa import Hpa, HpaSpec, Policy, Rules
 from dualmap_sim.autoscaling.loop import Autoscaled, Run, run_autoscaled
@@ -172,8 +172,8 @@ def config(*, first: int, lasts_s: float) -> Autoscaled:
 
 
 STEP_S = 300.0
-STEP = (Phase(seconds=STEP_S, rate=1.0), Phase(seconds=600, rate=3.0), Phase(seconds=1800, rate=0.0))
-ALL_S = 2700.0
+STEP = (Phase(seconds=STEP_S, rate=1.0), Phase(seconds=300, rate=3.0), Phase(seconds=1800, rate=0.0))
+ALL_S = 2400.0
 
 
 @pytest.fixture(name="step", scope="module")
@@ -187,18 +187,20 @@ def test_equal_runs_are_equal(step: Run) -> None:
     assert again == step
 
 
-def test_a_step_is_answered_at_the_next_sync_but_one(step: Run) -> None:
-    before = max(sync.asked for sync in step.syncs if sync.at_s <= STEP_S)
-    grown = lag(step.syncs, since_s=STEP_S + 1, enough=before + 1)
-    assert grown.asked_s is not None
-    assert grown.asked_s <= 30
-    assert grown.serving_s is not None
-    assert 120 <= grown.serving_s <= 165
+def test_a_step_is_answered_at_the_next_sync_and_served_when_pods_have_started() -> None:
+    # With an HPA that remembers nothing, so that the fleet is what the load before takes.
+    forgets = replace(HpaSpec(), down=AT_ONCE.down)
+    run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
+    (before,) = (sync.asked for sync in run.syncs if sync.at_s == STEP_S)
+    assert lag(run.syncs, since_s=STEP_S, enough=before + 1) == Lag(asked_s=15, serving_s=15 + 120)
+    enough = lag(run.syncs, since_s=STEP_S, enough=2 * before)
+    assert enough.asked_s is not None
+    assert enough.asked_s <= 60
 
 
 def test_when_load_has_ended_the_pool_shrinks_to_its_least_and_nothing_is_cut(step: Run) -> None:
     assert step.syncs[-1].present == 2
-    after = [sync.asked for sync in step.syncs if sync.at_s > 900]
+    after = [sync.asked for sync in step.syncs if sync.at_s > 600]
     assert all(later <= earlier for earlier, later in pairwise(after))
     assert all(record.finished_s is not None or record.refused is not None for record in step.records)
     assert sum(pod.gone_s is not None for pod in step.pods) > 2
@@ -208,7 +210,6 @@ def test_when_load_has_ended_the_pool_shrinks_to_its_least_and_nothing_is_cut(st
 def test_it_costs_less_than_the_fleet_of_the_peak(step: Run) -> None:
     found = figures(step, slo_ttft_s=5.0, warmup_s=0)
     assert found.instance_hours < 0.8 * found.replicas_max * ALL_S / 3600
-    assert found.summary.slo_attainment > 0.8
 
 
 def test_a_pod_that_is_gone_too_early_is_noticed(step: Run) -> None:
@@ -217,7 +218,7 @@ def test_a_pod_that_is_gone_too_early_is_noticed(step: Run) -> None:
 
 
 def test_steady_load_keeps_a_steady_fleet() -> None:
-    run = scaled(load(Phase(seconds=3600, rate=1.5)), first=5, lasts_s=3600)
+    run = scaled(load(Phase(seconds=2400, rate=1.0)), first=4, lasts_s=2400)
     found = figures(run, slo_ttft_s=5.0, warmup_s=600)
     assert found.turns <= 2
     assert max(sync.asked for sync in run.syncs) - min(sync.asked for sync in run.syncs) <= 2
@@ -233,17 +234,17 @@ def test_a_metric_that_is_lost_scales_nothing() -> None:
 
 
 def test_a_fixed_fleet_stays() -> None:
-    run = run_autoscaled(replace(config(first=3, lasts_s=600), scaler=None), load(Phase(seconds=300, rate=3.0)))
+    run = run_autoscaled(replace(config(first=3, lasts_s=600), scaler=None), load(Phase(seconds=300, rate=1.0)))
     assert {sync.asked for sync in run.syncs} == {3}
     assert figures(run, slo_ttft_s=5.0, warmup_s=0).instance_hours == pytest.approx(3 * 600 / 3600, rel=0.01)
 
 
 def test_on_the_queue_twice_the_target_is_half_the_wish() -> None:
-    asked = load(Phase(seconds=300, rate=2.0))
+    asked = load(Phase(seconds=120, rate=1.0))
     wishes = {}
     for target in (4.0, 8.0):
         fixed = HpaSpec(min_replicas=8, max_replicas=8)
-        queue = replace(config(first=8, lasts_s=300), scaler=OnQueue(requests=target), hpa=fixed)
+        queue = replace(config(first=8, lasts_s=120), scaler=OnQueue(requests=target), hpa=fixed)
         wishes[target] = [sync.wish for sync in run_autoscaled(queue, asked).syncs]
     assert all(
         few and many and few == pytest.approx(2 * many) for few, many in zip(wishes[4.0], wishes[8.0], strict=True)
@@ -251,9 +252,9 @@ def test_on_the_queue_twice_the_target_is_half_the_wish() -> None:
 
 
 def test_four_routers_ask_for_what_one_does() -> None:
-    asked = load(Phase(seconds=600, rate=2.0))
-    fixed = replace(config(first=10, lasts_s=600), scaler=OnSlo(), hpa=HpaSpec(min_replicas=10, max_replicas=10))
+    asked = load(Phase(seconds=300, rate=1.5))
+    fixed = replace(config(first=7, lasts_s=300), scaler=OnSlo(), hpa=HpaSpec(min_replicas=7, max_replicas=7))
     alone, four = (run_autoscaled(replace(fixed, routers=routers), asked) for routers in (1, 4))
     assert {record.router for record in four.records} == {0, 1, 2, 3}
-    wishes = [[sync.wish or 0.0 for sync in run.syncs if sync.at_s > 120] for run in (alone, four)]
-    assert sum(wishes[1]) == pytest.approx(sum(wishes[0]), rel=0.2)
+    wishes = [[sync.wish or 0.0 for sync in run.syncs if 60 < sync.at_s < 300] for run in (alone, four)]
+    assert sum(wishes[1]) == pytest.approx(sum(wishes[0]), rel=0.15)
