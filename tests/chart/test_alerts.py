@@ -6,13 +6,14 @@ recording is made by e2e/controlplane/record_metrics.py.
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tools import find_promtool
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "helm" / "dualmap" / "files" / "alerts.yaml"
@@ -61,7 +62,7 @@ def of(name: str, **labels: str) -> list[str]:
     return found
 
 
-def assert_fire(day: dict[str, Series], expected: set[str], directory: Path) -> None:
+def assert_fire(promtool: Path, day: dict[str, Series], expected: set[str], directory: Path) -> None:
     """Let promtool say whether just these alerts fire at the end of the day."""
     test = {
         "rule_files": [str(RULES)],
@@ -82,19 +83,20 @@ def assert_fire(day: dict[str, Series], expected: set[str], directory: Path) -> 
     }
     file = directory / "test.yaml"
     file.write_text(json.dumps(test))
-    said = subprocess.run([find_promtool(), "test", "rules", file], capture_output=True, text=True, timeout=100)
+    said = subprocess.run([promtool, "test", "rules", file], capture_output=True, text=True, timeout=100)
     assert said.returncode == 0, said.stdout + said.stderr
 
 
-def find_promtool() -> str:
-    found = shutil.which("promtool")
+@pytest.fixture(scope="module", name="promtool")
+def _promtool() -> Path:
+    found = find_promtool()
     if found is None:
-        pytest.skip("promtool is not there; on Debian: apt-get install prometheus")
+        pytest.skip("promtool is not there: e2e/debian.sh gets it, as does apt-get install prometheus")
     return found
 
 
-def test_promtool_takes_the_rules() -> None:
-    checked = subprocess.run([find_promtool(), "check", "rules", RULES], capture_output=True, text=True)
+def test_promtool_takes_the_rules(promtool: Path) -> None:
+    checked = subprocess.run([promtool, "check", "rules", RULES], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -115,8 +117,8 @@ def test_every_metric_was_recorded() -> None:
     assert asked - recorded - unseen == set()
 
 
-def test_a_healthy_day_is_silent(tmp_path: Path) -> None:
-    assert_fire(healthy_day(), set(), tmp_path)
+def test_a_healthy_day_is_silent(promtool: Path, tmp_path: Path) -> None:
+    assert_fire(promtool, healthy_day(), set(), tmp_path)
 
 
 ROUTER = 'namespace="dualmap-system",pod="router-0"'
@@ -247,9 +249,9 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_fires_its_alert_and_no_other(fault: str, tmp_path: Path) -> None:
+def test_a_fault_fires_its_alert_and_no_other(fault: str, promtool: Path, tmp_path: Path) -> None:
     different, expected = FAULTS[fault]
-    assert_fire({**healthy_day(), **different}, expected, tmp_path)
+    assert_fire(promtool, {**healthy_day(), **different}, expected, tmp_path)
 
 
 def test_every_alert_is_fired_by_a_fault() -> None:
