@@ -253,5 +253,5 @@ def test_names_follow_the_release() -> None:
         assert deployments == {f"{prefix}-{each}" for each in ("operator", "router", "gateway", "redis")}
         given = dict(arguments(objects))
         assert f"--router-service={prefix}-router" in given["operator"]
-        assert f"--router={prefix}-router.{NAMESPACE}.svc:9002" in given["envoy-config"]
+        assert f"--router={prefix}-router.{NAMESPACE}:9002" in given["envoy-config"]
         assert f"--redis=redis://{prefix}-redis.{NAMESPACE}.svc:6379/0" in given["router"]

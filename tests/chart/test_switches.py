@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GATEWAYS
+from chart.cases import APIS, CASES, GATEWAYS, POOLS
 from chart.objects import pods
 from chart.rendering import CHART, ROOT, Object, named, notes, only, render
 
@@ -207,12 +207,11 @@ class TestAutoscalers:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
         assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
 
-    def test_plain_text_needs_no_tls_parameters(self) -> None:
-        (trigger,) = only(render(CASES["keda"], apis=APIS), "ScaledObject", "qwen")["spec"]["triggers"]
-        assert trigger["metadata"] == {
-            "scalerAddress": "dualmap-router.dualmap-system.svc:9002",
-            "pool": "llm/qwen",
-        }
+    def test_the_scaled_object_is_the_one_of_the_examples(self) -> None:
+        example = yaml.safe_load((ROOT / "manifests" / "examples" / "keda.yaml").read_text())
+        entry = {**POOLS[0], "minReplicas": 0}
+        made = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")
+        assert made["spec"] == example["spec"]
 
 
 class TestHook:

@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 # How long clients and load balancers may go on sending to a pod that is on its way out.
 LEAST_S = 5.0
 INTERVAL_S = 0.5
-# Envoy tells its access log once a second; a router that is not told of an end counts the request for minutes.
-TOLD_AFTER_S = 2.0
+# Envoy tells its access log ten times a second; a router that is not told of an end counts the request for minutes.
+TOLD_AFTER_S = 1.0
 ANSWER_WITHIN_S = 5.0
 OPEN = "http.requests.downstream_rq_active"
 

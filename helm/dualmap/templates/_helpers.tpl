@@ -120,7 +120,7 @@ priorityClassName: {{ . }}
 
 {{/* The routers' name for whoever is in the cluster. */}}
 {{- define "dualmap.routerHost" -}}
-{{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}.svc
+{{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}
 {{- end -}}
 
 {{/* The Secret with the routers' certificate; "" without TLS. */}}
