@@ -4,6 +4,7 @@ import base64
 import json
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest_asyncio
 
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
-from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.kubelet.network import interface_of
+from controlplane.kubelet.process_kubelet import PodView, ProcessKubelet
 from controlplane.kubelet.roots import Image
 from controlplane.team import (
     IMAGE,
@@ -260,12 +262,22 @@ async def test_what_a_pod_had_is_gone_with_it(team: Team, kubelet: ProcessKubele
     await team.until_ready("leaver")
     view = kubelet.pod(team.namespace, "leaver")
     await team.log(kubelet, "leaver", "up")
-    before = socket.if_nameindex()
+    was_there = traces(view)
     team.delete_pod("leaver")
     await team.until_gone("leaver")
 
     assert kubelet.log(view).split() == ["up", "hook", "term"]
-    assert len(socket.if_nameindex()) == len(before) - 1
+    assert was_there == [f"dualmap-kubelet-/{view.uid}", interface_of(view.address)]
+    assert traces(view) == []
+
+
+def traces(view: PodView) -> list[str]:
+    """What this machine has of a pod, but for its processes."""
+    folders = [
+        f"dualmap-kubelet-/{each.name}" for each in Path(tempfile.gettempdir()).glob(f"dualmap-kubelet-*/{view.uid}")
+    ]
+    interfaces = [name for _, name in socket.if_nameindex() if name == interface_of(view.address)]
+    return folders + interfaces
 
 
 def files_of(root: Path) -> list[Path]:

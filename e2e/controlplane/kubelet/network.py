@@ -51,7 +51,7 @@ class PodNetwork:
     @classmethod
     async def make(cls, address: str) -> Self:
         """Make a namespace that has ``address``, reachable from here; raises NetworkError."""
-        interface = f"pod{int(ipaddress.IPv4Address(address)):08x}"
+        interface = interface_of(address)
         inside = await asyncio.create_subprocess_exec(
             "unshare", "--net", "sh", "-c", _INSIDE, "sh", address, GATEWAY,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -83,6 +83,11 @@ class PodNetwork:
         with contextlib.suppress(NetworkError):
             await _run("ip", "link", "delete", self._interface)
         os.close(self.namespace)
+
+
+def interface_of(address: str) -> str:
+    """Return the name here of the interface of the pod that has this address."""
+    return f"pod{int(ipaddress.IPv4Address(address)):08x}"
 
 
 async def _run(*argv: str) -> None:
