@@ -12,8 +12,8 @@ from bench.autoscaling.settings import (
     FIXED_PEAK,
     HASTY,
     MANIFEST,
+    MEAN,
     SHAPES,
-    SIZES,
     SLO,
     SLO_HASTY,
     SLO_ROUTERS,
@@ -55,7 +55,7 @@ def scaled(trace: Path, workload: str, shape: str, scaler: str, seed: int) -> Ke
     if scaler in (SLO_HASTY, SLO_ROUTERS):
         config = replace(config, hpa=HASTY) if scaler == SLO_HASTY else replace(config, routers=4)
     elif scaler in (FIXED_PEAK, FIXED_MEAN):
-        config = replace(config, scaler=None, first=ENOUGH[load.highest] if scaler == FIXED_PEAK else load.mean)
+        config = replace(config, scaler=None, first=ENOUGH[load.highest] if scaler == FIXED_PEAK else MEAN)
     elif scaler != SLO:
         (target,) = (each for each in TARGETS if queue(each) == scaler)
         config = replace(config, scaler=OnQueue(requests=target))
@@ -157,9 +157,8 @@ def size_cell(extent: Extent, rate: float, instances: int, seed: int) -> Cell:
 
 def cells(extent: Extent) -> list[Cell]:
     """Return everything that is measured, seed by seed."""
-    sizes = [] if extent.quick else [(rate, size) for rate, of in SIZES.items() for size in of]
     every: list[Cell] = []
     for seed in extent.seeds:
-        every += [cell(extent, shape, each, seed) for shape in extent.shapes for each in extent.scalers(shape)]
-        every += [size_cell(extent, rate, size, seed) for rate, size in sizes]
+        every += [cell(extent, shape, each, seed) for shape in extent.shapes for each in extent.scalers(shape, seed)]
+        every += [size_cell(extent, rate, size, seed) for rate, size in extent.sizes(seed)]
     return [*every, *(cell(extent, shape, SLO_ROUTERS, seed) for shape, seed in extent.routers)]

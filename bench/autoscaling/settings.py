@@ -20,15 +20,13 @@ START_S: Final = 120.0
 class Shape:
     """How load comes: ``phases`` in multiples of the trace's own rate, with ``first`` instances at the beginning.
 
-    ``highest`` is the highest of these rates; ``rises_s`` is when load rises to it at once, if it does, and
-    ``mean`` is a fixed fleet that costs about what scaling on the SLO does.
+    ``highest`` is the highest of these rates; ``rises_s`` is when load rises to it at once, if it does.
     """
 
     says: str
     phases: tuple[Phase, ...]
     first: int
     highest: float
-    mean: int
     rises_s: float | None = None
 
     @property
@@ -49,14 +47,12 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             phases=phases((60, 1.0)),
             first=9,
             highest=1.0,
-            mean=10,
         ),
         "step": Shape(
             says="20 minutes at 0.6 of that rate, half an hour at 1.5 of it, half an hour at 0.6",
             phases=phases((20, 0.6), (30, 1.5), (30, 0.6)),
             first=7,
             highest=1.5,
-            mean=10,
             rises_s=20 * 60.0,
         ),
         "wave": Shape(
@@ -64,14 +60,12 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             phases=wave(period_s=1.5 * 3600.0, low=0.3, high=1.5),
             first=4,
             highest=1.5,
-            mean=10,
         ),
         "burst": Shape(
             says="a quarter of an hour at 0.6, five minutes at 1.5, 25 minutes at 0.6",
             phases=phases((15, 0.6), (5, 1.5), (25, 0.6)),
             first=7,
             highest=1.5,
-            mean=8,
             rises_s=15 * 60.0,
         ),
         "idle": Shape(
@@ -79,7 +73,6 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             phases=phases((10, 0.0), (30, 1.0), (25, 0.0)),
             first=2,
             highest=1.0,
-            mean=7,
             rises_s=10 * 60.0,
         ),
     }
@@ -92,7 +85,8 @@ HASTY: Final = replace(MANIFEST, down=replace(MANIFEST.down, stabilization_s=300
 TARGETS: Final = (12.0, 8.0)
 SLO: Final = "SLO"
 FIXED_PEAK: Final = "fixed, for the highest rate"
-FIXED_MEAN: Final = "fixed, for the same cost"
+FIXED_MEAN: Final = "fixed, for about the same cost"
+MEAN: Final = 10
 SLO_HASTY: Final = "SLO, down after 5 min"
 SLO_ROUTERS: Final = "SLO, 4 routers"
 
@@ -117,9 +111,14 @@ class Extent:
         """The Conversation trace, or what stands in for it."""
         return CONVERSATION if self.trace.exists() else TOOL_AGENT
 
-    def scalers(self, shape: str) -> Sequence[str]:
-        """What is measured under a shape: the hastier scaling down where something goes up and down."""
-        return [each for each in SCALERS if each != SLO_HASTY or shape in ("step", "wave")]
+    def scalers(self, shape: str, seed: int) -> Sequence[str]:
+        """What is measured under a shape: what little depends on chance once only."""
+        once = (SLO_HASTY, FIXED_MEAN)
+        return [each for each in SCALERS if each not in once or (shape == "step" and seed == 0)]
+
+    def sizes(self, seed: int) -> Sequence[tuple[float, int]]:
+        """Which fixed fleets are measured, by rate."""
+        return () if self.quick or seed else [(rate, size) for rate, of in SIZES.items() for size in of]
 
     @property
     def shapes(self) -> Sequence[str]:
