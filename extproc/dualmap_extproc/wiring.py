@@ -65,10 +65,9 @@ async def serve(settings: Settings) -> None:
     # Request ids come back in access logs, which may be another replica's or older than this process.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     recorder = Recorder(metrics) if settings.dashboard else None
-    observer = metrics if recorder is None else recorder
     picker = Picker(
         settings.limits,
-        observer,
+        recorder or metrics,
         id_prefix=incarnation,
         shares=settings.redis is not None,
         log_prompts=settings.log_prompts,
@@ -86,7 +85,7 @@ async def serve(settings: Settings) -> None:
 
     source = await _source(settings, metrics, adoption)
     servers = GrpcServers(
-        ExternalProcessor(picker, observer, settings.limits),
+        ExternalProcessor(picker, metrics, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,

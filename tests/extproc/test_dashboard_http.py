@@ -71,7 +71,8 @@ class Router:
         self.picker.pick(1.0, body, None, 1.0, headers=headers, resume=lambda _: None)
 
     def document(self, pool: str = "") -> dict:
-        return json.loads(Snapshots(self.source()).take({pool})[pool])
+        snapshots = Snapshots(self.source())
+        return json.loads(snapshots.tell(snapshots.look(), {pool})[pool])
 
 
 def server_of(router: Router, *, every_s: float) -> StatusServer:
@@ -311,7 +312,7 @@ def test_shares_follow_the_members() -> None:
     snapshots = Snapshots(router.source())
 
     def shares() -> list[float]:
-        return json.loads(snapshots.take({""})[""])["pool"]["endpoints"]["ring_1"]
+        return json.loads(snapshots.tell(snapshots.look(), {""})[""])["pool"]["endpoints"]["ring_1"]
 
     assert shares() == [0.5, 0.5]
     router.adopt(builders.pool(4))

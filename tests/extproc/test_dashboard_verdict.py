@@ -65,9 +65,8 @@ def test_a_share_is_never_rounded_up_to_its_goal() -> None:
 
 
 def test_few_first_tokens_in_a_minute_are_judged_by_five() -> None:
-    history = past(met=3)
-    for _ in range(30):
-        history.first_token(NOW - 100, FirstToken(member="m-0", ttft_s=9.0, predicted_ttft_s=1.0, within_slo=False))
+    history = past(missed=30, seconds_ago=100)
+    history.first_token(NOW, FirstToken(member="m-0", ttft_s=1.0, predicted_ttft_s=1.0, within_slo=True))
     found = verdict(history)
     assert found.level is Level.BAD
     assert "in the last 5 minutes" in found.headline
@@ -117,7 +116,7 @@ def test_refusals_that_users_feel_make_it_bad() -> None:
 
 
 def test_refusals_that_are_over_are_worth_a_look() -> None:
-    history = past(met=100)
+    history = past(met=100, seconds_ago=201)
     history.refused(NOW - 200, no_endpoint("llm/qwen"))
     found = verdict(history)
     assert found.level is Level.WARN

@@ -95,9 +95,12 @@ class Feed:
                 # However often people come and go, no more than one a second.
                 await asyncio.sleep(self._taken_s + self._every_s - clock())
                 self._taken_s = clock()
-                self._documents = self._snapshots.take({watcher.pool for watcher in self._watchers})
+                wanted = {watcher.pool for watcher in self._watchers}
+                self._documents = await asyncio.to_thread(self._snapshots.tell, self._snapshots.look(), wanted)
                 for watcher in self._watchers:
-                    watcher.offer(self._documents[watcher.pool])
+                    # Who has come meanwhile may look at a pool that nobody looked at.
+                    if watcher.pool in self._documents:
+                        watcher.offer(self._documents[watcher.pool])
         finally:
             # Should a snapshot fail, nobody is left waiting: pages say that they are cut off, and come back.
             for watcher in self._watchers:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from typing import Final
 
 from dualmap.requests import Completion, Decision, FirstToken
@@ -22,7 +23,7 @@ _MINUTE_S: Final = 60
 WINDOW_S: Final = 300
 """Figures of instances, hit rates and rules are of the last five minutes."""
 _MINUTES: Final = WINDOW_S // _MINUTE_S
-DECISIONS: Final = 40
+DECISIONS: Final = 24
 """So many of the last decisions are kept for each pool."""
 TTFT_BOUNDS_S: Final = tuple(10 ** (tenth / 10) for tenth in range(-20, 29))
 """Ten to a decade, from 10 ms to ten minutes, the longest objective that pools may set."""
@@ -166,31 +167,43 @@ class PoolHistory:
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=STEPS)
         self._minutes: deque[_Minute] = deque(maxlen=_MINUTES)
-        self._happenings: deque[Happening] = deque(maxlen=DECISIONS)
+        # What goes on now, and when the step is over; the beginning of a minute is that of a step.
+        self._step = _Step(number=-1)
+        self._minute = _Minute(-1)
+        self._until_s = -inf
+        # Number, time and what; as Happening only when somebody asks, which takes longer than all the rest.
+        self._happenings: deque[tuple[int, float, Decision | Refused]] = deque(maxlen=DECISIONS)
         self._happened = 0
 
     def routed(self, now: float, decision: Decision) -> None:
         """Count a request sent to an instance, and remember why."""
-        receipt = decision.receipt
-        self._step(now).requests += 1
-        minute = self._minute(now)
+        if now >= self._until_s:
+            self._turn(now)
+        receipt, minute = decision.receipt, self._minute
+        self._step.requests += 1
         minute.rules[receipt.rule] = minute.rules.get(receipt.rule, 0) + 1
         past = minute.endpoint(receipt.chosen)
         past.requests += 1
         past.prompt_tokens += receipt.prompt_tokens
         past.predicted_cached_tokens += receipt.matched_tokens
-        self._note(now, decision)
+        self._happenings.append((self._happened, now, decision))
+        self._happened += 1
 
     def refused(self, now: float, refused: Refused) -> None:
         """Count a request that got an error."""
-        self._step(now).refused += 1
-        refusals = self._minute(now).refusals
+        if now >= self._until_s:
+            self._turn(now)
+        self._step.refused += 1
+        refusals = self._minute.refusals
         refusals[refused.code] = refusals.get(refused.code, 0) + 1
-        self._note(now, refused)
+        self._happenings.append((self._happened, now, refused))
+        self._happened += 1
 
     def first_token(self, now: float, first_token: FirstToken) -> None:
         """Count a first token."""
-        step, past = self._step(now), self._minute(now).endpoint(first_token.member)
+        if now >= self._until_s:
+            self._turn(now)
+        step, past = self._step, self._minute.endpoint(first_token.member)
         step.first_tokens += 1
         step.slo_met += first_token.within_slo
         step.ttfts[bisect_left(TTFT_BOUNDS_S, first_token.ttft_s)] += 1
@@ -199,13 +212,17 @@ class PoolHistory:
 
     def measured(self, now: float, completion: Completion) -> None:
         """Count what an engine said it had cached."""
-        past = self._minute(now).endpoint(completion.member)
+        if now >= self._until_s:
+            self._turn(now)
+        past = self._minute.endpoint(completion.member)
         past.checked_cached_tokens += completion.predicted_cached_tokens
         past.measured_cached_tokens += completion.measured_cached_tokens or 0
 
     def failed(self, now: float, completion: Completion) -> None:
         """Count a request that an instance failed to serve."""
-        self._minute(now).endpoint(completion.member).failed += 1
+        if now >= self._until_s:
+            self._turn(now)
+        self._minute.endpoint(completion.member).failed += 1
 
     def quiet(self, now: float) -> bool:
         """Whether nothing happened for so long that no line shows it any more."""
@@ -237,24 +254,21 @@ class PoolHistory:
             total=total,
             rules=rules,
             refusals=refusals,
-            happenings=tuple(reversed(self._happenings)),
+            happenings=tuple(
+                Happening(number=number, at_s=at_s, what=what) for number, at_s, what in reversed(self._happenings)
+            ),
         )
 
-    def _note(self, now: float, what: Decision | Refused) -> None:
-        self._happenings.append(Happening(number=self._happened, at_s=now, what=what))
-        self._happened += 1
-
-    def _step(self, now: float) -> _Step:
+    def _turn(self, now: float) -> None:
+        """Begin the step and the minute that ``now`` is in."""
         number = int(now // STEP_S)
-        if not self._steps or self._steps[-1].number != number:
-            self._steps.append(_Step(number=number))
-        return self._steps[-1]
-
-    def _minute(self, now: float) -> _Minute:
-        number = int(now // _MINUTE_S)
-        if not self._minutes or self._minutes[-1].number != number:
-            self._minutes.append(_Minute(number))
-        return self._minutes[-1]
+        self._until_s = (number + 1) * STEP_S
+        self._step = _Step(number=number)
+        self._steps.append(self._step)
+        minute = number * STEP_S // _MINUTE_S
+        if minute != self._minute.number:
+            self._minute = _Minute(minute)
+            self._minutes.append(self._minute)
 
 
 def percentile(counts: Sequence[int], share: float) -> float | None:

@@ -5,7 +5,7 @@ and reasons; never an address, a prompt, its hash, a session or a header.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -27,7 +27,7 @@ from dualmap_extproc.dashboard.verdict import Verdict, backlog_s, judge, telling
 from dualmap_extproc.pool_demand import DemandUnknown
 
 _DIGITS: Final = 4
-"""Significant digits of times and shares: more mean nothing, and are most of what is sent."""
+"""After the point, of times in seconds and of shares: more mean nothing, and would be most of what is sent."""
 
 Json = dict[str, object]
 
@@ -50,66 +50,76 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
-    """All that is known of a pool at one moment; ``share`` is None where all routers' demand is not known."""
+class Moment:
+    """All that is known of a pool at one moment.
+
+    ``share`` is None where all routers' demand is not known; ``unknown`` says why.
+    """
 
     pool: Pool
     status: PoolStatus
     past: HistoryView
     share: Share | None
-    verdict: Verdict
+    unknown: str
+
+    def verdict(self) -> Verdict:
+        """Return what to make of it."""
+        wanted = None if self.share is None else self.share.desired_replicas
+        return judge(self.pool, self.status, self.past, wanted=wanted, unknown=self.unknown)
 
 
 class Snapshots:
-    """Makes snapshots; remembers ring shares, which change only with the members."""
+    """Makes snapshots in two parts: ``look`` is quick, ``tell`` takes longer and may be done in another thread.
+
+    It remembers ring shares, which change only with the members.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._shares: dict[str, tuple[Pool, frozenset[str], tuple[Mapping[str, float], Mapping[str, float]]]] = {}
 
-    def take(self, wanted: set[str]) -> dict[str, bytes]:
-        """Return a JSON document for each of the ``wanted`` pools, those unknown included; belongs to the event loop.
+    def look(self) -> tuple[Moment, ...]:
+        """Return what is known of every pool now; belongs to the event loop."""
+        pools = {pool.id: pool for pool in self._source.pools()}
+        return tuple(
+            self._moment(pools[status.pool], status) for status in self._source.statuses() if status.pool in pools
+        )
+
+    def tell(self, moments: Sequence[Moment], wanted: Collection[str]) -> dict[str, bytes]:
+        """Return a JSON document for each of the ``wanted`` pools, those unknown included; in one thread at a time.
 
         The empty name is the first pool's, for a page that has not chosen yet.
         """
-        source = self._source
-        pools = {pool.id: pool for pool in source.pools()}
-        moments = {
-            status.pool: self._moment(pools[status.pool], status)
-            for status in source.statuses()
-            if status.pool in pools
-        }
-        self._shares = {name: known for name, known in self._shares.items() if name in moments}
+        pools = {moment.pool.id: moment for moment in moments}
+        self._shares = {name: known for name, known in self._shares.items() if name in pools}
+        verdicts = {name: moment.verdict() for name, moment in pools.items()}
         overview = [
-            {"pool": name, "level": moment.verdict.level, "headline": moment.verdict.headline}
-            for name, moment in moments.items()
+            {"pool": name, "level": verdict.level, "headline": verdict.headline} for name, verdict in verdicts.items()
         ]
         documents = {}
         for asked in wanted:
-            name = asked or next(iter(moments), "")
+            name = asked or next(iter(pools), "")
             document = {
-                "router": source.router,
-                "version": source.version,
-                "at": round(source.clock(), 1),
+                "router": self._source.router,
+                "version": self._source.version,
+                "at": round(self._source.clock(), 1),
                 "pools": overview,
                 "asked": asked,
-                "pool": self._pool(moments[name]) if name in moments else None,
+                "pool": self._pool(pools[name], verdicts[name]) if name in pools else None,
             }
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _moment(self, pool: Pool, status: PoolStatus) -> _Moment:
+    def _moment(self, pool: Pool, status: PoolStatus) -> Moment:
         past = self._source.recorder.view(pool.id)
         share, unknown = None, ""
         try:
             share = self._source.demand(pool.id)
         except DemandUnknown as error:
             unknown = str(error)
-        wanted = None if share is None else share.desired_replicas
-        verdict = judge(pool, status, past, wanted=wanted, unknown=unknown)
-        return _Moment(pool=pool, status=status, past=past, share=share, verdict=verdict)
+        return Moment(pool=pool, status=status, past=past, share=share, unknown=unknown)
 
-    def _pool(self, moment: _Moment) -> Json:
+    def _pool(self, moment: Moment, verdict: Verdict) -> Json:
         pool, status, past = moment.pool, moment.status, moment.past
         return {
             "name": pool.id,
@@ -122,7 +132,7 @@ class Snapshots:
             "split_prefixes": status.split_prefixes,
             "held": status.held,
             "slo": asdict(pool.slo),
-            "verdict": asdict(moment.verdict),
+            "verdict": asdict(verdict),
             "all_routers": _share(moment.share),
             "recent": _recent(telling(past)),
             "minute": {"requests": past.minute.requests, "refused": past.minute.refused},
@@ -143,29 +153,25 @@ class Snapshots:
         """Return the instances as columns: a row of names each would be most of what is sent."""
         ring_1, ring_2 = self._ring_shares(pool, status)
         nothing = EndpointPast()
-        rows: list[Json] = []
-        for each in status.endpoints:
-            lately = past.endpoints.get(each.id, nothing)
-            rows.append(
-                {
-                    "id": each.id,
-                    "state": "Suspended" if each.suspended else each.state,
-                    "weight": each.weight,
-                    "ring_1": _short(ring_1.get(each.id, 0.0)),
-                    "ring_2": _short(ring_2.get(each.id, 0.0)),
-                    "in_flight": each.in_flight,
-                    "held": each.held,
-                    "pending_tokens": each.pending_prefill_tokens + each.held_prefill_tokens,
-                    "backlog_s": _short(backlog_s(each)),
-                    "speed": round(each.prefill_tokens_per_second),
-                    "requests": lately.requests,
-                    "hit_predicted": _short(lately.hit_rate_predicted),
-                    "hit_measured": _short(lately.hit_rate_measured),
-                    "attainment": _short(lately.attainment),
-                    "failed": lately.failed,
-                }
-            )
-        return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+        endpoints = status.endpoints
+        pasts = [past.endpoints.get(each.id, nothing) for each in endpoints]
+        return {
+            "id": [each.id for each in endpoints],
+            "state": ["Suspended" if each.suspended else each.state for each in endpoints],
+            "weight": [each.weight for each in endpoints],
+            "ring_1": [_short(ring_1.get(each.id, 0.0)) for each in endpoints],
+            "ring_2": [_short(ring_2.get(each.id, 0.0)) for each in endpoints],
+            "in_flight": [each.in_flight for each in endpoints],
+            "held": [each.held for each in endpoints],
+            "pending_tokens": [each.pending_prefill_tokens + each.held_prefill_tokens for each in endpoints],
+            "backlog_s": [_short(backlog_s(each)) for each in endpoints],
+            "speed": [round(each.prefill_tokens_per_second) for each in endpoints],
+            "requests": [each.requests for each in pasts],
+            "hit_predicted": [_short(each.hit_rate_predicted) for each in pasts],
+            "hit_measured": [_short(each.hit_rate_measured) for each in pasts],
+            "attainment": [_short(each.attainment) for each in pasts],
+            "failed": [each.failed for each in pasts],
+        }
 
     def _ring_shares(self, pool: Pool, status: PoolStatus) -> tuple[Mapping[str, float], Mapping[str, float]]:
         suspended = frozenset(each.id for each in status.endpoints if each.suspended)
@@ -243,4 +249,4 @@ def _history(past: HistoryView) -> Json:
 
 
 def _short(number: float | None) -> float | None:
-    return None if number is None else float(f"{number:.{_DIGITS}g}")
+    return None if number is None else round(number, _DIGITS)
