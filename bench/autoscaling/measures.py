@@ -69,9 +69,9 @@ def scaled(trace: Path, workload: str, shape: str, scaler: str, seed: int) -> Ke
 
 
 def sized(trace: Path, workload: str, rate: float, instances: int, seed: int) -> Kept:
-    """Run 40 minutes at a rate on a fixed fleet; return its figures."""
+    """Run half an hour at a rate on a fixed fleet; return its figures."""
     config = replace(_config(_load(trace, workload), instances), scaler=None)
-    return _figures(_run(trace, workload, config, phases((40, rate)), seed))
+    return _figures(_run(trace, workload, config, phases((30, rate)), seed))
 
 
 def _config(trace: Trace, first: int) -> Autoscaled:

@@ -49,17 +49,11 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             highest=1.0,
         ),
         "step": Shape(
-            says="20 minutes at 0.6 of that rate, half an hour at 1.5 of it, half an hour at 0.6",
-            phases=phases((20, 0.6), (30, 1.5), (30, 0.6)),
+            says="a quarter of an hour at 0.6 of that rate, 20 minutes at 1.5 of it, 25 minutes at 0.6",
+            phases=phases((15, 0.6), (20, 1.5), (25, 0.6)),
             first=7,
             highest=1.5,
-            rises_s=20 * 60.0,
-        ),
-        "wave": Shape(
-            says="a day in ninety minutes, from 0.3 to 1.5 and back",
-            phases=wave(period_s=1.5 * 3600.0, low=0.3, high=1.5),
-            first=4,
-            highest=1.5,
+            rises_s=15 * 60.0,
         ),
         "burst": Shape(
             says="a quarter of an hour at 0.6, five minutes at 1.5, 25 minutes at 0.6",
@@ -69,11 +63,17 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             rises_s=15 * 60.0,
         ),
         "idle": Shape(
-            says="ten minutes of nothing, half an hour at 1, 25 minutes of nothing",
-            phases=phases((10, 0.0), (30, 1.0), (25, 0.0)),
+            says="ten minutes of nothing, 20 minutes at 1, 25 minutes of nothing",
+            phases=phases((10, 0.0), (20, 1.0), (25, 0.0)),
             first=2,
             highest=1.0,
             rises_s=10 * 60.0,
+        ),
+        "wave": Shape(
+            says="a day in 75 minutes, from 0.3 to 1.5 and back",
+            phases=wave(period_s=75 * 60.0, low=0.3, high=1.5),
+            first=4,
+            highest=1.5,
         ),
     }
 )

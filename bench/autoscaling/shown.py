@@ -38,7 +38,7 @@ def page(results: Results, extent: Extent) -> str:
     for shape in extent.shapes:
         parts.append(f"## {shape.capitalize()}: {SHAPES[shape].says}\n\n{_shape_table(results, extent, shape)}")
     if not extent.quick:
-        parts.append(f"## Fixed fleets, 40 minutes at a rate\n\n{_size_table(results, extent)}")
+        parts.append(f"## Fixed fleets, half an hour at a rate\n\n{_size_table(results, extent)}")
     return "\n".join(parts)
 
 
