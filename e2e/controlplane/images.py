@@ -39,8 +39,8 @@ _PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
 _BASE_FILE = "FROM scratch\nADD base.tar /\n"
 _TAG = "localhost/dualmap:e2e"
-# Each has some 300 MB; other runs may use theirs still.
-_KEPT = 4
+# Of each part, besides the one in use: other runs may use theirs still.
+_KEPT = 3
 
 
 class ImagesError(Exception):
@@ -231,9 +231,12 @@ def _make_others(parts: _Parts, partial: Path) -> None:
 
 
 def _forget_old(parts: _Parts) -> None:
-    newest_first = sorted(parts.cache.glob("dualmap-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for folder in newest_first[_KEPT:]:
-        shutil.rmtree(folder)
+    used = {parts.base, parts.wheels, parts.ours, parts.others}
+    for kind in {part.name.partition("-")[0] for part in used}:
+        unused = [path for path in parts.cache.glob(f"{kind}-*") if path not in used]
+        newest_first = sorted(unused, key=lambda path: path.stat().st_mtime, reverse=True)
+        for folder in newest_first[_KEPT:]:
+            shutil.rmtree(folder)
 
 
 def _run(command: Sequence[str | Path]) -> str:

@@ -1,0 +1,62 @@
+"""The helm command as a platform team runs it, on the tests' cluster: versions 3 (PyPI) and 4 (built by `build.py`).
+
+`test_helm.py` installs the chart by it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CHART = Path(__file__).parents[2] / "helm" / "dualmap"
+
+
+class HelmError(AssertionError):
+    """helm failed; the message has the command and what it printed."""
+
+
+class Helm:
+    """One helm for one namespace, with folders of its own."""
+
+    def __init__(self, binary: Path, *, kubeconfig: Path, namespace: str, directory: Path) -> None:
+        self._binary = binary
+        self._namespace = namespace
+        self._directory = directory
+        folders = {f"HELM_{kind}_HOME": str(directory / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
+        self._environment = {**os.environ, **folders, "KUBECONFIG": str(kubeconfig)}
+
+    def __call__(self, *arguments: str | Path, timeout_s: float = 300.0) -> str:
+        """Run a helm command in the namespace and return its stdout; raises `HelmError`."""
+        command = [str(self._binary), *map(str, arguments), "--namespace", self._namespace]
+        ran = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        if ran.returncode != 0:
+            said = f"{ran.stdout}{ran.stderr}"
+            raise HelmError(f"helm {' '.join(map(str, arguments))} exited with {ran.returncode}:\n{said}")
+        return ran.stdout
+
+    def package(self, version: str) -> Path:
+        """Pack the chart as another version of itself and return the archive."""
+        self("package", CHART, "--version", version, "--destination", self._directory)
+        return self._directory / f"dualmap-{version}.tgz"
+
+    def values(self, name: str, values: Mapping[str, Any]) -> Path:
+        """Write a file of values and return its path."""
+        path = self._directory / f"{name}.json"
+        path.write_text(json.dumps(values))
+        return path
+
+
+def binary(version: int, binaries: Path) -> Path | None:
+    """Return the helm of that major version, None where it is not installed."""
+    if version == 4:
+        return binaries / "helm" if (binaries / "helm").is_file() else None
+    found = shutil.which("helm", path=str(Path(sys.executable).parent))
+    return Path(found) if found else None

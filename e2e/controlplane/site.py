@@ -1,0 +1,199 @@
+"""A namespace in which the chart is installed: what a platform team does there, and what its clients see meanwhile.
+
+`test_helm.py` goes through the chart's life in it. helm is `helm.py`'s, the pods are run from images by `kubelet/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from controlplane.cluster import Cluster
+from controlplane.helm import CHART, Helm
+from harness.waiting import until
+
+RELEASE = "dualmap"
+MODEL = "qwen-model"
+POOL = "qwen"
+IMAGE = "ghcr.io/dualmap/dualmap:0.1.0"
+CRD = "inferencepools.serving.dualmap.dev"
+DECISION = "x-dualmap-decision"
+_HELM_WAIT = ("--wait", "--timeout", "5m")
+_WAIT_S = 180.0
+_REQUEST_S = 30.0
+_PAUSE_S = 0.1
+# The cluster's controllers write them on their own account, some time after a namespace is made or all has gone.
+_NOT_OURS = {"events", "events.events.k8s.io"}
+_EVERY_NAMESPACES = "configmap/kube-root-ca.crt"
+_CLUSTER_WIDE = ("clusterroles", "clusterrolebindings", "customresourcedefinitions")
+
+
+class Site:
+    """One release of the chart, in a fresh namespace that enforces the Pod Security Standard `restricted`."""
+
+    def __init__(self, cluster: Cluster, helm: Path, directory: Path) -> None:
+        self._cluster = cluster
+        self.namespace = cluster.namespace()
+        cluster.kubectl("label", "namespace", self.namespace, "pod-security.kubernetes.io/enforce=restricted")
+        # The definition that other tests have applied belongs to no release.
+        cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._helm = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=self.namespace, directory=directory)
+        self._audited = len(cluster.audit())
+
+    async def install(self, values: Mapping[str, Any]) -> None:
+        """Install the chart as it is, and wait until helm says that it runs."""
+        await self.helm("install", RELEASE, CHART, "--values", self._helm.values("install", values), *_HELM_WAIT)
+
+    async def upgrade(self, version: str, values: Mapping[str, Any]) -> None:
+        """Upgrade to another version of the chart, with further values."""
+        chart = await asyncio.to_thread(self._helm.package, version)
+        changed = self._helm.values("upgrade", values)
+        await self.helm("upgrade", RELEASE, chart, "--reuse-values", "--values", changed, *_HELM_WAIT)
+
+    async def helm(self, *arguments: str | Path) -> str:
+        """Run a helm command in the namespace and return what it prints."""
+        return await asyncio.to_thread(self._helm, *arguments)
+
+    async def kubectl(self, *arguments: str, input: str | None = None) -> str:
+        """Run kubectl in the namespace as the administrator and return what it prints."""
+        return await asyncio.to_thread(lambda: self._cluster.kubectl("-n", self.namespace, *arguments, input=input))
+
+    async def get(self, *what: str) -> dict[str, Any]:
+        """Return an object, or a list of them, as the API server has it."""
+        answer: dict[str, Any] = json.loads(await self.kubectl("get", *what, "-o", "json"))
+        return answer
+
+    async def released(self) -> tuple[str, int]:
+        """Return the chart (name and version) and the revision that are installed."""
+        (release,) = json.loads(await self.helm("list", "--output", "json"))
+        return release["chart"], int(release["revision"])
+
+    async def until_deployed(self, component: str, replicas: int) -> dict[str, Any]:
+        """Wait until a Deployment of the chart has just these replicas, all available; returns it."""
+        last: dict[str, Any] = {}
+
+        async def there() -> bool:
+            last.update(await self.get("deployment", f"{RELEASE}-{component}"))
+            status = last["status"]
+            current = status.get("observedGeneration") == last["metadata"]["generation"]
+            counts = {status.get(key, 0) for key in ("replicas", "updatedReplicas", "availableReplicas")}
+            return current and counts == {replicas}
+
+        await until(there, f"{component} has {replicas} replicas", timeout_s=_WAIT_S)
+        return last
+
+    async def make_pool(self, replicas: int) -> None:
+        """Apply a pool of simulated engines and wait until all of them serve."""
+        manifest = json.dumps(_pool(self.namespace, replicas))
+        await self.kubectl("apply", "-f", "-", input=manifest)
+        wait = ("wait", "--for=condition=Available", f"dmpool/{POOL}", f"--timeout={_WAIT_S:.0f}s")
+        await asyncio.to_thread(self._cluster.kubectl, "-n", self.namespace, *wait)
+
+    async def chat(self, url: str) -> tuple[int, str]:
+        """Send a chat request; returns the answer's status and the router's decision ("" without one)."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+        limit = aiohttp.ClientTimeout(total=_REQUEST_S)
+        async with (
+            aiohttp.ClientSession(timeout=limit) as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as answer,
+        ):
+            await answer.read()
+            return answer.status, answer.headers.get(DECISION, "")
+
+    async def gateway(self) -> str:
+        """Return the URL of the gateway's Service."""
+        spec = (await self.get("service", f"{RELEASE}-gateway"))["spec"]
+        return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
+
+    async def until_answered(self) -> str:
+        """Wait until the gateway answers with a decision of a router; returns the decision."""
+        url = await self.gateway()
+        said: list[tuple[int, str]] = []
+
+        async def answered() -> bool:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                said.append(await self.chat(url))
+            return bool(said) and said[-1][0] == 200 and said[-1][1] != ""
+
+        try:
+            await until(answered, "the gateway answers by a router's decision", timeout_s=_WAIT_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it said {said[-1:]}") from error
+        return said[-1][1]
+
+    @asynccontextmanager
+    async def requests(self) -> AsyncIterator[Counter[str]]:
+        """Send one request after the other; what became of them is counted: "decided", "undecided" or what failed."""
+        url = await self.gateway()
+        outcomes: Counter[str] = Counter()
+
+        async def send() -> None:
+            while True:
+                try:
+                    status, decision = await self.chat(url)
+                    outcomes[f"HTTP {status}" if status != 200 else "decided" if decision else "undecided"] += 1
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    outcomes[repr(error)] += 1
+                await asyncio.sleep(_PAUSE_S)
+
+        sending = asyncio.create_task(send())
+        try:
+            yield outcomes
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def objects(self) -> set[str]:
+        """Return what there is in the namespace, and in the whole cluster of roles and definitions: kind/name."""
+        kinds = (await self.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name")).split()
+        wanted = ",".join(kind for kind in kinds if kind not in _NOT_OURS and "metrics" not in kind)
+        found = (await self.kubectl("get", wanted, "-o", "name", "--ignore-not-found")).split()
+        found += (await self.kubectl("get", ",".join(_CLUSTER_WIDE), "-o", "name")).split()
+        return set(found) - {_EVERY_NAMESPACES}
+
+    def refused(self) -> list[str]:
+        """Return what operator and routers were not allowed to do."""
+        accounts = {f"system:serviceaccount:{self.namespace}:{RELEASE}-{who}" for who in ("operator", "router")}
+        return [
+            f"{entry['user']['username']} {entry['verb']} {entry['requestURI']}"
+            for entry in self._cluster.audit()[self._audited :]
+            if entry["user"].get("username") in accounts and entry.get("responseStatus", {}).get("code") == 403
+        ]
+
+
+def _pool(namespace: str, replicas: int) -> dict[str, Any]:
+    """A pool whose engines are simulated by our own image, whose entry point is the command."""
+    container = {
+        "name": "engine",
+        "image": IMAGE,
+        "args": ["engine-sim", "--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b"],
+        "ports": [{"name": "http", "containerPort": 8000}],
+        # Other work may keep a pod from answering for seconds.
+        "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 10},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    security = {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {
+        "apiVersion": "serving.dualmap.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": POOL, "namespace": namespace},
+        "spec": {
+            "model": {"name": MODEL},
+            "engine": {"type": "vLLM"},
+            "replicas": replicas,
+            "workload": {"template": {"spec": {"securityContext": security, "containers": [container]}}},
+            "drain": {"timeout": "30s"},
+        },
+    }

@@ -1,0 +1,155 @@
+"""The chart's life by helm 3 and helm 4, on the real API server: its pods run from images, under `restricted`."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane.build import binaries_folder
+from controlplane.cluster import Cluster
+from controlplane.helm import binary
+from controlplane.images import ImagesError, build
+from controlplane.kubelet.fixtures import kubelet_on
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.kubelet.roots import Image, why_not
+from controlplane.services import Services
+from controlplane.site import CRD, IMAGE, POOL, RELEASE, Site
+from harness.waiting import until
+
+DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
+# Made by the operator, not by helm; whoever comes next finds it free.
+LEASE = "lease.coordination.k8s.io/dualmap-operator"
+_TEST_S = 900
+_GONE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the chart is installed: by which helm, with which rights, with TLS from Envoy to the routers or without."""
+
+    helm: int
+    namespaced: bool
+    tls: bool
+
+    def values(self, namespace: str) -> dict[str, Any]:
+        """Return the values to install with."""
+        tls = {"mode": "selfSigned", "mutual": True} if self.tls else {"mode": "none"}
+        return {"watchNamespace": namespace if self.namespaced else "", "router": {"tls": tls}}
+
+
+FORMS = [
+    pytest.param(Form(helm=3, namespaced=True, tls=True), id="helm-3-namespaced-tls"),
+    pytest.param(Form(helm=4, namespaced=False, tls=False), id="helm-4-cluster"),
+]
+
+
+@pytest.fixture(scope="module", name="kubelet")
+def _kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
+    """A node that has the chart's images."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        images = build()
+    except ImagesError as error:
+        pytest.skip(str(error))
+    config = images.config
+    ours = Image(
+        root=images.dualmap,
+        entrypoint=tuple(config["Entrypoint"]),
+        environment=dict(each.split("=", 1) for each in config["Env"]),
+        user=config["User"],
+    )
+    catalogue: dict[str, Path | Image] = {
+        IMAGE: ours,
+        "docker.io/envoyproxy/envoy:distroless-v1.40.0": images.envoy,
+        "docker.io/library/redis:7.2.11-alpine": images.redis,
+    }
+    with (
+        Services(cluster) as services,
+        kubelet_on(cluster, "chart", images=catalogue, nameserver=services.nameserver) as kubelet,
+    ):
+        yield kubelet
+
+
+@pytest.fixture(name="site")
+def _site(request: pytest.FixtureRequest, cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Site:
+    form: Form = request.getfixturevalue("form")
+    helm = binary(form.helm, binaries_folder())
+    if helm is None:
+        pytest.skip(f"helm {form.helm} is not there: make e2e")
+    return Site(cluster, helm, tmp_path / "helm")
+
+
+@pytest.mark.timeout(_TEST_S, func_only=True)
+@pytest.mark.parametrize("form", FORMS)
+async def test_install_use_upgrade_roll_back_uninstall(form: Form, site: Site) -> None:
+    before = await site.objects()
+    await site.install(form.values(site.namespace))
+    for component, replicas in {"operator": 2, "router": 2, "gateway": 2, "redis": 1}.items():
+        await site.until_deployed(component, replicas)
+
+    await site.make_pool(2)
+    await site.until_answered()
+    tested = await site.helm("test", RELEASE, "--logs", "--timeout", "2m")
+    assert "x-dualmap-decision: " in tested
+
+    certificates = await keys(site, form)
+    async with site.requests() as outcomes:
+        await site.upgrade("0.2.0", {"router": {"replicas": 3, "logLevel": "debug"}})
+        router = await site.until_deployed("router", 3)
+        assert "--log-level=debug" in router["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert await site.released() == ("dualmap-0.2.0", 2)
+        assert await keys(site, form) == certificates
+
+        await site.helm("rollback", RELEASE, "1", "--wait", "--timeout", "5m")
+        router = await site.until_deployed("router", 2)
+        assert "--log-level=info" in router["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert await site.released() == ("dualmap-0.1.0", 3)
+        assert await keys(site, form) == certificates
+    assert set(outcomes) == {"decided"}, f"what came of the requests during upgrade and rollback: {outcomes}"
+
+    await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
+    await until_only_the_pools_are_left(site, before)
+    pods = await site.get("pods", "-l", f"serving.dualmap.dev/pool={POOL}")
+    for pod in pods["items"]:
+        assert await site.chat(f"http://{pod['status']['podIP']}:8000") == (200, "")
+    assert site.refused() == []
+
+    # A new installation takes the pools over, and lets them go when they are deleted.
+    await site.install(form.values(site.namespace))
+    await site.until_answered()
+    await site.kubectl("delete", f"dmpool/{POOL}", "--timeout=60s")
+    await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
+    assert site.refused() == []
+
+
+async def keys(site: Site, form: Form) -> list[dict[str, str]]:
+    """Return the certificates and keys of routers and Envoy."""
+    if not form.tls:
+        return []
+    names = (f"{RELEASE}-router-tls", f"{RELEASE}-gateway-tls")
+    return [secret["data"] for secret in await asyncio.gather(*(site.get("secret", name) for name in names))]
+
+
+async def until_only_the_pools_are_left(site: Site, before: set[str]) -> None:
+    """Wait until nothing is there that was not there before, but the pool, what it is made of, and their definition."""
+    left: set[str] = set()
+
+    async def gone() -> bool:
+        left.clear()
+        left.update(await site.objects() - before)
+        return {each for each in left if f"/{POOL}" not in each} <= {
+            f"customresourcedefinition.apiextensions.k8s.io/{CRD}",
+            LEASE,
+        }
+
+    try:
+        await until(gone, "only the pools are left", timeout_s=_GONE_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; there are {sorted(left)}") from error
+    assert DEFINITION in left
+    assert {f"inferencepool.serving.dualmap.dev/{POOL}", f"statefulset.apps/{POOL}", f"pod/{POOL}-0"} <= left
