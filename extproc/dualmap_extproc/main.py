@@ -4,8 +4,10 @@ import os
 import re
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import click
 
@@ -40,6 +42,33 @@ class _Namespace(click.ParamType[str]):
         if not _DNS_LABEL.fullmatch(text):
             self.fail(f"{text!r} is not accepted; give a DNS label of at most 63 characters", param, ctx)
         return text
+
+
+class _OtlpEndpoint(click.ParamType[str]):
+    """Where an OpenTelemetry collector takes OTLP over gRPC."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        accepted = "give http://HOST:PORT, or https://HOST:PORT for TLS, such as http://collector:4317"
+        try:
+            url = urlsplit(str(value))
+            whole = url.scheme in ("http", "https") and bool(url.hostname) and bool(url.port)
+        except ValueError:
+            whole = False
+        if not whole or url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
+            self.fail(f"{value!r} is not accepted; {accepted}", param, ctx)
+        if not _installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"):
+            self.fail("what exports spans is not installed; give pip install 'dualmap[otlp]'", param, ctx)
+        return f"{url.scheme}://{url.netloc}"
+
+
+def _installed(*modules: str) -> bool:
+    """Whether all of these modules can be imported; none of them is."""
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:
+        return False
 
 
 def _kube_settings(
@@ -98,6 +127,12 @@ def _check_distinct(ports: dict[str, int]) -> None:
     show_default="host name",
     type=_ReplicaId(),
     help="Name of this router, unlike any other's.",
+)
+@click.option(
+    "--otlp-endpoint",
+    type=_OtlpEndpoint(),
+    metavar="URL",
+    help="Send a span of each decision to this OpenTelemetry collector (OTLP over gRPC), e.g. http://collector:4317.",
 )
 @click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for requests at SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))

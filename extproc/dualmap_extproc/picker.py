@@ -10,7 +10,7 @@ member, the time), so after each such call the picker takes the outcomes and res
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from dualmap.blocks import chain_blocks, chain_root
@@ -37,13 +37,14 @@ class Picked:
     """Where a request goes. ``destination`` is ``ip:port[,ip:port]``, ``cluster`` the pool's cluster in Envoy.
 
     ``request_id`` is empty for a request that has no prompt and is not in the books; ``receipt`` is the value of the
-    decision header, None where the response gets none.
+    decision header, None where the response gets none; ``decision`` is what was decided on a request with a prompt.
     """
 
     destination: str
     cluster: str
     request_id: str = ""
     receipt: str | None = None
+    decision: Decision | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +194,8 @@ class Picker:
                 return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
         return self.refuse(no_endpoint(""))
 
-    def refuse(self, refused: Refused) -> Refused:
-        """Report a refusal, whoever decided it; return it."""
+    def refuse(self, refused: Refused, headers: Mapping[str, str] | None = None) -> Refused:
+        """Report a refusal, whoever decided it; return it. ``headers`` are ``pick``'s, where no pick came before."""
         self._observer.refused(refused)
         return refused
 
@@ -336,6 +337,7 @@ class Picker:
             cluster=cluster_name(pool.namespace, pool.name),
             request_id=outcome.request_id,
             receipt=outcome.receipt.header() if pool.routing.receipt_header else None,
+            decision=outcome,
         )
 
     def _hold(self, now: float, request_id: str, held: _Held) -> Picked | Refused | Waiting:

@@ -68,8 +68,8 @@ class Settings:
 
     Pools come from the files ``pools``, or from the Kubernetes API where ``kube`` says which.
     ``tls_client_ca`` is what clients' certificates are checked against (None: clients need none). ``redis`` is None for
-    a router that is alone. ``log_prompts`` lets debug logs quote headers and prompts. ``dashboard`` is served on the
-    metrics port.
+    a router that is alone. ``log_prompts`` lets debug logs quote headers and prompts. Spans are sent to
+    the OpenTelemetry collector at ``otlp_endpoint`` (None: none are made). ``dashboard`` is served on the metrics port.
     """
 
     pools: tuple[Path, ...] = ()
@@ -86,6 +86,7 @@ class Settings:
     log_level: str = "info"
     log_format: LogFormat = "text"
     log_prompts: bool = False
+    otlp_endpoint: str | None = None
     dashboard: bool = True
     drain_timeout_s: float = 25.0
     limits: Limits = field(default_factory=Limits)

@@ -187,11 +187,11 @@ class Stream:
         head.read(headers.headers, self._limits, self._picker.session_headers)
         head.read_subset(message, self._limits)
         if head.unacceptable is not None:
-            return self._refuse(self._picker.refuse(head.unacceptable))
+            return self._refuse(self._picker.refuse(head.unacceptable, head.kept))
         if head.content_length > self._limits.body_bytes:
             return self._refuse_body()
         if head.unreadable is not None and self._expects_prompt() and not headers.end_of_stream and not self._no_body:
-            return self._refuse(self._picker.refuse(head.unreadable))
+            return self._refuse(self._picker.refuse(head.unreadable, head.kept))
         self._headers_unanswered = True
         if headers.end_of_stream or self._no_body:
             return self._decide(now)
@@ -214,7 +214,7 @@ class Stream:
             return [] if self._held else [answers.PLAIN_REQUEST_BODY]
         self._head.read_subset(message, self._limits)
         if self._head.unacceptable is not None:
-            return self._refuse(self._picker.refuse(self._head.unacceptable))
+            return self._refuse(self._picker.refuse(self._head.unacceptable, self._head.kept))
         body = message.request_body
         # Taken once: each access copies it.
         data = body.body
@@ -246,7 +246,7 @@ class Stream:
         if self._request_done:
             return [trailers]
         if self._mode is _Mode.WAITING and not self._whole_body and len(self._picker.pools) > 1:
-            return self._refuse(self._picker.refuse(trailers_unsupported()))
+            return self._refuse(self._picker.refuse(trailers_unsupported(), self._head.kept))
         return self._decide(now, trailers, retries=self._mode is _Mode.WAITING)
 
     def _may_go_on(self) -> bool:
@@ -328,7 +328,7 @@ class Stream:
         return out
 
     def _refuse_body(self) -> list[wire.ProcessingResponse]:
-        return self._refuse(self._picker.refuse(body_too_large(self._limits.body_bytes)))
+        return self._refuse(self._picker.refuse(body_too_large(self._limits.body_bytes), self._head.kept))
 
     def _refuse(self, refused: Refused) -> list[wire.ProcessingResponse]:
         self.ended = True

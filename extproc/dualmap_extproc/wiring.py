@@ -25,6 +25,7 @@ from dualmap_extproc.demand import Demand
 from dualmap_extproc.discovery import Discovery
 from dualmap_extproc.http_status import StatusServer
 from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.observer import Observer
 from dualmap_extproc.picker import Picker
 from dualmap_extproc.pool_demand import PoolDemand
 from dualmap_extproc.pools.adoption import Adoption
@@ -65,13 +66,7 @@ async def serve(settings: Settings) -> None:
     # Request ids come back in access logs, which may be another replica's or older than this process.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
     recorder = Recorder(metrics) if settings.dashboard else None
-    picker = Picker(
-        settings.limits,
-        recorder or metrics,
-        id_prefix=incarnation,
-        shares=settings.redis is not None,
-        log_prompts=settings.log_prompts,
-    )
+    picker, close_tracing = _picker(settings, recorder or metrics, incarnation)
     picker.on_held(demand.held)
     pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)
     scaler = Scaler(pool_demand)
@@ -126,6 +121,23 @@ async def serve(settings: Settings) -> None:
         await servers.close()
         await status.close()
         await source.close()
+        await asyncio.to_thread(close_tracing)
+
+
+def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[Picker, Callable[[], None]]:
+    """Return the picker, and what sends the last of its spans."""
+    shares, log_prompts = settings.redis is not None, settings.log_prompts
+    if settings.otlp_endpoint is None:
+        picker = Picker(settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts)
+        return picker, lambda: None
+    # Here, because OpenTelemetry is an extra, and nobody else shall pay for it.
+    from dualmap_extproc.tracing import TracedPicker, tracing_to
+
+    tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
+    traced = TracedPicker(
+        settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts, tracing=tracing
+    )
+    return traced, tracing.close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
