@@ -69,7 +69,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "gaie": {"gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
     "gaie with istio": {
         "gateway": {**GAIE, "gaie": {**GAIE["gaie"], "istio": {"destinationRule": True}}},
-        "router": {"tls": {"mode": "selfSigned"}},
+        "router": {"tls": {"mode": "secret", "secretName": "routers"}},
         "networkPolicy": {"enabled": False},
     },
     "no gateway": {"gateway": {"mode": "none"}, "test": {"url": "http://envoy.llm:8080"}},
@@ -99,10 +99,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "hpa": {"autoscaling": {"hpa": POOLS}},
     "keda": {"autoscaling": {"keda": POOLS}},
-    "keda over tls": {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned"}}},
+    "keda over tls": {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "secret", "secretName": "routers"}}},
     "keda over mutual tls": {
         "autoscaling": {"keda": [{**POOLS[0], "authentication": "dualmap"}]},
-        "router": {"tls": {"mode": "selfSigned", "mutual": True}},
+        "router": {"tls": SECRET_TLS},
     },
     "no test": {"test": {"enabled": False}},
     "test of a model": {"test": {"model": "qwen", "timeout": "3m"}},

@@ -3,6 +3,7 @@
 The matrix of values that the invariants are checked on is in `cases`; what an object must be, in `objects`.
 """
 
+import copy
 import json
 import shutil
 import subprocess
@@ -43,14 +44,13 @@ def render(
     release: str = RELEASE,
 ) -> Sequence[Object]:
     """Return every object of the chart with these values, hooks included, on a cluster that serves ``apis``."""
-    done = _template(json.dumps(values or {}), tuple(apis), kube_version, release)
-    assert done.returncode == 0, done.stderr
-    return [each for each in yaml.load_all(done.stdout, Loader=_LOADER) if each is not None]
+    # A copy, which the test may change.
+    return copy.deepcopy(_objects(json.dumps(values or {}), tuple(apis), kube_version, release))
 
 
 def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version: str = KUBE_VERSION) -> str:
     """Return what helm says; the values must not be accepted."""
-    done = _template(json.dumps(values), tuple(apis), kube_version, RELEASE)
+    done = _run(CHART, json.dumps(values), tuple(apis), kube_version, RELEASE)
     assert done.returncode != 0
     return done.stderr
 
@@ -83,10 +83,10 @@ def named(objects: Sequence[Object], kind: str) -> list[str]:
 
 
 @cache
-def _template(
-    values: str, apis: tuple[str, ...], kube_version: str, release: str
-) -> "subprocess.CompletedProcess[str]":
-    return _run(CHART, values, apis, kube_version, release)
+def _objects(values: str, apis: tuple[str, ...], kube_version: str, release: str) -> Sequence[Object]:
+    done = _run(CHART, values, apis, kube_version, release)
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.load_all(done.stdout, Loader=_LOADER) if each is not None]
 
 
 def _run(

@@ -9,7 +9,7 @@ from dualmap_cli.main import COMMANDS
 from dualmap_operator.names import EventReason
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "bench", "crds", "manifests", "operator", "e2e")
+FOLDERS = ("docs", "bench", "crds", "helm", "manifests", "operator", "e2e")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))])
 
 
