@@ -10,6 +10,7 @@ from bench.autoscaling.settings import (
     SCALERS,
     SHAPES,
     SIZES,
+    SLO,
     SLO_ROUTERS,
     SLO_S,
     START_S,
@@ -32,14 +33,20 @@ def page(results: Results, extent: Extent) -> str:
     title = TITLES[extent.workload]
     parts = [
         f"{title}, engine model `7b`, SLO {SLO_S:g} s. Instances take {START_S:g} s to start. Each figure is the "
-        f"mean over {len(extent.seeds)} runs that begin elsewhere in the trace, in brackets the least and the most. "
+        f"mean over up to {len(extent.seeds)} runs that begin elsewhere in the trace, in brackets least and most. "
         f"The first {WARMUP_S / 60:g} minutes are not judged.\n"
     ]
-    for shape in extent.shapes:
+    for shape in _measured(results, extent):
         parts.append(f"## {shape.capitalize()}: {SHAPES[shape].says}\n\n{_shape_table(results, extent, shape)}")
-    if not extent.quick:
-        parts.append(f"## Fixed fleets, half an hour at a rate\n\n{_size_table(results, extent)}")
+    sizes = _size_table(results, extent)
+    if sizes:
+        parts.append(f"## Fixed fleets, half an hour at a rate\n\n{sizes}")
     return "\n".join(parts)
+
+
+def _measured(results: Results, extent: Extent) -> list[str]:
+    """Return the shapes of which there is a run to show."""
+    return [each for each in extent.shapes if results.figures(cell(extent, each, SLO, 0)) is not None]
 
 
 def _shape_table(results: Results, extent: Extent, shape: str) -> str:
@@ -100,6 +107,8 @@ def _size_table(results: Results, extent: Extent) -> str:
                         _spread(of, "hit_rate", 1, 100),
                     ]
                 )
+    if not rows:
+        return ""
     return table(("rate", "instances", "within SLO %", "worst minute %", "TTFT p99 s", "hit rate %"), rows)
 
 
@@ -112,7 +121,9 @@ _COLOURS: Final = (("SLO", "#0f766e"), (queue(TARGETS[0]), "#c2571a"), (queue(TA
 
 def draw(results: Results, extent: Extent, path: Path) -> None:
     """Draw how the fleets followed the load, and what share of the requests was served in time."""
-    shapes = extent.shapes
+    shapes = _measured(results, extent)
+    if not shapes:
+        return
     figure, axes = grid(2, len(shapes))
     for column, shape in enumerate(shapes):
         sizes, shares = axes[0][column], axes[1][column]
