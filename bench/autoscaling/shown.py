@@ -145,7 +145,14 @@ def draw(results: Results, extent: Extent, path: Path) -> None:
         finish(sizes, f"{shape}: replicas asked for, serving (shaded)", across="minutes")
         finish(shares, "within SLO, % of each minute's requests", across="minutes")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(
+        handles=handles,
+        labels=labels,
+        loc="outside lower center",
+        ncols=min(4, 2 * len(shapes)),
+        frameon=False,
+        fontsize=8,
+    )
     save(figure, path)
 
 
