@@ -1,8 +1,9 @@
 """Builds the programs of the control plane that the tests here run against, once per machine.
 
-They are ordinary Go programs: the modules under go/ say which versions, the Go module proxy has their sources. The
-binaries are kept outside the tree, under a name made of everything that decides what they are; `cluster.py` starts
-them from there. Run it by hand with `python e2e/controlplane/build.py`; `make e2e` does so first.
+They are ordinary Go programs: the modules under go/ say which versions, the Go module proxy has their sources. What
+is built from one module is kept outside the tree, in a folder named after everything that decides what it is, so
+that a change of one module does not build the others again; one more folder has links to all of it, and `cluster.py`
+starts the programs from there. Run it by hand with `python e2e/controlplane/build.py`; `make e2e` does so first.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from pathlib import Path
 
 KUBERNETES_VERSION = "v1.36.4"
 ETCD_VERSION = "v3.6.13"
+KEDA_VERSION = "v2.20.1"
 # Somebody else's kind of our name, which must do ours no harm.
-GAIE_MODULE = "sigs.k8s.io/gateway-api-inference-extension@v1.6.0"
 GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
+KEDA_CRDS = (
+    "eventing.keda.sh_cloudeventsources.yaml",
+    "eventing.keda.sh_clustercloudeventsources.yaml",
+    "keda.sh_clustertriggerauthentications.yaml",
+    "keda.sh_scaledjobs.yaml",
+    "keda.sh_scaledobjects.yaml",
+    "keda.sh_triggerauthentications.yaml",
+)
 _SOURCES = Path(__file__).parent / "go"
 _GO_NEEDED = "1.26"
 _PROGRESS_EVERY_S = 15
@@ -59,35 +68,82 @@ class Program:
 class Module:
     """A wrapper module under go/ and the programs built from it."""
 
-    folder: Path
+    name: str
     programs: tuple[Program, ...]
+
+    @property
+    def source(self) -> Path:
+        """The folder of its go.mod."""
+        return _SOURCES / self.name
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What it leaves in its folder."""
+        return tuple(program.name for program in self.programs)
+
+    @property
+    def digest(self) -> str:
+        """Everything that decides what is built, but the Go version.
+
+        What the tests rely on is the version of Kubernetes: another compiler is no reason to wait for minutes.
+        """
+        digest = hashlib.sha256(platform.machine().encode())
+        digest.update((self.source / "go.mod").read_bytes())
+        digest.update((self.source / "go.sum").read_bytes())
+        digest.update(repr(self.programs).encode())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definitions:
+    """Custom resource definitions out of a Go module's config/crd/bases.
+
+    They are fetched beforehand: the tests' network namespace has no network.
+    """
+
+    name: str
+    module: str
+    files: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """The module's version and which files."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 MODULES = (
-    Module(folder=_SOURCES / "etcd", programs=(Program(name="etcd", package="go.etcd.io/etcd/server/v3"),)),
+    Module(name="etcd", programs=(Program(name="etcd", package="go.etcd.io/etcd/server/v3"),)),
     Module(
-        folder=_SOURCES / "kubernetes",
+        name="kubernetes",
         programs=tuple(
             Program(name=name, package=f"k8s.io/kubernetes/cmd/{name}", link_flags=_KUBERNETES_LINK_FLAGS)
             for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
         ),
     ),
+    Module(
+        name="keda",
+        programs=tuple(
+            Program(name=f"keda-{name}", package=f"github.com/kedacore/keda/v2/cmd/{name}")
+            for name in ("operator", "adapter")
+        ),
+    ),
+)
+DEFINITIONS = (
+    Definitions(name="gaie-crds", module="sigs.k8s.io/gateway-api-inference-extension@v1.6.0", files=(GAIE_CRD,)),
+    Definitions(name="keda-crds", module=f"github.com/kedacore/keda/v2@{KEDA_VERSION}", files=KEDA_CRDS),
 )
 
 
 def binaries_folder() -> Path:
-    """Where the binaries are, or will be once `build` has run.
+    """Where all programs and definitions are, or will be once `build` has run."""
+    together = "".join(part.digest for part in (*MODULES, *DEFINITIONS))
+    return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
 
-    The Go version is not part of the name: what the tests rely on is the version of Kubernetes, and another compiler
-    is no reason to wait for minutes.
-    """
-    digest = hashlib.sha256(platform.machine().encode())
-    for module in MODULES:
-        digest.update((module.folder / "go.mod").read_bytes())
-        digest.update((module.folder / "go.sum").read_bytes())
-        digest.update(repr(module.programs).encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dualmap" / "controlplane" / digest.hexdigest()[:16]
+
+def missing() -> list[str]:
+    """The files that `build` has yet to make."""
+    here = binaries_folder()
+    return [file for part in (*MODULES, *DEFINITIONS) for file in part.files if not (here / file).exists()]
 
 
 def build() -> Path:
@@ -96,38 +152,73 @@ def build() -> Path:
     Raises `BuildError` when Go is missing or too old, or when it fails.
     """
     target = binaries_folder()
-    if not (target / GAIE_CRD).is_file():
+    if missing():
         go = _find_go()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(target.with_suffix(".lock")):
-            if not target.is_dir():
-                _build_all(go, target)
-            _fetch_gaie_crd(go, target / GAIE_CRD)
+        target.mkdir(parents=True, exist_ok=True)
+        with _only_one(_cache() / "build.lock"):
+            _build_all(go, target)
     return target
 
 
+def _cache() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dualmap" / "controlplane"
+
+
 def _build_all(go: str, target: Path) -> None:
-    names = ", ".join(program.name for module in MODULES for program in module.programs)
-    _say(f"building {names} (Kubernetes {KUBERNETES_VERSION}, etcd {ETCD_VERSION}) into {target}")
-    _say("once per machine; 5 minutes on 2 idle cores, 350 MB of binaries and 4 GB of Go's own caches")
-    partial = target.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for definitions in DEFINITIONS:
+        folder = _folder(definitions)
+        if not folder.is_dir():
+            _fetch(go, definitions, folder)
+        _link(folder, definitions.files, target)
+    left = [module for module in MODULES if not _folder(module).is_dir()]
+    if left:
+        names = ", ".join(program.name for module in left for program in module.programs)
+        _say(f"building {names} into {_cache()}")
+        _say("once per machine; all of them need 15 minutes on 2 idle cores, 700 MB, and 8 GB for Go's own caches")
     started_s = time.monotonic()
     for module in MODULES:
-        for program in module.programs:
-            _build_program(go, module, program, partial / program.name)
-    partial.rename(target)
+        folder = _folder(module)
+        if module in left:
+            with _whole(folder) as partial:
+                for program in module.programs:
+                    _build_program(go, module, program, partial / program.name)
+        _link(folder, module.files, target)
     _say(f"built in {time.monotonic() - started_s:.0f} s")
 
 
-def _fetch_gaie_crd(go: str, file: Path) -> None:
-    """Put the other kind's definition beside the binaries: the tests' network namespace has no network."""
-    found = subprocess.run([go, "mod", "download", "-json", GAIE_MODULE], capture_output=True, text=True)
+def _folder(part: Module | Definitions) -> Path:
+    return _cache() / f"{part.name}-{part.digest}"
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Make a folder under another name, so that under its own it is never half there."""
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(folder)
+
+
+def _link(folder: Path, files: tuple[str, ...], target: Path) -> None:
+    for file in files:
+        link = target / file
+        # The names of both folders come from what is in them: a link that is there is right, and may be in use.
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder / file)
+
+
+def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
+    """Copy the definitions out of their module, which Go downloads."""
+    found = subprocess.run([go, "mod", "download", "-json", definitions.module], capture_output=True, text=True)
     if found.returncode != 0:
-        raise BuildError(f"go mod download {GAIE_MODULE}: {(found.stdout + found.stderr).strip()}")
-    partial = file.with_suffix(".partial")
-    shutil.copyfile(Path(json.loads(found.stdout)["Dir"]) / "config" / "crd" / "bases" / file.name, partial)
-    partial.rename(file)
+        raise BuildError(f"go mod download {definitions.module}: {(found.stdout + found.stderr).strip()}")
+    bases = Path(json.loads(found.stdout)["Dir"]) / "config" / "crd" / "bases"
+    with _whole(folder) as partial:
+        for file in definitions.files:
+            shutil.copyfile(bases / file, partial / file)
 
 
 def _find_go() -> str:
@@ -140,7 +231,7 @@ def _find_go() -> str:
     go = beside or shutil.which("go")
     if go is None:
         raise BuildError(f"go not found, which builds the control plane: {help_text}")
-    answer = subprocess.run([go, "env", "GOVERSION"], cwd=MODULES[0].folder, capture_output=True, text=True)
+    answer = subprocess.run([go, "env", "GOVERSION"], cwd=MODULES[0].source, capture_output=True, text=True)
     if answer.returncode != 0:
         raise BuildError(f"{go} does not do: {answer.stderr.strip()}; {help_text}")
     return go
@@ -166,7 +257,7 @@ def _build_program(go: str, module: Module, program: Program, output: Path) -> N
     said: list[str] = []
     with subprocess.Popen(
         command,
-        cwd=module.folder,
+        cwd=module.source,
         env={**os.environ, "CGO_ENABLED": "0"},
         stderr=subprocess.PIPE,
         text=True,
@@ -178,7 +269,7 @@ def _build_program(go: str, module: Module, program: Program, output: Path) -> N
                 said_s = time.monotonic()
                 _say(f"{program.name} ... {len(said)} packages fetched or compiled, {said_s - started_s:.0f} s")
     if process.returncode != 0:
-        raise BuildError(f"{' '.join(command)} failed in {module.folder}:\n{''.join(said[-20:])}")
+        raise BuildError(f"{' '.join(command)} failed in {module.source}:\n{''.join(said[-20:])}")
     _say(f"{program.name}: {time.monotonic() - started_s:.0f} s")
 
 

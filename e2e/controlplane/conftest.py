@@ -17,7 +17,8 @@ from types import FrameType
 
 import pytest
 
-from controlplane.build import binaries_folder
+from controlplane import keda
+from controlplane.build import binaries_folder, missing
 from controlplane.cluster import ADVERTISED, Cluster
 from controlplane.kubelet.fixtures import kubelet_fixture  # noqa: F401  # pytest finds fixtures by import
 from controlplane.kubelet.process_kubelet import ProcessKubelet
@@ -65,6 +66,19 @@ async def _product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) ->
         yield product
 
 
+@pytest.fixture(scope="module", name="running_keda")
+def _running_keda(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """KEDA, for the tests of one file: meanwhile nobody else can serve external metrics."""
+    with keda.running(cluster, tmp_path_factory.mktemp("keda")):
+        yield
+
+
+@pytest.fixture(name="scaler")
+def _scaler(running_keda: None, product: Product) -> str:
+    """Where KEDA asks (host:port): one router, which knows what all of them see."""
+    return f"127.0.0.1:{product.routers[0].ports['grpc']}"
+
+
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
     """Have SIGTERM end pytest as Ctrl-C does: otherwise the programs would be left running."""
@@ -81,8 +95,8 @@ def _ended_in_order() -> Iterator[None]:
 
 def _why_not() -> str | None:
     """What is missing for these tests, if anything."""
-    if not binaries_folder().is_dir():
-        return "the control plane is not built: make e2e"
+    if files := missing():
+        return f"not built: {', '.join(files)}: make e2e"
     with socket.socket() as probe:
         try:
             probe.bind((ADVERTISED, 0))

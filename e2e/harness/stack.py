@@ -93,6 +93,11 @@ class Router(Child):
         pairs = (part.split("=", 1) for part in line[1].split())
         self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
 
+    def keep_ports(self) -> None:
+        """Have its next start listen where it does now."""
+        for kind, port in self.ports.items():
+            self.argv[self.argv.index(f"--{kind}-port") + 1] = str(port)
+
     async def page(self, pool: str) -> dict[str, dict[str, Any]]:
         """Return what ``GET /pools/llm/POOL`` says of the endpoints, by member id."""
         async with aiohttp.ClientSession() as session, session.get(f"{self._status}/pools/llm/{pool}") as response:

@@ -1,0 +1,148 @@
+"""Real KEDA on a control plane of the tests: its operator and its metrics adapter as processes, and ScaledObjects.
+
+KEDA's operator asks a scaler (here: a router) and scales between 0 and 1; between 1 and more a HorizontalPodAutoscaler
+of its making does, which asks the adapter, which asks the operator.
+"""
+
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from controlplane import crds, external_metrics
+from controlplane.build import KEDA_CRDS, binaries_folder
+from controlplane.certificates import Authority
+from controlplane.cluster import Cluster
+from controlplane.product import Product
+from controlplane.programs import Program
+
+NAMESPACE = "keda"
+# An empty WATCH_NAMESPACE is all of them; a missing one is refused.
+_ENVIRONMENT = (
+    "/usr/bin/env",
+    f"POD_NAMESPACE={NAMESPACE}",
+    f"KEDA_CLUSTER_OBJECT_NAMESPACE={NAMESPACE}",
+    "WATCH_NAMESPACE=",
+)
+# Both are on this machine: nothing but the API server asks the adapter, nothing but the adapter this port of KEDA's.
+_ADAPTER_PORT = 6644
+_METRICS_SERVICE_PORT = 9666
+_READY_TIMEOUT_S = 60.0
+_STOP_GRACE_S = 5.0
+
+
+@contextmanager
+def running(cluster: Cluster, directory: Path) -> Iterator[None]:
+    """Run KEDA for all namespaces, and have the API server know its metrics; keys are written to ``directory``.
+
+    It takes the place of ``external_metrics.serving``: one of the two at a time. Its definitions stay.
+    """
+    for file in KEDA_CRDS:
+        group, _, plural = file.removesuffix(".yaml").rpartition("_")
+        crds.install(cluster, binaries_folder() / file, f"{plural}.{group}")
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(namespace))
+    _write_certificates(directory)
+    programs = [_operator(cluster, directory), _adapter(cluster, directory)]
+    try:
+        for program, port in zip(programs, (_METRICS_SERVICE_PORT, _ADAPTER_PORT), strict=True):
+            program.start()
+            program.wait_until(partial(_listens, port), f"port {port}", timeout_s=_READY_TIMEOUT_S)
+        with external_metrics.registered(cluster, _ADAPTER_PORT):
+            yield
+    finally:
+        for program in reversed(programs):
+            program.stop(grace_s=_STOP_GRACE_S)
+
+
+def scaled_object(namespace: str, *, scaler: str, **spec: Any) -> dict[str, Any]:
+    """Return a ScaledObject for the pool ``qwen`` by what the router at ``scaler`` (host:port) wishes.
+
+    It is impatient, that a test need not be patient; ``spec`` is laid over its spec, field by field.
+    """
+    return {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": "qwen", "namespace": namespace},
+        "spec": {
+            "scaleTargetRef": {
+                "apiVersion": "serving.dualmap.dev/v1alpha1",
+                "kind": "InferencePool",
+                "name": "qwen",
+            },
+            "pollingInterval": 2,
+            "cooldownPeriod": 5,
+            "minReplicaCount": 1,
+            "maxReplicaCount": 3,
+            "advanced": {
+                "horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}
+            },
+            "triggers": [
+                {
+                    "type": "external-push",
+                    "metricType": "AverageValue",
+                    "metadata": {"scalerAddress": scaler, "pool": f"{namespace}/qwen"},
+                }
+            ],
+            **spec,
+        },
+    }
+
+
+@asynccontextmanager
+async def scaling(product: Product, manifest: Mapping[str, Any]) -> AsyncIterator[None]:
+    """Apply a ScaledObject while the context is open; KEDA takes its HPA away with it."""
+    await product.apply(manifest)
+    try:
+        yield
+    finally:
+        await product.kubectl("delete", f"scaledobject/{manifest['metadata']['name']}", "--timeout=30s")
+
+
+def _write_certificates(directory: Path) -> None:
+    """Write what KEDA's two halves show each other, where they look for it."""
+    authority = Authority()
+    (directory / "ca.crt").write_bytes(authority.certificate)
+    authority.peer("keda", ["localhost"]).write(directory, "tls")
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _operator(cluster: Cluster, directory: Path) -> Program:
+    return Program(
+        [
+            *_ENVIRONMENT,
+            binaries_folder() / "keda-operator",
+            f"--kubeconfig={cluster.kubeconfig('keda-operator')}",
+            f"--cert-dir={directory}",
+            "--metrics-bind-address=:18081",
+        ],
+        log=cluster.logs / "keda-operator.log",
+    )
+
+
+def _adapter(cluster: Cluster, directory: Path) -> Program:
+    kubeconfig = cluster.kubeconfig("keda-adapter")
+    return Program(
+        [
+            *_ENVIRONMENT,
+            binaries_folder() / "keda-adapter",
+            f"--kubeconfig={kubeconfig}",
+            f"--lister-kubeconfig={kubeconfig}",
+            f"--authentication-kubeconfig={kubeconfig}",
+            f"--authorization-kubeconfig={kubeconfig}",
+            f"--secure-port={_ADAPTER_PORT}",
+            f"--metrics-service-address=localhost:{_METRICS_SERVICE_PORT}",
+            f"--client-ca-file={directory / 'ca.crt'}",
+            f"--tls-cert-file={directory / 'tls.crt'}",
+            f"--tls-private-key-file={directory / 'tls.key'}",
+            f"--cert-dir={directory}",
+        ],
+        log=cluster.logs / "keda-adapter.log",
+    )

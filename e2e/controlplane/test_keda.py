@@ -1,0 +1,78 @@
+"""Real KEDA on the pool itself, driven by a router's scaler: what grows and shrinks it, and what must not."""
+
+import json
+from typing import Any
+
+import pytest
+
+from controlplane import keda, waves
+from controlplane.product import Product
+from harness.traffic import failed
+from harness.waiting import until
+
+HPA = "keda-hpa-qwen"
+HPA_CONTROLLER = "system:serviceaccount:kube-system:horizontal-pod-autoscaler"
+# The HPA looks every 2 s, and would scale down at once.
+LOOKS_IN_VAIN = 10
+
+
+@pytest.mark.timeout(480, func_only=True)
+async def test_load_grows_the_pool_and_less_of_it_shrinks_it_without_a_lost_request(
+    product: Product, scaler: str
+) -> None:
+    await product.operator()
+    await product.apply(waves.pool(product.namespace))
+    await product.until_active(1)
+    await product.open_gateway()
+    async with keda.scaling(product, keda.scaled_object(product.namespace, scaler=scaler)):
+        wave = await waves.ride(product)
+    wave.say("KEDA")
+    assert failed(wave.exchanges) == []
+    assert wave.shrinks
+    assert {state for each in wave.shrinks for state in each.victims} == {"Draining"}
+
+
+@pytest.mark.timeout(420, func_only=True)
+async def test_a_scaler_that_is_gone_takes_no_instance_away(product: Product, scaler: str) -> None:
+    await product.operator()
+    await product.apply(waves.pool(product.namespace))
+    await product.until_active(1)
+    await product.open_gateway()
+    async with keda.scaling(product, keda.scaled_object(product.namespace, scaler=scaler)):
+        async with waves.flood(product).running():
+            await product.until(lambda status: status.get("inRing", 0) >= 2, timeout_s=120.0)
+            for router in product.routers:
+                await router.kill()
+        size = (await product.pool())["spec"]["replicas"]
+        await until(lambda: _blind(product), "the HPA misses its metric", timeout_s=60.0)
+        looked = _looks(product)
+
+        async def in_vain() -> bool:
+            return _looks(product) >= looked + LOOKS_IN_VAIN
+
+        await until(in_vain, f"the HPA looks {LOOKS_IN_VAIN} times", timeout_s=90.0)
+        assert await _blind(product)
+        assert (await product.pool())["spec"]["replicas"] == size >= 2
+        # With the routers the metric is back, and says that nobody asks any more.
+        for router in product.routers:
+            router.keep_ports()
+            await router.start()
+        await product.until_active(1, timeout_s=180.0)
+
+
+async def _blind(product: Product) -> bool:
+    """Whether the HPA says that it does not know how much to scale."""
+    hpa: dict[str, Any] = json.loads(await product.kubectl("get", "hpa", HPA, "-o", "json"))
+    conditions = hpa.get("status", {}).get("conditions", [])
+    return any(each["type"] == "ScalingActive" and each["status"] == "False" for each in conditions)
+
+
+def _looks(product: Product) -> int:
+    """How often the HPA controller has asked for the metric."""
+    return sum(
+        entry["user"]["username"] == HPA_CONTROLLER
+        and entry["objectRef"].get("apiGroup") == "external.metrics.k8s.io"
+        and entry["objectRef"].get("namespace") == product.namespace
+        for entry in product.audit()
+        if entry["stage"] == "ResponseComplete"
+    )
