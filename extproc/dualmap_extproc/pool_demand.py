@@ -74,8 +74,6 @@ class PoolDemand:
         now = self._clock()
         for gone in self._peers.keys() - pools:
             del self._peers[gone]
-        for peers in self._peers.values():
-            peers.expire(now)
         due = [pool for pool in pools if now - self._reported_s.get(pool, -inf) >= REPORT_INTERVAL_S]
         return {pool: self._report(now, pool) for pool in due}
 
@@ -102,8 +100,9 @@ class PoolDemand:
             self._on_change(pool)
 
     def _report(self, now: float, pool: str) -> Report:
-        own = self._own(pool)
-        return Report(own=own, pool=self._peers_of(pool).live(now, own))
+        own, peers = self._own(pool), self._peers_of(pool)
+        peers.expire(now)
+        return Report(own=own, pool=peers.live(now, own))
 
     def _own(self, pool: str) -> Share:
         for status in self._statuses((pool,)):

@@ -22,11 +22,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dualmap_extproc import wiring
 from dualmap_extproc.main import router
-from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE, EXT_PROC_METHOD, EXT_PROC_SERVICE, SCALER_SERVICE
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.store.codec import decode_news
 from dualmap_extproc.store.redis import loads_key
-from dualmap_extproc.wire import discovery_pb2
+from dualmap_extproc.wire import discovery_pb2, external_scaler_pb2
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, chat, destination, logging_as_it_was, request_body, request_headers
 from kube_api import KubeApi, kube_api, pool_body
@@ -398,6 +398,39 @@ async def test_two_routers_know_of_each_other(tmp_path):
                     return b'dualmap_pool_peers{pool="llm/qwen"} 1.0' in await served.get("/metrics")
 
                 await until(knows)
+
+
+async def test_a_request_at_one_router_wakes_the_pool_at_the_other_which_says_goodbye_when_it_ends(tmp_path):
+    document = pool_document(members=0)
+    document["spec"] |= {"routing": {"queue": {"holdWhenEmpty": True}}}
+    file = tmp_path / "pool.yaml"
+    file.write_text(yaml.safe_dump(document))
+    with redis_server(tmp_path / "redis") as redis:
+        options = ("--redis", redis.url)
+        async with (
+            running(file, options=options) as one,
+            running(file, options=options) as other,
+            grpc.aio.insecure_channel(one.grpc) as asked,
+            grpc.aio.insecure_channel(other.grpc) as watched,
+        ):
+            active = watched.unary_stream(
+                f"/{SCALER_SERVICE}/StreamIsActive",
+                request_serializer=external_scaler_pb2.ScaledObjectRef.SerializeToString,
+                response_deserializer=external_scaler_pb2.IsActiveResponse.FromString,
+            )(external_scaler_pb2.ScaledObjectRef(namespace="llm", scaler_metadata={"pool": "qwen"}))
+            assert not (await asyncio.wait_for(active.read(), WAIT_S)).result
+
+            call = stream(asked)
+            await call.write(request_headers(NO_WAIT))
+            await call.write(request_body(chat()))
+
+            assert (await asyncio.wait_for(active.read(), WAIT_S)).result
+            other.stop()
+            assert await asyncio.wait_for(active.read(), WAIT_S) is grpc.aio.EOF
+            assert await active.code() is grpc.StatusCode.OK
+            assert await other.exited() == 0
+            file.write_text(yaml.safe_dump(document | {"status": pool_document(members=1)["status"]}))
+            assert destination(await asyncio.wait_for(call.read(), WAIT_S)) == "10.0.0.0:8000"
 
 
 async def test_a_redis_that_hangs_does_not_keep_a_router_from_ending(tmp_path):
