@@ -21,7 +21,7 @@ _UDP_BYTES: Final = 512
 # As CoreDNS for Services: what changes is seen soon.
 _TTL_S: Final = 5
 _A, _CNAME, _INTERNET = 1, 5, 1
-_NO_ERROR, _FORMAT_ERROR, _NO_SUCH_NAME = 0, 1, 3
+_NO_ERROR, _NO_SUCH_NAME = 0, 3
 _RESPONSE, _AUTHORITATIVE, _TRUNCATED, _RECURSION_DESIRED, _RECURSION_AVAILABLE = 0x8000, 0x400, 0x200, 0x100, 0x80
 _HEADER: Final = struct.Struct("!6H")
 _QUESTION: Final = struct.Struct("!2H")

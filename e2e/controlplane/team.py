@@ -9,6 +9,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from controlplane.cluster import Cluster
 from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.kubelet.roots import why_not
+from controlplane.kubelet.roots import Image, why_not
 from dualmap_edge.kube import KubeClient
 from harness.waiting import until
 
@@ -27,6 +28,7 @@ Object = dict[str, Any]
 WITHIN_S = 60.0
 GATE = "serving.dualmap.dev/in-ring"
 IMAGE = "registry.example/busybox:1"
+PYTHON = "registry.example/python:1"
 # What Kubernetes' Pod Security Standard `restricted` demands, and a root file system nobody writes to.
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
@@ -205,8 +207,9 @@ def busybox_root(folder: Path) -> Path:
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("there is no busybox: apt-get install busybox-static")
-    for name in ("bin", "etc", "run", "var"):
+    for name in ("bin", "etc", "run", "tmp", "var"):
         (folder / name).mkdir()
+    (folder / "tmp").chmod(0o1777)
     # As in Debian's images: what is mounted below goes into the image, not to this machine's /run.
     (folder / "var" / "run").symlink_to("/run")
     (folder / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
@@ -215,6 +218,19 @@ def busybox_root(folder: Path) -> Path:
     if installed.returncode:
         pytest.skip("busybox needs libraries: apt-get install busybox-static")
     return folder
+
+
+def this_machine() -> Image:
+    """Return an image that is this machine's own files, for the sake of its Python; skips the test where it cannot be.
+
+    It runs as root: Python may lie where only root can read.
+    """
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
+        pytest.skip("in a user namespace no overlay lies over a whole machine: run as root")
+    return Image(root=Path("/"), entrypoint=(sys.executable,))
 
 
 def condition(document: Mapping[str, Any], kind: str) -> str | None:

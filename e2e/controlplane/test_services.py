@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,12 +15,11 @@ from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.kubelet.roots import Image
 from controlplane.services import Services
-from controlplane.team import IMAGE, WITHIN_S, Team, busybox, busybox_root, pod, restricted
+from controlplane.team import IMAGE, PYTHON, WITHIN_S, Team, busybox, busybox_root, pod, restricted, this_machine
 from harness.waiting import until
 
 Object = dict[str, Any]
 
-PYTHON = "registry.example/python:1"
 # Addresses of this machine beside the control plane's: endpoints that are no pods.
 NEAR, FAR = "10.244.255.11", "10.244.255.12"
 
@@ -148,7 +146,7 @@ async def test_a_pod_finds_services_by_their_names(
     names = ["web", f"web.{ns}", f"web.{ns}.svc.cluster.local", "members", "web-1.members", "other", "nowhere"]
     images: dict[str, Path | Image] = {
         IMAGE: busybox_root(tmp_path),
-        PYTHON: Image(root=Path("/"), entrypoint=(sys.executable,)),
+        PYTHON: this_machine(),
     }
     team.apply(
         service("web", ports=ports, selector=labels),

@@ -23,6 +23,7 @@ from controlplane.kubelet.environment import (
     environment,
     expand,
     references,
+    service_links,
 )
 from controlplane.kubelet.probes import Probe, Tally
 from controlplane.kubelet.process_containers import ProcessContainer
@@ -132,6 +133,30 @@ def test_variables_come_from_config_maps_and_secrets() -> None:
 
     assert told == {"C_host": "redis", "PASSWORD": "word", "URL": "redis://:word@redis/"}
     assert references(container) == {*there, ("secret", "gone")}
+
+
+def test_a_pod_is_told_of_its_namespaces_services() -> None:
+    ports = [{"name": "http", "port": 80}, {"name": "tls", "port": 443, "protocol": "TCP"}]
+    service = {"metadata": {"name": "front-door"}, "spec": {"clusterIP": "10.0.0.7", "ports": ports}}
+    headless = {"metadata": {"name": "members"}, "spec": {"clusterIP": "None", "ports": ports}}
+
+    told = service_links([service, headless])
+
+    assert told == {
+        "FRONT_DOOR_SERVICE_HOST": "10.0.0.7",
+        "FRONT_DOOR_SERVICE_PORT": "80",
+        "FRONT_DOOR_SERVICE_PORT_HTTP": "80",
+        "FRONT_DOOR_SERVICE_PORT_TLS": "443",
+        "FRONT_DOOR_PORT": "tcp://10.0.0.7:80",
+        "FRONT_DOOR_PORT_80_TCP": "tcp://10.0.0.7:80",
+        "FRONT_DOOR_PORT_80_TCP_PROTO": "tcp",
+        "FRONT_DOOR_PORT_80_TCP_PORT": "80",
+        "FRONT_DOOR_PORT_80_TCP_ADDR": "10.0.0.7",
+        "FRONT_DOOR_PORT_443_TCP": "tcp://10.0.0.7:443",
+        "FRONT_DOOR_PORT_443_TCP_PROTO": "tcp",
+        "FRONT_DOOR_PORT_443_TCP_PORT": "443",
+        "FRONT_DOOR_PORT_443_TCP_ADDR": "10.0.0.7",
+    }
 
 
 def test_an_image_without_command_has_its_entrypoint() -> None:

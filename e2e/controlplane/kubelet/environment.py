@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -78,6 +78,29 @@ def environment(
     return {**base, **own}
 
 
+def service_links(services: Iterable[Object]) -> dict[str, str]:
+    """Return the variables by which a pod is told of its namespace's Services (core/v1 PodSpec enableServiceLinks)."""
+    told = {}
+    for service in services:
+        host = service["spec"].get("clusterIP") or "None"
+        ports = service["spec"].get("ports") or ()
+        if host == "None" or not ports:
+            continue
+        name = _variable(service["metadata"]["name"])
+        told[f"{name}_SERVICE_HOST"] = host
+        told[f"{name}_SERVICE_PORT"] = str(ports[0]["port"])
+        for number, each in enumerate(ports):
+            protocol, port = each.get("protocol", "TCP"), str(each["port"])
+            url = f"{protocol.lower()}://{host}:{port}"
+            if each.get("name"):
+                told[f"{name}_SERVICE_PORT_{_variable(each['name'])}"] = port
+            if number == 0:
+                told[f"{name}_PORT"] = url
+            prefix = f"{name}_PORT_{port}_{protocol}"
+            told |= {prefix: url, f"{prefix}_PROTO": protocol.lower(), f"{prefix}_PORT": port, f"{prefix}_ADDR": host}
+    return told
+
+
 def command_line(container: Object, variables: Mapping[str, str], *, entrypoint: Sequence[str] = ()) -> list[str]:
     """Return the program and its arguments; ``entrypoint`` is the image's, for a container without ``command``.
 
@@ -113,6 +136,10 @@ def field_value(path: str, fields: Field, where: str) -> str:
     if keyed is None:
         raise ContainerConfigError(f"{where}: fieldPath {path} is not known here, only {', '.join(sorted(known))}")
     return str((metadata.get(keyed[1]) or {}).get(keyed[2], ""))
+
+
+def _variable(name: str) -> str:
+    return name.upper().replace("-", "_")
 
 
 def _from_whole_objects(container: Object, objects: Callable[[str, str], Values]) -> dict[str, str]:

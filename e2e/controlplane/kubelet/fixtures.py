@@ -54,7 +54,9 @@ def kubelet_on(
         images=images,
         nameserver=nameserver,
     )
-    others = cluster.kubectl("get", "nodes", "-o", "name").split() if images else []
+    others = []
+    if images:
+        others = cluster.kubectl("get", "nodes", "--field-selector", "spec.unschedulable!=true", "-o", "name").split()
     with kubelet:
         for other in others:
             cluster.kubectl("cordon", other)

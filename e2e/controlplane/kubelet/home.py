@@ -13,7 +13,7 @@ from controlplane.kubelet.environment import Field, expand
 from controlplane.kubelet.identity import Owner
 from controlplane.kubelet.network import PodNetwork
 from controlplane.kubelet.roots import Mount
-from controlplane.kubelet.volumes import Volumes
+from controlplane.kubelet.volumes import Volumes, persistently
 from dualmap_edge.kube import KubeClient
 
 _DOMAIN: Final = "cluster.local"
@@ -27,6 +27,7 @@ class PodHome:
         self.hostname: str = pod["spec"].get("hostname") or metadata["name"]
         self._pod = pod
         self._place = place
+        self._client = client
         self._folder = place.node.folder / metadata["uid"]
         self._volumes = Volumes(
             Field(pod=pod, address=place.address, host_address=place.host_address),
@@ -52,6 +53,12 @@ class PodHome:
                 self._folder.mkdir(parents=True)
                 self._write_files()
             await self._volumes.prepare()
+
+    async def services(self) -> list[Object]:
+        """Return the Services of the pod's namespace as they are now."""
+        namespace = self._pod["metadata"]["namespace"]
+        listed = await persistently(self._client, "GET", f"/api/v1/namespaces/{namespace}/services")
+        return [] if listed is None else list(listed["items"])
 
     def observe(self, pod: Object) -> None:
         """Take in what the API server shows of the pod."""

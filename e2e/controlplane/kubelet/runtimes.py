@@ -17,6 +17,7 @@ from controlplane.kubelet.environment import (
     command_line,
     environment,
     references,
+    service_links,
 )
 from controlplane.kubelet.home import PodHome
 from controlplane.kubelet.identity import identity
@@ -95,6 +96,7 @@ class RootedRuntime:
         who = identity(self._pod, self._spec, root=self._image.root, image_user=self._image.user)
         host, port = self._place.node.api_server
         base = {
+            **(service_links(await self._home.services()) if self._pod["spec"].get("enableServiceLinks", True) else {}),
             "PATH": _PATH,
             "HOSTNAME": self._home.hostname,
             "HOME": who.home,
