@@ -11,8 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 CHART = Path(__file__).parents[2] / "helm" / "dualmap"
 
@@ -52,6 +55,30 @@ class Helm:
         path = self._directory / f"{name}.json"
         path.write_text(json.dumps(values))
         return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """The images that the chart names when nobody says otherwise."""
+
+    dualmap: str
+    envoy: str
+    redis: str
+
+
+def references() -> References:
+    """Read them from the chart's values; our own has the chart's appVersion as its tag."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+
+    def reference(image: Mapping[str, str]) -> str:
+        return f"{image['registry']}/{image['repository']}:{image['tag'] or version}"
+
+    return References(
+        dualmap=reference(values["image"]),
+        envoy=reference(values["gateway"]["bundled"]["image"]),
+        redis=reference(values["redis"]["bundled"]["image"]),
+    )
 
 
 def binary(version: int, binaries: Path) -> Path | None:

@@ -16,13 +16,12 @@ from typing import Any
 import aiohttp
 
 from controlplane.cluster import Cluster
-from controlplane.helm import CHART, Helm
+from controlplane.helm import CHART, Helm, references
 from harness.waiting import until
 
 RELEASE = "dualmap"
 MODEL = "qwen-model"
 POOL = "qwen"
-IMAGE = "ghcr.io/dualmap/dualmap:0.1.0"
 CRD = "inferencepools.serving.dualmap.dev"
 DECISION = "x-dualmap-decision"
 _HELM_WAIT = ("--wait", "--timeout", "5m")
@@ -173,7 +172,7 @@ def _pool(namespace: str, replicas: int) -> dict[str, Any]:
     """A pool whose engines are simulated by our own image, whose entry point is the command."""
     container = {
         "name": "engine",
-        "image": IMAGE,
+        "image": references().dualmap,
         "args": ["engine-sim", "--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b"],
         "ports": [{"name": "http", "containerPort": 8000}],
         # Other work may keep a pod from answering for seconds.

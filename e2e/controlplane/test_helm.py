@@ -10,13 +10,13 @@ import pytest
 
 from controlplane.build import binaries_folder
 from controlplane.cluster import Cluster
-from controlplane.helm import binary
+from controlplane.helm import binary, references
 from controlplane.images import ImagesError, build
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.kubelet.roots import Image, why_not
 from controlplane.services import Services
-from controlplane.site import CRD, DECISION, IMAGE, POOL, RELEASE, Site
+from controlplane.site import CRD, DECISION, POOL, RELEASE, Site
 from harness.waiting import until
 
 DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
@@ -65,11 +65,8 @@ def _kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
         environment=dict(each.split("=", 1) for each in config["Env"]),
         user=config["User"],
     )
-    catalogue: dict[str, Path | Image] = {
-        IMAGE: ours,
-        "docker.io/envoyproxy/envoy:distroless-v1.40.0": images.envoy,
-        "docker.io/library/redis:7.2.11-alpine": images.redis,
-    }
+    names = references()
+    catalogue = {names.dualmap: ours, names.envoy: Image(root=images.envoy), names.redis: Image(root=images.redis)}
     with (
         Services(cluster) as services,
         kubelet_on(cluster, "chart", images=catalogue, nameserver=services.nameserver) as kubelet,
