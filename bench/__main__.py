@@ -2,6 +2,7 @@
 
   rings, decisions, memory   of the core; all three (about five minutes) without a name
   gateway                    through a real Envoy (about six minutes; --quick: two)
+  tracing                    what OpenTelemetry's spans cost a router (seconds)
   window, replicas           in virtual time (about twenty minutes; --quick: a minute or three)
   autoscaling                scaling on the SLO, in virtual time (about a quarter of an hour; --quick: seconds)
   paper                      the published evaluations in virtual time (about half an hour; --quick: two minutes)
@@ -28,6 +29,11 @@ def main(names: list[str]) -> None:
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
+    if names[:1] == ["tracing"]:
+        # Imported here: it needs the extra otlp.
+        from bench.tracing import main as tracing
+
+        tracing(names[1:], prog_name="python -m bench tracing")
     if names[:1] == ["autoscaling"]:
         # As paper's.
         from bench.autoscaling.command import autoscaling
@@ -42,7 +48,7 @@ def main(names: list[str]) -> None:
         VIRTUAL[names[0]](names[1:], prog_name=f"python -m bench {names[0]}")
     unknown = [name for name in names if name not in CORE]
     if unknown:
-        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "autoscaling"])
+        names_known = ", ".join([*CORE, *VIRTUAL, "gateway", "tracing", "autoscaling"])
         sys.exit(f"bench: no benchmark {unknown[0]!r}; there are {names_known} and paper")
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
     print(f"machine: {os.cpu_count()} cores, load average {load} (times are comparable within this run only)\n")

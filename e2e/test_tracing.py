@@ -1,0 +1,94 @@
+"""Traces through the real Envoy and router: headers to the engine as they came, spans to a collector."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from dualmap_extproc.envoy.settings import Mode
+from harness.deployment import Deployment
+from harness.upstream import Upstream
+from harness.waiting import until
+from harness.world import chat, document, member_of, receipt
+from otlp_collector import Collector, values
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1,other=2"}
+
+modes = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+
+
+@pytest.fixture(name="collector")
+def _collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest_asyncio.fixture(name="engine")
+async def _engine() -> AsyncIterator[Upstream]:
+    async with Upstream(name="engine") as engine:
+        yield engine
+
+
+def assert_carried(engine: Upstream) -> None:
+    received = engine.received[-1].headers
+    assert {name: received.get(name) for name in HEADERS} == HEADERS
+
+
+@modes
+async def test_a_decision_is_a_span_of_the_client_s_trace_and_the_engine_sees_that_trace_untouched(
+    mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
+) -> None:
+    pools = {"traced": document("traced", [member_of(engine)])}
+    arguments = ("--otlp-endpoint", collector.endpoint)
+    async with Deployment(pools, mode=mode, directory=tmp_path, router_arguments=arguments) as deployment:
+        reply = await deployment.ask(chat("traced"), headers=HEADERS)
+        assert reply.status == 200
+        assert_carried(engine)
+        await until(lambda: _any(collector), "the collector has a span", timeout_s=30.0)
+        (span,) = collector.spans
+        assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+        attributes = values(span.attributes)
+        assert attributes["dualmap.chosen"] == receipt(reply)["chosen"] == "engine"
+        assert attributes["dualmap.rule"] == receipt(reply)["rule"]
+        (resource,) = collector.resources
+        assert resource["service.instance.id"] == "router"
+
+        unknown = await deployment.ask(chat("nobody"), headers=HEADERS)
+        assert unknown.status == 404
+        # What has not gone out yet does when the router ends.
+        await deployment.router.stop()
+        assert [values(each.attributes).get("http.response.status_code") for each in collector.spans] == [None, 404]
+
+
+@modes
+async def test_without_a_collector_the_trace_reaches_the_engine_all_the_same(
+    mode: Mode, engine: Upstream, tmp_path: Path
+) -> None:
+    pools = {"traced": document("traced", [member_of(engine)])}
+    async with Deployment(pools, mode=mode, directory=tmp_path) as deployment:
+        assert (await deployment.ask(chat("traced"), headers=HEADERS)).status == 200
+        assert_carried(engine)
+        assert (await deployment.ask(chat("traced"))).status == 200
+        assert "traceparent" not in engine.received[-1].headers
+
+
+async def test_a_dead_collector_neither_fails_requests_nor_keeps_the_router_from_ending(
+    collector: Collector, engine: Upstream, tmp_path: Path
+) -> None:
+    collector.stop()
+    pools = {"traced": document("traced", [member_of(engine)])}
+    arguments = ("--otlp-endpoint", collector.endpoint)
+    async with Deployment(pools, mode=Mode.STREAMED, directory=tmp_path, router_arguments=arguments) as deployment:
+        for _ in range(20):
+            assert (await deployment.ask(chat("traced"))).status == 200
+        await deployment.router.wait_for_line("spans cannot be delivered")
+        deployment.router.terminate()
+        assert await deployment.router.wait(timeout_s=40.0) == 0
+        assert deployment.router.output().count("spans cannot be delivered") == 1
+        assert "Traceback" not in deployment.router.output()
+
+
+async def _any(collector: Collector) -> bool:
+    return bool(collector.spans)

@@ -1,0 +1,321 @@
+"""Spans: what a collector gets of each decision, over the wire, and what a router without one never loads."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from dualmap_extproc import main as main_module
+from dualmap_extproc import tracing as tracing_module
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.main import router
+from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.tracing import TRACE_HEADERS, TracedPicker, Tracing, tracing_to
+from extproc.envoy_messages import (
+    MODES,
+    Conversation,
+    Recorder,
+    chat,
+    crowded_pool,
+    destination,
+    pool,
+    refused_with,
+    request_body,
+    request_headers,
+)
+from otlp_collector import Collector, values
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED = f"00-{TRACE}-{PARENT}-01"
+UNSAMPLED = f"00-{TRACE}-{PARENT}-00"
+SECRET = "the quick brown prompt"
+LONG = chat("long " * 10_000)
+
+
+class Desk:
+    """A traced picker whose spans go to a collector; ``spans`` sends them first, and ends it."""
+
+    def __init__(self, collector: Collector, *pools) -> None:
+        self._collector = collector
+        self.tracing = tracing_to(collector.endpoint, replica_id="r1", version="1.2.3")
+        self.observer = Recorder()
+        self.picker = TracedPicker(Limits(), self.observer, id_prefix="r1", tracing=self.tracing)
+        self.picker.set_pools(0.0, pools or (pool(),))
+        self.resumed: list[Picked | Refused] = []
+
+    def ask(self, body: bytes = chat(SECRET), *, now=10.0, **headers: str) -> Picked | Refused | Waiting:
+        return self.picker.pick(now, body, None, now - 0.5, headers=headers, resume=self.resumed.append)
+
+    def spans(self) -> list[Span]:
+        self.tracing.close()
+        return self._collector.spans
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as started:
+        yield started
+
+
+def test_a_decision_is_a_span_under_the_request_s_trace_with_the_receipt(collector):
+    desk = Desk(collector)
+
+    before = time.time_ns()
+    picked = desk.ask(traceparent=SAMPLED, tracestate="vendor=1")
+
+    (span,) = desk.spans()
+    receipt = picked.decision.receipt
+    assert span.name == "dualmap.route"
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+    assert span.trace_state == "vendor=1"
+    assert values(span.attributes) == {
+        "dualmap.request_id": picked.request_id,
+        "dualmap.pool": "llm/qwen",
+        "dualmap.policy": "dualmap",
+        "dualmap.rule": receipt.rule,
+        "dualmap.pair": list(receipt.pair),
+        "dualmap.chosen": receipt.chosen,
+        "dualmap.endpoint": receipt.address,
+        "dualmap.prompt_tokens": receipt.prompt_tokens,
+        "dualmap.matched_tokens": 0,
+        "dualmap.key_blocks": receipt.key.blocks,
+        "dualmap.predicted_ttft_s": receipt.predicted_ttft_s,
+    }
+    # It began when the request came, half a second before it was decided on.
+    assert span.start_time_unix_nano < before < span.end_time_unix_nano
+    assert span.end_time_unix_nano - span.start_time_unix_nano > 0.5e9
+    assert span.status.code == Status.STATUS_CODE_UNSET
+    (resource,) = collector.resources
+    assert resource["service.name"] == "dualmap-router"
+    assert resource["service.instance.id"] == "r1"
+    assert resource["service.version"] == "1.2.3"
+
+
+def test_what_its_sender_does_not_record_has_no_span(collector):
+    desk = Desk(collector)
+    assert isinstance(desk.ask(traceparent=UNSAMPLED), Picked)
+    assert isinstance(desk.ask(b"{}", traceparent=UNSAMPLED), Refused)
+    desk.ask(traceparent=SAMPLED)
+    assert len(desk.spans()) == 1
+
+
+@pytest.mark.parametrize("headers", [{}, {"traceparent": "00-zz"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}])
+def test_a_request_without_a_trace_begins_one(collector, headers):
+    desk = Desk(collector)
+    desk.ask(**headers)
+    (span,) = desk.spans()
+    assert not span.parent_span_id
+    assert span.trace_id.hex() != TRACE
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "failed"),
+    [
+        (b"{}", 400, "invalid_request", False),
+        (chat(SECRET, model="unknown"), 404, "model_not_found", False),
+        (chat(SECRET, model="empty"), 503, "no_endpoint", True),
+    ],
+)
+def test_a_refusal_is_a_span_with_its_status(collector, body, status, code, failed):
+    desk = Desk(collector, pool(), pool("empty", model="empty", members=0))
+    assert desk.ask(body, traceparent=SAMPLED).status == status
+    (span,) = desk.spans()
+    found = values(span.attributes)
+    assert (found["http.response.status_code"], found["error.type"]) == (status, code)
+    assert ("dualmap.pool" in found) == (status == 503)
+    assert (span.status.code == Status.STATUS_CODE_ERROR) == failed
+    assert len(desk.observer.events) == 1
+
+
+def test_a_held_request_s_span_says_for_how_long(collector):
+    desk = Desk(collector, crowded_pool())
+    desk.ask(LONG, traceparent=UNSAMPLED)
+    assert isinstance(desk.ask(traceparent=SAMPLED), Waiting)
+    assert isinstance(desk.ask(traceparent=UNSAMPLED), Waiting)
+
+    desk.picker.hold_no_more(13.0)
+
+    assert [type(each) for each in desk.resumed] == [Picked, Picked]
+    (span,) = desk.spans()
+    assert values(span.attributes)["dualmap.held_s"] > 0
+    assert values(span.attributes)["dualmap.request_id"] in {each.request_id for each in desk.resumed}
+    assert not desk.picker._begun
+
+
+def test_a_client_that_leaves_while_held_ends_its_span(collector):
+    desk = Desk(collector, crowded_pool())
+    desk.ask(LONG, traceparent=UNSAMPLED)
+    waiting = desk.ask(traceparent=SAMPLED)
+    desk.picker.aborted(12.0, waiting.request_id)
+    (span,) = desk.spans()
+    assert values(span.attributes).keys() == {"dualmap.held_s", "error.type"}
+    assert not desk.picker._begun
+
+
+@pytest.mark.parametrize("config", MODES.values(), ids=MODES)
+def test_the_stream_hands_over_the_trace_and_leaves_it_in_the_request(collector, config):
+    desk = Desk(collector)
+    talk = Conversation(picker=desk.picker)
+    first = talk.send(request_headers(config, traceparent=SAMPLED, tracestate="vendor=1"))
+    answers = [*first, *talk.send(request_body(chat(SECRET)))]
+    assert any(destination(answer) for answer in answers)
+    for answer in answers:
+        assert not TRACE_HEADERS & set(str(answer).split(chr(34))), "neither set nor removed"
+    (span,) = desk.spans()
+    assert (span.trace_id.hex(), span.trace_state) == (TRACE, "vendor=1")
+
+
+def test_a_request_refused_before_its_body_is_read_has_a_span_too(collector):
+    desk = Desk(collector)
+    for traceparent in (SAMPLED, UNSAMPLED):
+        headers = {"content-length": str(1 << 30), "traceparent": traceparent}
+        assert refused_with(Conversation(picker=desk.picker).send(request_headers(**headers))) == 413
+    (span,) = desk.spans()
+    assert span.trace_id.hex() == TRACE
+    assert values(span.attributes)["http.response.status_code"] == 413
+
+
+def test_no_span_holds_anything_of_a_prompt(collector):
+    desk = Desk(collector)
+    desk.ask()
+    desk.ask(chat(SECRET, model=SECRET))
+    desk.ask(SECRET.encode())
+    for span in desk.spans():
+        assert SECRET.encode() not in span.SerializeToString()
+    assert len(collector.spans) == 3
+
+
+def test_a_dead_collector_is_said_once_and_holds_nobody_up(collector, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="dualmap_extproc")
+    monkeypatch.setattr(tracing_module, "_EXPORT_TIMEOUT_S", 0.2)
+    collector.stop()
+    desk = Desk(collector)
+
+    for _ in range(3):
+        assert isinstance(desk.ask(traceparent=SAMPLED), Picked)
+        desk.tracing._provider.force_flush()
+    said = ["spans cannot be delivered and are dropped until they can"]
+    assert [record.message for record in caplog.records] == said
+
+    collector.start()
+    while len(caplog.records) == 1:
+        desk.ask(traceparent=SAMPLED)
+        desk.tracing._provider.force_flush()
+    assert [record.message for record in caplog.records] == [*said, "spans are delivered again"]
+    assert collector.spans
+    desk.tracing.close()
+
+
+class Stuck(SpanExporter):
+    """Takes spans when it is let; ``taken`` counts them."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+        self.taken = 0
+
+    def export(self, spans) -> SpanExportResult:
+        self.let.wait(60.0)
+        self.taken += len(spans)
+        return SpanExportResult.SUCCESS
+
+
+def tell(tracing: Tracing, spans: int) -> None:
+    for _ in range(spans):
+        begun = tracing.begin({}, age_s=0.0)
+        assert begun is not None
+        tracing.end(begun, Picked(destination="10.0.0.1:8000", cluster="llm/qwen"))
+
+
+def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_it_may(monkeypatch):
+    monkeypatch.setattr(tracing_module, "FLUSH_S", 0.1)
+    stuck = Stuck()
+    tracing = Tracing(stuck, replica_id="r", version="1")
+    tell(tracing, 1)
+    tracing.close()
+    assert not stuck.let.is_set()
+    stuck.let.set()
+
+
+def test_spans_that_nobody_takes_are_dropped_beyond_a_bound(monkeypatch):
+    monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
+    monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
+    stuck = Stuck()
+    tracing = Tracing(stuck, replica_id="r", version="1")
+    tell(tracing, 100)
+    stuck.let.set()
+    tracing.close()
+    # What was being exported, and what waited.
+    assert 8 <= stuck.taken <= 4 + 8
+
+
+UNTOUCHED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from dualmap_extproc.settings import Settings
+from dualmap_extproc import wiring
+
+async def run():
+    settings = Settings(
+        pools=(Path(sys.argv[1]),), replica_id="r", host="127.0.0.1",
+        grpc_port=0, health_port=0, metrics_port=0, als_port=0,
+    )
+    serving = asyncio.create_task(wiring.serve(settings))
+    await asyncio.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await serving
+
+asyncio.run(run())
+loaded = [name for name in sys.modules if name.startswith("opentelemetry") or name == "dualmap_extproc.tracing"]
+sys.exit(str(loaded) if loaded else 0)
+"""
+
+
+def test_a_router_that_exports_no_spans_loads_nothing_for_it(tmp_path):
+    document = tmp_path / "pool.yaml"
+    document.write_text(
+        "apiVersion: serving.dualmap.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: qwen, namespace: llm}\n"
+        "spec: {model: {name: m}}\nstatus: {ring: {version: 1, members: []}}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", UNTOUCHED, str(document)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_router_that_exports_no_spans_reads_no_trace_headers():
+    assert not Picker(Limits(), Recorder(), id_prefix="r").session_headers & TRACE_HEADERS
+
+
+def test_without_the_extra_the_option_says_what_to_install(monkeypatch):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(main_module, "find_spec", missing)
+    result = CliRunner().invoke(router, ["--pool", "p.yaml", "--otlp-endpoint", "http://collector:4317"])
+    assert result.exit_code == 2
+    assert "pip install 'dualmap[otlp]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "collector:4317",
+        "grpc://collector:4317",
+        "http://collector",
+        "http://:4317",
+        "http://c:4317/v1/traces",
+        "http://c:x",
+    ],
+)
+def test_a_bad_endpoint_is_bad_usage(url):
+    result = CliRunner().invoke(router, ["--pool", "p.yaml", "--otlp-endpoint", url])
+    assert result.exit_code == 2
+    assert "give http://HOST:PORT" in result.stderr
