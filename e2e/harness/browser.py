@@ -29,6 +29,7 @@ _FLAGS: Final = (
         "--force-color-profile=srgb",
     ),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    "--hide-scrollbars",
 )
 _ELEMENT: Final = "element-6066-11e4-a52e-4f735466cecf"  # By which WebDriver names a reference to an element.
 

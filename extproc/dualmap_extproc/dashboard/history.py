@@ -31,7 +31,7 @@ TTFT_BOUNDS_S: Final = tuple(10 ** (tenth / 10) for tenth in range(-20, 29))
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """What happened in STEP_S seconds."""
+    """What happened in STEP_S seconds; ``point`` is what the lines show of it, once it is over and was looked at."""
 
     number: int
     requests: int = 0
@@ -39,6 +39,7 @@ class _Step:
     first_tokens: int = 0
     slo_met: int = 0
     ttfts: list[int] = field(default_factory=lambda: [0] * (len(TTFT_BOUNDS_S) + 1))
+    point: "Step | None" = None
 
 
 @dataclass(slots=True)
@@ -249,7 +250,7 @@ class PoolHistory:
         return HistoryView(
             minute=_recent(line, _MINUTE_S),
             window=_recent(line, WINDOW_S),
-            steps=tuple(map(_point, line)),
+            steps=tuple(_point(step, over=step.number < last) for step in line),
             endpoints=endpoints,
             total=total,
             rules=rules,
@@ -302,15 +303,19 @@ def _recent(line: Sequence[_Step], seconds: int) -> Recent:
     )
 
 
-def _point(step: _Step) -> Step:
-    return Step(
+def _point(step: _Step, *, over: bool) -> Step:
+    """Return a step's point; that of one that is ``over`` is made once."""
+    point = step.point or Step(
         requests=step.requests,
         refused=step.refused,
         first_tokens=step.first_tokens,
         slo_met=step.slo_met,
-        ttft_p50_s=percentile(step.ttfts, 0.5),
-        ttft_p90_s=percentile(step.ttfts, 0.9),
+        ttft_p50_s=percentile(step.ttfts, 0.5) if step.first_tokens else None,
+        ttft_p90_s=percentile(step.ttfts, 0.9) if step.first_tokens else None,
     )
+    if over:
+        step.point = point
+    return point
 
 
 def _sum_ttfts(steps: Iterable[_Step]) -> tuple[int, ...]:

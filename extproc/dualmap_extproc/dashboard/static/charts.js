@@ -86,13 +86,13 @@ class Chart {
     this.plane.append(this.shapes, this.line);
     this.top = el("span", { class: "top-label" });
     this.bottom = el("span", { class: "bottom-label" });
-    this.label = el("span", { class: "mark-label" });
+    this.label = el("span", { class: "series goal" });
     this.left = el("span");
     this.right = el("span");
     const keys = legend.map(([kind, words]) => el("span", { class: `series ${kind}` }, words));
     parent.append(el("figure", { class: "chart" },
-      el("figcaption", {}, title, ...keys),
-      el("div", { class: "plane", "aria-hidden": "true" }, this.top, this.bottom, this.plane, this.label),
+      el("figcaption", {}, title, ...keys, this.label),
+      el("div", { class: "plane", "aria-hidden": "true" }, this.top, this.bottom, this.plane),
       el("div", { class: "axis", "aria-hidden": "true" }, this.left, this.right),
       (this.words = el("p", { class: "hidden" }))));
   }
@@ -109,15 +109,11 @@ class Chart {
 
   mark(y, text) {
     setAttributes(this.line, { x1: 0, x2: 100, y1: y, y2: y });
-    this.label.style.setProperty("top", `${y}%`);
-    this.label.style.setProperty("right", "0");
     setText(this.label, text);
   }
 
   markAt(x, text = "") {
     setAttributes(this.line, x === null ? { x1: 0, x2: 0, y1: 0, y2: 0 } : { x1: x, x2: x, y1: 0, y2: 100 });
-    this.label.dataset.upright = "";
-    this.label.style.setProperty("left", `${x ?? 0}%`);
     setText(this.label, text);
   }
 

@@ -30,7 +30,7 @@ export class Rings {
     this.caption = caption;
     this.arcs = [new Map(), new Map()];
     this.layers = {};
-    for (const name of ["slo", "load", "ring2", "ring1", "chord", "labels"]) {
+    for (const name of ["load", "slo", "ring2", "ring1", "chord", "labels"]) {
       this.layers[name] = svg("g", { class: name });
       node.append(this.layers[name]);
     }
@@ -41,7 +41,7 @@ export class Rings {
     const [ring1, ring2] = (this.arcs = [layOut(endpoints, "ring_1"), layOut(endpoints, "ring_2")]);
     const onRing = endpoints.filter((each) => ring1.has(each.id));
     // Without names around it, the picture may be larger.
-    setAttributes(this.node, { viewBox: onRing.length <= LABELS ? "-220 -200 440 400" : "-182 -182 364 364" });
+    setAttributes(this.node, { viewBox: onRing.length <= LABELS ? "-262 -200 524 400" : "-182 -182 364 364" });
     this.arcsOf(this.layers.ring1, onRing, ring1, RING_1, marked);
     this.arcsOf(this.layers.ring2, endpoints.filter((each) => ring2.has(each.id)), ring2, RING_2, marked);
     showEach(this.layers.load, onRing, (each) => each.id, () => svg("path"), (node, each) => {
@@ -74,7 +74,7 @@ export class Rings {
     showEach(this.layers.labels, named, (each) => each.id, () => svg("text"), (node, each) => {
       const [from, to] = arcs.get(each.id);
       // Outside where there is room, else across the bar that it names.
-      const [x, y] = point((from + to) / 2, endpoints.length <= LABELS ? LOAD_FROM + LOAD_AT_SLO + 10 : LOAD_FROM + 12);
+      const [x, y] = point((from + to) / 2, endpoints.length <= LABELS ? LOAD_FROM + LOAD_MOST + 8 : LOAD_FROM + 12);
       const anchor = Math.abs(x) < 40 || endpoints.length > LABELS ? "middle" : x > 0 ? "start" : "end";
       setAttributes(node, { x, y: y + 4, "text-anchor": anchor });
       const name = each.id.length > NAME ? `…${each.id.slice(1 - NAME)}` : each.id;
