@@ -25,6 +25,7 @@ from pathlib import Path
 KUBERNETES_VERSION = "v1.36.4"
 ETCD_VERSION = "v3.6.13"
 KEDA_VERSION = "v2.20.1"
+HELM_VERSION = "v4.3.1"
 # Somebody else's kind of our name, which must do ours no harm.
 GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
 KEDA_CRDS = (
@@ -118,6 +119,16 @@ MODULES = (
         programs=tuple(
             Program(name=name, package=f"k8s.io/kubernetes/cmd/{name}", link_flags=_KUBERNETES_LINK_FLAGS)
             for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+        ),
+    ),
+    Module(
+        name="helm",
+        programs=(
+            Program(
+                name="helm",
+                package="helm.sh/helm/v4/cmd/helm",
+                link_flags=f"-s -w -X helm.sh/helm/v4/internal/version.version={HELM_VERSION}",
+            ),
         ),
     ),
     Module(
