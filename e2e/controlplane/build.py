@@ -36,6 +36,7 @@ KEDA_CRDS = (
     "keda.sh_scaledobjects.yaml",
     "keda.sh_triggerauthentications.yaml",
 )
+LWS_CRD = "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
 _SOURCES = Path(__file__).parent / "go"
 _GO_NEEDED = "1.26"
 _PROGRESS_EVERY_S = 15
@@ -142,6 +143,7 @@ MODULES = (
 DEFINITIONS = (
     Definitions(name="gaie-crds", module="sigs.k8s.io/gateway-api-inference-extension@v1.6.0", files=(GAIE_CRD,)),
     Definitions(name="keda-crds", module=f"github.com/kedacore/keda/v2@{KEDA_VERSION}", files=KEDA_CRDS),
+    Definitions(name="lws-crds", module="sigs.k8s.io/lws@v0.7.0", files=(LWS_CRD,)),
 )
 
 
