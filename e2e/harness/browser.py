@@ -98,7 +98,7 @@ class Browser:
         """Run JavaScript in the page (``arguments``, ``return``) and return what it returns."""
         return await self._command("execute/sync", {"script": script, "args": list(arguments)})
 
-    async def until(self, script: str, *arguments: object, timeout_s: float = 30.0) -> Any:
+    async def until(self, script: str, *arguments: object, timeout_s: float = 60.0) -> Any:
         """Run an expression again and again until it is truthy; return it."""
         found: Any = None
 
