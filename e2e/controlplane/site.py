@@ -107,6 +107,11 @@ class Site:
             await answer.read()
             return answer.status, answer.headers.get(DECISION, "")
 
+    async def containers(self, component: str) -> set[str]:
+        """Return the ids of the containers of a component's pods: a restart makes a new one."""
+        pods = await self.get("pods", "-l", f"app.kubernetes.io/component={component}")
+        return {each["containerID"] for pod in pods["items"] for each in pod["status"]["containerStatuses"]}
+
     async def gateway(self) -> str:
         """Return the URL of the gateway's Service."""
         spec = (await self.get("service", f"{RELEASE}-gateway"))["spec"]
@@ -130,7 +135,11 @@ class Site:
 
     @asynccontextmanager
     async def requests(self) -> AsyncIterator[Counter[str]]:
-        """Send one request after the other; what became of them is counted: "decided", "undecided" or what failed."""
+        """Send one request after the other; what became of them is counted: "decided", "undecided" or what failed.
+
+        A refused connection is tried again: on a busy machine probes take so long that for some seconds no Envoy counts
+        as ready, and the Service leads nowhere. What a gateway has taken has to be answered.
+        """
         url = await self.gateway()
         outcomes: Counter[str] = Counter()
 
@@ -139,6 +148,8 @@ class Site:
                 try:
                     status, decision = await self.chat(url)
                     outcomes[f"HTTP {status}" if status != 200 else "decided" if decision else "undecided"] += 1
+                except aiohttp.ClientConnectorError:
+                    pass
                 except (aiohttp.ClientError, TimeoutError) as error:
                     outcomes[repr(error)] += 1
                 await asyncio.sleep(_PAUSE_S)
