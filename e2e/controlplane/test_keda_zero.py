@@ -1,0 +1,81 @@
+"""Real KEDA takes a pool to nothing and back: the request that wakes it is held, and answered by what it woke."""
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from controlplane import keda
+from controlplane.product import MODEL, Product, pool_manifest
+from harness.deployment import CHAT
+from harness.traffic import failed
+from harness.waiting import until
+
+# KEDA asks so seldom that what it does within a test it was told by the router.
+SELDOM_S = 600
+START_S = 60.0
+
+
+@pytest.mark.timeout(420, func_only=True)
+async def test_the_first_request_wakes_the_pool_and_is_answered_and_quiet_ends_it(
+    product: Product, scaler: str
+) -> None:
+    await start_empty(product, maxWait=f"{START_S:.0f}s")
+    told = keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0, pollingInterval=SELDOM_S)
+    async with keda.scaling(product, told):
+        await until(lambda: ready(product), "KEDA knows the metric", timeout_s=60.0)
+        assert (await product.pool())["spec"]["replicas"] == 0
+        traffic = product.traffic(streams=1, plain=0, tokens=5)
+        async with traffic.running():
+            await traffic.flowing(1, timeout_s=START_S)
+        assert failed(traffic.exchanges) == []
+        await product.until_active(1)
+        reasons = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
+        assert "KEDAScaleTargetActivated" in reasons.split()
+
+        async with product.recording() as history:
+            await product.apply(keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0))
+            await product.until_active(0, timeout_s=180.0)
+        assert [(each.after, each.victims) for each in history.shrinks()] == [(0, ("Draining",))]
+
+
+@pytest.mark.timeout(300, func_only=True)
+async def test_who_may_not_wait_for_the_start_is_told_to_come_again(product: Product, scaler: str) -> None:
+    await start_empty(product, maxWait="200ms")
+    told = keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0, pollingInterval=SELDOM_S)
+    async with keda.scaling(product, told), aiohttp.ClientSession() as session:
+        await until(lambda: ready(product), "KEDA knows the metric", timeout_s=60.0)
+        status, headers = await ask(product, session)
+        assert status == 503
+        assert int(headers["retry-after"]) >= 1
+        # It has woken the pool all the same.
+        await product.until_active(1)
+
+        async def answered() -> bool:
+            return (await ask(product, session))[0] == 200
+
+        await until(answered, "a request is answered by what the first woke", timeout_s=START_S)
+
+
+async def start_empty(product: Product, **queue: Any) -> None:
+    """Make a pool of no instances, whose first request waits, and open the gateway."""
+    await product.operator()
+    routing = {"queue": {"holdWhenEmpty": True, **queue}}
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=0, abrupt=True, routing=routing))
+    await product.until(lambda status: status.get("replicas") == 0)
+    await product.open_gateway()
+
+
+async def ready(product: Product) -> bool:
+    """Whether KEDA has made its HPA and could act on what it is told."""
+    known = await product.kubectl("get", "scaledobject/qwen", "-o", "jsonpath={.status.externalMetricNames}")
+    return known != ""
+
+
+async def ask(product: Product, session: aiohttp.ClientSession) -> tuple[int, dict[str, str]]:
+    """Send a short request and return the answer's status and headers (lower case)."""
+    assert product.envoy is not None
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+    async with session.post(product.envoy.url + CHAT, json=body) as response:
+        await response.read()
+        return response.status, {name.lower(): value for name, value in response.headers.items()}
