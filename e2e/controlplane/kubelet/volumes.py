@@ -98,8 +98,10 @@ class Volumes:
     async def _keep(self, volume: "_PayloadVolume", token: "_Token") -> None:
         """Write the volume again whenever an object of it changes, or its token has to be renewed."""
         while True:
+            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the change.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(volume.changed.wait(), token.good_for_s)
+                async with asyncio.timeout(token.good_for_s):
+                    await volume.changed.wait()
             volume.changed.clear()
             objects = await self._source.get(volume.payload.references)
             # Something that has been deleted leaves the files as they were, as with a kubelet.
