@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ _HELM_WAIT = ("--wait", "--timeout", "5m")
 _WAIT_S = 180.0
 _REQUEST_S = 30.0
 _PAUSE_S = 0.1
+_ASK_AGAIN_S = 0.5
 # The cluster's controllers write them on their own account, some time after a namespace is made or all has gone.
 _NOT_OURS = {"events", "events.events.k8s.io"}
 _EVERY_NAMESPACES = "configmap/kube-root-ca.crt"
@@ -86,15 +87,28 @@ class Site:
             counts = {status.get(key, 0) for key in ("replicas", "updatedReplicas", "availableReplicas")}
             return current and counts == {replicas}
 
-        await until(there, f"{component} has {replicas} replicas", timeout_s=_WAIT_S)
+        await until_so(there, f"{component} has {replicas} replicas")
         return last
 
     async def make_pool(self, replicas: int) -> None:
-        """Apply a pool of simulated engines and wait until all of them serve."""
-        manifest = json.dumps(_pool(self.namespace, replicas))
-        await self.kubectl("apply", "-f", "-", input=manifest)
-        wait = ("wait", "--for=condition=Available", f"dmpool/{POOL}", f"--timeout={_WAIT_S:.0f}s")
-        await asyncio.to_thread(self._cluster.kubectl, "-n", self.namespace, *wait)
+        """Apply a pool of simulated engines and wait until it serves."""
+        await self.kubectl("apply", "-f", "-", input=json.dumps(_pool(self.namespace, replicas)))
+
+        async def serves() -> bool:
+            conditions = (await self.get("dmpool", POOL)).get("status", {}).get("conditions", [])
+            return any(each["type"] == "Available" and each["status"] == "True" for each in conditions)
+
+        await until_so(serves, f"{POOL} is available")
+
+    async def delete_pool(self) -> None:
+        """Delete the pool and wait until it and its pods have gone."""
+        await self.kubectl("delete", f"dmpool/{POOL}", "--wait=false")
+
+        async def gone() -> bool:
+            found = await self.kubectl("get", "dmpool,pods", "-o", "name")
+            return f"/{POOL}" not in found
+
+        await until_so(gone, f"{POOL} has gone")
 
     async def chat(self, url: str) -> tuple[int, str]:
         """Send a chat request; returns the answer's status and the router's decision ("" without one)."""
@@ -128,7 +142,7 @@ class Site:
             return bool(said) and said[-1][0] == 200 and said[-1][1] != ""
 
         try:
-            await until(answered, "the gateway answers by a router's decision", timeout_s=_WAIT_S)
+            await until_so(answered, "the gateway answers by a router's decision")
         except AssertionError as error:
             raise AssertionError(f"{error}; it said {said[-1:]}") from error
         return said[-1][1]
@@ -177,6 +191,18 @@ class Site:
             for entry in self._cluster.audit()[self._audited :]
             if entry["user"].get("username") in accounts and entry.get("responseStatus", {}).get("code") == 403
         ]
+
+
+async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Return once ``check`` says so, asked seldom: every answer is a program's run. Fails naming ``what``."""
+
+    async def seldom() -> bool:
+        if await check():
+            return True
+        await asyncio.sleep(_ASK_AGAIN_S)
+        return False
+
+    await until(seldom, what, timeout_s=_WAIT_S)
 
 
 def _pool(namespace: str, replicas: int) -> dict[str, Any]:

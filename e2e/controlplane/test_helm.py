@@ -16,8 +16,7 @@ from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.kubelet.roots import Image, why_not
 from controlplane.services import Services
-from controlplane.site import CRD, DECISION, POOL, RELEASE, Site
-from harness.waiting import until
+from controlplane.site import CRD, DECISION, POOL, RELEASE, Site, until_so
 
 DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
 # Made by the operator, not by helm; whoever comes next finds it free.
@@ -25,7 +24,6 @@ LEASE = "lease.coordination.k8s.io/dualmap-operator"
 # What `helm test` has made is no part of the release; helm removes it before the next test.
 HOOKS = {f"pod/{RELEASE}-test", f"configmap/{RELEASE}-test"}
 _TEST_S = 900
-_GONE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ async def test_install_use_upgrade_roll_back_uninstall(form: Form, site: Site, k
     # A new installation takes the pools over, and lets them go when they are deleted.
     await site.install(form.values(site.namespace))
     await site.until_answered()
-    await site.kubectl("delete", f"dmpool/{POOL}", "--timeout=60s")
+    await site.delete_pool()
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
     assert site.refused() == []
 
@@ -149,7 +147,7 @@ async def until_only_the_pools_are_left(site: Site, before: set[str]) -> None:
         }
 
     try:
-        await until(gone, "only the pools are left", timeout_s=_GONE_S)
+        await until_so(gone, "only the pools are left")
     except AssertionError as error:
         raise AssertionError(f"{error}; there are {sorted(left)}") from error
     assert DEFINITION in left
