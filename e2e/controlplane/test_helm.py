@@ -141,10 +141,7 @@ async def until_only_the_pools_are_left(site: Site, before: set[str]) -> None:
     async def gone() -> bool:
         left.clear()
         left.update(await site.objects() - before)
-        return {each for each in left if f"/{POOL}" not in each} <= {
-            f"customresourcedefinition.apiextensions.k8s.io/{CRD}",
-            LEASE,
-        }
+        return {each for each in left if f"/{POOL}" not in each} <= {DEFINITION, LEASE, *HOOKS}
 
     try:
         await until_so(gone, "only the pools are left")
