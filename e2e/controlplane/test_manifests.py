@@ -1,6 +1,7 @@
 """manifests/ on a real API server: every file is accepted as it is, and operator and routers start on what it grants.
 
-The examples have a test of their own. That the rights suffice for everything they do, and that none is left over, is shown where pods run.
+The examples have a test of their own. That the rights suffice for everything they do, and that none is left over, is
+shown where pods run.
 """
 
 import os

@@ -22,6 +22,8 @@ from dualmap_extproc.wire import external_scaler_pb2 as wire
 
 # That a pool has gone quiet is noticed so often; that it has traffic, at once.
 _LOOK_S: Final = 1.0
+# KEDA drops a word that it cannot act on at the moment, and polls after half a minute: traffic is told of again.
+_REPEAT_S: Final = 5.0
 _SHOWN_CHARACTERS: Final = 100
 _DEFAULT_METRIC: Final = "desired_replicas"
 _VALUES: Final[Mapping[str, Callable[[Share], float]]] = {
@@ -93,10 +95,14 @@ def _refused(field: str, given: str, accepted: str) -> MetadataError:
 
 
 class Scaler:
-    """The ExternalScaler service. ``demand`` has the numbers; streams are told by an event that it has changed."""
+    """The ExternalScaler service. ``demand`` has the numbers; streams are told by an event that it has changed.
 
-    def __init__(self, demand: PoolDemand) -> None:
+    A stream repeats every ``repeat_s`` seconds that its pool is active.
+    """
+
+    def __init__(self, demand: PoolDemand, *, repeat_s: float = _REPEAT_S) -> None:
         self._demand = demand
+        self._repeat_s = repeat_s
         self._watching: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._ended = False
         demand.on_change(self._stir)
@@ -141,12 +147,14 @@ class Scaler:
     async def _stream_is_active(
         self, reference: wire.ScaledObjectRef, context: _Context
     ) -> AsyncIterator[wire.IsActiveResponse]:
-        """Say at once whether the pool is active, and whenever that changes.
+        """Say at once whether the pool is active, whenever that changes, and now and then while it is.
 
         What is not known is said to be as before, at first inactive: KEDA acts on no such word of a stream.
         """
         trigger = await self._trigger(reference, context)
         said: bool | None = None
+        clock = asyncio.get_running_loop().time
+        said_s = clock()
         with self._watched(trigger.pool) as changed:
             while True:
                 changed.clear()
@@ -156,13 +164,13 @@ class Scaler:
                     active = self._demand.active(trigger.pool)
                 except DemandUnknown:
                     active = said or False
-                if active != said:
-                    said = active
+                if active != said or (active and clock() - said_s >= self._repeat_s):
+                    said, said_s = active, clock()
                     yield wire.IsActiveResponse(result=active)
                 if self._ended:
                     return
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
+                    async with asyncio.timeout(min(_LOOK_S, self._repeat_s)):
                         await changed.wait()
 
     async def _get_metric_spec(self, reference: wire.ScaledObjectRef, context: _Context) -> wire.GetMetricSpecResponse:

@@ -16,9 +16,9 @@ _SCHEMAS = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
 
 
 def pods(objects: Sequence[Object]) -> Iterator[tuple[str, Mapping[str, str], Any]]:
-    """Yield (name, labels, spec) of each Pod, and of the pods of each Deployment."""
+    """Yield (name, labels, spec) of each Pod, and of the pods of each Deployment and StatefulSet."""
     for each in objects:
-        if each["kind"] == "Deployment":
+        if each["kind"] in {"Deployment", "StatefulSet"}:
             template = each["spec"]["template"]
             yield each["metadata"]["name"], template["metadata"]["labels"], template["spec"]
         elif each["kind"] == "Pod":

@@ -121,14 +121,15 @@ def selectors(objects: Sequence[Object]) -> Iterator[tuple[Object, Any]]:
             yield each, spec["selector"]
         elif each["kind"] == "NetworkPolicy":
             yield each, spec["podSelector"]["matchLabels"]
-        elif each["kind"] in {"Deployment", "PodDisruptionBudget", "PodMonitor"}:
+        elif each["kind"] in {"Deployment", "StatefulSet", "PodDisruptionBudget", "PodMonitor"}:
             yield each, spec["selector"]["matchLabels"]
 
 
 def test_every_selector_selects_the_pods_of_one_workload(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (name,) = selected(objects, labels)
-        assert each["metadata"]["name"] == name
+        # The routers have a second Service, which gives each a name.
+        assert each["metadata"]["name"].removesuffix("-pods") == name
     for _, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
@@ -246,9 +247,11 @@ def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | N
 def test_names_follow_the_release() -> None:
     for release, prefix in (("dualmap", "dualmap"), ("my-dualmap", "my-dualmap"), ("prod", "prod-dualmap")):
         objects = render(release=release)
-        deployments = {each["metadata"]["name"] for each in objects if each["kind"] == "Deployment"}
-        assert deployments == {f"{prefix}-{each}" for each in ("operator", "router", "gateway", "redis")}
+        workloads = {each["metadata"]["name"] for each in objects if each["kind"] in {"Deployment", "StatefulSet"}}
+        assert workloads == {f"{prefix}-{each}" for each in ("operator", "router", "gateway", "redis")}
         given = dict(arguments(objects))
         assert f"--router-service={prefix}-router" in given["operator"]
         assert f"--router={prefix}-router.{NAMESPACE}:9002" in given["envoy-config"]
+        sinks = (f"{prefix}-router-{number}.{prefix}-router-pods.{NAMESPACE}:9004" for number in (0, 1))
+        assert f"--als={','.join(sinks)}" in given["envoy-config"]
         assert f"--redis=redis://{prefix}-redis.{NAMESPACE}.svc:6379/0" in given["router"]

@@ -17,8 +17,12 @@ from chart.rendering import CHART, ROOT, Object, named, notes, only, render
 GOLDENS = Path(__file__).parent / "goldens"
 
 
-def container(objects: Sequence[Object], deployment: str, name: str) -> Any:
-    spec = only(objects, "Deployment", f"dualmap-{deployment}")["spec"]["template"]["spec"]
+def workload(objects: Sequence[Object], component: str) -> Object:
+    return only(objects, "StatefulSet" if component == "router" else "Deployment", f"dualmap-{component}")
+
+
+def container(objects: Sequence[Object], component: str, name: str) -> Any:
+    spec = workload(objects, component)["spec"]["template"]["spec"]
     (found,) = [each for each in (*spec.get("initContainers", ()), *spec["containers"]) if each["name"] == name]
     return found
 
@@ -102,8 +106,8 @@ class TestTls:
         assert protocols == {"grpc": "http2", "als": "http2", "health": "kubernetes.io/h2c", "metrics": "http"}
 
     def test_envoy_never_sees_the_routers_key(self) -> None:
-        def secret(case: str, deployment: str) -> Any:
-            pod = only(render(CASES[case], apis=APIS), "Deployment", f"dualmap-{deployment}")
+        def secret(case: str, component: str) -> Any:
+            pod = workload(render(CASES[case], apis=APIS), component)
             (volume,) = [each for each in pod["spec"]["template"]["spec"]["volumes"] if each["name"] == "tls"]
             return volume["secret"]
 

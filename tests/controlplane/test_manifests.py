@@ -139,10 +139,14 @@ class TestRights:
         assert [rule["verbs"] for rule in named] == [["get", "update"]]
 
 
+def workload(file: str, name: str) -> Any:
+    return only(file, "StatefulSet" if name.endswith("-router") else "Deployment", name)
+
+
 @pytest.mark.parametrize(("file", "name", "command"), PROGRAMS)
 class TestPrograms:
     def pod(self, file: str, name: str) -> Any:
-        return only(file, "Deployment", name)["spec"]["template"]["spec"]
+        return workload(file, name)["spec"]["template"]["spec"]
 
     def parsed(self, file: str, name: str, command: click.Command) -> Mapping[str, Any]:
         (container,) = self.pod(file, name)["containers"]
@@ -175,7 +179,7 @@ class TestPrograms:
     def test_its_pods_are_its_own_and_may_run_where_security_is_restricted(
         self, file: str, name: str, command: click.Command
     ) -> None:
-        spec = only(file, "Deployment", name)["spec"]
+        spec = workload(file, name)["spec"]
         selected = spec["selector"]["matchLabels"]
         assert selected.items() <= spec["template"]["metadata"]["labels"].items()
         (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
@@ -207,18 +211,18 @@ def test_operators_elect_a_leader_and_know_where_they_are() -> None:
 class TestRouter:
     def test_liveness_is_not_readiness(self) -> None:
         """A router that drains is not ready, and must not be killed for it."""
-        (container,) = only("install.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]["containers"]
+        (container,) = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]["containers"]
         assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert "service" not in container["readinessProbe"]["grpc"]
 
     def test_it_has_time_to_drain(self) -> None:
-        pod = only("install.yaml", "Deployment", "dualmap-router")["spec"]["template"]["spec"]
+        pod = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]
         options = router.make_context("router", list(pod["containers"][0]["args"])).params
         assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + 10
 
     def test_its_service_has_the_name_and_port_the_operator_looks_for(self) -> None:
-        service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "Deployment"))
+        service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "StatefulSet"))
         pod = deployment["spec"]["template"]
         assert operator.make_context("operator", []).params["router_service"] == service["metadata"]["name"]
         assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()

@@ -233,6 +233,17 @@ def test_a_router_by_name_is_looked_up(tmp_path: Path) -> None:
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9"]
 
 
+def test_a_sink_by_name_is_looked_up_every_second(tmp_path: Path) -> None:
+    sinks = "router-0.routers.llm:9004,router-1.routers.llm:9004"
+    found = clusters(config("--pool", pool_file(tmp_path), "--als", sinks))
+    for number in (0, 1):
+        sink = found[f"dualmap-access-log-{number}"]
+        assert sink["cluster_type"]["name"] == "envoy.cluster.dns"
+        assert sink["cluster_type"]["typed_config"]["dns_refresh_rate"] == "1s"
+        assert hosts(sink) == [f"router-{number}.routers.llm 9004"]
+    assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
+
+
 def test_the_router_names_the_pool_and_the_first_takes_what_has_no_name(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
     *named, default = routes(document)

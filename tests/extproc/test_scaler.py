@@ -83,7 +83,7 @@ class Running:
 
 
 @asynccontextmanager
-async def running(*pools: Pool, shares: bool = False) -> AsyncIterator[Running]:
+async def running(*pools: Pool, shares: bool = False, repeat_s: float = 600.0) -> AsyncIterator[Running]:
     now = [1000.0]
     demand = Demand(lambda: now[0])
     metrics = Metrics(version="1", replica_id="r", demand=demand)
@@ -92,7 +92,7 @@ async def running(*pools: Pool, shares: bool = False) -> AsyncIterator[Running]:
     picker.on_held(demand.held)
     picker.set_pools(now[0], pools)
     pool_demand = PoolDemand(demand, picker.statuses, shares=shares, clock=lambda: now[0])
-    scaler = Scaler(pool_demand)
+    scaler = Scaler(pool_demand, repeat_s=repeat_s)
     processor = ExternalProcessor(picker, metrics, Limits())
     servers = GrpcServers(processor, services=(scaler.handler(),), access_log=(), limits=Limits())
     ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
@@ -214,6 +214,13 @@ class TestStream:
         router.picker.finished(router.now[0], picked.request_id, None)
         router.now[0] += 60.0
         assert await next_word(stream) is False
+
+    async def test_activity_is_repeated_since_keda_may_have_dropped_the_first_word_of_it(self):
+        async with running(POOL, repeat_s=0.05) as router:
+            stream = router.stream(reference())
+            assert await next_word(stream) is False
+            router.ask(POOL)
+            assert [await next_word(stream) for _ in range(3)] == [True] * 3
 
     async def test_the_first_request_of_a_pool_without_members_wakes_it_and_is_answered_by_the_first(self, router):
         stream = router.stream(reference("empty"))

@@ -9,6 +9,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakersThresholds,
     Cluster,
     ClusterCommonLbConfig,
+    ClusterCustomClusterType,
     ClusterDiscoveryType,
     ClusterDnsLookupFamily,
     ClusterEdsClusterConfig,
@@ -29,6 +30,8 @@ from envoy_data_plane.envoy.config.core.v3 import (
 )
 from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpOptions
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment, LocalityLbEndpoints
+from envoy_data_plane.envoy.extensions.clusters.common.dns.v3 import DnsLookupFamily
+from envoy_data_plane.envoy.extensions.clusters.dns.v3 import DnsCluster
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
     OverrideHost,
     OverrideHostOverrideHostSource,
@@ -69,9 +72,7 @@ def sink_cluster_name(index: int) -> str:
 
 def clusters(settings: EnvoySettings) -> list[Cluster]:
     """Write every cluster; those that EDS is fetched from stand first."""
-    sinks = [
-        _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
-    ]
+    sinks = [_sink(sink_cluster_name(index), sink, settings) for index, sink in enumerate(settings.access_logs)]
     return [_routers(settings), *sinks, *(_cluster_of(pool, settings) for pool in settings.pools)]
 
 
@@ -106,6 +107,21 @@ def _routers(settings: EnvoySettings) -> Cluster:
         max_ejection_percent=100,
     )
     cluster.common_lb_config = ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0))
+    return cluster
+
+
+def _sink(name: str, address: Address, settings: EnvoySettings) -> Cluster:
+    """Write the cluster of one access log sink.
+
+    A router that starts anew has another address. Its name is looked up so often that this is known before Envoy asks
+    that router anything: ends that it does not hear of are in flight to it for ten minutes.
+    """
+    cluster = _grpc_cluster(name, [address], settings)
+    if not address.is_ip:
+        looked_up = DnsCluster(dns_refresh_rate=timedelta(seconds=1), dns_lookup_family=DnsLookupFamily.V4_PREFERRED)
+        cluster.type = None
+        cluster.dns_lookup_family = ClusterDnsLookupFamily.AUTO
+        cluster.cluster_type = ClusterCustomClusterType(name="envoy.cluster.dns", typed_config=packed(looked_up))
     return cluster
 
 

@@ -123,6 +123,16 @@ priorityClassName: {{ . }}
 {{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}
 {{- end -}}
 
+{{/* Where each router takes access logs, separated by commas. */}}
+{{- define "dualmap.accessLogs" -}}
+{{- $name := printf "%s-router" (include "dualmap.fullname" .) }}
+{{- $addresses := list }}
+{{- range $number := until (int .Values.router.replicas) }}
+{{- $addresses = append $addresses (printf "%s-%d.%s-pods.%s:9004" $name $number $name $.Release.Namespace) }}
+{{- end }}
+{{- join "," $addresses }}
+{{- end -}}
+
 {{/* The Secret with the routers' certificate; "" without TLS. */}}
 {{- define "dualmap.routerSecret" -}}
 {{- $tls := .Values.router.tls -}}
