@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian packages that some tests need and that no pip has: buildah and mmdebstrap (the chart's images),
-# chromium and its driver (the dashboard), promtool (alert rules; unpacked into the cache, for its package would start
-# a Prometheus). Where everything is there it does nothing. Where it cannot install, it says which tests are skipped.
+# busybox (a small root file system), chromium and its driver (the dashboard), promtool (alert rules; unpacked into the
+# cache, for its package would start a Prometheus). Where everything is there it does nothing. Where it cannot install, it says which tests are skipped.
 # Usage: e2e/debian.sh
 set -eu
 
@@ -14,6 +14,7 @@ lacks() { # COMMAND PACKAGES TESTS
 }
 lacks buildah buildah "the tests of the image and of the chart on a cluster"
 lacks mmdebstrap mmdebstrap "the same"
+lacks busybox busybox-static "the kubelet's own tests of images"
 lacks chromium "chromium fonts-liberation" "the dashboard in a browser"
 lacks chromedriver chromium-driver "the same"
 promtool=there

@@ -77,11 +77,12 @@ class Site:
         return release["chart"], int(release["revision"])
 
     async def until_deployed(self, component: str, replicas: int) -> dict[str, Any]:
-        """Wait until a Deployment of the chart has just these replicas, all available; returns it."""
+        """Wait until a component of the chart has just these replicas, all available; returns its workload."""
         last: dict[str, Any] = {}
+        kind = "statefulset" if component == "router" else "deployment"
 
         async def there() -> bool:
-            last.update(await self.get("deployment", f"{RELEASE}-{component}"))
+            last.update(await self.get(kind, f"{RELEASE}-{component}"))
             status = last["status"]
             current = status.get("observedGeneration") == last["metadata"]["generation"]
             counts = {status.get(key, 0) for key in ("replicas", "updatedReplicas", "availableReplicas")}

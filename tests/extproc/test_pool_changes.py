@@ -46,7 +46,7 @@ def test_pools_that_appear_and_vanish_need_envoy_config_again(caplog):
 
     lines = said(caplog)
     assert [(level, details["pool"]) for level, _, details in lines] == [("WARNING", "llm/new"), ("WARNING", "llm/old")]
-    assert all("envoy-config: run it again" in sentence for _, sentence, _ in lines)
+    assert all("envoy-config set up with --pool needs it run again" in sentence for _, sentence, _ in lines)
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(4, 1), (6, 0), (0, 0)])
@@ -79,4 +79,4 @@ def test_a_longer_wait_needs_envoy_config_again(caplog, max_wait_s, warnings):
 
     warned = [sentence for level, sentence, _ in said(caplog) if level == "WARNING"]
     assert len(warned) == warnings
-    assert all("maxWait" in sentence and "envoy-config: run it again" in sentence for sentence in warned)
+    assert all("maxWait" in sentence and "envoy-config set up with --pool needs it run again" in sentence for sentence in warned)

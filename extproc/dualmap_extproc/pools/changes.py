@@ -9,7 +9,7 @@ from dualmap_edge.logs import get_logger
 
 # A pool may have tens of thousands of members; a line names so many and counts the rest.
 _IDS_SHOWN: Final = 20
-_ENVOY_HINT: Final = "Envoy's configuration comes from envoy-config: run it again"
+_ENVOY_HINT: Final = "an Envoy that envoy-config set up with --pool needs it run again; one with --discover does not"
 # Said in words of their own, beside the settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
 _log = get_logger(__name__)

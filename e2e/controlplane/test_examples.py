@@ -1,0 +1,57 @@
+"""manifests/examples on a real API server: each is accepted as it stands, and the operator makes of it what it says.
+
+What the examples need that is not Kubernetes' own is there as real definitions (KEDA's, LeaderWorkerSet's); nobody acts
+on those here; test_keda.py does with KEDA.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from controlplane import crds
+from controlplane.build import LWS_CRD, binaries_folder
+from controlplane.cluster import Cluster
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.product import Product
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "examples").glob("*.yaml"))
+DEFINITIONS = {
+    "keda.sh_scaledobjects.yaml": "scaledobjects.keda.sh",
+    LWS_CRD: "leaderworkersets.leaderworkerset.x-k8s.io",
+}
+
+
+@pytest.mark.timeout(300, func_only=True)
+async def test_each_example_is_accepted_and_carried_out(
+    cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path
+) -> None:
+    for file, name in DEFINITIONS.items():
+        crds.install(cluster, binaries_folder() / file, name)
+    async with Product(cluster, tmp_path, routers=0) as product:
+        await product.operator()
+        for file in EXAMPLES:
+            # The namespace of the examples is the user's.
+            text = file.read_text().replace("namespace: llm", f"namespace: {product.namespace}")
+            await product.kubectl("apply", "--validate=strict", "-f", "-", input=text)
+            for pool in yaml.safe_load_all(text):
+                if pool["kind"] == "InferencePool":
+                    await carried_out(product, pool)
+
+
+async def carried_out(product: Product, pool: dict[str, Any]) -> None:
+    """Wait until the operator has made of a pool what it says, without a word of doubt."""
+    name = pool["metadata"]["name"]
+
+    def accepted(status: dict[str, Any]) -> bool:
+        return any((each["type"], each["reason"]) == ("Accepted", "Accepted") for each in status.get("conditions", ()))
+
+    await product.until(accepted, name)
+    template = pool["spec"]["workload"].get("template")
+    if template is not None:
+        await product.until(lambda status: status.get("replicas") == pool["spec"]["replicas"], name)
+        made = json.loads(await product.kubectl("get", "statefulset", name, "-o", "json"))
+        (container,) = made["spec"]["template"]["spec"]["containers"]
+        assert container["args"] == template["spec"]["containers"][0]["args"]
