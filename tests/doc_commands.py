@@ -7,8 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/*.md", "helm/**/*.md", "manifests/*.md")
-_BLOCK = re.compile(r"^```(?:sh|shell|console|bash|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_PROGRAMS = ("dualmap", "kubectl", "helm", "make", "sed", "curl", "python", "promtool")
+_SHELLS = ("", "sh", "shell", "bash", "console")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,16 @@ def commands(*programs: str) -> Iterator[Command]:
     """Yield every command of the documents that begins with one of these programs."""
     for pattern in PAGES:
         for path in sorted(ROOT.glob(pattern)):
-            for block in _BLOCK.findall(path.read_text()):
-                for line in block.replace("\\\n", " ").splitlines():
-                    typed = re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ "))
-                    if typed.split(" ", 1)[0] in (programs or _PROGRAMS):
-                        yield Command(str(path.relative_to(ROOT)), " ".join(typed.split()))
+            for line in _typed(path.read_text()):
+                if line.split(" ", 1)[0] in programs:
+                    yield Command(str(path.relative_to(ROOT)), line)
+
+
+def _typed(page: str) -> Iterator[str]:
+    """Yield the lines of a page's shell blocks, each whole, without prompt and comment."""
+    language: str | None = None
+    for line in page.replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            language = line[3:].strip() if language is None else None
+        elif language in _SHELLS:
+            yield " ".join(re.sub(r"\s+#.*$", "", line.strip().removeprefix("$ ")).split())

@@ -32,6 +32,8 @@ status:
     - {id: qwen-1, address: 10.0.0.13, port: 8000}
 """
 REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
+# They run until they are stopped: routers are started below, `demo --serve` in e2e/test_demo.py.
+LASTING = ("router", "demo")
 # Appended: the document's own would take minutes.
 SHORTER = {
     "simulate": ["--requests", "60", "--qps", "3"],
@@ -65,12 +67,13 @@ def typed(command: Command, folder: Path) -> list[str]:
 
 
 def test_there_are_commands_to_run() -> None:
+    assert {command.page for command in COMMANDS} >= {"README.md", "docs/operations.md", "docs/state.md"}
     assert {command.line.split()[1] for command in COMMANDS} >= {"router", "envoy-config", "explain", "simulate"}
 
 
 @pytest.mark.parametrize(
     "command",
-    [command for command in COMMANDS if command.line.split()[1] != "router"],
+    [command for command in COMMANDS if command.line.split()[1] not in LASTING],
     ids=lambda command: f"{command.page}: {command.line[:60]}",
 )
 def test_it_does_what_the_page_promises(command: Command, folder: Path) -> None:

@@ -229,18 +229,17 @@ def test_several_routers_share_a_cluster_and_each_gets_the_whole_access_log(tmp_
 
 def test_a_router_by_name_is_looked_up(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--router", "dualmap-router.llm.svc:9002", "--als", "localhost:9")
-    assert clusters(document)["dualmap-routers"]["type"] == "STRICT_DNS"
+    assert clusters(document)["dualmap-routers"]["cluster_type"]["name"] == "envoy.cluster.dns"
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9"]
 
 
-def test_a_sink_by_name_is_looked_up_every_second(tmp_path: Path) -> None:
-    sinks = "router-0.routers.llm:9004,router-1.routers.llm:9004"
-    found = clusters(config("--pool", pool_file(tmp_path), "--als", sinks))
-    for number in (0, 1):
-        sink = found[f"dualmap-access-log-{number}"]
-        assert sink["cluster_type"]["name"] == "envoy.cluster.dns"
-        assert sink["cluster_type"]["typed_config"]["dns_refresh_rate"] == "1s"
-        assert hosts(sink) == [f"router-{number}.routers.llm 9004"]
+def test_names_are_looked_up_every_second(tmp_path: Path) -> None:
+    routers = "router-0.routers.llm:9004,router-1.routers.llm:9004"
+    found = clusters(config("--pool", pool_file(tmp_path), "--router", routers))
+    for name in ("dualmap-routers", "dualmap-access-log-0", "dualmap-access-log-1"):
+        assert found[name]["cluster_type"]["name"] == "envoy.cluster.dns"
+        assert found[name]["cluster_type"]["typed_config"]["dns_refresh_rate"] == "1s"
+    assert hosts(found["dualmap-access-log-1"]) == ["router-1.routers.llm 9004"]
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 

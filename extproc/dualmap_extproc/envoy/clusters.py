@@ -11,7 +11,6 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     ClusterCommonLbConfig,
     ClusterCustomClusterType,
     ClusterDiscoveryType,
-    ClusterDnsLookupFamily,
     ClusterEdsClusterConfig,
     LoadBalancingPolicy,
     LoadBalancingPolicyPolicy,
@@ -62,6 +61,7 @@ CONCURRENCY_MAX = 40_000
 # vLLM's HTTP server closes idle connections after 5 s; Envoy lets go first, so that none closes under a request.
 ENGINE_IDLE_TIMEOUT = timedelta(seconds=4)
 
+_LOOKED_UP = "envoy.cluster.dns"
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
@@ -72,7 +72,9 @@ def sink_cluster_name(index: int) -> str:
 
 def clusters(settings: EnvoySettings) -> list[Cluster]:
     """Write every cluster; those that EDS is fetched from stand first."""
-    sinks = [_sink(sink_cluster_name(index), sink, settings) for index, sink in enumerate(settings.access_logs)]
+    sinks = [
+        _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
+    ]
     return [_routers(settings), *sinks, *(_cluster_of(pool, settings) for pool in settings.pools)]
 
 
@@ -110,28 +112,17 @@ def _routers(settings: EnvoySettings) -> Cluster:
     return cluster
 
 
-def _sink(name: str, address: Address, settings: EnvoySettings) -> Cluster:
-    """Write the cluster of one access log sink.
-
-    A router that starts anew has another address. Its name is looked up so often that this is known before Envoy asks
-    that router anything: ends that it does not hear of are in flight to it for ten minutes.
-    """
-    cluster = _grpc_cluster(name, [address], settings)
-    if not address.is_ip:
-        looked_up = DnsCluster(dns_refresh_rate=timedelta(seconds=1), dns_lookup_family=DnsLookupFamily.V4_PREFERRED)
-        cluster.type = None
-        cluster.dns_lookup_family = ClusterDnsLookupFamily.AUTO
-        cluster.cluster_type = ClusterCustomClusterType(name="envoy.cluster.dns", typed_config=packed(looked_up))
-    return cluster
-
-
 def _grpc_cluster(
     name: str, addresses: Sequence[Address], settings: EnvoySettings, *, keepalive: KeepaliveSettings | None = None
 ) -> Cluster:
     """Write a cluster of gRPC servers that are named in the file; ``keepalive`` is about HTTP/2 pings.
 
     The access log goes without those: what a router has not read when it hangs it reads when it goes on.
+
+    Names are looked up every second, since a router that starts anew has another address: until that is known nobody
+    asks it, and ends that it does not hear of are in flight to it for ten minutes.
     """
+    looked_up = DnsCluster(dns_refresh_rate=timedelta(seconds=1), dns_lookup_family=DnsLookupFamily.V4_PREFERRED)
     named = any(not address.is_ip for address in addresses)
     options = HttpProtocolOptions(
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
@@ -140,8 +131,8 @@ def _grpc_cluster(
     )
     return Cluster(
         name=name,
-        type=ClusterDiscoveryType.STRICT_DNS if named else ClusterDiscoveryType.STATIC,
-        dns_lookup_family=ClusterDnsLookupFamily.V4_PREFERRED if named else ClusterDnsLookupFamily.AUTO,
+        type=None if named else ClusterDiscoveryType.STATIC,
+        cluster_type=ClusterCustomClusterType(name=_LOOKED_UP, typed_config=packed(looked_up)) if named else None,
         connect_timeout=CONNECT_TIMEOUT,
         per_connection_buffer_limit_bytes=BUFFER_BYTES,
         circuit_breakers=_breakers(),

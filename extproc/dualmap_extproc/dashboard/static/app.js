@@ -32,7 +32,13 @@ const stream = openStream(take, showConnection);
 /** The pool in the address; undefined where the address is about something else, as after the skip link. */
 function chosenPool() {
   if (!location.hash) return "";
-  return location.hash.startsWith("#pool=") ? decodeURIComponent(location.hash.slice("#pool=".length)) : undefined;
+  if (!location.hash.startsWith("#pool=")) return undefined;
+  try {
+    return decodeURIComponent(location.hash.slice("#pool=".length));
+  } catch {
+    // An address that somebody has cut short names no pool.
+    return "";
+  }
 }
 
 function choose() {
