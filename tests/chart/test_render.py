@@ -130,9 +130,12 @@ def test_every_selector_selects_the_pods_of_one_workload(objects: Sequence[Objec
         (name,) = selected(objects, labels)
         # The routers have a second Service, which gives each a name.
         assert each["metadata"]["name"].removesuffix("-pods") == name
-    for _, labels, spec in pods(objects):
+    for name, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
+            # A StatefulSet's controller labels its pods otherwise than a Deployment's.
+            revision = "controller-revision-hash" if name.endswith("-router") else "pod-template-hash"
+            assert spread["matchLabelKeys"] == [revision]
     for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         (service,) = [

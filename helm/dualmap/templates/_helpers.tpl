@@ -74,6 +74,7 @@ securityContext:
 
 {{/* Where pods may run: (list $ "router" .Values.router). */}}
 {{- define "dualmap.placement" -}}
+{{- $name := index . 1 -}}
 {{- $component := index . 2 -}}
 {{- $selector := include "dualmap.selector" . -}}
 {{- with $component.topologySpread.topologyKeys }}
@@ -83,7 +84,7 @@ topologySpreadConstraints:
   maxSkew: 1
   whenUnsatisfiable: {{ $component.topologySpread.whenUnsatisfiable }}
   # Each revision by itself, or a roll-out leaves its pods where the old ones made room.
-  matchLabelKeys: [pod-template-hash]
+  matchLabelKeys: [{{ ternary "controller-revision-hash" "pod-template-hash" (eq $name "router") }}]
   labelSelector:
     matchLabels:
       {{- $selector | nindent 6 }}
