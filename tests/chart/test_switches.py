@@ -162,6 +162,14 @@ class TestRedis:
         assert not [each["metadata"]["name"] for each in objects if "redis" in each["metadata"]["name"]]
 
 
+def test_an_envoy_that_hangs_goes_at_once_and_each_says_which_it_is() -> None:
+    envoy = container(render(), "gateway", "envoy")
+    for probe in ("startupProbe", "livenessProbe"):
+        assert envoy[probe]["terminationGracePeriodSeconds"] == 10
+    assert envoy["args"][-2:] == ["--service-node", "$(POD_NAME)"]
+    assert envoy["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+
+
 class TestCrds:
     def test_they_are_those_of_crds(self) -> None:
         (file,) = (ROOT / "crds").glob("*.yaml")
