@@ -55,8 +55,8 @@ def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version
     return done.stderr
 
 
-def notes(values: Mapping[str, Any] | None = None) -> str:
-    """Return what helm prints after an installation with these values.
+def notes(values: Mapping[str, Any] | None = None, *, apis: Sequence[str] = ()) -> str:
+    """Return what helm prints after an installation with these values, on a cluster that serves ``apis``.
 
     Helm renders notes only for a cluster that it reaches; so they are rendered as an object of a copy of the chart.
     """
@@ -66,7 +66,9 @@ def notes(values: Mapping[str, Any] | None = None) -> str:
         (chart / "templates" / "notes.yaml").write_text(
             f'{{{{- define "notes" }}}}{text}{{{{ end }}}}\nkind: Notes\ntext: {{{{ include "notes" . | quote }}}}\n'
         )
-        done = _run(chart, json.dumps(values or {}), (), KUBE_VERSION, RELEASE, "--show-only=templates/notes.yaml")
+        done = _run(
+            chart, json.dumps(values or {}), tuple(apis), KUBE_VERSION, RELEASE, "--show-only=templates/notes.yaml"
+        )
     assert done.returncode == 0, done.stderr
     return str(yaml.safe_load(done.stdout)["text"])
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GATEWAYS, POOLS
+from chart.cases import APIS, CASES, GAIE, GATEWAYS, POOLS
 from chart.objects import pods
 from chart.rendering import CHART, ROOT, Object, named, notes, only, render
 
@@ -253,7 +253,17 @@ def test_the_scripts_are_the_files() -> None:
         ({}, "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80"),
         ({}, "NOTE: the bundled Redis is for trying out"),
         ({"redis": {"mode": "none"}}, "WARNING: 2 routers share nothing (redis.mode=none)"),
-        ({"router": {"replicas": 1}}, "WARNING: one router."),
+        ({"router": {"replicas": 1}}, "answered 503 router_unreachable"),
+        (
+            {"router": {"replicas": 1}, "gateway": GAIE, "networkPolicy": {"gatewayFrom": GATEWAYS}},
+            "the gateway picks instances without regard to caches",
+        ),
+        ({}, "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router"),
+        ({"monitoring": {"prometheusRule": {"enabled": True}}}, "alerts about the operator and about Envoy need"),
+        (
+            {"monitoring": {"prometheusRule": {"enabled": True}}, "gateway": {"mode": "none"}},
+            "alerts about the operator need",
+        ),
         ({"operator": {"replicas": 1}}, "WARNING: one operator."),
         ({"networkPolicy": {"enabled": False}}, "WARNING: networkPolicy.enabled=false"),
         ({"gateway": {"mode": "none"}}, "WARNING: no Envoy may reach the routers"),
@@ -263,7 +273,7 @@ def test_the_scripts_are_the_files() -> None:
     ],
 )
 def test_the_notes_say_what_to_do_and_what_is_doubtful(values: Mapping[str, Any], said: str) -> None:
-    assert said in notes(values)
+    assert said in notes(values, apis=APIS)
 
 
 def test_the_notes_do_not_warn_of_what_is_well() -> None:

@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from chart.cases import APIS, GATEWAYS, POOLS
-from chart.rendering import CHART, ROOT, helm, refused
+from chart.rendering import CHART, NAMESPACE, ROOT, helm, refused
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+# In the release's namespace.
+UNPLACED = {"pool": "a", "maxReplicas": 4}
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
@@ -158,7 +160,16 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
             {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},
             "pool qwen: minReplicas 20 is more than maxReplicas 16",
         ),
-        ({"autoscaling": {"hpa": POOLS, "keda": POOLS}}, "pool qwen stands under hpa and keda"),
+        ({"autoscaling": {"hpa": POOLS, "keda": POOLS}}, "pool llm/qwen stands under hpa and keda"),
+        (
+            {"autoscaling": {"hpa": [{"pool": "a", "namespace": NAMESPACE, "maxReplicas": 2}], "keda": [UNPLACED]}},
+            f"pool {NAMESPACE}/a stands under hpa and keda",
+        ),
+        ({"autoscaling": {"keda": [UNPLACED, UNPLACED]}}, f"pool {NAMESPACE}/a stands under keda twice"),
+        (
+            {"autoscaling": {"keda": POOLS}, "redis": {"mode": "none"}},
+            "give redis.mode bundled or external, or router.replicas=1",
+        ),
         (
             {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned", "mutual": True}}},
             "Name in `authentication` a TriggerAuthentication",
