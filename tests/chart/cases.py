@@ -28,6 +28,10 @@ PLACED = {
 }
 ISSUER = {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
 SECRET_TLS = {"mode": "secret", "mutual": True, "secretName": "routers", "gatewaySecretName": "envoys"}
+HEADERS = {
+    "name": "OTEL_EXPORTER_OTLP_HEADERS",
+    "valueFrom": {"secretKeyRef": {"name": "otlp", "key": "headers"}},
+}
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     "defaults": {},
@@ -55,6 +59,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "drainTimeout": "2m",
             "logLevel": "debug",
             "otlp": {"endpoint": "http://collector.monitoring:4317"},
+            "extraEnv": [HEADERS],
         }
     },
     "gateway": {

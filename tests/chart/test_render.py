@@ -247,6 +247,15 @@ def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | N
             assert subject["namespace"] == NAMESPACE
 
 
+@pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
+def test_names_are_short_enough_for_what_kubernetes_adds(release: str) -> None:
+    """A StatefulSet's pods carry its name, a dash and a hash of ten characters in a label, which has 63 at most."""
+    for each in render(release=release):
+        if each["kind"] == "StatefulSet":
+            assert len(each["metadata"]["name"]) + 11 <= 63
+        assert len(each["metadata"]["name"]) <= 63
+
+
 def test_names_follow_the_release() -> None:
     for release, prefix in (("dualmap", "dualmap"), ("my-dualmap", "my-dualmap"), ("prod", "prod-dualmap")):
         objects = render(release=release)

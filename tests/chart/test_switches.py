@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GAIE, GATEWAYS, POOLS
+from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, POOLS
 from chart.objects import pods
 from chart.rendering import CHART, ROOT, Object, named, notes, only, render
 
@@ -170,6 +170,15 @@ def test_an_envoy_that_hangs_goes_at_once_and_each_says_which_it_is() -> None:
     assert envoy["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
 
 
+def test_routers_have_the_environment_that_is_given_beside_what_redis_needs() -> None:
+    assert container(render(CASES["routers' switches"]), "router", "router")["env"] == [HEADERS]
+    both = {**CASES["redis elsewhere, with everything"], "router": {"extraEnv": [HEADERS]}}
+    assert [each["name"] for each in container(render(both), "router", "router")["env"]] == [
+        "REDIS_USERNAME",
+        HEADERS["name"],
+    ]
+
+
 class TestCrds:
     def test_they_are_those_of_crds(self) -> None:
         (file,) = (ROOT / "crds").glob("*.yaml")
@@ -214,6 +223,11 @@ class TestAutoscalers:
                 "kind": "InferencePool",
                 "name": "qwen",
             }
+
+    def test_an_entry_says_how_often_keda_asks_and_when_the_last_instance_goes(self) -> None:
+        entry = {**POOLS[0], "pollingInterval": 5, "cooldownPeriod": 0}
+        spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
+        assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
     def test_the_hpa_is_the_one_of_the_examples(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())

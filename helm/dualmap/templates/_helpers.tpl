@@ -1,11 +1,12 @@
-{{/* The prefix of every name: the release's own where it says "dualmap", short enough for any suffix. */}}
+{{/* The prefix of every name: the release's own where it says "dualmap". Short enough for a label's 63 characters:
+the routers' pods carry <name>-router-<10 characters> as controller-revision-hash. */}}
 {{- define "dualmap.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 48 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" -}}
 {{- else if contains "dualmap" .Release.Name -}}
-{{- .Release.Name | trunc 48 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 45 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-dualmap" .Release.Name | trunc 48 | trimSuffix "-" -}}
+{{- printf "%s-dualmap" .Release.Name | trunc 45 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
