@@ -42,6 +42,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "image": {"digest": f"sha256:{'0' * 64}", "registry": "", "pullSecrets": ["pull"], "pullPolicy": "Always"},
         "gateway": {"bundled": {"image": {"digest": f"sha256:{'1' * 64}", "tag": ""}}},
     },
+    "openshift": {"podSecurity": {"runAsUser": None}, "rbac": {"ownerReferences": True}},
+    "run by another user": {"podSecurity": {"runAsUser": 1000650000}},
     "crds kept elsewhere": {"crds": {"enabled": False}},
     "crds that go": {"crds": {"keep": False}},
     "placed": {"operator": PLACED, "router": PLACED, "gateway": {"bundled": PLACED}},

@@ -179,6 +179,29 @@ def test_routers_have_the_environment_that_is_given_beside_what_redis_needs() ->
     ]
 
 
+class TestOpenShift:
+    @pytest.mark.parametrize(("case", "user"), [("defaults", 65532), ("run by another user", 1000650000)])
+    def test_every_pod_runs_as_the_user_that_is_given(self, case: str, user: int) -> None:
+        for _, _, spec in pods(render(CASES[case])):
+            assert {spec["securityContext"].get(key) for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
+
+    def test_null_leaves_the_user_to_the_platform(self) -> None:
+        for _, _, spec in pods(render(CASES["openshift"])):
+            assert set(spec["securityContext"]) == {"runAsNonRoot", "seccompProfile"}
+
+    @pytest.mark.parametrize(("case", "granted"), [("defaults", False), ("openshift", True)])
+    def test_the_right_that_owner_references_need_there_is_given_where_asked_for(
+        self, case: str, granted: bool
+    ) -> None:
+        rules = only(render(CASES[case]), "ClusterRole", "dualmap-operator")["rules"]
+        wanted = {
+            "apiGroups": ["serving.dualmap.dev"],
+            "resources": ["inferencepools/finalizers"],
+            "verbs": ["update"],
+        }
+        assert (wanted in rules) is granted
+
+
 class TestCrds:
     def test_they_are_those_of_crds(self) -> None:
         (file,) = (ROOT / "crds").glob("*.yaml")

@@ -58,9 +58,11 @@ imagePullSecrets:
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
-  runAsUser: 65532
-  runAsGroup: 65532
-  fsGroup: 65532
+  {{- with .Values.podSecurity.runAsUser }}
+  runAsUser: {{ int . }}
+  runAsGroup: {{ int . }}
+  fsGroup: {{ int . }}
+  {{- end }}
   seccompProfile:
     type: RuntimeDefault
 {{- end -}}
