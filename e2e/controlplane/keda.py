@@ -16,6 +16,7 @@ from controlplane import crds, external_metrics
 from controlplane.build import KEDA_CRDS, binaries_folder
 from controlplane.certificates import Authority
 from controlplane.cluster import Cluster
+from controlplane.names import DOMAIN
 from controlplane.product import Product
 from controlplane.programs import Program
 
@@ -35,8 +36,10 @@ _STOP_GRACE_S = 5.0
 
 
 @contextmanager
-def running(cluster: Cluster, directory: Path) -> Iterator[None]:
+def running(cluster: Cluster, directory: Path, *, nameserver: str | None = None) -> Iterator[None]:
     """Run KEDA for all namespaces, and have the API server know its metrics; keys are written to ``directory``.
+
+    Names of scalers are asked of ``nameserver``, as a pod asks (``services.py``); without one, as this machine asks.
 
     It takes the place of ``external_metrics.serving``: one of the two at a time. Its definitions stay.
     """
@@ -46,7 +49,7 @@ def running(cluster: Cluster, directory: Path) -> Iterator[None]:
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     cluster.kubectl("apply", "-f", "-", input=json.dumps(namespace))
     _write_certificates(directory)
-    programs = [_operator(cluster, directory), _adapter(cluster, directory)]
+    programs = [_operator(cluster, directory, nameserver), _adapter(cluster, directory)]
     try:
         for program, port in zip(programs, (_METRICS_SERVICE_PORT, _ADAPTER_PORT), strict=True):
             program.start()
@@ -114,9 +117,10 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _operator(cluster: Cluster, directory: Path) -> Program:
+def _operator(cluster: Cluster, directory: Path, nameserver: str | None) -> Program:
     return Program(
         [
+            *([] if nameserver is None else _asking(nameserver, directory)),
             *_ENVIRONMENT,
             binaries_folder() / "keda-operator",
             f"--kubeconfig={cluster.kubeconfig('keda-operator')}",
@@ -125,6 +129,15 @@ def _operator(cluster: Cluster, directory: Path) -> Program:
         ],
         log=cluster.logs / "keda-operator.log",
     )
+
+
+def _asking(nameserver: str, directory: Path) -> list[str | Path]:
+    """Return what to put before a command that is to ask this server for names, as a pod of KEDA's namespace does."""
+    searched = f"{NAMESPACE}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
+    resolver = directory / "resolv.conf"
+    resolver.write_text(f"nameserver {nameserver}\nsearch {searched}\noptions ndots:5\n")
+    bind = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", bind, resolver]
 
 
 def _adapter(cluster: Cluster, directory: Path) -> Program:

@@ -1,6 +1,7 @@
 """A namespace in which the chart is installed: what a platform team does there, and what its clients see meanwhile.
 
-`test_helm.py` goes through the chart's life in it. helm is `helm.py`'s, the pods are run from images by `kubelet/`.
+`test_helm.py` goes through the chart's life in it, `test_helm_keda.py` has KEDA scale its pool. helm is `helm.py`'s,
+the pods are run from images by `kubelet/`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import aiohttp
 
 from controlplane.cluster import Cluster
 from controlplane.helm import CHART, Helm, references
+from harness.traffic import Traffic
 from harness.waiting import until
 
 RELEASE = "dualmap"
@@ -24,6 +26,13 @@ MODEL = "qwen-model"
 POOL = "qwen"
 CRD = "inferencepools.serving.dualmap.dev"
 DECISION = "x-dualmap-decision"
+_DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
+# Made by the operator, not by helm; whoever comes next finds it free.
+_LEASE = "lease.coordination.k8s.io/dualmap-operator"
+# What `helm test` has made is no part of the release; helm removes it before the next test.
+_HOOKS = {f"pod/{RELEASE}-test", f"configmap/{RELEASE}-test"}
+# Others' objects that have a pool's name: what the autoscaler is told.
+_AUTOSCALING = {f"scaledobject.keda.sh/{POOL}", f"horizontalpodautoscaler.autoscaling/{POOL}"}
 _HELM_WAIT = ("--wait", "--timeout", "5m")
 _WAIT_S = 180.0
 _REQUEST_S = 30.0
@@ -91,15 +100,30 @@ class Site:
         await until_so(there, f"{component} has {replicas} replicas")
         return last
 
-    async def make_pool(self, replicas: int) -> None:
-        """Apply a pool of simulated engines and wait until it serves."""
-        await self.kubectl("apply", "-f", "-", input=json.dumps(_pool(self.namespace, replicas)))
+    async def make_pool(self, replicas: int, *, speed: float = 1.0, **spec: Any) -> None:
+        """Apply a pool of simulated engines and wait until it serves; ``spec`` is laid over its spec, by field."""
+        await self.kubectl("apply", "-f", "-", input=json.dumps(_pool(self.namespace, replicas, speed, spec)))
 
         async def serves() -> bool:
             conditions = (await self.get("dmpool", POOL)).get("status", {}).get("conditions", [])
             return any(each["type"] == "Available" and each["status"] == "True" for each in conditions)
 
         await until_so(serves, f"{POOL} is available")
+
+    async def until_active(self, fits: Callable[[int], bool], what: str) -> None:
+        """Wait until so many members are active as ``fits``, and the pool has no others."""
+        last: dict[str, Any] = {}
+
+        async def so() -> bool:
+            last.clear()
+            last.update((await self.get("dmpool", POOL)).get("status", {}))
+            states = [member["state"] for member in last.get("ring", {}).get("members", [])]
+            return set(states) == {"Active"} and fits(len(states)) and last.get("replicas") == len(states)
+
+        try:
+            await until_so(so, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the status is {json.dumps(last, indent=1)}") from error
 
     async def delete_pool(self) -> None:
         """Delete the pool and wait until it and its pods have gone."""
@@ -110,6 +134,18 @@ class Site:
             return f"/{POOL}" not in found
 
         await until_so(gone, f"{POOL} has gone")
+
+    async def traffic(
+        self, *, streams: int, plain: int, tokens: int, prompt: Callable[[int], str] = "Question {}.".format
+    ) -> Traffic:
+        """Return clients of the gateway's Service; ``prompt`` makes the text of a request from its number."""
+        url = await self.gateway()
+
+        def body(number: int) -> dict[str, Any]:
+            messages = [{"role": "user", "content": prompt(number)}]
+            return {"model": MODEL, "messages": messages, "max_tokens": tokens}
+
+        return Traffic(lambda: url, body, streams=streams, plain=plain)
 
     async def chat(self, url: str) -> tuple[int, str]:
         """Send a chat request; returns the answer's status and the router's decision ("" without one)."""
@@ -184,6 +220,23 @@ class Site:
         found += (await self.kubectl("get", ",".join(_CLUSTER_WIDE), "-o", "name")).split()
         return set(found) - {_EVERY_NAMESPACES}
 
+    async def until_only_the_pools_are_left(self, before: set[str]) -> None:
+        """Wait until nothing is there that was not there before, but the pool, what it is made of, its definition."""
+        left: set[str] = set()
+
+        async def gone() -> bool:
+            left.clear()
+            left.update(await self.objects() - before)
+            others = {each for each in left if f"/{POOL}" not in each} | left & _AUTOSCALING
+            return others <= {_DEFINITION, _LEASE, *_HOOKS}
+
+        try:
+            await until_so(gone, "only the pools are left")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; there are {sorted(left)}") from error
+        assert _DEFINITION in left
+        assert {f"inferencepool.serving.dualmap.dev/{POOL}", f"statefulset.apps/{POOL}", f"pod/{POOL}-0"} <= left
+
     def refused(self) -> list[str]:
         """Return what operator and routers were not allowed to do."""
         accounts = {f"system:serviceaccount:{self.namespace}:{RELEASE}-{who}" for who in ("operator", "router")}
@@ -206,12 +259,13 @@ async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
     await until(seldom, what, timeout_s=_WAIT_S)
 
 
-def _pool(namespace: str, replicas: int) -> dict[str, Any]:
+def _pool(namespace: str, replicas: int, speed: float, spec: Mapping[str, Any]) -> dict[str, Any]:
     """A pool whose engines are simulated by our own image, whose entry point is the command."""
+    arguments = ("--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b", f"--speed={speed:g}")
     container = {
         "name": "engine",
         "image": references().dualmap,
-        "args": ["engine-sim", "--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b"],
+        "args": ["engine-sim", *arguments],
         "ports": [{"name": "http", "containerPort": 8000}],
         # Other work may keep a pod from answering for seconds.
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 10},
@@ -232,5 +286,6 @@ def _pool(namespace: str, replicas: int) -> dict[str, Any]:
             "replicas": replicas,
             "workload": {"template": {"spec": {"securityContext": security, "containers": [container]}}},
             "drain": {"timeout": "30s"},
+            **spec,
         },
     }

@@ -1,7 +1,6 @@
 """The chart's life by helm 3 and helm 4, on the real API server: its pods run from images, under `restricted`."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,20 +8,12 @@ from typing import Any
 import pytest
 
 from controlplane.build import binaries_folder
+from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
 from controlplane.cluster import Cluster
-from controlplane.helm import binary, references
-from controlplane.images import ImagesError, build
-from controlplane.kubelet.fixtures import kubelet_on
+from controlplane.helm import binary
 from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.kubelet.roots import Image, why_not
-from controlplane.services import Services
-from controlplane.site import CRD, DECISION, POOL, RELEASE, Site, until_so
+from controlplane.site import DECISION, POOL, RELEASE, Site
 
-DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
-# Made by the operator, not by helm; whoever comes next finds it free.
-LEASE = "lease.coordination.k8s.io/dualmap-operator"
-# What `helm test` has made is no part of the release; helm removes it before the next test.
-HOOKS = {f"pod/{RELEASE}-test", f"configmap/{RELEASE}-test"}
 _TEST_S = 900
 
 
@@ -44,32 +35,6 @@ FORMS = [
     pytest.param(Form(helm=3, namespaced=True, tls=True), id="helm-3-namespaced-tls"),
     pytest.param(Form(helm=4, namespaced=False, tls=False), id="helm-4-cluster"),
 ]
-
-
-@pytest.fixture(scope="module", name="kubelet")
-def _kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
-    """A node that has the chart's images."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    try:
-        images = build()
-    except ImagesError as error:
-        pytest.skip(str(error))
-    config = images.config
-    ours = Image(
-        root=images.dualmap,
-        entrypoint=tuple(config["Entrypoint"]),
-        environment=dict(each.split("=", 1) for each in config["Env"]),
-        user=config["User"],
-    )
-    names = references()
-    catalogue = {names.dualmap: ours, names.envoy: Image(root=images.envoy), names.redis: Image(root=images.redis)}
-    with (
-        Services(cluster) as services,
-        kubelet_on(cluster, "chart", images=catalogue, nameserver=services.nameserver) as kubelet,
-    ):
-        yield kubelet
 
 
 @pytest.fixture(name="site")
@@ -114,7 +79,7 @@ async def test_install_use_upgrade_roll_back_uninstall(form: Form, site: Site, k
     # Before the end: an operator that is stopped finds its role gone first.
     assert site.refused() == []
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
-    await until_only_the_pools_are_left(site, before)
+    await site.until_only_the_pools_are_left(before)
     pods = await site.get("pods", "-l", f"serving.dualmap.dev/pool={POOL}")
     for pod in pods["items"]:
         assert await site.chat(f"http://{pod['status']['podIP']}:8000") == (200, "")
@@ -132,20 +97,3 @@ async def keys(site: Site, form: Form) -> list[dict[str, str]]:
         return []
     names = (f"{RELEASE}-router-tls", f"{RELEASE}-gateway-tls")
     return [secret["data"] for secret in await asyncio.gather(*(site.get("secret", name) for name in names))]
-
-
-async def until_only_the_pools_are_left(site: Site, before: set[str]) -> None:
-    """Wait until nothing is there that was not there before, but the pool, what it is made of, and their definition."""
-    left: set[str] = set()
-
-    async def gone() -> bool:
-        left.clear()
-        left.update(await site.objects() - before)
-        return {each for each in left if f"/{POOL}" not in each} <= {DEFINITION, LEASE, *HOOKS}
-
-    try:
-        await until_so(gone, "only the pools are left")
-    except AssertionError as error:
-        raise AssertionError(f"{error}; there are {sorted(left)}") from error
-    assert DEFINITION in left
-    assert {f"inferencepool.serving.dualmap.dev/{POOL}", f"statefulset.apps/{POOL}", f"pod/{POOL}-0"} <= left

@@ -12,7 +12,7 @@ from controlplane.product import Product, pool_manifest
 from harness.traffic import Exchange, Traffic, tally
 
 # A quarter of the preset's speed: few clients keep an instance busy, and the machine has little to do.
-_SPEED = 0.25
+SPEED = 0.25
 _FLOOD_TOKENS = 1000
 _PEAK = 3
 
@@ -40,17 +40,24 @@ def pool(namespace: str) -> dict[str, Any]:
         "qwen",
         namespace,
         replicas=1,
-        speed=_SPEED,
+        speed=SPEED,
         abrupt=True,
-        engine={"type": "TensorRTLLM", "prefillTokensPerSecond": 1500},
-        slo={"ttft": "5m"},
-        routing={"queue": {"maxWait": "5m"}},
+        **spec(),
     )
+
+
+def spec() -> dict[str, Any]:
+    """Return what the spec of a pool for waves says of engines of this ``SPEED``, SLO and queue."""
+    return {
+        "engine": {"type": "TensorRTLLM", "prefillTokensPerSecond": 1500},
+        "slo": {"ttft": "5m"},
+        "routing": {"queue": {"maxWait": "5m"}},
+    }
 
 
 def flood(product: Product) -> Traffic:
     """Return clients whose prompts are all new: each asks every 3 s, which is a third more than one instance can do."""
-    return product.traffic(streams=5, plain=1, tokens=40, prompt=_new_prompt)
+    return product.traffic(streams=5, plain=1, tokens=40, prompt=new_prompt)
 
 
 async def ride(product: Product) -> Wave:
@@ -65,6 +72,7 @@ async def ride(product: Product) -> Wave:
     return Wave(exchanges=[*surge.exchanges, *ebb.exchanges], shrinks=history.shrinks())
 
 
-def _new_prompt(number: int) -> str:
+def new_prompt(number: int) -> str:
+    """Return a prompt of the flood that no instance has seen."""
     # A token is about four characters.
     return f"{number:08d} " * (_FLOOD_TOKENS * 4 // 9)

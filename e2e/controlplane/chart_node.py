@@ -1,0 +1,39 @@
+"""A node that has the chart's images, as a pytest fixture; the tests that install the chart import it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from controlplane.cluster import Cluster
+from controlplane.helm import references
+from controlplane.images import ImagesError, build
+from controlplane.kubelet.fixtures import kubelet_on
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.kubelet.roots import Image, why_not
+from controlplane.services import Services
+
+
+@pytest.fixture(scope="module", name="kubelet")
+def chart_kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
+    """The node, whose pods know the names of Services; cluster addresses are there for everybody."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        images = build()
+    except ImagesError as error:
+        pytest.skip(str(error))
+    config = images.config
+    ours = Image(
+        root=images.dualmap,
+        entrypoint=tuple(config["Entrypoint"]),
+        environment=dict(each.split("=", 1) for each in config["Env"]),
+        user=config["User"],
+    )
+    names = references()
+    catalogue = {names.dualmap: ours, names.envoy: Image(root=images.envoy), names.redis: Image(root=images.redis)}
+    with (
+        Services(cluster) as services,
+        kubelet_on(cluster, "chart", images=catalogue, nameserver=services.nameserver) as kubelet,
+    ):
+        yield kubelet

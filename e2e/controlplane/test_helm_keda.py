@@ -1,0 +1,108 @@
+"""The chart together with real KEDA: an installation's load makes its pool grow, and less of it makes it shrink."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane import keda, waves
+from controlplane.build import binaries_folder
+from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
+from controlplane.cluster import Cluster
+from controlplane.helm import binary
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.services import NAMESERVER
+from controlplane.site import CRD, POOL, RELEASE, Site, until_so
+from harness.traffic import Exchange, failed, tally
+
+HPA = f"horizontalpodautoscaler.autoscaling/keda-hpa-{POOL}"
+SCALED_OBJECT = f"scaledobject.keda.sh/{POOL}"
+VALUES = {
+    "autoscaling": {"keda": [{"pool": POOL, "minReplicas": 1, "maxReplicas": 3}]},
+    # No pool's queue may be more patient than the gateway.
+    "gateway": {"bundled": {"longestWait": waves.spec()["routing"]["queue"]["maxWait"]}},
+}
+# The chart's patience is ten minutes, then one instance every two: right for production, no test's.
+IMPATIENT = {
+    "scaleDown": {
+        "stabilizationWindowSeconds": 0,
+        "policies": [{"type": "Percent", "value": 100, "periodSeconds": 1}],
+    }
+}
+
+
+@pytest.fixture(name="site")
+def _site(
+    cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """A namespace for the chart, on a cluster that has KEDA; it asks the cluster's DNS for names."""
+    helm = binary(4, binaries_folder())
+    assert helm is not None
+    with keda.running(cluster, tmp_path_factory.mktemp("keda"), nameserver=NAMESERVER):
+        yield Site(cluster, helm, tmp_path / "helm")
+
+
+@pytest.mark.timeout(900, func_only=True)
+async def test_install_pool_request_scale_uninstall(site: Site) -> None:
+    before = await site.objects()
+    await asyncio.gather(site.install(VALUES), make_pool(site))
+    await site.until_answered()
+    scaled = await site.get("scaledobject", POOL)
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["metadata"]["scalerAddress"] == f"{RELEASE}-router.{site.namespace}:9002"
+    await make_impatient(site)
+
+    exchanges = await ride(site)
+    print(f"the chart with KEDA: {dict(tally(exchanges))}")
+    assert lost(exchanges) == []
+    assert all(each.routed for each in exchanges if each.status == 200)
+
+    await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
+    await site.until_only_the_pools_are_left(before)
+    # The operator that would let the pool go has gone itself.
+    await site.kubectl("patch", f"dmpool/{POOL}", "--type=merge", "--patch", '{"metadata": {"finalizers": null}}')
+    await site.delete_pool()
+
+
+async def make_pool(site: Site) -> None:
+    """Make the pool as soon as the chart has defined pools: helm waits for KEDA, and KEDA for what it is to scale."""
+
+    async def defined() -> bool:
+        return f"/{CRD}" in await site.kubectl("get", "crd", "-o", "name")
+
+    await until_so(defined, f"{CRD} is there")
+    await site.kubectl("wait", f"crd/{CRD}", "--for=condition=Established", "--timeout=60s")
+    await site.make_pool(1, speed=waves.SPEED, **waves.spec())
+
+
+async def make_impatient(site: Site) -> None:
+    """Have KEDA and its HPA shrink the pool at once, and wait until the HPA knows."""
+    advanced = {"horizontalPodAutoscalerConfig": {"behavior": IMPATIENT}}
+    patch = {"spec": {"pollingInterval": 2, "cooldownPeriod": 5, "advanced": advanced}}
+    await site.kubectl("patch", SCALED_OBJECT, "--type=merge", "--patch", json.dumps(patch))
+
+    async def known() -> bool:
+        behavior: dict[str, Any] = (await site.get(HPA))["spec"]["behavior"]
+        return bool(behavior["scaleDown"]["stabilizationWindowSeconds"] == 0)
+
+    await until_so(known, "the HPA is impatient")
+
+
+async def ride(site: Site) -> list[Exchange]:
+    """Have the pool grow by a flood, then shrink to one instance while a few streams go on; returns every request."""
+    ebb = await site.traffic(streams=4, plain=1, tokens=40)
+    flood = await site.traffic(streams=5, plain=1, tokens=40, prompt=waves.new_prompt)
+    async with ebb.running():
+        async with flood.running():
+            await site.until_active(lambda count: count >= 2, "the pool has grown")
+        await site.until_active(lambda count: count == 1, "the pool has shrunk to one")
+        await ebb.flowing(10)
+    return [*flood.exchanges, *ebb.exchanges]
+
+
+def lost(exchanges: list[Exchange]) -> list[Exchange]:
+    """Return requests that ended without their answer; a refused connection was none (``Site.requests`` has why)."""
+    return [each for each in failed(exchanges) if not each.error.startswith("ClientConnectorError")]
