@@ -26,8 +26,11 @@ HELM_LINES = re.compile(r"^(?:# Source: .*| *helm\.sh/chart: .*| *app\.kubernete
 TRAILING_SPACE = re.compile(r"[ \t]+$", re.MULTILINE)
 HEADER = "# {what}\n# Made by `make manifests` from helm/dualmap; README.md beside this file says how to use it.\n"
 FORMS = {
-    "install.yaml": ("All of DualMap, for pools in all namespaces.", ()),
-    "install-namespaced.yaml": ("All of DualMap, for pools in the namespace llm.", ("--set", "watchNamespace=llm")),
+    "install.yaml": ("All of DualMap but the CRD, for pools in all namespaces.", ()),
+    "install-namespaced.yaml": (
+        "All of DualMap but the CRD, for pools in the namespace llm.",
+        ("--set", "watchNamespace=llm"),
+    ),
 }
 
 
@@ -62,8 +65,11 @@ def table() -> str:
 
 
 def install(what: str, values: Sequence[str]) -> str:
-    """Return the chart rendered with its own values and these, and the namespace it lives in."""
-    fixed = ("--namespace", NAMESPACE, "--no-hooks", "--set", "crds.keep=false")
+    """Return the chart rendered with its own values and these, and the namespace it lives in.
+
+    Without the CRD: whoever deletes what the file has would delete every pool of the cluster.
+    """
+    fixed = ("--namespace", NAMESPACE, "--no-hooks", "--set", "crds.enabled=false")
     rendered = subprocess.run(
         [helm(), "template", "dualmap", str(CHART), *fixed, *values], capture_output=True, text=True, check=True
     ).stdout

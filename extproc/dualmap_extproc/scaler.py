@@ -8,6 +8,7 @@ ScaledObject. The upper half of the module reads its metadata, without gRPC; ``S
 import asyncio
 import contextlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ _LOOK_S: Final = 1.0
 _REPEAT_S: Final = 5.0
 _SHOWN_CHARACTERS: Final = 100
 _DEFAULT_METRIC: Final = "desired_replicas"
+_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII)
+# KEDA has it as a whole number, too.
+_TARGET_MIN: Final = 0.001
+_TARGET_MAX: Final = 1e12
 _VALUES: Final[Mapping[str, Callable[[Share], float]]] = {
     _DEFAULT_METRIC: lambda share: share.desired_replicas,
     "pending_prefill_tokens": lambda share: share.pending_prefill_tokens,
@@ -80,12 +85,12 @@ def _read_pool(given: str, namespace: str) -> str:
 def _read_target(given: str | None) -> float | None:
     if given is None:
         return None
-    try:
-        target = float(given)
-    except ValueError:
-        target = math.nan
-    if not (math.isfinite(target) and target > 0.0):
-        raise _refused("target", given, "give a number above 0: how much of the metric one instance shall have")
+    target = float(given) if _NUMBER.fullmatch(given) else math.nan
+    if not _TARGET_MIN <= target <= _TARGET_MAX:
+        accepted = (
+            f"give a number from {_TARGET_MIN:g} to {_TARGET_MAX:g}: how much of the metric one instance shall have"
+        )
+        raise _refused("target", given, accepted)
     return target
 
 

@@ -4,10 +4,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from dualmap.errors import DualMapError
 from dualmap_edge.logs import LogFormat
 
 # What a router may be called, since its name is part of request ids, metrics and keys in Redis: as long as a host name.
 REPLICA_ID_CHARACTERS: Final = 253
+
+
+class TracingError(DualMapError):
+    """Spans cannot be exported as they are set up; the message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from dualmap.requests import Decision
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.settings import TracingError
 
 SPAN: Final = "dualmap.route"
 # W3C Trace Context: which trace a request belongs to, and whether it is one of those that are recorded.
@@ -58,9 +59,12 @@ class Begun:
 
 
 class Tracing:
-    """Where spans go. They are sent by a thread of its own; nothing here waits for a collector but ``close``."""
+    """Where spans go. They are sent by a thread of its own; nothing here waits for a collector but ``close``.
 
-    def __init__(self, exporter: SpanExporter, *, replica_id: str, version: str) -> None:
+    ``shown`` names the collector in log lines.
+    """
+
+    def __init__(self, exporter: SpanExporter, *, replica_id: str, version: str, shown: str = "") -> None:
         # Its own words, several for each batch that fails, would fill the log: _Told says it once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create(
@@ -69,7 +73,7 @@ class Tracing:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                _Told(exporter),
+                _Told(exporter, shown),
                 max_queue_size=QUEUE_SPANS,
                 max_export_batch_size=_BATCH_SPANS,
                 schedule_delay_millis=_DELAY_MS,
@@ -117,10 +121,15 @@ class Tracing:
 
 
 def tracing_to(endpoint: str, *, replica_id: str, version: str) -> Tracing:
-    """Return where spans go: to a collector at ``http://HOST:PORT``, or ``https://`` for TLS (OTLP over gRPC)."""
-    return Tracing(
-        OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S), replica_id=replica_id, version=version
-    )
+    """Return where spans go: to a collector at ``http://HOST:PORT``, or ``https://`` for TLS (OTLP over gRPC).
+
+    Raises TracingError for OpenTelemetry's own settings in the environment that it cannot use.
+    """
+    try:
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+        return Tracing(exporter, replica_id=replica_id, version=version, shown=endpoint)
+    except Exception as error:  # The library raises whatever its parsing of OTEL_* happens to raise.
+        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
 
 
 class TracedPicker(Picker):
@@ -183,17 +192,20 @@ class TracedPicker(Picker):
 class _Told(SpanExporter):
     """Exports, and says in our log when that begins to fail and when it works again."""
 
-    def __init__(self, exporter: SpanExporter) -> None:
+    def __init__(self, exporter: SpanExporter, shown: str) -> None:
         self._exporter = exporter
+        self._shown = shown
         self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
         failing = result is not SpanExportResult.SUCCESS
         if failing and not self._failing:
-            _log.warning("spans cannot be delivered and are dropped until they can", spans=len(spans))
+            _log.warning(
+                "spans cannot be delivered and are dropped until they can", collector=self._shown, spans=len(spans)
+            )
         elif self._failing and not failing:
-            _log.info("spans are delivered again")
+            _log.info("spans are delivered again", collector=self._shown)
         self._failing = failing
         return result
 

@@ -34,7 +34,7 @@ from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.scaler import Scaler
 from dualmap_extproc.server import ExternalProcessor, GrpcServers, keep_deadlines
-from dualmap_extproc.settings import RedisSettings, Settings
+from dualmap_extproc.settings import RedisSettings, Settings, TracingError
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.target import target_of
@@ -45,7 +45,7 @@ def run(settings: Settings) -> int:
     """Run the router until it is stopped; return its exit status: 1 for a failure, 2 for bad settings or pool files."""
     try:
         asyncio.run(serve(settings))
-    except (KubeConfigError, PoolFileError, TlsError) as error:
+    except (KubeConfigError, PoolFileError, TlsError, TracingError) as error:
         click.echo(f"dualmap router: {error}", err=True)
         return 2
     except AddressError as error:
@@ -57,7 +57,7 @@ def run(settings: Settings) -> int:
 async def serve(settings: Settings) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it.
 
-    Raises KubeConfigError, PoolFileError, TlsError or AddressError for what keeps it from starting.
+    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError for what keeps it from starting.
     """
     loop = asyncio.get_running_loop()
     stop = _stop_signalled(loop)
@@ -131,7 +131,11 @@ def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[P
         picker = Picker(settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts)
         return picker, lambda: None
     # Here, because OpenTelemetry is an extra, and nobody else shall pay for it.
-    from dualmap_extproc.tracing import TracedPicker, tracing_to
+    try:
+        from dualmap_extproc.tracing import TracedPicker, tracing_to
+    except ValueError as error:
+        # OpenTelemetry reads some of its settings as it is imported.
+        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
     traced = TracedPicker(

@@ -79,4 +79,7 @@ def test_a_longer_wait_needs_envoy_config_again(caplog, max_wait_s, warnings):
 
     warned = [sentence for level, sentence, _ in said(caplog) if level == "WARNING"]
     assert len(warned) == warnings
-    assert all("maxWait" in sentence and "envoy-config set up with --pool needs it run again" in sentence for sentence in warned)
+    assert all(
+        "maxWait" in sentence and "envoy-config set up with --pool needs it run again" in sentence
+        for sentence in warned
+    )

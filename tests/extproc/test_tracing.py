@@ -1,6 +1,7 @@
 """Spans: what a collector gets of each decision, over the wire, and what a router without one never loads."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -319,3 +320,21 @@ def test_a_bad_endpoint_is_bad_usage(url):
     result = CliRunner().invoke(router, ["--pool", "p.yaml", "--otlp-endpoint", url])
     assert result.exit_code == 2
     assert "give http://HOST:PORT" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-3")]
+)
+def test_settings_of_the_environment_that_cannot_be_used_are_told_in_a_line(tmp_path, name, value):
+    pool = tmp_path / "pool.yaml"
+    pool.write_text(
+        "{apiVersion: serving.dualmap.dev/v1alpha1, kind: InferencePool, metadata: {name: qwen}, "
+        "spec: {model: {name: m}}}"
+    )
+    ports = [f"--{port}-port=0" for port in ("grpc", "health", "metrics", "als")]
+    argv = [sys.executable, "-m", "dualmap_cli", "router", f"--pool={pool}", "--otlp-endpoint=http://127.0.0.1:1"]
+    done = subprocess.run([*argv, *ports], env={**os.environ, name: value}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("dualmap router: the environment's OTEL_* settings cannot be used: ")
+    assert name in done.stderr
+    assert "Traceback" not in done.stderr
