@@ -91,6 +91,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("gateway.bundled.service.port", 70000, "gateway.bundled.service.port"),
         ("gateway.gaie.pools", [{"name": "Not A Name"}], "gateway.gaie.pools.0.name"),
         ("image.digest", "sha256:12", "image.digest"),
+        ("fullnameOverride", "a.b", "fullnameOverride"),
+        ("fullnameOverride", "1st", "fullnameOverride"),
         ("redis.external.url", "redis.cache:6379", "redis.external.url"),
         ("networkPolicy.metricsFrom", [{"namespace": "monitoring"}], "networkPolicy.metricsFrom.0"),
         ("autoscaling.keda", [{"pool": "qwen"}], "maxReplicas"),
@@ -126,6 +128,24 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
         (
             {"redis": {"mode": "external", "external": {"url": "redis://u:secret@h:6379"}}},
             "put it into a Secret and name that in redis.external.existingSecret",
+        ),
+        *(
+            (
+                {"redis": {"mode": "external", "external": {"url": url}}},
+                "put it into a Secret and name that in redis.external.existingSecret",
+            )
+            for url in ("redis://:p/w@h", "redis://h:6379/0?password=s3cret")
+        ),
+        *(
+            ({"redis": {"mode": "external", "external": {"url": url}}}, "give redis://[USER@]HOST[:PORT][/DATABASE]")
+            for url in ("redis://h:notaport/x", "redis://a b:1", "redis://h/x")
+        ),
+        ({"router": {"drainTimeout": "999999h"}}, "router.drainTimeout: 999999h is not accepted; give at most 1h"),
+        ({"gateway": {"bundled": {"longestWait": "61m"}}}, "gateway.bundled.longestWait: 61m is not accepted"),
+        ({"router": {"otlp": {"endpoint": "http://x y:1"}}}, "give http://HOST:PORT"),
+        (
+            {"router": {"tls": {"mode": "secret", "secretName": "dualmap-router-tls"}}},
+            "copy yours to other names",
         ),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://h", "usernameKey": "u"}}},
