@@ -102,7 +102,7 @@ class Site:
 
     async def make_pool(self, replicas: int, *, speed: float = 1.0, **spec: Any) -> None:
         """Apply a pool of simulated engines and wait until it serves; ``spec`` is laid over its spec, by field."""
-        await self.kubectl("apply", "-f", "-", input=json.dumps(_pool(self.namespace, replicas, speed, spec)))
+        await self.kubectl("apply", "-f", "-", input=json.dumps(pool_of_engines(self.namespace, replicas, speed, spec)))
 
         async def serves() -> bool:
             conditions = (await self.get("dmpool", POOL)).get("status", {}).get("conditions", [])
@@ -259,8 +259,10 @@ async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
     await until(seldom, what, timeout_s=_WAIT_S)
 
 
-def _pool(namespace: str, replicas: int, speed: float, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A pool whose engines are simulated by our own image, whose entry point is the command."""
+def pool_of_engines(
+    namespace: str, replicas: int, speed: float = 1.0, spec: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a pool whose engines are simulated by our own image, whose entry point is the command."""
     arguments = ("--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b", f"--speed={speed:g}")
     container = {
         "name": "engine",
@@ -286,6 +288,6 @@ def _pool(namespace: str, replicas: int, speed: float, spec: Mapping[str, Any]) 
             "replicas": replicas,
             "workload": {"template": {"spec": {"securityContext": security, "containers": [container]}}},
             "drain": {"timeout": "30s"},
-            **spec,
+            **(spec or {}),
         },
     }

@@ -1,0 +1,118 @@
+"""The documents' kubectl, helm and sed commands, run as they stand there on a real control plane with the chart's pods.
+
+They are run in an order in which they make sense together, each once. What a page says and this does not run has its
+reason here, and a command that is added to a page has to be added here.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from controlplane.build import binaries_folder
+from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
+from controlplane.cluster import Cluster
+from controlplane.helm import binary, references
+from controlplane.kubelet.process_kubelet import ProcessKubelet
+from controlplane.site import CRD, pool_of_engines
+from doc_commands import ROOT, commands
+from harness.waiting import until
+
+INSTALL = (
+    "kubectl create namespace dualmap-system",
+    "kubectl label namespace dualmap-system pod-security.kubernetes.io/enforce=restricted",
+    "helm install dualmap helm/dualmap --namespace dualmap-system --set image.registry=REGISTRY,image.repository=NAME",
+    "kubectl rollout status --namespace dualmap-system statefulset/dualmap-router",
+)
+POOLS = (
+    "kubectl create namespace llm",
+    "kubectl apply -f pool.yaml",
+    "kubectl wait --namespace llm --for=condition=Available dmpool/qwen --timeout 15m",
+    "kubectl get dmpool --namespace llm",
+    "kubectl scale --namespace llm dmpool/qwen --replicas 4",
+    "kubectl scale --namespace llm dmpool/qwen --replicas 2",
+    "kubectl apply -f qwen.yaml",
+    "kubectl get dmpool qwen",
+    "kubectl scale dmpool qwen --replicas 2",
+)
+REMOVE = (
+    "kubectl delete dmpool --all --all-namespaces",
+    "helm uninstall dualmap --namespace dualmap-system",
+)
+# With nobody there to drain it, a deleted pool stays until its finalizer is taken away.
+LET_GO = """kubectl patch --namespace llm dmpool/qwen --type merge --patch '{"metadata": {"finalizers": null}}'"""
+REMOVE_DEFINITION = f"kubectl delete crd --ignore-not-found {CRD}"
+WITHOUT_HELM = (
+    "kubectl apply --server-side -f crds/",
+    "sed 's|ghcr.io/dualmap/dualmap:0.1.0|REGISTRY/NAME:TAG|' manifests/install.yaml"
+    " | kubectl apply --server-side -f -",
+    "sed 's|ghcr.io/dualmap/dualmap:0.1.0|REGISTRY/NAME:TAG|' manifests/install-namespaced.yaml"
+    " | kubectl apply --server-side -f -",
+    "helm template dualmap helm/dualmap --namespace dualmap-system --set watchNamespace=chat --no-hooks > install.yaml",
+)
+NOT_RUN = {
+    "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80": "no kubelet here forwards ports",
+    "kubectl port-forward --namespace dualmap-system dualmap-router-0 9090": "the same",
+}
+
+
+class Shell:
+    """A folder as a user has it, with the repository's files, pools of simulated engines, kubectl and helm."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        helm = binary(3, binaries_folder())
+        assert helm is not None
+        for name in ("helm", "manifests", "crds"):
+            (folder / name).symlink_to(ROOT / name)
+        for name, namespace in (("pool", "llm"), ("qwen", "default")):
+            (folder / f"{name}.yaml").write_text(json.dumps(pool_of_engines(namespace, 1)))
+        path = f"{binaries_folder()}:{helm.parent}:{os.environ['PATH']}"
+        self._environment = {**os.environ, "PATH": path, "KUBECONFIG": str(cluster.kubeconfig())}
+        self._folder = folder
+
+    async def run(self, *lines: str) -> None:
+        """Run these commands one after the other; the first that fails ends the test."""
+        image = references().dualmap
+        registry, _, name = image.partition(":")[0].partition("/")
+        for line in lines:
+            typed = line.replace("REGISTRY/NAME:TAG", image).replace("registry=REGISTRY", f"registry={registry}")
+            typed = typed.replace("repository=NAME", f"repository={name}")
+            done = await asyncio.to_thread(
+                subprocess.run,
+                ["bash", "-o", "pipefail", "-c", typed],
+                cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+            assert done.returncode == 0, f"$ {typed}\n{done.stdout}{done.stderr}"
+
+
+def test_every_command_of_the_documents_is_known_here() -> None:
+    typed = {command.line for command in commands("kubectl", "helm", "sed")}
+    assert typed == {*INSTALL, *POOLS, *REMOVE, LET_GO, REMOVE_DEFINITION, *WITHOUT_HELM, *NOT_RUN}
+
+
+@pytest.mark.timeout(900, func_only=True)
+async def test_the_documents_commands_do_what_they_say(
+    cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path
+) -> None:
+    shell = Shell(cluster, tmp_path)
+    # Other tests have left theirs, which belongs to no release.
+    await shell.run(REMOVE_DEFINITION)
+    await shell.run(*INSTALL, *POOLS)
+
+    async def scaled() -> bool:
+        shown = await asyncio.to_thread(
+            cluster.kubectl, "-n", "llm", "get", "statefulset/qwen", "-o", "jsonpath={.spec.replicas}"
+        )
+        return shown == "2"
+
+    await until(scaled, "the pool has two instances", timeout_s=180.0)
+    await shell.run(REMOVE[0], "kubectl apply -f pool.yaml", POOLS[2], REMOVE[1])
+    await shell.run("kubectl delete --namespace llm dmpool/qwen --wait=false", LET_GO)
+    await shell.run("kubectl wait --namespace llm --for=delete dmpool/qwen", REMOVE_DEFINITION)
+
+    await shell.run("kubectl delete namespace dualmap-system", *WITHOUT_HELM[:2], INSTALL[-1], *WITHOUT_HELM[2:])
+    await shell.run("kubectl delete --ignore-not-found -f manifests/install-namespaced.yaml -f manifests/install.yaml")
+    await shell.run("kubectl delete namespace llm")
