@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -17,6 +18,9 @@ from dualmap.requests import PoolStatus
 from dualmap_extproc.counts import Traffic
 from dualmap_extproc.dashboard.routes import Dashboard
 from dualmap_extproc.metrics import CONTENT_TYPE, Metrics
+
+CONNECTIONS_MAX: Final = 256
+"""Open at a time: whoever opens more and asks nothing must not take the file descriptors that routing needs."""
 
 
 class StatusServer:
@@ -49,23 +53,31 @@ class StatusServer:
             application.add_routes(dashboard.routes())
         # Requests here take milliseconds: at the end none is worth waiting aiohttp's usual minute for.
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=_logger())
+        self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError when it cannot be bound."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(self._admit, host, port)
         except OSError:
             await self._runner.cleanup()
             raise
-        bound: int = self._runner.addresses[0][1]
+        bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
+
+    def _admit(self) -> asyncio.Protocol:
+        """Return what speaks with a new connection."""
+        server = self._runner.server
+        assert server is not None
+        return server() if len(server.connections) < CONNECTIONS_MAX else _TurnedAway()
 
     async def close(self) -> None:
         """Stop listening and end what is open."""
         if self._dashboard is not None:
             self._dashboard.close()
+        if self._listener is not None:
+            self._listener.close()
         await self._runner.cleanup()
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
@@ -89,6 +101,13 @@ class StatusServer:
             {"router": self._router, "error": f"this router serves no pool {pool}; GET /pools lists those it does"},
             status=404,
         )
+
+
+class _TurnedAway(asyncio.Protocol):
+    """Closes a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 def _logger() -> logging.Logger:

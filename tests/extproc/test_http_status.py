@@ -11,9 +11,11 @@ import builders
 from dualmap.requests import PoolStatus
 from dualmap.router import PoolRouter
 from dualmap.scaling import PoolSignals
+from dualmap_extproc import http_status
 from dualmap_extproc.counts import Traffic
 from dualmap_extproc.http_status import StatusServer, pool_document
 from dualmap_extproc.metrics import Metrics
+from waiting import until
 
 
 class Held(Metrics):
@@ -136,6 +138,30 @@ async def test_what_is_no_http_is_refused_without_a_word(caplog: pytest.LogCaptu
         assert b" 400 " in await reader.readline()
         writer.close()
     assert caplog.records == []
+
+
+async def test_connections_beyond_a_bound_are_turned_away_until_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 3)
+    async with serving(PoolRouter(builders.pool(1))) as session:
+        url = session._base_url
+        assert url is not None
+        silent = [await asyncio.open_connection(url.host, url.port) for _ in range(3)]
+        for _, writer in silent:
+            writer.write(b"GET / HT")
+        reader, one_too_many = await asyncio.open_connection(url.host, url.port)
+        assert await reader.read() == b""
+        one_too_many.close()
+        for _, writer in silent:
+            writer.close()
+
+        async def served() -> bool:
+            try:
+                async with session.get("/pools") as response:
+                    return response.status == 200
+            except aiohttp.ClientError:
+                return False
+
+        await until(served)
 
 
 async def test_a_page_that_takes_long_holds_up_nobody() -> None:
