@@ -1,5 +1,6 @@
 """Custom resource definitions on a control plane of the tests: ours, and GAIE's of the same kind."""
 
+import json
 from pathlib import Path
 
 from controlplane.build import GAIE_CRD, binaries_folder
@@ -26,3 +27,14 @@ def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
         f"{name} is established",
         timeout_s=_ESTABLISHED_WITHIN_S,
     )
+
+
+def remove(cluster: Cluster) -> None:
+    """Take our definition away, and with it the pools that other tests have left, whose operators are gone."""
+    if not cluster.kubectl("get", "crd", NAME, "--ignore-not-found", "-o", "name"):
+        return
+    for pool in json.loads(cluster.kubectl("get", NAME, "-A", "-o", "json"))["items"]:
+        place = ("-n", pool["metadata"]["namespace"])
+        let_go = ("--type", "merge", "-p", '{"metadata": {"finalizers": null}}')
+        cluster.kubectl("patch", f"{NAME}/{pool['metadata']['name']}", *place, *let_go, check=False)
+    cluster.kubectl("delete", "crd", NAME, "--timeout=60s")

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.helm import CHART, Helm, references
 from harness.traffic import Traffic
@@ -52,7 +53,7 @@ class Site:
         self.namespace = cluster.namespace()
         cluster.kubectl("label", "namespace", self.namespace, "pod-security.kubernetes.io/enforce=restricted")
         # The definition that other tests have applied belongs to no release.
-        cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
+        crds.remove(cluster)
         directory.mkdir(parents=True, exist_ok=True)
         self._helm = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=self.namespace, directory=directory)
         self._audited = len(cluster.audit())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane import crds
 from controlplane.build import binaries_folder
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
 from controlplane.cluster import Cluster
@@ -99,7 +100,7 @@ async def test_the_documents_commands_do_what_they_say(
 ) -> None:
     shell = Shell(cluster, tmp_path)
     # Other tests have left theirs, which belongs to no release.
-    await shell.run(REMOVE_DEFINITION)
+    await asyncio.to_thread(crds.remove, cluster)
     await shell.run(*INSTALL, *POOLS)
 
     async def scaled() -> bool:
