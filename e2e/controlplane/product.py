@@ -29,7 +29,7 @@ from redis_server import redis_server
 ROOT = Path(__file__).parents[2]
 MODEL = "qwen-model"
 SYSTEM = "dualmap-system"
-_WAIT_S = 60.0
+_WAIT_S = 120.0
 
 
 # Ends its engine at SIGTERM without a word, as one does that knows no drain of its own.
@@ -254,7 +254,7 @@ class Product:
         ring = (await self.pool(name)).get("status", {}).get("ring", {})
         return {member["id"]: member["state"] for member in ring.get("members", [])}
 
-    async def until_active(self, count: int, name: str = "qwen", *, timeout_s: float = 120.0) -> None:
+    async def until_active(self, count: int, name: str = "qwen", *, timeout_s: float = 240.0) -> None:
         """Wait until exactly the first ``count`` ordinals are in the ring, all Active, and the StatefulSet has them."""
         wanted = {f"{name}-{number}": "Active" for number in range(count)}
         await self.until(lambda status: _states(status) == wanted and status.get("replicas") == count, name, timeout_s)
