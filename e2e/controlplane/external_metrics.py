@@ -51,7 +51,13 @@ def registered(cluster: Cluster, port: int) -> Iterator[None]:
         yield
     finally:
         # One that does not answer would hinder everybody's discovery, and the deletion of namespaces.
-        cluster.kubectl("delete", "apiservice", _API_SERVICE)
+        # A busy API server may let the deletion time out, which is no fault of the test's.
+        wait_until(lambda: _forgotten(cluster), f"{_API_SERVICE} is gone", timeout_s=_AVAILABLE_TIMEOUT_S)
+
+
+def _forgotten(cluster: Cluster) -> bool:
+    cluster.kubectl("delete", "apiservice", _API_SERVICE, "--ignore-not-found", check=False)
+    return cluster.kubectl("get", "apiservice", _API_SERVICE, "--ignore-not-found", "-o", "name", check=False) == ""
 
 
 def total(metrics_ports: Iterable[int], metric: str, pool: str) -> float | None:
