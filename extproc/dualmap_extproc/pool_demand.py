@@ -72,8 +72,10 @@ class PoolDemand:
     def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
         """Return what it is time to tell the other routers of these pools, which are all that are served."""
         now = self._clock()
-        for gone in self._peers.keys() - pools:
-            del self._peers[gone]
+        for gone in (self._peers.keys() | self._reported_s.keys() | self._awake) - set(pools):
+            self._peers.pop(gone, None)
+            self._reported_s.pop(gone, None)
+            self._awake.discard(gone)
         due = [pool for pool in pools if now - self._reported_s.get(pool, -inf) >= REPORT_INTERVAL_S]
         return {pool: self._report(now, pool) for pool in due}
 
