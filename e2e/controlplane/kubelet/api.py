@@ -1,5 +1,6 @@
 """What the kubelet's parts share in talking to the API server, beside ``dualmap_edge.kube``: patches and patience."""
 
+import time
 from typing import Final
 
 from dualmap_edge.kube import KubeError
@@ -10,8 +11,27 @@ NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 RETRY_S: Final = 0.3
 _TOO_MANY_REQUESTS: Final = 429
+# What is refused on a machine that does twenty things at once; a mistake of ours is refused for longer.
+_REFUSED_FOR_S: Final = 60.0
 
 
 def passing(error: KubeError) -> bool:
     """Whether a request that failed so may succeed later: the server was away or busy, or somebody else wrote."""
     return error.status in {0, CONFLICT, _TOO_MANY_REQUESTS} or error.status >= 500
+
+
+class Patience:
+    """How long one request is sent again: while the server is away, and for a minute though it refuses.
+
+    What it refuses because of something that is on its way (a namespace that ends, a right just bound) it will soon
+    take or no longer be asked; a kubelet does not end of either.
+    """
+
+    def __init__(self) -> None:
+        """Counts from now."""
+        self._began_s = time.monotonic()
+
+    def bear(self, error: KubeError) -> None:
+        """Return where the request should be sent again; raises the error otherwise."""
+        if not passing(error) and time.monotonic() - self._began_s > _REFUSED_FOR_S:
+            raise error

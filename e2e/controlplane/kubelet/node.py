@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
-from controlplane.kubelet.api import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, passing
+from controlplane.kubelet.api import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Patience
 from controlplane.kubelet.status import timestamp
 from dualmap_edge.kube import KubeClient, KubeError
 
@@ -40,6 +40,7 @@ class Node:
             "kind": "Node",
             "metadata": {"name": self.name, "labels": {"kubernetes.io/hostname": self.name}},
         }
+        patience = Patience()
         while True:
             try:
                 with _unless(CONFLICT):
@@ -49,8 +50,7 @@ class Node:
                 await self._client.request("PATCH", self._path, body={"spec": {"taints": None}}, content_type=MERGE)
                 return
             except KubeError as error:
-                if not passing(error):
-                    raise
+                patience.bear(error)
             await asyncio.sleep(RETRY_S)
 
     async def stay_ready(self) -> None:

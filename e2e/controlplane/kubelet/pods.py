@@ -4,12 +4,13 @@
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from controlplane.kubelet.api import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, passing
+from controlplane.kubelet.api import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Patience
 from controlplane.kubelet.containers import Container, FakeContainer, Object, Place
 from controlplane.kubelet.environment import ContainerConfigError, Values
 from controlplane.kubelet.home import PodHome
@@ -23,6 +24,7 @@ from dualmap_edge.kube import KubeClient, KubeError
 FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"
 # What a pod's containers still get when its object is gone already.
 _FORGOTTEN_GRACE_S: Final = 1.0
+_LOG: Final = logging.getLogger(__name__)
 
 
 class PodWorker:
@@ -153,6 +155,7 @@ class PodWorker:
 
     async def _say(self, method: str, path: str, body: Object, content_type: str) -> Object | None:
         """Send until it is taken; None when the pod is gone. Conflicts pass, or the watch says that it is gone."""
+        patience = Patience()
         while not self._gone:
             try:
                 async with self._turns:
@@ -160,8 +163,8 @@ class PodWorker:
             except KubeError as error:
                 if error.status == NOT_FOUND:
                     return None
-                if not passing(error):
-                    raise
+                _LOG.warning("%s %s: %s", method, path, error)
+                patience.bear(error)
             await asyncio.sleep(RETRY_S)
         return None
 

@@ -104,9 +104,12 @@ class Volumes:
                     await volume.changed.wait()
             volume.changed.clear()
             objects = await self._source.get(volume.payload.references)
-            # Something that has been deleted leaves the files as they were, as with a kubelet.
-            with contextlib.suppress(ContainerConfigError):
+            try:
                 volume.write(volume.payload.files(objects, self._fields, await token.get()))
+            except ContainerConfigError:
+                # Something that has been deleted leaves the files as they were, as with a kubelet; a token that was
+                # refused is asked for again.
+                await asyncio.sleep(RETRY_S)
 
 
 class _PayloadVolume:
@@ -238,7 +241,10 @@ async def values_of(client: KubeClient, namespace: str, reference: Reference) ->
 
 
 async def persistently(client: KubeClient, method: str, path: str, *, body: object = None) -> Mapping[str, Any] | None:
-    """Ask until the API server answers; None for what is not there. Raises KubeError for what waiting does not mend."""
+    """Ask until the API server answers; None for what is not there. Raises ContainerConfigError when it refuses.
+
+    It does so in a namespace that is being deleted, until the pods there have been told to end.
+    """
     while True:
         try:
             return await client.request(method, path, body=body)
@@ -246,5 +252,5 @@ async def persistently(client: KubeClient, method: str, path: str, *, body: obje
             if error.status == NOT_FOUND:
                 return None
             if not passing(error):
-                raise
+                raise ContainerConfigError(f"{method} {path}: {error}") from error
         await asyncio.sleep(RETRY_S)
