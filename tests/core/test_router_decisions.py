@@ -1,3 +1,5 @@
+"""What the router of a pool decides: pairs, spilling, hotness, subsets, refusals, and the receipt that says why."""
+
 import os
 import subprocess
 import sys
@@ -9,27 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
+from core.routers import decide, loads
 from dualmap.hotness import MIN_SPLIT_REQUESTS
-from dualmap.ledger import ENTRY_TTL_S
-from dualmap.policies import POLICIES
-from dualmap.pool import Engine, Member, MemberState, Prefix, Routing
-from dualmap.requests import Decision, Reason, Refusal, Usage
+from dualmap.pool import Engine, Member, MemberState
+from dualmap.requests import Decision, Reason, Refusal
 from dualmap.router import PoolRouter
-
-
-def decide(router: PoolRouter, id: str, text: str, now: float = 0.0) -> Decision:
-    decision = router.on_request(now, request(id, text, now=now))
-    assert isinstance(decision, Decision)
-    return decision
-
-
-def loads(router: PoolRouter) -> tuple[int, int, int]:
-    endpoints = router.status().endpoints
-    return (
-        sum(each.in_flight for each in endpoints),
-        sum(each.pending_prefill_tokens for each in endpoints),
-        sum(each.active_kv_tokens for each in endpoints),
-    )
 
 
 def test_a_conversation_stays_where_its_cache_is() -> None:
@@ -100,89 +86,6 @@ def test_an_overloaded_pair_spills_over_the_whole_pool_and_the_books_follow() ->
     assert {each.id: each.in_flight for each in router.status().endpoints} == chosen
 
 
-EVENTS = st.lists(
-    st.tuples(st.sampled_from(["new", "token", "finish", "abort", "served", "pool", "time"]), st.integers(0, 25)),
-    max_size=60,
-)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@given(events=EVENTS)
-@settings(max_examples=25)
-def test_nothing_goes_negative_or_leaks_under_any_order_of_events(policy: str, events: list[tuple[str, int]]) -> None:
-    router, now, count = PoolRouter(pool(4, policy=policy)), 0.0, 0
-    for kind, n in events:
-        now += 0.3
-        if kind == "new":
-            router.on_request(now, request(str(count), text_of(100 * n, str(n % 5)), now=now))
-            count += 1
-        elif kind == "token":
-            router.on_first_token(now, str(n))
-        elif kind == "finish":
-            router.on_finished(now, str(n), Usage(cached_tokens=n))
-        elif kind == "abort":
-            router.on_aborted(now, str(n))
-        elif kind == "served":
-            router.on_served(now, str(n), f"10.0.0.{n % 6}:8000")
-        elif kind == "pool":
-            router.on_pool(now, replace(pool(4, policy=policy), members=members(n % 5), ring_version=n))
-        else:
-            now += 20.0 * n
-            router.on_deadline(now)
-        assert all(total >= 0 for total in loads(router))
-    router.on_pool(now, pool(4, policy=policy))
-    for n in range(count):
-        router.on_finished(now, str(n))
-    assert loads(router) == (0, 0, 0)
-    assert router.next_deadline() is None
-
-
-def test_requests_nothing_is_heard_of_expire() -> None:
-    router = PoolRouter(pool())
-    decide(router, "1", text_of(500, "x"))
-    assert router.next_deadline() == ENTRY_TTL_S
-    assert router.on_deadline(ENTRY_TTL_S - 1) == ()
-    assert [each.predicted_cached_tokens for each in router.on_deadline(ENTRY_TTL_S)] == [0]
-    assert loads(router) == (0, 0, 0)
-    assert sum(each.indexed_blocks for each in router.status().endpoints) == 0
-
-
-def test_news_of_a_request_puts_off_its_expiry() -> None:
-    router = PoolRouter(pool())
-    decide(router, "1", text_of(500, "x"))
-    router.on_heard(300.0, "1")
-    router.on_heard(300.0, "unknown")
-    assert router.next_deadline() == 300.0 + ENTRY_TTL_S
-
-
-def test_an_engine_that_fails_at_once_does_not_attract_its_keys() -> None:
-    router = PoolRouter(pool())
-    for n in range(5):
-        assert decide(router, str(n), text_of(3000, "x"), float(n)).receipt.matched_tokens == 0
-        router.on_aborted(n + 0.1, str(n))
-    # One that was prefilled before the client left did fill the cache.
-    decide(router, "a", text_of(3000, "x"), 10.0)
-    router.on_first_token(10.5, "a")
-    router.on_aborted(11.0, "a")
-    assert decide(router, "b", text_of(3000, "x"), 12.0).receipt.matched_tokens == 3000 // 128 * 128
-
-
-def test_a_request_broken_off_does_not_take_anothers_cache_with_it() -> None:
-    router = PoolRouter(pool(1))
-    decide(router, "1", text_of(512, "x"))
-    decide(router, "2", text_of(512, "x"))
-    router.on_aborted(0.1, "1")
-    router.on_first_token(0.5, "2")
-    assert decide(router, "3", text_of(512, "x"), 1.0).receipt.matched_tokens == 512
-
-
-def test_answers_that_come_whole_do_not_stall_their_member() -> None:
-    router = PoolRouter(pool(1))
-    whole = replace(request("1", text_of(7000, "x")), streamed=False)
-    assert isinstance(router.on_request(0.0, whole), Decision)
-    assert decide(router, "2", text_of(7000, "x"), 20.0).receipt.predicted_ttft_s < 0.1
-
-
 def test_time_already_waited_counts_against_the_slo() -> None:
     router = PoolRouter(pool())
     text = text_of(2000, "x")
@@ -195,20 +98,6 @@ def test_time_already_waited_counts_against_the_slo() -> None:
     assert patient.receipt.rule == "pair-warm"
     assert late.receipt.rule in ("pair-marginal", "spill")
     assert late.receipt.predicted_ttft_s >= 3.0
-
-
-def test_completion_carries_predicted_and_measured_hits() -> None:
-    router = PoolRouter(pool())
-    decide(router, "1", text_of(512, "x"))
-    router.on_finished(0.5, "1", Usage(cached_tokens=0))
-    decide(router, "2", text_of(512, "x"), 1.0)
-    first_token = router.on_first_token(1.25, "2")
-    assert first_token is not None
-    assert (first_token.ttft_s, first_token.within_slo) == (0.25, True)
-    completion = router.on_finished(2.0, "2", Usage(cached_tokens=496))
-    assert completion is not None
-    assert (completion.predicted_cached_tokens, completion.measured_cached_tokens) == (512, 496)
-    assert router.on_finished(2.1, "2") is None
 
 
 def test_no_eligible_member_is_refused() -> None:
@@ -256,92 +145,6 @@ def test_bodiless_requests_take_turns() -> None:
     assert set(firsts.values()) == {3}
 
 
-def test_served_by_another_moves_books_and_cache() -> None:
-    router = PoolRouter(pool())
-    decision = decide(router, "1", text_of(512, "x"))
-    chosen, other = decision.receipt.chosen, decision.endpoints[1]
-    assert router.on_served(0.1, "1", decision.endpoints[0]) is False
-    assert router.on_served(0.1, "1", other) is True
-    by_id = {each.id: each for each in router.status().endpoints}
-    assert (by_id[chosen].in_flight, by_id[chosen].indexed_blocks) == (0, 0)
-    moved = next(each for each in by_id.values() if each.endpoint == other)
-    assert (moved.in_flight, moved.pending_prefill_tokens, moved.indexed_blocks) == (1, 512, 4)
-    assert router.on_served(0.1, "unknown", other) is False
-    assert router.on_served(0.1, "1", "10.9.9.9:1") is False
-
-
-def test_a_new_member_takes_only_its_share_and_nobody_loses_cache() -> None:
-    router = PoolRouter(pool(8))
-    texts = [text_of(400, f"prompt {n}") for n in range(300)]
-    before = [decide(router, str(n), text).receipt.pair for n, text in enumerate(texts)]
-    router.on_pool(0.0, replace(pool(9), ring_version=2))
-    after = [decide(router, f"again {n}", text).receipt for n, text in enumerate(texts)]
-    moved = [(old, new.pair) for old, new in zip(before, after, strict=True) if old != new.pair]
-    assert all("m-8" in new for _, new in moved)
-    assert 0.1 < len(moved) / len(texts) < 0.35
-    assert sum(receipt.matched_tokens == 384 for receipt in after) > 200
-
-
-@pytest.mark.parametrize("restarted", ["elsewhere", "in place"])
-def test_a_restarted_member_is_known_to_be_empty(restarted: str) -> None:
-    router = PoolRouter(pool(2))
-    decide(router, "1", text_of(512, "x"))
-    again = tuple(
-        replace(each, address=f"10.7.0.{n}") if restarted == "elsewhere" else replace(each, incarnation="2")
-        for n, each in enumerate(router.pool.members)
-    )
-    router.on_pool(1.0, replace(router.pool, members=again))
-    assert decide(router, "2", text_of(512, "x"), 1.0).receipt.matched_tokens == 0
-
-
-def test_a_draining_member_keeps_its_books_but_gets_no_new_keys() -> None:
-    router = PoolRouter(pool(2))
-    chosen = decide(router, "1", text_of(512, "x")).receipt.chosen
-    state = tuple(
-        replace(each, state=MemberState.DRAINING) if each.id == chosen else each for each in router.pool.members
-    )
-    router.on_pool(1.0, replace(router.pool, members=state))
-    assert chosen not in decide(router, "2", text_of(512, "x"), 1.0).endpoints
-    assert next(each.in_flight for each in router.status().endpoints if each.id == chosen) == 1
-    router.on_finished(2.0, "1")
-    assert next(each.in_flight for each in router.status().endpoints if each.id == chosen) == 0
-
-
-def test_another_cache_size_keeps_what_fits() -> None:
-    router = PoolRouter(pool(1))
-    decide(router, "1", text_of(128 * 20, "x"))
-    router.on_pool(1.0, pool(1, engine=Engine(cache_tokens=128 * 40)))
-    assert router.status().endpoints[0].indexed_blocks == 20
-    router.on_pool(2.0, pool(1, engine=Engine(cache_tokens=128 * 4)))
-    assert router.status().endpoints[0].indexed_blocks <= 4
-
-
-def test_another_first_guess_of_speed_reaches_every_member() -> None:
-    router = PoolRouter(pool(2))
-    router.on_pool(1.0, pool(3, engine=Engine(prefill_tokens_per_second=100_000)))
-    assert {round(each.prefill_tokens_per_second) for each in router.status().endpoints} == {100_000}
-
-
-def test_accounts_of_members_that_are_gone_are_dropped() -> None:
-    router = PoolRouter(pool(0))
-    for n in range(50):
-        member = Member(id=f"pod-{n}", address="10.0.0.1", port=8000)
-        router.on_pool(float(n), replace(pool(0), members=(member,)))
-        decide(router, str(n), "hello", float(n))
-        router.on_finished(float(n), str(n))
-    assert len(router._fleet.ledger._loads) <= 2
-
-
-def test_hotness_survives_a_change_of_members() -> None:
-    router = PoolRouter(pool(8))
-    for n in range(100):
-        decide(router, str(n), text_of(1500, "tool") + text_of(400, f"question {n}"), 1.0)
-    before = decide(router, "before", text_of(1500, "tool") + text_of(400, "before"), 1.0).receipt.key.blocks
-    router.on_pool(1.0, pool(7))
-    after = decide(router, "after", text_of(1500, "tool") + text_of(400, "after"), 1.0).receipt.key.blocks
-    assert before == after > 10
-
-
 def test_a_subset_hint_does_not_undo_hotness_for_the_pool() -> None:
     router = PoolRouter(pool(8))
     for n in range(300):
@@ -361,13 +164,6 @@ def test_round_robin_is_not_skewed_by_bodiless_requests() -> None:
         router.any_endpoints(None)
         chosen.append(decide(router, str(n), "hello").receipt.chosen)
     assert Counter(chosen) == {"m-0": 5, "m-1": 5}
-
-
-def test_another_block_length_starts_the_indexes_afresh() -> None:
-    router = PoolRouter(pool(2))
-    decide(router, "1", text_of(512, "x"))
-    router.on_pool(1.0, pool(2, routing=Routing(prefix=Prefix(block_tokens=64))))
-    assert sum(each.indexed_blocks for each in router.status().endpoints) == 0
 
 
 def test_a_hot_prefix_spreads_over_more_members() -> None:

@@ -1,0 +1,20 @@
+"""Asking a pool's router and adding up its books in short, for the tests of the router."""
+
+from builders import request
+from dualmap.requests import Decision
+from dualmap.router import PoolRouter
+
+
+def decide(router: PoolRouter, id: str, text: str, now: float = 0.0) -> Decision:
+    decision = router.on_request(now, request(id, text, now=now))
+    assert isinstance(decision, Decision)
+    return decision
+
+
+def loads(router: PoolRouter) -> tuple[int, int, int]:
+    endpoints = router.status().endpoints
+    return (
+        sum(each.in_flight for each in endpoints),
+        sum(each.pending_prefill_tokens for each in endpoints),
+        sum(each.active_kv_tokens for each in endpoints),
+    )
