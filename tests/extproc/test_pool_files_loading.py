@@ -1,0 +1,187 @@
+"""Reading pool files: what is one, and what is refused with which words, bombs included."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dualmap_extproc.pools import file as pool_file
+from dualmap_extproc.pools.file import PoolFileError, load_pool_files
+from extproc.pool_files import API, document, write
+
+
+class TestLoading:
+    def test_one_object(self, tmp_path: Path) -> None:
+        (pool,) = load_pool_files([write(tmp_path / "p.yaml", document(members=3))])
+        assert pool.id == "llm/qwen"
+        assert [member.id for member in pool.members] == ["qwen-0", "qwen-1", "qwen-2"]
+
+    def test_several_documents_and_files_in_order(self, tmp_path: Path) -> None:
+        one = tmp_path / "one.yaml"
+        one.write_text("---\n" + yaml.safe_dump(document("b")) + "---\n" + yaml.safe_dump(document("a")) + "---\n")
+        two = write(tmp_path / "two.yaml", document("c"))
+        assert [pool.id for pool in load_pool_files([one, two])] == ["llm/b", "llm/a", "llm/c"]
+
+    @pytest.mark.parametrize("kind", ["List", "InferencePoolList"])
+    def test_what_kubectl_prints(self, tmp_path: Path, kind: str) -> None:
+        listed = {"apiVersion": "v1", "kind": kind, "items": [document("a"), document("b")], "metadata": {}}
+        assert [pool.id for pool in load_pool_files([write(tmp_path / "p.yaml", listed)])] == ["llm/a", "llm/b"]
+
+    def test_json_is_yaml(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.json"
+        path.write_text(json.dumps(document()))
+        assert len(load_pool_files([path])) == 1
+
+    def test_anchors_may_be_used_as_people_do(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_text(
+            f"apiVersion: {API}\nkind: InferencePool\nmetadata: {{name: a, namespace: n}}\n"
+            "spec: {model: {name: a}, slo: &slo {ttft: 2s}}\n---\n"
+            f"apiVersion: {API}\nkind: InferencePool\nmetadata: {{name: b, namespace: n}}\n"
+            "spec:\n  model: {name: b}\n  slo: &other {ttft: 3s}\n  engine: {port: &port 81}\n"
+            "status: {ring: {members: [{id: x, address: 10.0.0.1, port: *port}]}}\n"
+        )
+        assert load_pool_files([path])[1].members[0].port == 81
+
+    def test_a_pipe_can_be_read_once(self) -> None:
+        reader, writer = os.pipe()
+        os.write(writer, yaml.safe_dump(document()).encode())
+        os.close(writer)
+        try:
+            assert len(load_pool_files([Path(f"/dev/fd/{reader}")])) == 1
+        finally:
+            os.close(reader)
+
+    def test_without_libyaml(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool_file, "_Loader", yaml.SafeLoader)
+        path = write(tmp_path / "p.yaml", document())
+        assert len(load_pool_files([path])) == 1
+        path.write_text("[" * 100)
+        with pytest.raises(PoolFileError):
+            load_pool_files([path])
+
+
+class TestRefusing:
+    @pytest.mark.parametrize(
+        ("content", "field"),
+        [
+            ("", "document"),
+            ("# nothing but a comment\n", "document"),
+            ("---\n---\n", "document"),
+            ("kind: [", "line 2, column 1"),
+            ("a: b: c", "line 1, column 5"),
+            ("just text", "document"),
+            ("- 1\n- 2\n", "document"),
+            ("kind: List\napiVersion: v1\nitems: []\n", "document"),
+            ("kind: Deployment\napiVersion: apps/v1\n", None),
+            ("since: 2026-13-45\n", "document"),
+            ("n: " + "9" * 5000, "document"),
+            ("replicas: !!bool maybe\n", "document"),
+            ('n: !!int ""\n', "document"),
+            ('n: !!float ""\n', "document"),
+            ("since: !!timestamp x\n", "document"),
+            ("n: !!float 1" + ":1" * 200, "document"),
+            ("? [a]\n: b\n", None),
+            ("a: !!python/object:os.system b\n", None),
+            ("a: *nowhere\n", None),
+            ("\x00", "document"),
+        ],
+    )
+    def test_what_is_no_pool_names_the_file_and_what_is_accepted(
+        self, tmp_path: Path, content: str, field: str | None
+    ) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_text(content)
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        if field is not None:
+            assert refused.value.field == field
+        said = str(refused.value)
+        assert said.startswith(f"{path}: ")
+        assert "; give " in said
+        assert "\n" not in said
+        if refused.value.field != "document":
+            assert said.startswith(f"{path}: {refused.value.field}: ")
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "No such file or directory; give a readable pool file"),
+            ("", "no pool in it; give at least one InferencePool of serving.dualmap.dev/v1alpha1"),
+            ("kind: [", "line 2, column 1: "),
+            ("a: &a [*a]", "*a inside &a; give aliases that are not circular"),
+            ("x: " + "[" * 100, "more than 64 levels; give a flatter file"),
+        ],
+    )
+    def test_what_is_wrong_with_a_whole_file_is_said_plainly(
+        self, tmp_path: Path, content: str | None, said: str
+    ) -> None:
+        path = tmp_path / "p.yaml"
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert str(refused.value).startswith(f"{path}: {said}")
+        assert "is not accepted" not in str(refused.value)
+
+    def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_bytes(b"\xff\x00\xfe\x80kind")
+        with pytest.raises(PoolFileError):
+            load_pool_files([path])
+
+    def test_a_field_inside_names_its_path_and_document(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "p.yaml", document("a"), document("b", engine={"port": 99999}))
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert refused.value.field == "document 2: spec.engine.port"
+        assert refused.value.value == 99999
+
+    @pytest.mark.parametrize("name", ["absent.yaml", ""])
+    def test_a_file_that_cannot_be_read(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([tmp_path / name])
+        assert refused.value.field == "file"
+
+    def test_one_pool_in_two_files_names_the_second(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path / f"{n}.yaml", document("a")) for n in (1, 2)]
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files(paths)
+        assert refused.value.file == paths[1]
+        assert refused.value.value == "llm/a"
+
+    def test_one_model_in_two_files(self, tmp_path: Path) -> None:
+        paths = [write(tmp_path / f"{name}.yaml", document(name, model="same")) for name in ("a", "b")]
+        with pytest.raises(PoolFileError, match="same"):
+            load_pool_files(paths)
+
+    @pytest.mark.parametrize(
+        "bomb",
+        [
+            b"[" * 300_000,
+            b"- " * 300_000,
+            b"{a: " * 300_000,
+            b"? " * 300_000,
+            b"a: &a [*a]\n",
+            b"a: &a {b: [1, *a]}\n",
+            b"a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
+            + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 30)),
+            b"m0: &m0 {a: 1}\n"
+            + b"".join(b"m%d: &m%d {<<: [%s]}\n" % (n, n, b",".join([b"*m%d" % (n - 1)] * 10)) for n in range(1, 30)),
+            b"x: [" + b"1," * 600_000 + b"]",
+            b"#" * (pool_file.MAX_BYTES + 1),
+        ],
+        ids=["flow", "block", "mapping", "key", "circle", "inner circle", "aliases", "merges", "many", "long"],
+    )
+    def test_bombs_are_refused_and_said_in_a_line(self, tmp_path: Path, bomb: bytes) -> None:
+        path = tmp_path / "p.yaml"
+        path.write_bytes(bomb)
+        with pytest.raises(PoolFileError) as refused:
+            load_pool_files([path])
+        assert len(str(refused.value)) < 1000
+
+    def test_an_endless_file_is_not_read_to_its_end(self) -> None:
+        with pytest.raises(PoolFileError, match="more than"):
+            load_pool_files([Path("/dev/zero")])
