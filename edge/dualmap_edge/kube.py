@@ -1,8 +1,9 @@
-"""The way to a Kubernetes API server: requests and watches, JSON objects in and out, no generated models.
+"""The way to a Kubernetes API server: requests, lists and watches, JSON objects in and out, no generated models.
 
-The router's ``pools.kube`` and the operator's ``api`` call through it. The ``kubernetes`` library finds the server and
-authenticates (PROTOCOLS section 4); it is imported when a client connects, in a thread, since it takes seconds that no
-request may wait for. What its watch leaves undone is done here: lines of any length, and an end to one gone silent.
+The router's ``pools.reflector`` and the operator's ``mirror`` and ``api`` call through it. The ``kubernetes`` library
+finds the server and authenticates (PROTOCOLS section 4); it is imported when a client connects, in a thread, since it
+takes seconds that no request may wait for. What its watch leaves undone is done here: lines of any length, and an error
+for one gone silent. What to do after an error is the callers' business, since each has reasons of its own.
 """
 
 import asyncio
@@ -15,11 +16,16 @@ from urllib.parse import urlencode
 
 import aiohttp
 
+from dualmap.pods import mapping_in, mappings_in, text_in
+
 CONNECT_TIMEOUT_S: Final = 5.0
 # How long the server keeps a watch open, and how much longer nothing may come before it is given up: a server that is
 # there ends it in time, so silence beyond that is a connection that was cut without a word.
 WATCH_TIMEOUT_S: Final = 45.0
 WATCH_INACTIVITY_S: Final = 55.0
+# Pages keep what is read at once, while a router routes nothing, to a few MB.
+_PAGE: Final = 250
+_LIST_TIMEOUT_S: Final = 30.0
 _GONE: Final = 410
 _UNAUTHORIZED: Final = 401
 # What an error says at most: a proxy's error page may be long.
@@ -58,6 +64,19 @@ class WatchEvent:
 
     type: str
     object: dict[str, Any]
+
+    @property
+    def version(self) -> str:
+        """Where a watch goes on that has come so far, empty where the object does not say."""
+        return text_in(mapping_in(self.object, "metadata"), "resourceVersion")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Some of a collection's objects, and the version of it that a watch continues from."""
+
+    objects: Sequence[Mapping[str, Any]]
+    version: str
 
 
 class KubeClient:
@@ -113,8 +132,9 @@ class KubeClient:
     ) -> AsyncGenerator[WatchEvent, None]:
         """Yield what happens to a collection after the ``resourceVersion`` in ``query``.
 
-        Ends when the server ends it (asked to after ``timeout_s``) or when nothing came for ``inactivity_s``. Raises
-        KubeError; its ``expired`` says that the version is gone. Close it (``contextlib.aclosing``) when done early.
+        Ends when the server ends it (asked to after ``timeout_s``). Raises KubeError, also when nothing came for
+        ``inactivity_s``; its ``expired`` says that the version is gone. Close it (``contextlib.aclosing``) when done
+        early.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -137,8 +157,8 @@ class KubeClient:
                     yield _event(line)
             if lines.unfinished:
                 raise KubeError(0, "a watch ended within an event")
-        except TimeoutError:
-            return
+        except TimeoutError as error:
+            raise KubeError(0, "a watch fell silent: nothing came, not even its end") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _not_reached(error, inactivity_s) from error
         finally:
@@ -148,6 +168,21 @@ class KubeClient:
     async def close(self) -> None:
         """End every request and watch, and close the connections."""
         await self._library.close()
+
+
+async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[Page, None]:
+    """Yield all of a collection, page by page. Raises KubeError, also for an answer that is no list of an API's."""
+    rest = ""
+    while True:
+        asked = [*query, ("limit", str(_PAGE)), *([("continue", rest)] if rest else [])]
+        answer = await client.request("GET", path, query=asked, timeout_s=_LIST_TIMEOUT_S)
+        metadata = mapping_in(answer, "metadata")
+        version, rest = text_in(metadata, "resourceVersion"), text_in(metadata, "continue")
+        if not version:
+            raise KubeError(0, "a list without a version: that is no Kubernetes API")
+        yield Page(objects=mappings_in(answer, "items"), version=version)
+        if not rest:
+            return
 
 
 class _Library:

@@ -117,6 +117,19 @@ async def test_a_broken_connection_goes_on_from_the_last_version_heard_of(scene:
     assert len(scene.kube.requests) == 1, "listed once"
 
 
+async def test_an_answer_that_is_no_list_takes_nothing_away(scene: Scene) -> None:
+    scene.kube.answer("GET", PATH, listing(body("a")), {"message": "a proxy's"}, listing(body("b"), version="99"))
+    _running = started(scene)
+    await scene.mirror.listed.wait()
+    scene.told.clear()
+
+    scene.kube.break_watch(KubeError(410, "too old resource version"))
+    await until(lambda: len(scene.kube.watches) == 2)
+
+    assert scene.told == [(("llm", "a"), "grey", None), (("llm", "b"), None, "grey")]
+    assert scene.counts.requests == [("LIST", 200), ("WATCH", 200), ("LIST", 0), ("LIST", 200), ("WATCH", 200)]
+
+
 async def test_it_waits_for_a_kind_that_is_not_there_yet(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, KubeError(404, "no such kind"), KubeError(0, "away"), listing(body("a")))
     _running = started(scene)
@@ -187,7 +200,7 @@ async def test_a_watch_that_ends_in_order_is_word_from_the_server_and_one_that_f
     assert pauses == []
 
     scene.clock.now_s += 55
-    scene.kube.break_watch(None)
+    scene.kube.break_watch(KubeError(0, "a watch fell silent"))
     await until(lambda: len(scene.kube.watches) == 3)
     assert scene.mirror.age_s == 55
     assert len(scene.kube.requests) == 1, "listed once"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dualmap_edge.kube import KubeClient, KubeConfigError, KubeError, WatchEvent
+from dualmap_edge.kube import KubeClient, KubeConfigError, KubeError, Page, WatchEvent, pages
 
 PODS = "/api/v1/namespaces/llm/pods"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -218,10 +218,43 @@ async def test_a_version_that_is_gone_is_told_by_status_and_by_event(server: Ser
         assert caught.value.reason == "Expired"
 
 
-async def test_a_silent_watch_ends(server: Server, client: KubeClient) -> None:
+async def test_a_list_is_read_page_by_page_and_says_where_a_watch_goes_on(server: Server, client: KubeClient) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        rest = request.query.get("continue", "")
+        metadata = {"resourceVersion": f"1{rest}", **({} if rest else {"continue": "7"})}
+        return web.json_response({"metadata": metadata, "items": [{"page": rest}, "no object"] if rest else None})
+
+    server.handler = answer
+    listed = [page async for page in pages(client, PODS, query=[("labelSelector", "app=vllm")])]
+
+    assert listed == [Page(objects=[], version="1"), Page(objects=[{"page": "7"}], version="17")]
+    first, second = (dict(request.query) for request in server.requests)
+    assert first == {"labelSelector": "app=vllm", "limit": "250"}
+    assert second == {**first, "continue": "7"}
+
+
+@pytest.mark.parametrize("answer", [{}, {"metadata": None, "items": []}, {"metadata": {"resourceVersion": 5}}])
+async def test_an_answer_that_is_no_list_is_an_error(server: Server, client: KubeClient, answer: object) -> None:
+    server.handler = answering(200, answer)
+    with pytest.raises(KubeError, match="list without a version") as caught:
+        _ = [page async for page in pages(client, PODS)]
+    assert caught.value.status == 0
+
+
+async def breaks_off_after_what_came(client: KubeClient, words: str, **options: float) -> None:
+    events = []
+    with pytest.raises(KubeError, match=words) as caught:  # noqa: PT012  # what came before counts too
+        async with aclosing(client.watch(PODS, **options)) as watch:
+            async for event in watch:
+                events.append(event)
+    assert [event.type for event in events] == ["ADDED"]
+    assert caught.value.status == 0
+
+
+async def test_a_silent_watch_is_an_error_after_what_came(server: Server, client: KubeClient) -> None:
     never = asyncio.Event()
     server.handler = streaming(line("ADDED", a=1), then=never)
-    assert await watched(client, inactivity_s=0.05) == [WatchEvent("ADDED", {"a": 1})]
+    await breaks_off_after_what_came(client, "fell silent", inactivity_s=0.5)
     never.set()
 
 
@@ -251,13 +284,7 @@ async def test_a_watch_that_breaks_off_is_an_error_after_what_came(
     server: Server, client: KubeClient, handler: Handler, words: str
 ) -> None:
     server.handler = handler
-    events = []
-    with pytest.raises(KubeError, match=words) as caught:  # noqa: PT012  # what came before counts too
-        async with aclosing(client.watch(PODS)) as watch:
-            async for event in watch:
-                events.append(event)
-    assert [event.type for event in events] == ["ADDED"]
-    assert caught.value.status == 0
+    await breaks_off_after_what_came(client, words)
 
 
 async def test_a_token_is_read_again_when_it_is_refused(server: Server) -> None:

@@ -11,12 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
-from dualmap_edge.kube import WATCH_INACTIVITY_S, WATCH_TIMEOUT_S, KubeClient, KubeError
+from dualmap_edge.kube import WATCH_INACTIVITY_S, WATCH_TIMEOUT_S, KubeClient, KubeError, pages
 from dualmap_edge.logs import get_logger
 
-# Pages keep what is read at once, while no request is routed, to a few MB.
-_PAGE: Final = 250
-_LIST_TIMEOUT_S: Final = 30.0
 # A watch that ended sooner is not opened again at once: a proxy may end every watch as soon as it begins.
 _SHORT_S: Final = 1.0
 _log = get_logger(__name__)
@@ -106,28 +103,17 @@ class Reflector:
     async def _list(self) -> str:
         """Give the sink every object; return the version that a watch continues from."""
         objects: list[Mapping[str, Any]] = []
-        page = [("limit", str(_PAGE))]
-        while True:
-            answer = await self._client.request(
-                "GET", self._path, query=[*self._query, *page], timeout_s=_LIST_TIMEOUT_S
-            )
-            items = answer.get("items")
-            if isinstance(items, list):
-                objects.extend(item for item in items if isinstance(item, dict))
-            metadata = answer.get("metadata")
-            if not isinstance(metadata, dict) or not isinstance(metadata.get("resourceVersion"), str):
-                raise KubeError(0, "a list without a version: that is no Kubernetes API")
-            if not metadata.get("continue"):
-                break
-            page = [("limit", str(_PAGE)), ("continue", str(metadata["continue"]))]
+        async for page in pages(self._client, self._path, query=self._query):
+            objects.extend(page.objects)
+            version = page.version
         self._observer.kube_listed(self._resource)
         self._sink.listed(objects)
-        return str(metadata["resourceVersion"])
+        return version
 
     async def _follow(self, version: str) -> NoReturn:
         """Watch from a version on, again and again; raises KubeError when only a new list helps."""
         while True:
-            began_s = quiet_since_s = self._clock()
+            began_s = self._clock()
             watch = self._client.watch(
                 self._path,
                 query=[*self._query, ("resourceVersion", version)],
@@ -136,13 +122,10 @@ class Reflector:
             )
             async with aclosing(watch) as events:
                 async for event in events:
-                    quiet_since_s = self._clock()
                     self._heard(recovered=True)
-                    version = _version(event.object) or version
+                    version = event.version or version
                     if event.type != "BOOKMARK":
                         self._sink.changed(event.type, event.object)
-            if self._clock() - quiet_since_s >= self._patience.inactivity_s:
-                raise KubeError(0, "a watch fell silent: nothing came, not even its end")
             self._heard(recovered=True)
             if self._clock() - began_s < _SHORT_S:
                 await asyncio.sleep(self._patience.pause_s(1))
@@ -170,9 +153,3 @@ class Reflector:
                 reason=str(error),
                 known_s_ago=round(self.age_s(), 1),
             )
-
-
-def _version(body: Mapping[str, Any]) -> str:
-    metadata = body.get("metadata")
-    version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
-    return version if isinstance(version, str) else ""
