@@ -7,6 +7,8 @@ endpoints is not.
 
 import asyncio
 import logging
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Final
@@ -21,12 +23,17 @@ from dualmap_extproc.metrics import CONTENT_TYPE, Metrics
 
 CONNECTIONS_MAX: Final = 256
 """Open at a time: whoever opens more and asks nothing must not take the file descriptors that routing needs."""
+IDLE_TIMEOUT_S: Final = 20.0
+"""So long may a connection be without a whole request, the first one or the next; the chart's Prometheus asks every 15."""
+STALLED_TIMEOUT_S: Final = 30.0
+"""So long may a client take nothing of what it is sent."""
 
 
 class StatusServer:
     """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name.
 
-    Without ``dashboard`` there is nothing at ``/``.
+    Without ``dashboard`` there is nothing at ``/``. Who has asked nothing whole for ``idle_timeout_s``, or takes nothing
+    of an answer for ``stalled_timeout_s``, is cut off: however many do so, Prometheus finds a connection.
     """
 
     def __init__(
@@ -36,11 +43,14 @@ class StatusServer:
         statuses: Callable[[], tuple[PoolStatus, ...]],
         metrics: Metrics,
         dashboard: Dashboard | None = None,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        stalled_timeout_s: float = STALLED_TIMEOUT_S,
     ) -> None:
         self._router = router
         self._statuses = statuses
         self._metrics = metrics
         self._dashboard = dashboard
+        self._stalled_timeout_s = stalled_timeout_s
         application = web.Application()
         application.add_routes(
             [
@@ -51,8 +61,11 @@ class StatusServer:
         )
         if dashboard is not None:
             application.add_routes(dashboard.routes())
-        # Requests here take milliseconds: at the end none is worth waiting aiohttp's usual minute for.
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=_logger())
+        # aiohttp's time for keeping a connection begins with it and after each answer, whatever part of a request comes,
+        # and stands still while one is answered. At the end no request is worth waiting its usual minute for.
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=1.0, logger=_logger(), keepalive_timeout=idle_timeout_s
+        )
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -63,6 +76,11 @@ class StatusServer:
         except OSError:
             await self._runner.cleanup()
             raise
+        if sys.platform == "linux":
+            # Connections inherit it. aiohttp waits for ever for a client that reads nothing, and asyncio with closing.
+            for listening in self._listener.sockets:
+                timeout_ms = int(self._stalled_timeout_s * 1000)
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 

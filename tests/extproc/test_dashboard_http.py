@@ -75,18 +75,19 @@ class Router:
         return json.loads(snapshots.tell(snapshots.look(), {pool})[pool])
 
 
-def server_of(router: Router, *, every_s: float) -> StatusServer:
+def server_of(router: Router, *, every_s: float, **timeouts: float) -> StatusServer:
     return StatusServer(
         router="router-0",
         statuses=router.picker.statuses,
         metrics=router.metrics,
         dashboard=Dashboard(router.source(), every_s=every_s),
+        **timeouts,
     )
 
 
 @asynccontextmanager
-async def serving(router: Router, *, every_s: float = 0.02) -> AsyncIterator[aiohttp.ClientSession]:
-    server = server_of(router, every_s=every_s)
+async def serving(router: Router, *, every_s: float = 0.02, **timeouts: float) -> AsyncIterator[aiohttp.ClientSession]:
+    server = server_of(router, every_s=every_s, **timeouts)
     port = await server.start("127.0.0.1", 0)
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
@@ -165,6 +166,20 @@ async def test_snapshots_go_on_coming_and_tell_what_happens() -> None:
     assert decision["reason"]
     assert sum(last["pool"]["endpoints"]["in_flight"]) == 1
     assert last["pool"]["minute"]["requests"] == 1
+
+
+async def test_who_looks_stays_while_the_idle_are_turned_out() -> None:
+    async with serving(Router(builders.pool(3)), idle_timeout_s=0.05) as session, session.get("/events") as response:
+        await next_snapshot(response)
+        url = session._base_url
+        assert url is not None
+        # This one began later, and is turned out.
+        idle, writer = await asyncio.open_connection(url.host, url.port)
+        async with asyncio.timeout(30):
+            assert await idle.read() == b""
+        writer.close()
+        before = (await next_snapshot(response))["pools"]
+        assert (await next_snapshot(response))["pools"] == before
 
 
 async def test_nothing_is_made_while_nobody_looks() -> None:

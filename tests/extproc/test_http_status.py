@@ -1,4 +1,6 @@
 import asyncio
+import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -37,11 +39,13 @@ def fresh() -> Metrics:
 
 
 @asynccontextmanager
-async def serving(*routers: PoolRouter, metrics: Metrics | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+async def serving(
+    *routers: PoolRouter, metrics: Metrics | None = None, **timeouts: float
+) -> AsyncIterator[aiohttp.ClientSession]:
     metrics = metrics or fresh()
     metrics.set_pools([router.pool for router in routers])
     server = StatusServer(
-        router="router-0", statuses=lambda: tuple(router.status() for router in routers), metrics=metrics
+        router="router-0", statuses=lambda: tuple(router.status() for router in routers), metrics=metrics, **timeouts
     )
     port = await server.start("127.0.0.1", 0)
     try:
@@ -162,6 +166,62 @@ async def test_connections_beyond_a_bound_are_turned_away_until_others_go(monkey
                 return False
 
         await until(served)
+
+
+WHOLE = b"GET /pools HTTP/1.1\r\nHost: router\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: r", WHOLE, WHOLE + b"GET / HT"])
+async def test_who_asks_nothing_whole_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 1)
+    async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.05) as session:
+        url = session._base_url
+        assert url is not None
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200" if sent.startswith(WHOLE) else b"")
+        writer.close()
+        async with session.get("/pools") as response:
+            assert response.status == 200
+
+
+async def test_parts_of_a_request_do_not_put_off_the_end() -> None:
+    async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.2) as session:
+        url = session._base_url
+        assert url is not None
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET / HTTP/1.1\r\na: ")
+        ended = asyncio.create_task(reader.read())
+
+        def gone_in_spite_of_more() -> bool:
+            writer.write(b"b")
+            return ended.done()
+
+        await until(gone_in_spite_of_more)
+        writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
+async def test_who_takes_nothing_of_what_was_asked_for_is_cut_off() -> None:
+    server = StatusServer(
+        router="router-0", statuses=tuple, metrics=fresh(), idle_timeout_s=3600.0, stalled_timeout_s=0.3
+    )
+    port = await server.start("127.0.0.1", 0)
+    connections = server._runner.server
+    assert connections is not None
+    loop = asyncio.get_running_loop()
+    with socket.socket() as stalled:
+        stalled.setblocking(False)
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await loop.sock_connect(stalled, ("127.0.0.1", port))
+        # The answers are more than the kernel keeps for a connection.
+        asking = asyncio.create_task(loop.sock_sendall(stalled, 2000 * b"GET /metrics HTTP/1.1\r\nHost: r\r\n\r\n"))
+        await until(lambda: bool(connections.connections))
+        await until(lambda: not connections.connections)
+        asking.cancel()
+    await server.close()
 
 
 async def test_a_page_that_takes_long_holds_up_nobody() -> None:
