@@ -3,10 +3,12 @@
 A message names pods and routers but never counts what changes by itself, so that nothing is written at rest.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dualmap.claims import LostClaim
 from dualmap.pool import MemberState
 from dualmap_operator import drain, rollout
 from dualmap_operator.names import ConditionType
@@ -43,7 +45,7 @@ def conditions(
     ``waits_for_survivors`` is whether a scale-down waits until one of those that stay takes requests.
     """
     findings = {
-        ConditionType.ACCEPTED: _accepted(warnings),
+        ConditionType.ACCEPTED: _accepted(observed.lost_claims, warnings),
         ConditionType.AVAILABLE: _available(spec, members),
         ConditionType.RING_SYNCED: _ring_synced(observed, now_s),
         ConditionType.PROGRESSING: _progressing(spec, observed, members),
@@ -87,7 +89,13 @@ def _condition(generation: int, observed: Observed, type_: str, finding: _Findin
     )
 
 
-def _accepted(warnings: Sequence[str]) -> _Finding:
+def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
+    if lost:
+        names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        for each in lost:
+            names_of[each.owner][repr(each.name)] = None
+        told = (f"requests for {named(names)} go to the older pool {owner}" for owner, names in names_of.items())
+        return _Finding(True, "ModelConflict", "; ".join((*told, *warnings)))
     if warnings:
         return _Finding(True, "AcceptedWithWarnings", "; ".join(warnings))
     return _Finding(True, "Accepted", "the spec is in use")

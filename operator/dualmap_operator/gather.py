@@ -128,5 +128,6 @@ class Gatherer:
             traffic=traffic.shown(self._clock()),
             deleting="deletionTimestamp" in metadata,
             failures=failures,
+            lost_claims=self._watches.lost_claims(key),
             version_floor=max((highest, *(each.ring_version for each in self._reports if each.heard))),
         )

@@ -34,6 +34,7 @@ class EventReason(StrEnum):
     ACCEPTED = "Accepted"
     INVALID_SPEC = "InvalidSpec"
     TEMPLATE_WARNING = "TemplateWarning"
+    MODEL_CONFLICT = "ModelConflict"
     MEMBER_JOINING = "MemberJoining"
     MEMBER_ACTIVE = "MemberActive"
     MEMBER_DRAINING = "MemberDraining"

@@ -6,6 +6,7 @@ Times are seconds since the epoch (the API's own times are, and a plan must surv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dualmap.claims import LostClaim
 from dualmap.pool import MemberState
 
 
@@ -141,3 +142,5 @@ class Observed:
     """The highest ring version that this operator has published or a router reports of the pool."""
     failures: tuple[str, ...] = ()
     """What could not be applied in the last pass, in words."""
+    lost_claims: tuple[LostClaim, ...] = ()
+    """The model names that the pool claims and an older one has."""

@@ -250,9 +250,11 @@ def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -
     ):
         if accepted.status is False:
             yield Event(reason=EventReason.INVALID_SPEC, message=accepted.message, warning=True)
+        elif accepted.reason == "ModelConflict":
+            yield Event(reason=EventReason.MODEL_CONFLICT, message=accepted.message, warning=True)
         elif accepted.reason == "AcceptedWithWarnings":
             yield Event(reason=EventReason.TEMPLATE_WARNING, message=accepted.message, warning=True)
-        elif earlier is None or earlier.status is False:
+        elif earlier is None or earlier.status is False or earlier.reason == "ModelConflict":
             yield Event(reason=EventReason.ACCEPTED, message=accepted.message)
     degraded, earlier = now.get(ConditionType.DEGRADED), was.get(ConditionType.DEGRADED)
     available = ConditionType.AVAILABLE in now and now[ConditionType.AVAILABLE].status

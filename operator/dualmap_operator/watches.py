@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from dualmap.claims import LostClaim
 from dualmap.pods import mapping_in, mappings_in, text_in
 from dualmap.pool_reader import API_VERSION
 from dualmap_edge.kube import KubeClient
 from dualmap_operator.api import ApiObserver, collection_path
+from dualmap_operator.claims import Claims
 from dualmap_operator.mirror import Key, Mirror
 from dualmap_operator.names import FIELD_MANAGER, POOL_LABEL
 from dualmap_operator.observed import ObservedPod, ObservedStatefulSet, PoolStatus
@@ -81,6 +83,7 @@ class Watches:
     ) -> None:
         self._wake = wake
         self._clock = clock
+        self._claims = Claims()
         self._selectors: dict[Key, Mapping[str, Any]] = {}
         self._pods_in: defaultdict[str, dict[Key, PodObject]] = defaultdict(dict)
         self._flaps: dict[str, deque[float]] = {}
@@ -140,6 +143,10 @@ class Watches:
         """Return the highest ring version that the pool of ``uid`` was ever seen to publish, 0 for none."""
         return self._versions.get(uid, 0)
 
+    def lost_claims(self, key: Key) -> tuple[LostClaim, ...]:
+        """Return the model names that a pool claims and an older pool has."""
+        return self._claims.lost(key)
+
     def child(self, kind: str, key: Key) -> ChildObject | None:
         """Return a child as the watch shows it."""
         return self._children[kind].get(key)
@@ -167,6 +174,9 @@ class Watches:
         self._selectors.pop(key, None)
         if "selector" in workload:
             self._selectors[key] = mapping_in(workload, "selector")
+        documents = (None if each is None else each.document for each in (before, after))
+        for rival in self._claims.changed(key, *documents):
+            self._wake(rival)
         self._wake(key)
 
     def _pod_changed(self, key: Key, before: PodObject | None, after: PodObject | None) -> None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
-from controlplane.operator_objects import KEY, member, pod_body, pool_object
+from controlplane.operator_objects import KEY, member, pod_body, pool_body, pool_object
+from dualmap.claims import LostClaim
 from dualmap_operator.asking import RouterAddress
 from dualmap_operator.gather import Gatherer
 from dualmap_operator.observed import EndpointReport, Observed, RouterReport
 from dualmap_operator.routers import FixedRouters
 from dualmap_operator.spec import read_spec
-from dualmap_operator.watches import PoolObject, Watches, read_pod_object
+from dualmap_operator.watches import PoolObject, Watches, read_pod_object, read_pool
 
 TOTALS = {
     "requests": 0,
@@ -62,8 +63,9 @@ class Scene:
         self.clock = Clock()
         self.routers = FakeRouters()
         self.engines = FakeEngines()
+        self.kube = FakeKube()
         self.watches = watches = Watches(
-            FakeKube(),  # type: ignore[arg-type]  # stands for it
+            self.kube,  # type: ignore[arg-type]  # stands for it
             Counts(),
             namespace=None,
             wake=lambda _: None,
@@ -241,3 +243,17 @@ async def test_a_pool_that_is_being_deleted_says_so_though_its_spec_cannot_be_re
 
     assert not (await scene.gatherer.observe(pool, None, ())).deleting
     assert (await scene.gatherer.observe(going, None, ())).deleting
+
+
+async def test_names_that_an_older_pool_has_are_observed_without_a_request() -> None:
+    scene = Scene()
+    young, older = pool_body(), pool_body(uid="an older one's")
+    young["metadata"]["creationTimestamp"] = "2026-11-22T00:00:00Z"
+    older["metadata"] |= {"name": "older", "creationTimestamp": "2026-11-21T00:00:00Z"}
+    for name, body in (("older", older), (KEY[1], young)):
+        scene.watches.pools._put((KEY[0], name), read_pool(body))
+
+    observed = await scene.look(read_pool(young))
+
+    assert observed.lost_claims == (LostClaim(pool="llm/qwen", name="qwen", owner="llm/older"),)
+    assert scene.kube.requests == []

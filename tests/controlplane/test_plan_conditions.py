@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from dualmap.claims import LostClaim
 from dualmap.pool import MemberState
 from dualmap_operator.names import EventReason
 from dualmap_operator.observed import Condition, Observed
 from dualmap_operator.plan import plan, plan_refused
 from dualmap_operator.plan_values import Plan
 from dualmap_operator.reading import read_pod, read_time
+from dualmap_operator.spec import TemplateWorkload
 from scenario import NOW_S, adopted, member, pod, router, seen, selector_spec, starting, template_spec
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -194,6 +196,51 @@ class TestRefusedSpec:
         assert not made.finished
         drained = replace(after(made, observed), idle_looks={each.name: 2 for each in PODS})
         assert plan_refused(drained, 7, self.ERROR, NOW_S).finished
+
+
+class TestModelConflict:
+    LOST = tuple(LostClaim(pool="llm/qwen", name=name, owner="llm/older") for name in ("Qwen/Qwen2.5-7B", "small"))
+    ADOPTED = (adopted("a"), adopted("b", 1))
+    SEEN = seen(ADOPTED, [member(each) for each in ADOPTED], size=None, routers=[router()])
+
+    def test_names_that_an_older_pool_has_are_told_once_and_change_nothing_else(self) -> None:
+        settled = after(plan(selector_spec(), self.SEEN, NOW_S), self.SEEN)
+        lost = replace(settled, lost_claims=self.LOST)
+        made = plan(selector_spec(), lost, NOW_S + 5)
+        accepted = condition(made, "Accepted")
+        assert (accepted.status, accepted.reason, accepted.since_s) == (True, "ModelConflict", NOW_S)
+        assert accepted.message == "requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
+        assert [(each.reason, each.message, each.warning) for each in made.events] == [
+            (EventReason.MODEL_CONFLICT, accepted.message, True)
+        ]
+        assert replace(made.status, conditions=()) == replace(settled.published, conditions=())
+        assert made.status.conditions[1:] == settled.published.conditions[1:]
+        again = plan(selector_spec(), after(made, lost), NOW_S + 3600)
+        assert (again.status, again.events, again.again_s) == (made.status, (), 30)
+
+    def test_it_clears_when_the_name_is_the_pools_own_again(self) -> None:
+        lost = replace(self.SEEN, lost_claims=self.LOST)
+        told = replace(after(plan(selector_spec(), lost, NOW_S), lost), lost_claims=())
+        made = plan(selector_spec(), told, NOW_S + 5)
+        assert condition(made, "Accepted").reason == "Accepted"
+        assert [each.reason for each in made.events] == [EventReason.ACCEPTED]
+
+    def test_each_older_pool_is_named_and_warnings_stay(self) -> None:
+        template = {"spec": {"containers": [{"name": "engine"}], "terminationGracePeriodSeconds": 1}}
+        spec = replace(template_spec(), workload=TemplateWorkload(template=template))
+        warned = condition(plan(spec, seen(PODS, ACTIVE), NOW_S), "Accepted")
+        assert warned.reason == "AcceptedWithWarnings"
+        lost = (*self.LOST[:1], LostClaim(pool="llm/qwen", name="small", owner="other/first"))
+        said = condition(plan(spec, replace(seen(PODS, ACTIVE), lost_claims=lost), NOW_S), "Accepted")
+        assert said.reason == "ModelConflict"
+        assert said.message == (
+            "requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
+            f"requests for 'small' go to the older pool other/first; {warned.message}"
+        )
+
+    def test_a_spec_that_cannot_be_used_is_the_graver_matter(self) -> None:
+        made = plan_refused(replace(self.SEEN, lost_claims=self.LOST), 7, "spec.slo.ttft: 'soon'", NOW_S)
+        assert condition(made, "Accepted").reason == "InvalidSpec"
 
 
 def test_a_thousand_changes_are_one_event() -> None:

@@ -1,5 +1,7 @@
 """What the watches show of a pool, and which pool an event wakes."""
 
+from typing import Any
+
 import pytest
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
@@ -166,3 +168,28 @@ def test_a_statefulset_is_the_pools_if_it_controls_it_or_we_made_it(
     scene.watches._children["StatefulSet"]._put(KEY, read_child(child))
 
     assert (scene.watches.statefulset(KEY, "pool-uid") is not None) is belongs
+
+
+def test_pools_that_share_a_model_name_wake_each_other_by_their_specs_alone(scene: Scene) -> None:
+    def show(name: str, second: int, **fields: Any) -> list[Key]:
+        body = pool_body(uid=f"uid-of-{name}", **fields)
+        body["metadata"] |= {"name": name, "creationTimestamp": f"2026-11-20T08:00:{second:02}Z"}
+        scene.woken.clear()
+        scene.watches.pools._put(("llm", name), read_pool(body))
+        return scene.woken
+
+    old, young = ("llm", "old"), ("llm", "young")
+    assert show("young", 2) == [young]
+    assert show("old", 1) == [young, old]
+    assert [each.owner for each in scene.watches.lost_claims(young)] == ["llm/old"]
+    # Else each would answer the other's write for ever.
+    assert show("old", 1, version="2", status={"inRing": 3}) == [old]
+    assert show("young", 2, version="3", status={"inRing": 3}) == [young]
+    assert show("old", 1, version="4", model={"name": "another"}) == [young, old]
+    assert scene.watches.lost_claims(young) == ()
+
+    show("old", 1, version="5")
+    scene.woken.clear()
+    scene.watches.pools._put(old, None)
+    assert scene.woken == [young, old]
+    assert scene.watches.lost_claims(young) == ()

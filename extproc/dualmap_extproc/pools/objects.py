@@ -1,14 +1,15 @@
 """InferencePool objects as the Kubernetes API shows them, to the pools that are served: pure, asked by ``pools.kube``.
 
 An object that the reader refuses keeps its last good version, as a pool file does. Names are first come, first served:
-a model that two pools claim stays with the older object, and the younger one serves what is left to it, so that its
-members are still drained in good order.
+a model that two pools claim stays with the older object (``dualmap.claims``), and the younger one serves what is left
+to it, so that its members are still drained in good order.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualmap.claims import Claimant, lost_claims, seniority
 from dualmap.errors import PoolError
 from dualmap.pods import mapping_in, text_in
 from dualmap.pool import Pool
@@ -77,7 +78,7 @@ class PoolObjects:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """What is served: the oldest first, which is who keeps a name that two claim (``Picker.set_pools``)."""
-        aged = sorted(self._known.items(), key=lambda item: (item[1].created, item[0]))
+        aged = sorted(self._known.items(), key=lambda item: seniority(item[1].created, item[0]))
         return tuple(known.pool for _, known in aged if known.pool is not None)
 
     @property
@@ -89,13 +90,10 @@ class PoolObjects:
     def refusals(self) -> tuple[Refusal, ...]:
         """What is refused now: objects as a whole, and claims to a name that an older pool has."""
         refused = [known.refusal for known in self._known.values() if known.refusal is not None]
-        owners: dict[str, str] = {}
-        for pool in self.pools:
-            for name in (pool.model.name, *pool.model.aliases):
-                owner = owners.setdefault(name, pool.id)
-                if owner != pool.id:
-                    accepted = f"a model name or alias that the older pool {owner} does not have"
-                    refused.append(Refusal(pool=pool.id, field="spec.model", value=_shown(name), accepted=accepted))
+        claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
+        for lost in lost_claims(claimants):
+            accepted = f"a model name or alias that the older pool {lost.owner} does not have"
+            refused.append(Refusal(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
         return tuple(refused)
 
 

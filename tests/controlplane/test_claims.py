@@ -1,0 +1,128 @@
+"""Which pools claim one model name: whom a change wakes, who loses, and that routers decide likewise."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualmap.claims import LostClaim
+from dualmap.pool_reader import API_VERSION
+from dualmap_extproc.pools.objects import PoolObjects
+from dualmap_operator.claims import Claims
+from dualmap_operator.mirror import Key
+
+
+def body(name: str, *names: str, created: int = 0, uid: str = "", **more: Any) -> dict[str, Any]:
+    model, *aliases = names
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "InferencePool",
+        "metadata": {
+            "namespace": "llm",
+            "name": name,
+            "uid": uid or f"uid-of-{name}",
+            "creationTimestamp": f"2026-11-20T08:00:{created:02}Z",
+        },
+        "spec": {"model": {"name": model, "aliases": aliases}, **more.pop("spec", {})},
+        **more,
+    }
+
+
+class Index:
+    """The index as a mirror's listener feeds it."""
+
+    def __init__(self) -> None:
+        self.claims = Claims()
+        self.documents: dict[str, dict[str, Any]] = {}
+
+    def put(self, document: dict[str, Any]) -> set[str]:
+        return self.change(document["metadata"]["name"], document)
+
+    def change(self, name: str, document: dict[str, Any] | None) -> set[str]:
+        before = self.documents.pop(name, None)
+        if document is not None:
+            self.documents[name] = document
+        return {key[1] for key in self.claims.changed(_key(name), before, document)}
+
+    def lost(self, name: str) -> dict[str, str]:
+        return {each.name: each.owner for each in self.claims.lost(_key(name))}
+
+
+def _key(name: str) -> Key:
+    return "llm", name
+
+
+def test_the_younger_loses_the_shared_name_and_keeps_its_own() -> None:
+    index = Index()
+    index.put(body("young", "shared", "mine", created=2))
+    assert index.lost("young") == {}
+    assert index.put(body("old", "other", "shared", created=1)) == {"young"}
+    assert index.lost("young") == {"shared": "llm/old"}
+    assert index.lost("old") == {}
+    assert index.lost("never heard of") == {}
+
+
+def test_whoever_shared_a_name_with_one_that_goes_or_lets_it_go_is_woken() -> None:
+    index = Index()
+    for number, name in enumerate(("old", "young", "apart")):
+        index.put(body(name, "apart" if name == "apart" else "shared", created=number))
+    assert index.put(body("old", "old")) == {"young"}
+    assert index.lost("young") == {}
+    assert index.put(body("old", "old", "shared")) == {"young"}
+    assert index.lost("young") == {"shared": "llm/old"}
+    assert index.change("old", None) == {"young"}
+    assert index.lost("young") == {}
+
+
+def test_a_status_wakes_nobody_else() -> None:
+    index = Index()
+    index.put(body("old", "shared"))
+    index.put(body("young", "shared", created=1))
+    for name in ("old", "young"):
+        written = {**index.documents[name], "status": {"inRing": 3}}
+        assert index.put(written) == set()
+    assert index.put(body("old", "shared", spec={"replicas": 7})) == set()
+
+
+def test_a_spec_that_cannot_be_read_keeps_its_names_until_the_pool_is_another() -> None:
+    index = Index()
+    index.put(body("old", "shared"))
+    index.put(body("young", "shared", created=1))
+    assert index.put(body("old", "shared", spec={"replicaz": 7})) == set()
+    assert index.lost("young") == {"shared": "llm/old"}
+    assert index.put(body("old", "shared", uid="another", spec={"replicaz": 7})) == {"young"}
+    assert index.lost("young") == {}
+
+
+_NAMES = st.lists(st.sampled_from(["v", "w", "x", "y", "z"]), min_size=1, max_size=3, unique=True)
+_POOLS = st.sampled_from(["a", "b", "c", "d"])
+_CHANGES = st.lists(
+    st.tuples(_POOLS, st.one_of(st.none(), st.tuples(_NAMES, st.integers(0, 2), st.booleans()))), max_size=20
+)
+
+
+@given(_CHANGES)
+def test_the_operator_tells_what_a_router_that_saw_the_same_refuses(
+    changes: list[tuple[str, tuple[list[str], int, bool] | None]],
+) -> None:
+    router, index = PoolObjects(), Index()
+    lives: dict[str, tuple[str, int]] = {}
+    before: dict[str, tuple[LostClaim, ...]] = {}
+    for number, (name, change) in enumerate(changes):
+        if change is None:
+            router.remove(body(name, "any"))
+            woken = index.change(name, None)
+            lives.pop(name, None)
+        else:
+            names, created, readable = change
+            uid, created = lives.setdefault(name, (f"life-{number}", created))
+            document = body(name, *names, created=created, uid=uid, spec={} if readable else {"replicaz": 1})
+            router.put(document)
+            woken = index.put(document)
+        after = {each: index.claims.lost(_key(each)) for each in "abcd"}
+        told = {(lost.pool, repr(lost.name), f" {lost.owner} ") for each in after.values() for lost in each}
+        refused = [each for each in router.refusals if each.field == "spec.model"]
+        assert {each[:2] for each in told} == {(each.pool, each.value) for each in refused}
+        assert all(any(pool == each.pool and owner in each.accepted for each in refused) for pool, _, owner in told)
+        assert {each for each in after if after[each] != before.get(each, ())} <= woken | {name}
+        before = after
