@@ -1,0 +1,109 @@
+"""``dualmap router`` where it cannot start: what is wrong is said, and what is accepted, with an exit status."""
+
+import asyncio
+import socket
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from dualmap_extproc.main import router
+from extproc.envoy_messages import logging_as_it_was
+from extproc.router_processes import WAIT_S, launch, write_pool
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "status", "said"),
+    [
+        ("", (), 2, "pool.yaml"),
+        ("kind: Pod", (), 2, "apiVersion"),
+        (None, ("--tls", "/nonexistent"), 2, "--tls: '/nonexistent' is not accepted; give off, self-signed"),
+        (None, ("--tls", "on"), 2, "--tls: 'on' is not accepted; give off, self-signed"),
+        ("replicas: !!bool maybe", (), 2, "pool.yaml"),
+        (None, ("--drain-timeout", "soon"), 2, "Invalid value for '--drain-timeout': 'soon' is not accepted; give "),
+        (None, ("--replica-id", ""), 2, "Invalid value for '--replica-id': '' is not accepted; give 1 to 253 ASCII"),
+        (None, ("--replica-id", "r" * 254), 2, "1 to 253 ASCII characters, no spaces"),
+        (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters, no spaces"),
+        (None, ("--replica-id", "ro\x00ter"), 2, "1 to 253 ASCII characters, no spaces"),
+        (None, ("--als-port", "4711", "--grpc-port", "4711"), 2, "--grpc-port and --als-port are both 4711"),
+        (None, ("--redis", "redis://cache:port"), 2, "--redis: the URL is not accepted: it is no URL, or its port"),
+        (None, ("--redis", "rediss://c", "--redis-ca", "/nonexistent"), 2, "--redis-ca: /nonexistent: No such file"),
+        (None, ("--redis", "redis://c", "--redis-password-file", "/nonexistent"), 2, "/nonexistent: No such file"),
+        (None, ("--redis-password-file", "/nonexistent"), 2, "--redis-password-file means nothing without --redis"),
+        (None, ("--redis", "redis://c", "--redis-password", "x"), 2, "give --redis-password-file FILE, or DUALMAP_"),
+        (None, ("--tls-client-ca", "/nonexistent"), 2, "--tls-client-ca: means nothing in plain text"),
+        (None, ("--log-prompts",), 2, "--log-prompts means nothing without --log-level debug"),
+        (None, ("--grpc-port", "70000"), 2, "70000"),
+        (None, ("--host", "not.an.address.invalid"), 1, "give another --host"),
+        (None, ("--host", "a..b"), 1, "give another --host"),
+        (None, ("--host", "192.0.2.1"), 1, "cannot listen on 192.0.2.1:0"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_said_and_has_an_exit_status(tmp_path, content, options, status, said):
+    file = write_pool(tmp_path / "pool.yaml")
+    if content is not None:
+        file.write_text(content)
+    ports = ("--host", "127.0.0.1", "--grpc-port", "0", "--health-port", "0", "--metrics-port", "0", "--als-port", "0")
+
+    with logging_as_it_was():
+        result = CliRunner().invoke(router, ["--pool", str(file), *ports, *options])
+
+    assert result.exit_code == status
+    assert said in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--health-port", "--metrics-port", "--als-port"])
+async def test_a_port_in_use_is_said_in_one_line_that_names_its_option(tmp_path, monkeypatch, option):
+    # As at a user's: gRPC may say what it wants.
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    ports = {f"--{name}-port": "0" for name in ("grpc", "health", "metrics", "als")}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports[option] = str(taken.getsockname()[1])
+        arguments = [text for pair in ports.items() for text in pair]
+        file = write_pool(tmp_path / "pool.yaml")
+        command = [
+            sys.executable,
+            "-m",
+            "dualmap_cli",
+            "router",
+            "--host",
+            "127.0.0.1",
+            "--pool",
+            str(file),
+            *arguments,
+        ]
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
+
+    where = f"127.0.0.1:{ports[option]}"
+    assert said.decode() == (
+        f"dualmap router: cannot listen on {where}: Address already in use; give another {option}\n"
+    )
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "no pools; give --pool FILE, once or more, or --kube"),
+        (("--kube", "--pool", "pool.yaml"), "--pool and --kube exclude each other"),
+        (("--kube", "--namespace", "a", "--all-namespaces"), "--namespace and --all-namespaces exclude each other"),
+        (("--pool", "pool.yaml", "--namespace", "a"), "--namespace means nothing without --kube"),
+        (("--pool", "pool.yaml", "--all-namespaces"), "--all-namespaces means nothing without --kube"),
+        (("--kube", "--namespace", "A/b"), "'A/b' is not accepted; give a DNS label of at most 63 characters"),
+    ],
+)
+def test_where_pools_come_from_is_said_once(options, said):
+    result = CliRunner().invoke(router, options)
+
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+async def test_a_kubeconfig_that_cannot_be_used_is_said_and_has_an_exit_status(tmp_path):
+    process = await launch("--kube", KUBECONFIG=str(tmp_path / "none"))
+    _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
+
+    assert process.returncode == 2
+    assert f"dualmap router: kubeconfig {tmp_path / 'none'} does not exist".encode() in said

@@ -1,0 +1,166 @@
+"""``dualmap router`` as a process: what its ports serve, what a changed pool file does, and how a signal ends it."""
+
+import asyncio
+import json
+import os
+import signal
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dualmap_extproc import wiring
+from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE
+from dualmap_extproc.settings import Settings
+from dualmap_extproc.wire import discovery_pb2
+from extproc.envoy_messages import NO_WAIT, chat, destination, request_body, request_headers
+from extproc.router_processes import WAIT_S, picked, running, stream, write_pool
+
+
+async def test_a_router_of_two_pools_serves_all_its_ports_and_stops_at_once_when_idle(tmp_path):
+    files = write_pool(tmp_path / "a.yaml", "a", model="a"), write_pool(tmp_path / "b.yaml", "b", model="b", members=3)
+    async with running(*files) as served:
+        async with grpc.aio.insecure_channel(served.grpc) as channel:
+            assert await picked(channel, chat(model="a"))
+            assert await picked(channel, chat(model="b"))
+        assert await served.ready() == health_pb2.HealthCheckResponse.SERVING
+        pool = json.loads(await served.get("/pools/llm/b"))
+        assert pool["ring_version"] == 3
+        assert [each["id"] for each in pool["endpoints"]] == ["b-0", "b-1", "b-2"]
+        assert b'dualmap_requests_total{endpoint="b-' in await served.get("/metrics")
+        served.stop()
+        assert await served.exited() == 0
+
+
+async def test_an_open_discovery_stream_learns_of_a_changed_file_and_does_not_delay_the_stop(tmp_path):
+    file = write_pool(tmp_path / "pool.yaml", members=2)
+    async with (
+        running(file, options=("--drain-timeout", "600s")) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        endpoints = channel.stream_stream(
+            f"/{EDS_SERVICE}/{EDS_METHOD}",
+            request_serializer=discovery_pb2.DiscoveryRequest.SerializeToString,
+            response_deserializer=discovery_pb2.DiscoveryResponse.FromString,
+        )()
+        await endpoints.write(discovery_pb2.DiscoveryRequest(resource_names=["llm/qwen"]))
+        assert hosts(await endpoints.read()) == 2
+        write_pool(tmp_path / "new.yaml", members=5).rename(file)
+        assert hosts(await endpoints.read()) == 5
+        assert json.loads(await served.get("/pools/llm/qwen"))["ring_version"] == 5
+
+        served.stop()
+        # Far below the drain timeout: discovery is no work to wait for.
+        assert await served.exited() == 0
+
+
+def hosts(response: discovery_pb2.DiscoveryResponse) -> int:
+    assignment = discovery_pb2.ClusterLoadAssignment.FromString(response.resources[0].value)
+    return sum(len(locality.lb_endpoints) for locality in assignment.endpoints)
+
+
+async def test_a_half_read_request_gets_its_pick_after_sigterm(tmp_path):
+    async with (
+        running(write_pool(tmp_path / "pool.yaml")) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call = stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()[:9], end=False))
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+
+        served.stop()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await served.ready() == health_pb2.HealthCheckResponse.NOT_SERVING
+        await call.write(request_body(chat()[9:]))
+        assert destination(await call.read())
+        await call.done_writing()
+        assert await served.exited() == 0
+
+
+async def test_a_refused_change_is_counted_and_the_last_good_pools_serve_on(tmp_path):
+    file = write_pool(tmp_path / "pool.yaml")
+    async with (
+        running(file) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+        asyncio.timeout(WAIT_S),
+    ):
+        assert b"dualmap_pool_refusals_total 0.0" in await served.get("/metrics")
+        (tmp_path / "new.yaml").write_text("replicas: !!bool maybe")
+        (tmp_path / "new.yaml").rename(file)
+        assert served.process.stderr is not None
+        assert b"refused" in await served.process.stderr.readline()
+        page = await served.get("/metrics")
+        assert b"dualmap_pool_refusals_total 1.0" in page
+        assert b"dualmap_pool_file_refused 1.0" in page
+        assert await picked(channel, chat())
+
+
+async def test_deadlines_are_kept_while_it_serves(tmp_path, monkeypatch):
+    """Else requests of which nothing is heard would stay in the books for ever."""
+    kept: asyncio.Queue[object] = asyncio.Queue()
+
+    async def keep(picker: object) -> None:
+        kept.put_nowait(picker)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(wiring, "keep_deadlines", keep)
+    ports = {"grpc_port": 0, "health_port": 0, "metrics_port": 0, "als_port": 0}
+    settings = Settings(
+        pools=(write_pool(tmp_path / "pool.yaml"),), host="127.0.0.1", replica_id="r", drain_timeout_s=0.0, **ports
+    )
+    serving = asyncio.create_task(wiring.serve(settings))
+
+    assert await asyncio.wait_for(kept.get(), WAIT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(serving, WAIT_S)
+
+
+async def test_the_drain_timeout_ends_the_wait_for_a_stream_that_stays(tmp_path):
+    options = ("--drain-timeout", "600ms")
+    async with (
+        running(write_pool(tmp_path / "pool.yaml"), options=options) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call = stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()))
+        await call.read()
+
+        served.stop()
+        # Below the default, which is 25 s.
+        assert await asyncio.wait_for(served.exited(), 20.0) == 0
+
+
+async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_plain(tmp_path):
+    async with running(write_pool(tmp_path / "pool.yaml"), options=("--tls", "self-signed")) as served:
+        assert await served.ready() == health_pb2.HealthCheckResponse.SERVING
+        assert b"dualmap_" in await served.get("/metrics")
+        async with grpc.aio.insecure_channel(served.grpc) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        served.stop()
+        assert await served.exited() == 0
+
+
+async def test_a_stop_says_what_it_waits_for_how_long_and_that_it_is_over(tmp_path):
+    options = ("--drain-timeout", "600ms", "--log-format", "json")
+    async with (
+        running(write_pool(tmp_path / "pool.yaml"), options=options) as served,
+        grpc.aio.insecure_channel(served.grpc) as channel,
+    ):
+        call = stream(channel)
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()))
+        await call.read()
+        served.stop()
+        assert served.process.stderr is not None
+        said = [
+            json.loads(line) for line in (await asyncio.wait_for(served.process.stderr.read(), WAIT_S)).splitlines()
+        ]
+
+    draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.server")
+    assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("draining", 1, 0.6)
+    assert (stopped["event"], stopped["cut_requests"]) == ("stopped", 1)
