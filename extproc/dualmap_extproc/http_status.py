@@ -24,7 +24,7 @@ from dualmap_extproc.metrics import CONTENT_TYPE, Metrics
 CONNECTIONS_MAX: Final = 256
 """Open at a time: whoever opens more and asks nothing must not take the file descriptors that routing needs."""
 IDLE_TIMEOUT_S: Final = 20.0
-"""So long may a connection be without a whole request, the first one or the next; the chart's Prometheus asks every 15."""
+"""So long may a connection be without a whole request, first or next; the chart's Prometheus asks every 15 s."""
 STALLED_TIMEOUT_S: Final = 30.0
 """So long may a client take nothing of what it is sent."""
 
@@ -32,8 +32,8 @@ STALLED_TIMEOUT_S: Final = 30.0
 class StatusServer:
     """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name.
 
-    Without ``dashboard`` there is nothing at ``/``. Who has asked nothing whole for ``idle_timeout_s``, or takes nothing
-    of an answer for ``stalled_timeout_s``, is cut off: however many do so, Prometheus finds a connection.
+    Without ``dashboard`` there is nothing at ``/``. Who has asked nothing whole for ``idle_timeout_s``, or takes
+    nothing of an answer for ``stalled_timeout_s``, is cut off: however many do so, Prometheus finds a connection.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class StatusServer:
         )
         if dashboard is not None:
             application.add_routes(dashboard.routes())
-        # aiohttp's time for keeping a connection begins with it and after each answer, whatever part of a request comes,
-        # and stands still while one is answered. At the end no request is worth waiting its usual minute for.
+        # aiohttp's time for keeping a connection begins with it and after each answer, whatever part of a request
+        # comes, and stands still while one is answered. At the end none is worth waiting its usual minute for.
         self._runner = web.AppRunner(
             application, access_log=None, shutdown_timeout=1.0, logger=_logger(), keepalive_timeout=idle_timeout_s
         )
