@@ -1,0 +1,46 @@
+"""Pools of slow members, where requests soon wait, and short ways to ask them: for the tests of held requests."""
+
+from dataclasses import replace
+from typing import Any
+
+from builders import pool, request, text_of
+from dualmap.pool import Engine, Pool, Queue, Rebalance, Routing, Slo
+from dualmap.requests import Decision, Held, Refusal
+from dualmap.router import PoolRouter
+
+SPEED = 1000.0
+
+
+def slow_pool(
+    count: int = 1,
+    *,
+    policy: str = "dualmap",
+    slo_ttft_s: float = 600.0,
+    rebalance: bool = True,
+    **queue: Any,
+) -> Pool:
+    """Members that prefill 1000 tokens a second, with a window of one second."""
+    routing = Routing(
+        policy=policy,
+        queue=replace(Queue(dispatch_window_s=1.0), **queue),
+        rebalance=Rebalance(enabled=rebalance),
+    )
+    engine = Engine(prefill_tokens_per_second=SPEED)
+    return replace(pool(count, routing=routing, engine=engine), slo=Slo(ttft_s=slo_ttft_s))
+
+
+def ask(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) -> Decision | Held | Refusal:
+    return router.on_request(now, request(id, text_of(tokens, f"prompt {id}"), now=now))
+
+
+def decided(router: PoolRouter) -> list[str]:
+    """The held requests that were handed over since the last call."""
+    outcomes = router.take_outcomes()
+    assert all(isinstance(each, Decision) for each in outcomes), outcomes
+    return [each.request_id for each in outcomes]
+
+
+def held(router: PoolRouter) -> int:
+    status = router.status()
+    assert status.held >= sum(each.held for each in status.endpoints)
+    return status.held

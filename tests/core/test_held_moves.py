@@ -1,0 +1,294 @@
+"""Requests that wait in the router for a member that leaves, fails or has too much to do: where they go instead."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import request, text_of
+from core.held_pools import SPEED, ask, decided, held, slow_pool
+from dualmap.hotness import HotnessCounts
+from dualmap.load import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
+from dualmap.news import News, SharedLoad
+from dualmap.pool import MemberState, Pool
+from dualmap.requests import Decision, Held, Reason, Refusal
+from dualmap.router import PoolRouter
+
+EVENTS = (
+    *("ask", "ask", "ask", "ask one", "ask session", "token", "finish", "abort", "fail", "wait"),
+    *("drain", "move", "window", "weigh", "empty", "back", "news"),
+)
+
+
+def changed(of: Pool, pick: int, **change: Any) -> Pool:
+    """The pool with one of its members changed."""
+    at = pick % max(1, len(of.members))
+    return replace(of, members=tuple(replace(m, **change) if n == at else m for n, m in enumerate(of.members)))
+
+
+def with_window(of: Pool, window_s: float) -> Pool:
+    return replace(of, routing=replace(of.routing, queue=replace(of.routing.queue, dispatch_window_s=window_s)))
+
+
+CHANGES: dict[str, Callable[[Pool, int], Pool]] = {
+    "drain": lambda of, pick: changed(of, pick, state=MemberState.DRAINING),
+    "move": lambda of, pick: changed(of, pick, address=f"10.1.0.{pick + 1}"),
+    "weigh": lambda of, pick: changed(of, pick, weight=pick % 2 * 100),
+    "window": lambda of, pick: with_window(of, (0.001, 1.0, 50.0)[pick % 3]),
+    "empty": lambda of, _: replace(of, members=()),
+}
+
+
+class TestMembersThatLeaveOrFail:
+    @pytest.mark.parametrize("leaves", ["gone", "draining", "restarted elsewhere"])
+    def test_its_held_requests_move_at_once(self, leaves: str) -> None:
+        router = PoolRouter(slow_pool(2, policy="cache_affinity"))
+        outcomes = {str(n): ask(router, str(n)) for n in range(12)}
+        before = {each.id: each.held for each in router.status().endpoints}
+        assert all(before.values()), before
+        waiting = {id for id, outcome in outcomes.items() if isinstance(outcome, Held)}
+        first, second = router.pool.members
+        changed = {
+            "gone": (second,),
+            "draining": (replace(first, state=MemberState.DRAINING), second),
+            "restarted elsewhere": (replace(first, address="10.0.0.77"), second),
+        }[leaves]
+        router.on_pool(0.5, replace(router.pool, members=changed, ring_version=2))
+        after = {each.id: each.held for each in router.status().endpoints}
+        handed_over = decided(router)
+        assert sum(after.values()) + len(handed_over) == len(waiting)
+        assert leaves == "restarted elsewhere" or after.get(first.id, 0) == 0
+
+    def test_they_go_in_order_when_their_instance_comes_back_elsewhere_with_room_for_all(self) -> None:
+        router = PoolRouter(slow_pool())
+        for n in range(6):
+            ask(router, str(n))
+        router.on_pool(0.5, with_window(changed(router.pool, 0, address="10.0.0.77"), inf))
+        outcomes = router.take_outcomes()
+        assert [each.request_id for each in outcomes] == ["1", "2", "3", "4", "5"]
+        assert all(isinstance(each, Decision) and each.endpoints == ("10.0.0.77:8000",) for each in outcomes)
+
+    def test_those_that_may_go_nowhere_else_stay_with_an_instance_that_fails(self) -> None:
+        router = PoolRouter(slow_pool(2, policy="cache_affinity"))
+        only = frozenset({"10.0.0.1:8000"})
+        for n in range(8):
+            router.on_request(0.0, request(str(n), text_of(300, f"p{n}"), subset=only))
+        for id in ("0", "1", "2"):
+            router.on_failed(0.1, id)
+        assert router.status().endpoints[0].suspended
+        assert held(router) + len(decided(router)) == 4
+
+    def test_without_another_member_they_are_refused(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1")
+        ask(router, "2")
+        router.on_pool(1.0, slow_pool(0))
+        assert router.take_outcomes() == (Refusal(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),)
+
+    def test_an_instance_that_keeps_failing_is_left_alone_and_tried_again(self) -> None:
+        router = PoolRouter(slow_pool(2, policy="cache_affinity"))
+        handed_over = {"m-0": [], "m-1": []}
+        for n in range(40):
+            outcome = ask(router, str(n), 10)
+            assert isinstance(outcome, Decision)
+            handed_over[outcome.receipt.chosen].append(str(n))
+        for id in handed_over["m-0"][:FAILURES_IN_A_ROW]:
+            assert {each.id: each.suspended for each in router.status().endpoints} == {"m-0": False, "m-1": False}
+            router.on_failed(1.0, id)
+        assert {each.id: each.suspended for each in router.status().endpoints} == {"m-0": True, "m-1": False}
+        chosen = set()
+        for n in range(40, 60):
+            outcome = ask(router, str(n), 10, now=1.1)
+            assert isinstance(outcome, Decision)
+            chosen.add(outcome.receipt.chosen)
+        assert chosen == {"m-1"}
+        back_s = router.next_deadline()
+        assert back_s == 1.0 + FIRST_SUSPENSION_S
+        chosen = set()
+        for n in range(60, 80):
+            outcome = ask(router, str(n), 10, now=back_s)
+            assert isinstance(outcome, Decision)
+            chosen.add(outcome.receipt.chosen)
+        assert chosen == {"m-0", "m-1"}
+
+    def test_held_requests_leave_a_suspended_instance(self) -> None:
+        router = PoolRouter(slow_pool(2, policy="cache_affinity", dispatch_window_s=4.0))
+        outcomes = [ask(router, str(n), 1000) for n in range(30)]
+        at_first = [each.request_id for each in outcomes if isinstance(each, Decision) and each.receipt.chosen == "m-0"]
+        for id in at_first[:FAILURES_IN_A_ROW]:
+            router.on_failed(0.1, id)
+        status = {each.id: each for each in router.status().endpoints}
+        assert status["m-0"].suspended
+        assert status["m-0"].held == 0
+        assert status["m-1"].held > 0
+
+    def test_a_success_ends_the_row(self) -> None:
+        router = PoolRouter(slow_pool(2, policy="round_robin"))
+        for n in range(4 * FAILURES_IN_A_ROW):
+            outcome = ask(router, str(n), 10, now=float(n))
+            assert isinstance(outcome, Decision)
+            if outcome.receipt.chosen == "m-0" and n % (2 * FAILURES_IN_A_ROW) >= 2:
+                router.on_failed(float(n), str(n))
+            else:
+                router.on_finished(float(n), str(n))
+            assert not any(each.suspended for each in router.status().endpoints)
+
+    def test_a_burst_of_failures_counts_as_one_suspension(self) -> None:
+        router = PoolRouter(slow_pool(2, policy="round_robin"))
+        ids = [str(n) for n in range(24)]
+        at_first = []
+        for id in ids:
+            outcome = ask(router, id, 5)
+            assert isinstance(outcome, Decision)
+            at_first += [id] if outcome.receipt.chosen == "m-0" else []
+        for id in at_first:
+            router.on_failed(0.1, id)
+        assert router.status().endpoints[0].suspended
+        router.on_deadline(0.1 + FIRST_SUSPENSION_S)
+        assert not router.status().endpoints[0].suspended
+
+    def test_if_all_fail_none_is_left_alone(self) -> None:
+        router = PoolRouter(slow_pool(1))
+        for n in range(FAILURES_IN_A_ROW + 1):
+            assert isinstance(ask(router, str(n), 10), Decision)
+            router.on_failed(0.1, str(n))
+        assert isinstance(ask(router, "again", 10, now=0.2), Decision)
+
+
+class TestRebalancing:
+    def crowded(self, *, rebalance: bool = True, policy: str = "dualmap_paper") -> PoolRouter:
+        """Of two members, which are everybody's pair, m-0 has six requests waiting and m-1 has nothing to do.
+
+        They crowd under a policy that does not care; from then on it is DualMap that decides, as published.
+        """
+        crowding = slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance)
+        router = PoolRouter(crowding)
+        n = 0
+        while router.status().endpoints[0].held < 6:
+            outcome = ask(router, f"small {n}", 1500)
+            assert isinstance(outcome, Decision | Held)
+            if router.status().endpoints[1].in_flight:
+                router.on_aborted(0.0, f"small {n}")
+            n += 1
+        router.on_pool(0.0, replace(crowding, routing=replace(crowding.routing, policy=policy)))
+        return router
+
+    def test_an_overloaded_pair_is_relieved_until_the_rest_meets_the_slo(self) -> None:
+        router = self.crowded()
+        # Nowhere can such a prompt meet the SLO: both of its pair count as overloaded.
+        assert isinstance(ask(router, "huge", 9000), Held)
+        moved = [each for each in router.take_outcomes() if isinstance(each, Decision)]
+        assert moved
+        for each in moved:
+            assert (each.receipt.rule, each.receipt.chosen) == ("rebalanced", "m-1")
+            assert each.receipt.address == each.endpoints[0]
+        first, second = router.status().endpoints
+        left = 6 - second.in_flight - second.held
+        assert 0 < left < 6
+        # What is left at m-0, but for the huge one, is computed within the SLO.
+        assert (first.pending_prefill_tokens + 1500 * left) / SPEED <= 6.0
+
+    def test_the_most_to_gain_goes_first(self) -> None:
+        router = self.crowded()
+        ask(router, "huge", 9000)
+        moved = [int(each.request_id.split()[1]) for each in router.take_outcomes()]
+        router.on_deadline(100.0)
+        left = [each.request_id for each in router.take_outcomes() if each.request_id.startswith("small ")]
+        # The one at the tail has the longest wait ahead, and so the most to gain; it was the newest.
+        assert moved[0] > max(int(id.split()[1]) for id in left)
+
+    def test_not_when_switched_off(self) -> None:
+        router = self.crowded(rebalance=False)
+        ask(router, "huge", 9000)
+        assert router.take_outcomes() == ()
+        assert router.status().endpoints[0].held >= 6
+
+    @pytest.mark.parametrize("policy", ["cache_affinity", "least_loaded", "dualmap_no_rebalance"])
+    def test_not_under_a_policy_that_does_not_rebalance(self, policy: str) -> None:
+        router = self.crowded(policy=policy)
+        ask(router, "huge", 9000)
+        assert router.take_outcomes() == ()
+        assert router.status().endpoints[0].held >= 6
+
+    def test_not_while_one_of_the_pair_would_do(self) -> None:
+        router = self.crowded()
+        ask(router, "small", 1000)
+        assert router.take_outcomes() == ()
+
+    @given(
+        st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 30)), max_size=60),
+        st.sampled_from(["dualmap", "dualmap_paper", "cache_affinity", "round_robin"]),
+        st.sampled_from(["Fcfs", "Deadline"]),
+    )
+    @settings(max_examples=300)
+    def test_whatever_happens_every_request_ends_once_and_the_books_close(
+        self, events: list[tuple[str, int]], policy: str, order: str
+    ) -> None:
+        whole = slow_pool(3, policy=policy, slo_ttft_s=3.0, max_held=8, max_wait_s=20.0, order=order)
+        router = PoolRouter(whole)
+        now, open_ids, waiting = 0.0, [], set()
+
+        def collect() -> None:
+            for outcome in router.take_outcomes():
+                waiting.remove(outcome.request_id)
+                if isinstance(outcome, Decision):
+                    open_ids.append(outcome.request_id)
+
+        for n, (event, pick) in enumerate(events):
+            now += 0.1
+            any_open = open_ids[pick % len(open_ids)] if open_ids else None
+            if event.startswith("ask"):
+                asked = request(str(n), text_of(100 + 150 * pick, f"prompt {n}"), now=now)
+                if event == "ask one":
+                    asked = replace(asked, subset=frozenset({f"10.0.0.{pick % 3 + 1}"}))
+                elif event == "ask session":
+                    asked = replace(asked, session=pick % 3, streamed=bool(pick % 2))
+                outcome = router.on_request(now, asked)
+                if isinstance(outcome, Held):
+                    waiting.add(str(n))
+                elif isinstance(outcome, Decision):
+                    open_ids.append(str(n))
+            elif event == "wait":
+                now += pick
+                router.on_deadline(now)
+            elif event in CHANGES:
+                router.on_pool(now, CHANGES[event](router.pool, pick))
+            elif event == "news":
+                load = SharedLoad(pending_prefill_tokens=pick * 100, backlog_s=pick * 0.1, in_flight=1)
+                news = News(hotness=HotnessCounts(requests=1, nodes={}), loads={f"m-{pick % 3}": load})
+                router.on_news(now, f"peer {pick % 2}", news, 0.0)
+            elif event == "back":
+                router.on_pool(now, whole)
+            elif event == "abort" and waiting and pick % 2:
+                gone = sorted(waiting)[pick % len(waiting)]
+                router.on_aborted(now, gone)
+                waiting.remove(gone)
+            elif any_open is not None:
+                if event == "token":
+                    router.on_first_token(now, any_open)
+                else:
+                    ends = {"finish": router.on_finished, "abort": router.on_aborted, "fail": router.on_failed}
+                    ends[event](now, any_open)
+                    open_ids.remove(any_open)
+            collect()
+            status = router.status()
+            assert status.held == len(waiting)
+            # Those at a member that has left are in its books, which nobody shows, until they end.
+            in_flight = sum(each.in_flight for each in status.endpoints)
+            assert in_flight == len(open_ids) if status.endpoints else in_flight == 0
+        while open_ids or waiting:
+            now += 1.0
+            for id in list(open_ids):
+                router.on_first_token(now, id)
+                router.on_finished(now, id)
+                open_ids.remove(id)
+            router.on_deadline(now)
+            collect()
+            assert now < 1000.0 + len(events), "held requests were forgotten"
+        for each in router.status().endpoints:
+            assert (each.in_flight, each.held) == (0, 0)
+            assert (each.pending_prefill_tokens, each.held_prefill_tokens, each.active_kv_tokens) == (0, 0, 0)

@@ -1,0 +1,215 @@
+"""When requests that wait in the router go, and in which order: windows, deadlines, and room in KV memory."""
+
+from dataclasses import replace
+from math import inf
+from unittest.mock import ANY
+
+import pytest
+
+from builders import request, text_of
+from core.held_pools import SPEED, ask, decided, held, slow_pool
+from dualmap.held import HeldQueue, Waiting
+from dualmap.pool import Queue
+from dualmap.receipt import Key
+from dualmap.requests import Decision, Held, Refusal, Usage
+from dualmap.router import PoolRouter
+
+
+class TestWindow:
+    def test_what_exceeds_the_window_waits_and_goes_when_the_prefill_ahead_ends(self) -> None:
+        router = PoolRouter(slow_pool())
+        assert isinstance(ask(router, "1"), Decision)
+        assert ask(router, "2") == Held(request_id="2")
+        assert ask(router, "3") == Held(request_id="3")
+        (endpoint,) = router.status().endpoints
+        assert (endpoint.in_flight, endpoint.held, endpoint.held_prefill_tokens) == (1, 2, 4000)
+        router.on_first_token(2.0, "1")
+        assert decided(router) == ["2"]
+        router.on_first_token(4.0, "2")
+        assert decided(router) == ["3"]
+        assert held(router) == 0
+
+    def test_the_window_opens_by_the_progress_of_the_prefill_at_its_head(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1", 3000)
+        ask(router, "2")
+        opens_s = router.next_deadline()
+        # A prefill of 3000 tokens and its attention take a little more than three seconds.
+        assert opens_s == pytest.approx(3000 / SPEED + 1.5e-5 * 3000**2 / SPEED - 1.0)
+        router.on_deadline(opens_s - 0.001)
+        assert decided(router) == []
+        router.on_deadline(opens_s)
+        assert decided(router) == ["2"]
+
+    def test_an_answer_that_is_not_streamed_opens_it_when_its_prefill_should_end(self) -> None:
+        router = PoolRouter(slow_pool(dispatch_window_s=0.001))
+        router.on_request(0.0, replace(request("1", text_of(2000, "a")), streamed=False))
+        ask(router, "2")
+        opens_s = router.next_deadline()
+        assert opens_s is not None
+        router.on_deadline(opens_s)
+        assert decided(router) == ["2"]
+
+    def test_unlimited_never_holds(self) -> None:
+        router = PoolRouter(slow_pool(dispatch_window_s=inf))
+        assert all(isinstance(ask(router, str(n)), Decision) for n in range(50))
+
+    def test_a_prompt_that_another_one_held_will_leave_cached_is_expected_to_be(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1")
+        for id in ("2", "3"):
+            router.on_request(0.0, request(id, text_of(2048, "shared")))
+        (endpoint,) = router.status().endpoints
+        assert endpoint.held_prefill_tokens == 2048
+
+    def test_a_stalled_instance_is_given_no_more(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1")
+        ask(router, "2", now=4.9)
+        assert decided(router) == []
+        ask(router, "3", now=6.0)
+        router.on_deadline(6.0)
+        assert held(router) >= 1
+        deadline = router.next_deadline()
+        assert deadline is not None
+        assert deadline > 6.0
+
+
+class TestOrder:
+    def test_first_come_first_served(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=3.0))
+        for n in range(5):
+            ask(router, str(n), now=n * 0.01)
+        served = []
+        for n in range(5):
+            router.on_first_token(2.0 * (n + 1), str(n))
+            served += decided(router)
+        assert served == ["1", "2", "3", "4"]
+
+    def test_deadline_prefers_who_can_still_make_it(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=4.0, order="Deadline"))
+        ask(router, "head", 6000)
+        ask(router, "late", 3000, now=0.1)
+        ask(router, "fresh", 1000, now=5.0)
+        router.on_first_token(6.0, "head")
+        assert decided(router)[0] == "fresh"
+
+    def test_dualmap_defers_whatever_the_order_and_others_do_not(self) -> None:
+        first = {}
+        for policy in ("dualmap", "dualmap_paper"):
+            router = PoolRouter(slow_pool(policy=policy, slo_ttft_s=4.0))
+            ask(router, "head", 6000)
+            ask(router, "late", 3000, now=0.1)
+            ask(router, "fresh", 1000, now=5.0)
+            router.on_first_token(6.0, "head")
+            first[policy] = decided(router)[0]
+        assert first == {"dualmap": "fresh", "dualmap_paper": "late"}
+
+    def test_the_longest_is_put_off_where_not_all_can_make_it(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=10.0, dispatch_window_s=0.001))
+        ask(router, "head", 2000)
+        for n, tokens in enumerate((1500, 5000, 2500, 2500)):
+            ask(router, str(n), tokens, now=0.1)
+        served = []
+        for now in (2.0, 3.5, 6.0, 8.5):
+            router.on_first_token(now, served[-1] if served else "head")
+            served += decided(router)
+        # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s: without the longest the other three are in time.
+        assert served == ["0", "2", "3", "1"]
+
+    def test_nobody_is_overtaken_where_the_pool_forbids_it(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=4.0, max_overtaken=0))
+        ask(router, "head", 6000)
+        ask(router, "late", 3000, now=0.1)
+        ask(router, "fresh", 1000, now=5.0)
+        router.on_first_token(6.0, "head")
+        assert decided(router)[0] == "late"
+
+    def test_deadline_starves_nobody(self) -> None:
+        router = PoolRouter(slow_pool(slo_ttft_s=4.0, order="Deadline", dispatch_window_s=0.001))
+        ask(router, "head", 6000)
+        ask(router, "late", 6000, now=0.1)
+        served: list[str] = []
+        now, running = 6.0, "head"
+        for n in range(20):
+            ask(router, f"fresh {n}", 1500, now=now)
+            router.on_first_token(now + 0.01, running)
+            served += decided(router)
+            running = served[-1]
+            now += 1.5
+            if "late" in served:
+                break
+        assert served.index("late") == Queue().max_overtaken
+
+
+class TestKvMemory:
+    def roomy(self, kv_tokens: int | None) -> PoolRouter:
+        of = slow_pool()
+        return PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=kv_tokens)))
+
+    def test_a_prompt_waits_here_until_the_engine_has_room_for_it(self) -> None:
+        router = self.roomy(5000)
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 2001, now=3.0), Held)
+        router.on_finished(9.0, "one")
+        assert decided(router) == ["two"]
+
+    def test_what_fits_with_what_will_be_generated_is_handed_over(self) -> None:
+        router = self.roomy(5000)
+        for n in range(400):
+            ask(router, f"short {n}", 10)
+            router.on_first_token(0.0, f"short {n}")
+            router.on_finished(0.0, f"short {n}", Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0))
+        # Two requests are taken to generate 150 tokens each: half as much again as the mean.
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 1701, now=3.0), Held)
+        assert isinstance(ask(router, "three", 1500, now=3.0), Held)
+        router.on_aborted(3.0, "two")
+        assert decided(router) == ["three"]
+
+    def test_one_that_is_given_up_lets_in_who_waits_behind_it(self) -> None:
+        of = slow_pool(max_wait_s=20.0)
+        router = PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=5000)))
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        ask(router, "large", 4000, now=3.0)
+        ask(router, "small", 1000, now=3.0)
+        router.on_deadline(23.0)
+        assert {each.request_id: type(each) for each in router.take_outcomes()} == {"large": Refusal, "small": Decision}
+
+    def test_a_small_one_goes_at_once_where_a_large_one_has_no_hope_and_no_room(self) -> None:
+        of = slow_pool(slo_ttft_s=5.0)
+        router = PoolRouter(replace(of, engine=replace(of.engine, kv_tokens=6000)))
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        ask(router, "large", 5100, now=3.0)
+        ask(router, "small", 1000, now=3.05)
+        assert decided(router) == ["small"]
+
+    def test_one_that_was_moved_keeps_its_place_by_arrival(self) -> None:
+        queue = HeldQueue()
+        for id, arrived_s in (("second", 2.0), ("first", 1.0)):
+            queue.add(
+                Waiting(
+                    request=request(id, text_of(100, id), now=arrived_s),
+                    key=Key(hash=1, blocks=1, tokens=1),
+                    pair=("a",),
+                    member="a",
+                    matched_tokens=0,
+                    compute_s=0.1,
+                    predicted_ttft_s=0.1,
+                    receipt=ANY,
+                )
+            )
+        assert [each.request.id for each in queue] == ["first", "second"]
+
+    def test_one_alone_always_fits(self) -> None:
+        assert isinstance(ask(self.roomy(1000), "one", 3000), Decision)
+
+    def test_without_a_size_nothing_waits_for_memory(self) -> None:
+        router = self.roomy(None)
+        ask(router, "one", 3000)
+        router.on_first_token(3.0, "one")
+        assert isinstance(ask(router, "two", 90_000, now=3.0), Decision)
