@@ -1,105 +1,18 @@
-"""Pools from a Kubernetes API: what the router serves, whatever the API server and the objects do."""
+"""Pools from a Kubernetes API: what the router serves, whatever the objects say."""
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from dualmap.pool import Member, Pool
-from dualmap_edge.kube import KubeClient
-from dualmap_extproc.pools.kube import PODS, POOLS, KubePools
-from dualmap_extproc.pools.metrics import KubeMetrics
-from dualmap_extproc.pools.reflector import Patience
-from kube_api import KubeApi, kube_api, pod_body, pool_body
-from waiting import WAIT_S, until
-
-QUICK = Patience(watch_s=600.0, inactivity_s=601.0, first_pause_s=0.01, longest_pause_s=0.02)
-
-
-@pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[KubeApi]:
-    async with kube_api(tmp_path) as api:
-        yield api
-
-
-@pytest.fixture(autouse=True)
-def all_levels(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "dualmap_extproc")
-
-
-class Watched:
-    """What a router with ``--kube`` serves."""
-
-    def __init__(self, source: KubePools, registry: CollectorRegistry) -> None:
-        self.source = source
-        self.told: list[tuple[Pool, ...]] = []
-        self.fail_with: Exception | None = None
-        self._registry = registry
-        self._news = asyncio.Event()
-
-    def take(self, pools: tuple[Pool, ...]) -> None:
-        if self.fail_with is not None:
-            error, self.fail_with = self.fail_with, None
-            raise error
-        self.told.append(pools)
-        self._news.set()
-
-    @property
-    def pools(self) -> dict[str, Pool]:
-        return {pool.id: pool for pool in self.told[-1]} if self.told else {}
-
-    def members(self, pool: str = "llm/qwen") -> dict[str, Member]:
-        return {member.id: member for member in self.pools[pool].members}
-
-    def states(self, pool: str = "llm/qwen") -> dict[str, str]:
-        return {each.id: each.state.value for each in self.members(pool).values()} if pool in self.pools else {}
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until what is served is so."""
-        async with asyncio.timeout(WAIT_S):
-            while not holds():
-                self._news.clear()
-                await self._news.wait()
-
-    def sample(self, name: str, **labels: str) -> float:
-        return self._registry.get_sample_value(name, labels) or 0.0
-
-
-@asynccontextmanager
-async def watching(
-    api: KubeApi, namespace: str | None = None, *, patience: Patience = QUICK, listed: bool = True
-) -> AsyncIterator[Watched]:
-    client = await KubeClient.connect(api.kubeconfig)
-    registry = CollectorRegistry()
-    refused: list[None] = []
-    observer = KubeMetrics(registry, lambda: refused.append(None))
-    source = KubePools(client, namespace, observer, patience=patience)
-    observer.show_ages(source.ages_s)
-    watched = Watched(source, registry)
-    running = asyncio.create_task(source.run(watched.take))
-    try:
-        if listed:
-            await asyncio.wait_for(source.listed(), WAIT_S)
-        yield watched
-        assert not running.done()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await client.close()
-
-
-async def pods_are_watched(api: KubeApi) -> None:
-    """Return once the pods have been listed and their watch is open."""
-    await until(lambda: any("/pods?" in watch for watch in api.watches))
-
-
-def said(caplog: pytest.LogCaptureFixture, words: str) -> list[dict[str, Any]]:
-    return [record.__dict__["details"] for record in caplog.records if words in record.getMessage()]
+from dualmap_extproc.pools.kube import PODS, POOLS
+from extproc.kube_watching import (
+    kube_api_server,  # noqa: F401  # pytest finds fixtures by import
+    pods_are_watched,
+    said,
+    watching,
+)
+from kube_api import KubeApi, pod_body, pool_body
+from waiting import until
 
 
 class TestPools:
@@ -234,108 +147,6 @@ class TestRefusals:
         assert "no room" in said(caplog, "could not be taken over")[0]["reason"]
 
 
-class TestTheApiServer:
-    async def test_at_the_start_it_may_be_away(self, api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
-        await api.put(pool_body("qwen"))
-        await api.stop()
-        async with watching(api, listed=False) as watched:
-            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 3)
-            assert not watched.told
-            await api.start()
-            await asyncio.wait_for(watched.source.listed(), WAIT_S)
-            assert list(watched.pools) == ["llm/qwen"]
-        # Said when it is new, not at every attempt.
-        assert len(said(caplog, "cannot be read")) == 1
-        assert said(caplog, "waiting for the pools")[0]["scope"] == "all namespaces"
-
-    async def test_away_for_a_while_what_is_known_serves_on(
-        self, api: KubeApi, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        await api.put(pool_body("qwen"))
-        async with watching(api) as watched:
-            await pods_are_watched(api)
-            await api.stop()
-            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 3)
-            assert list(watched.pools) == ["llm/qwen"]
-            await api.put(pool_body("qwen", version=2))
-            await api.put(pool_body("llama"))
-            await api.start()
-            await watched.until(lambda: "llm/llama" in watched.pools)
-            assert watched.pools["llm/qwen"].ring_version == 2
-        assert {each["resource"] for each in said(caplog, "answers again")} >= {POOLS}
-
-    @pytest.mark.parametrize("status", [403, 404, 500, 503])
-    async def test_a_refusal_takes_nothing_away(self, api: KubeApi, status: int) -> None:
-        await api.put(pool_body("qwen"))
-        async with watching(api) as watched:
-            await until(lambda: api.open_watches == 2)
-            api.refuse_with = status
-            api.cut_watches()
-            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="refused") >= 2)
-            assert list(watched.pools) == ["llm/qwen"]
-            api.refuse_with = None
-            await api.put(pool_body("qwen", version=2))
-            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
-
-    async def test_a_version_that_is_gone_is_listed_again(self, api: KubeApi) -> None:
-        await api.put(pool_body("qwen"))
-        await api.put(pool_body("llama"))
-        async with watching(api) as watched:
-            await until(lambda: api.open_watches == 3)
-            api.refuse_watches_with = 410
-            api.cut_watches()
-            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="expired") >= 1)
-            # Nothing tells of the deletion but its absence.
-            await api.delete(pool_body("qwen"))
-            await api.forget()
-            api.refuse_watches_with = None
-            await watched.until(lambda: list(watched.pools) == ["llm/llama"])
-
-    async def test_a_version_that_is_gone_may_be_told_in_the_watch(self, api: KubeApi) -> None:
-        await api.put(pool_body("qwen", selector=""))
-        api.hold_lists()
-        async with watching(api, listed=False) as watched:
-            await until(lambda: len(api.lists) == 1)
-            api.answer_lists()
-            await asyncio.wait_for(watched.source.listed(), WAIT_S)
-            await until(lambda: api.open_watches == 1)
-            await api.put(pool_body("qwen", version=2, selector=""))
-            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
-            await api.forget()
-            await api.delete(pool_body("qwen"))
-            api.cut_watches()
-            await watched.until(lambda: not watched.pools)
-
-    async def test_a_watch_that_was_cut_without_a_word_is_noticed(self, api: KubeApi) -> None:
-        await api.put(pool_body("qwen", selector=""))
-        patience = Patience(watch_s=30.0, inactivity_s=0.2, first_pause_s=0.01, longest_pause_s=0.02)
-        async with watching(api, patience=patience) as watched:
-            await until(lambda: api.open_watches == 1)
-            api.fall_silent()
-            await api.put(pool_body("qwen", version=2, selector=""))
-            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
-            assert watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 1
-
-    async def test_a_watch_that_ends_in_time_goes_on_where_it_was(self, api: KubeApi) -> None:
-        await api.put(pool_body("qwen", selector=""))
-        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
-        async with watching(api, patience=patience) as watched:
-            await until(lambda: len(api.watches) >= 2)
-            await api.put(pool_body("qwen", version=2, selector=""))
-            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
-            assert len(api.lists) == 1
-            assert watched.sample("dualmap_kube_lists_total", resource=POOLS) == 1
-
-    async def test_bookmarks_carry_a_watch_past_what_is_forgotten(self, api: KubeApi) -> None:
-        await api.put(pool_body("qwen", selector=""))
-        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
-        async with watching(api, patience=patience) as watched:
-            await until(lambda: api.open_watches == 1)
-            await api.bookmark()
-            await until(lambda: api.watched_from[-1] == api.version)
-            assert (len(api.lists), len(watched.told)) == (1, 1)
-
-
 class TestPods:
     async def test_one_that_stops_serving_leaves_before_the_pool_says_so_and_comes_back(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
@@ -459,15 +270,3 @@ class TestPods:
             await api.delete(pool_body("qwen"))
             await until(lambda: api.open_watches == 1)
             assert watched.source.ages_s().keys() == {POOLS}
-
-
-class TestAges:
-    async def test_the_age_of_the_news_is_shown(self, api: KubeApi) -> None:
-        await api.put(pool_body("qwen"))
-        async with watching(api) as watched:
-            await pods_are_watched(api)
-            await api.stop()
-            await until(lambda: watched.sample("dualmap_kube_watch_age_seconds", resource=POOLS) > 0.2)
-            await until(lambda: watched.sample("dualmap_kube_watch_age_seconds", resource=PODS) > 0.2)
-            await api.start()
-            await until(lambda: watched.sample("dualmap_kube_watch_age_seconds", resource=POOLS) < 0.2)

@@ -1,0 +1,130 @@
+"""Pools from a Kubernetes API: what the router serves, whatever the API server does."""
+
+import asyncio
+
+import pytest
+
+from dualmap_extproc.pools.kube import PODS, POOLS
+from dualmap_extproc.pools.reflector import Patience
+from extproc.kube_watching import (
+    kube_api_server,  # noqa: F401  # pytest finds fixtures by import
+    pods_are_watched,
+    said,
+    watching,
+)
+from kube_api import KubeApi, pool_body
+from waiting import WAIT_S, until
+
+
+class TestTheApiServer:
+    async def test_at_the_start_it_may_be_away(self, api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
+        await api.put(pool_body("qwen"))
+        await api.stop()
+        async with watching(api, listed=False) as watched:
+            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 3)
+            assert not watched.told
+            await api.start()
+            await asyncio.wait_for(watched.source.listed(), WAIT_S)
+            assert list(watched.pools) == ["llm/qwen"]
+        # Said when it is new, not at every attempt.
+        assert len(said(caplog, "cannot be read")) == 1
+        assert said(caplog, "waiting for the pools")[0]["scope"] == "all namespaces"
+
+    async def test_away_for_a_while_what_is_known_serves_on(
+        self, api: KubeApi, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        await api.put(pool_body("qwen"))
+        async with watching(api) as watched:
+            await pods_are_watched(api)
+            await api.stop()
+            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 3)
+            assert list(watched.pools) == ["llm/qwen"]
+            await api.put(pool_body("qwen", version=2))
+            await api.put(pool_body("llama"))
+            await api.start()
+            await watched.until(lambda: "llm/llama" in watched.pools)
+            assert watched.pools["llm/qwen"].ring_version == 2
+        assert {each["resource"] for each in said(caplog, "answers again")} >= {POOLS}
+
+    @pytest.mark.parametrize("status", [403, 404, 500, 503])
+    async def test_a_refusal_takes_nothing_away(self, api: KubeApi, status: int) -> None:
+        await api.put(pool_body("qwen"))
+        async with watching(api) as watched:
+            await until(lambda: api.open_watches == 2)
+            api.refuse_with = status
+            api.cut_watches()
+            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="refused") >= 2)
+            assert list(watched.pools) == ["llm/qwen"]
+            api.refuse_with = None
+            await api.put(pool_body("qwen", version=2))
+            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
+
+    async def test_a_version_that_is_gone_is_listed_again(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen"))
+        await api.put(pool_body("llama"))
+        async with watching(api) as watched:
+            await until(lambda: api.open_watches == 3)
+            api.refuse_watches_with = 410
+            api.cut_watches()
+            await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="expired") >= 1)
+            # Nothing tells of the deletion but its absence.
+            await api.delete(pool_body("qwen"))
+            await api.forget()
+            api.refuse_watches_with = None
+            await watched.until(lambda: list(watched.pools) == ["llm/llama"])
+
+    async def test_a_version_that_is_gone_may_be_told_in_the_watch(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen", selector=""))
+        api.hold_lists()
+        async with watching(api, listed=False) as watched:
+            await until(lambda: len(api.lists) == 1)
+            api.answer_lists()
+            await asyncio.wait_for(watched.source.listed(), WAIT_S)
+            await until(lambda: api.open_watches == 1)
+            await api.put(pool_body("qwen", version=2, selector=""))
+            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
+            await api.forget()
+            await api.delete(pool_body("qwen"))
+            api.cut_watches()
+            await watched.until(lambda: not watched.pools)
+
+    async def test_a_watch_that_was_cut_without_a_word_is_noticed(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen", selector=""))
+        patience = Patience(watch_s=30.0, inactivity_s=0.2, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, patience=patience) as watched:
+            await until(lambda: api.open_watches == 1)
+            api.fall_silent()
+            await api.put(pool_body("qwen", version=2, selector=""))
+            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
+            assert watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 1
+
+    async def test_a_watch_that_ends_in_time_goes_on_where_it_was(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen", selector=""))
+        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, patience=patience) as watched:
+            await until(lambda: len(api.watches) >= 2)
+            await api.put(pool_body("qwen", version=2, selector=""))
+            await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
+            assert len(api.lists) == 1
+            assert watched.sample("dualmap_kube_lists_total", resource=POOLS) == 1
+
+    async def test_bookmarks_carry_a_watch_past_what_is_forgotten(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen", selector=""))
+        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, patience=patience) as watched:
+            await until(lambda: api.open_watches == 1)
+            await api.bookmark()
+            await until(lambda: api.watched_from[-1] == api.version)
+            assert (len(api.lists), len(watched.told)) == (1, 1)
+
+
+class TestAges:
+    async def test_the_age_of_the_news_is_shown(self, api: KubeApi) -> None:
+        await api.put(pool_body("qwen"))
+        async with watching(api) as watched:
+            await pods_are_watched(api)
+            await api.stop()
+            await until(lambda: watched.sample("dualmap_kube_watch_age_seconds", resource=POOLS) > 0.2)
+            await until(lambda: watched.sample("dualmap_kube_watch_age_seconds", resource=PODS) > 0.2)
+            await api.start()
+            await until(lambda: watched.sample("dualmap_kube_watch_age_seconds", resource=POOLS) < 0.2)
