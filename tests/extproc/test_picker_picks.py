@@ -1,0 +1,258 @@
+"""What the picker picks: bodies to destinations, models to pools, sessions by name, and what it refuses."""
+
+import json
+
+import pytest
+
+from dualmap.pool import Session
+from dualmap.router import PoolRouter
+from dualmap_edge import logs
+from dualmap_extproc.body import may_go_on
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.picker import Picked
+from extproc.desks import Desk
+from extproc.envoy_messages import chat, logging_as_it_was, pool
+
+
+def test_a_pick_names_destination_cluster_id_and_receipt():
+    desk = Desk()
+
+    picked = desk.pick()
+
+    (routed,) = desk.observer.events
+    decision = routed[2]
+    assert routed[:2] == ("routed", "llm/qwen")
+    assert picked == Picked(
+        destination=decision.destination,
+        cluster="llm/qwen",
+        request_id="r1-0",
+        receipt=decision.receipt.header(),
+    )
+
+
+def test_ids_are_never_given_twice():
+    desk = Desk()
+
+    assert len({desk.pick().request_id for _ in range(50)}) == 50
+
+
+def test_names_and_aliases_of_all_pools_lead_to_their_pool():
+    desk = Desk(pool("a", model="big", aliases=["b1", "b2"]), pool("c", model="small"))
+
+    clusters = [desk.pick(chat(model=name)).cluster for name in ("big", "b1", "b2", "small")]
+
+    assert clusters == ["llm/a", "llm/a", "llm/a", "llm/c"]
+    assert desk.refused(chat(model="llm/a")) == 404
+
+
+def test_an_alias_shares_the_models_prefixes():
+    desk = Desk(pool(aliases=["alias"]))
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text))
+
+    assert "matched=0" not in (desk.pick(chat(text, model="alias")).receipt or "")
+
+
+def test_nothing_matches_across_cache_salts():
+    desk = Desk()
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text, cache_salt="one"))
+
+    assert "matched=0" in (desk.pick(chat(text, cache_salt="two")).receipt or "")
+    assert "matched=0" not in (desk.pick(chat(text, cache_salt="one")).receipt or "")
+
+
+def test_nothing_matches_across_lora_adapters():
+    desk = Desk()
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text, lora_path="one"))
+
+    assert "matched=0" in (desk.pick(chat(text, lora_path="two")).receipt or "")
+    assert "matched=0" not in (desk.pick(chat(text, lora_path="one")).receipt or "")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_pools_router_learns_whether_the_first_token_will_be_seen(monkeypatch, streamed):
+    asked = []
+    real = PoolRouter.on_request
+    monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: asked.append(each) or real(self, now, each))
+
+    Desk().pick(chat(stream=streamed))
+
+    assert [each.streamed for each in asked] == [streamed]
+
+
+BODIES = [
+    json.dumps({"model": "m", "n": [1, -2.5e-10, True, False, None, {"b": 'é\n\u2603\ud83d\ude00"\\'}], "": {}}),
+    json.dumps({"prompt": "ünï😀", "nested": [[[]]], "x": 0}, ensure_ascii=False, indent=1),
+    '\r\n\t {"model" : "m" }',
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_beginning_of_a_body_may_go_on_and_the_whole_may_not(body):
+    whole = body.encode()
+
+    assert [cut for cut in range(len(whole)) if not may_go_on(whole[:cut])] == []
+    assert not may_go_on(whole)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"n",
+        b"nope}",
+        b"[",
+        b'"',
+        b"1",
+        b'{"a": nope}',
+        b"{a",
+        b"{,",
+        b'{"a" 1',
+        b'{"a": 1} {',
+        b"\xff",
+        b"\xef\xbb\xbf{",
+    ],
+)
+def test_what_no_bytes_can_complete_may_not_go_on(body):
+    assert not may_go_on(body)
+
+
+def test_the_first_of_two_pools_that_name_one_model_keeps_it():
+    desk = Desk(pool("a", model="m"), pool("b", model="m", aliases=["other"]))
+
+    assert desk.pick(chat(model="m")).cluster == "llm/a"
+    assert desk.pick(chat(model="other")).cluster == "llm/b"
+
+
+def test_a_pool_that_changes_keeps_its_books_and_one_that_goes_loses_them():
+    desk = Desk(pool("a", model="a"), pool("b", model="b"))
+    kept, lost = desk.pick(chat(model="a")), desk.pick(chat(model="b"))
+    assert desk.in_flight == 2
+
+    desk.picker.set_pools(11.0, (pool("a", model="a", members=6),))
+
+    assert [each.id for each in desk.picker.pools] == ["llm/a"]
+    assert desk.in_flight == 1
+    assert desk.refused(chat(model="b")) == 404
+    desk.picker.finished(12.0, lost.request_id, None)
+    desk.picker.finished(12.0, kept.request_id, None)
+    assert desk.in_flight == 0
+
+
+def test_a_get_goes_to_the_first_pool_that_has_a_member():
+    desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
+
+    picked = desk.picker.pick_bodiless(None)
+
+    assert isinstance(picked, Picked)
+    assert (picked.cluster, picked.request_id, picked.receipt) == ("llm/full", "", None)
+    assert desk.observer.events == [("routed_bodiless", "llm/full")]
+
+
+def test_refusals_are_reported_with_their_pool_where_there_is_one():
+    desk = Desk(pool(members=0))
+
+    desk.refused(chat())
+    desk.refused(b"{}")
+    desk.refused(chat(model="zz"))
+
+    assert [(event[1].status, event[1].pool) for event in desk.observer.events] == [
+        (503, "llm/qwen"),
+        (400, ""),
+        (404, ""),
+    ]
+
+
+def test_the_reason_of_a_400_names_the_field():
+    refused = Desk().ask(b'{"model": 1}')
+
+    assert isinstance(refused, Refused)
+    assert refused.param == "model"
+
+
+def test_the_whole_receipt_goes_to_the_debug_log(capsys):
+    with logging_as_it_was():
+        logs.configure(level="info", log_format="json")
+        Desk().pick()
+        logs.configure(level="debug", log_format="json")
+        Desk().pick()
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "candidates" in line]
+    assert '"chosen"' in line
+    assert "hello" not in line
+
+
+def sessions(monkeypatch, desk: Desk, *asked) -> list[int | None]:
+    """Ask for each (body, headers); return the sessions that the pool's router was told of."""
+    seen = []
+    real = PoolRouter.on_request
+    monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: seen.append(each) or real(self, now, each))
+    for body, headers in asked:
+        desk.ask(body, headers=headers)
+    return [each.session for each in seen]
+
+
+def test_a_session_is_named_by_the_header_before_the_body(monkeypatch):
+    desk = Desk(pool(session=Session(header="X-My-Session")))
+    named = {"x-my-session": "one"}
+
+    by_header, both, by_body, other, none, empty = sessions(
+        monkeypatch,
+        desk,
+        (chat(), named),
+        (chat(session_id="two"), named),
+        (chat(session_id="one"), {}),
+        (chat(session_id="two"), {}),
+        (chat(), {}),
+        (chat(session_id="one"), {"x-my-session": ""}),
+    )
+
+    assert desk.picker.session_headers == {"x-my-session"}
+    assert by_header is not None
+    assert by_header == both == by_body == empty
+    assert other not in (by_header, None)
+    assert none is None
+
+
+def test_tenants_and_models_never_share_a_session(monkeypatch):
+    desk = Desk(pool("a", model="a"), pool("b", model="b"))
+    bodies = [chat(model="a"), chat(model="b"), chat(model="a", cache_salt="x"), chat(model="a", lora_path="y")]
+
+    found = sessions(monkeypatch, desk, *((body, {"x-session-id": "same"}) for body in bodies))
+
+    assert len(set(found)) == len(bodies)
+
+
+@pytest.mark.parametrize(("length", "known"), [(1024, True), (1025, False), (1_000_000, False)])
+@pytest.mark.parametrize("where", ["header", "body"])
+def test_an_endless_session_name_names_none(monkeypatch, length, known, where):
+    name = "s" * length
+    asked = (chat(), {"x-session-id": name}) if where == "header" else (chat(session_id=name), {})
+
+    assert [each is not None for each in sessions(monkeypatch, Desk(), asked)] == [known]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"[" * 100_000, "the body is not JSON: depth limit exceeded"),
+        (b'{"model": "m", "tools": ' + b"[" * 2000 + b"]" * 2000 + b"}", "the body is not JSON: depth limit exceeded"),
+        # What the parser still takes, but is too deep to be spelt again.
+        (b'{"model": "m", "tools": ' + b"[" * 1000 + b"]" * 1000 + b"}", "the body is nested too deeply"),
+    ],
+    ids=["unclosed", "parser", "spelling"],
+)
+def test_a_body_that_is_nested_too_deeply_is_a_bad_request(body, why):
+    refused = Desk().ask(body)
+
+    assert isinstance(refused, Refused)
+    assert refused.status == 400
+    assert refused.message.startswith(why)
+
+
+def test_an_endless_model_name_is_not_sent_back_whole():
+    refused = Desk().ask(chat(model="m" * 1_000_000))
+
+    assert isinstance(refused, Refused)
+    assert (refused.status, len(refused.message) < 300) == (404, True)
