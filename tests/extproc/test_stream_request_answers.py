@@ -1,0 +1,244 @@
+"""Requests on a stream, mode by mode: which messages are answered, and which answer carries the pick."""
+
+import pytest
+
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from extproc.envoy_messages import (
+    BUFFERED,
+    DUPLEX,
+    NO_WAIT,
+    STREAMED,
+    Conversation,
+    chat,
+    destination,
+    headers_set,
+    kinds,
+    metadata_of,
+    pool,
+    refused_with,
+    request_bodies,
+    request_body,
+    request_headers,
+    request_trailers,
+)
+from extproc.stream_requests import every_mode, sent_back
+
+
+def test_no_wait_answers_nothing_before_the_body_ends_then_the_pick_rides_on_the_headers():
+    talk = Conversation()
+    chunks = [chat()[:10], chat()[10:], b""]
+
+    silent = talk.send(request_headers(NO_WAIT), *request_bodies(chunks)[:2])
+    answers = talk.send(request_bodies(chunks)[2])
+
+    assert silent == []
+    assert kinds(answers) == ["request_headers", "request_body", "request_body", "request_body"]
+    assert destination(answers[0])
+    for plain in answers[1:]:
+        assert plain == wire.ProcessingResponse(request_body=wire.BodyResponse())
+    assert not talk.stream.ended
+
+
+def test_buffered_answers_the_headers_at_once_and_the_pick_rides_on_the_body():
+    talk = Conversation()
+
+    first = talk.send(request_headers(BUFFERED))
+    second = talk.send(request_body(chat()))
+
+    assert kinds(first) == ["request_headers"]
+    assert destination(first[0]) is None
+    assert kinds(second) == ["request_body"]
+    assert destination(second[0])
+
+
+def test_buffered_with_trailers_has_its_whole_body_in_one_message_that_does_not_end_the_stream():
+    talk = Conversation()
+
+    talk.send(request_headers(BUFFERED))
+    body = talk.send(request_body(chat(), end=False))
+    trailers = talk.send(request_trailers())
+
+    assert destination(body[0])
+    assert kinds(trailers) == ["request_trailers"]
+
+
+@pytest.mark.parametrize("config", [STREAMED, None], ids=["streamed", "unsaid"])
+def test_waiting_senders_get_an_answer_to_each_message_and_the_pick_on_the_last(config):
+    talk = Conversation()
+
+    answers = talk.send(request_headers(config), *request_bodies([chat()[:5], chat()[5:9], chat()[9:]]))
+
+    assert kinds(answers) == ["request_headers", "request_body", "request_body", "request_body"]
+    assert [destination(answer) is not None for answer in answers] == [False, False, False, True]
+
+
+def test_duplex_answers_nothing_before_the_decision_then_sends_the_body_back_in_small_pieces():
+    talk = Conversation(limits=Limits(chunk_bytes=10))
+    body = chat("x" * 50)
+
+    silent = talk.send(request_headers(DUPLEX), request_body(body[:30], end=False))
+    answers = talk.send(request_body(body[30:]))
+
+    assert silent == []
+    assert kinds(answers)[0] == "request_headers"
+    assert destination(answers[0])
+    pieces = sent_back(answers[1:])
+    assert b"".join(piece for piece, _ in pieces) == body
+    assert max(len(piece) for piece, _ in pieces) == 10
+    assert [end for _, end in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_duplex_pieces_are_at_most_62000_bytes_by_default():
+    talk = Conversation()
+
+    answers = talk.send(request_headers(DUPLEX), request_body(chat("x" * 200_000)))
+
+    assert [len(piece) for piece, _ in sent_back(answers[1:])][:-1] == [62_000] * 3
+
+
+def test_duplex_with_trailers_ends_the_stream_by_the_trailers_alone():
+    talk = Conversation(limits=Limits(chunk_bytes=16))
+
+    silent = talk.send(request_headers(DUPLEX), *request_bodies([chat()[:9], chat()[9:]], end=False))
+    answers = talk.send(request_trailers())
+
+    assert silent == []
+    assert kinds(answers)[-1] == "request_trailers"
+    assert destination(answers[0])
+    assert b"".join(piece for piece, _ in sent_back(answers[1:-1])) == chat()
+    assert not any(end for _, end in sent_back(answers[1:-1]))
+
+
+def test_duplex_ignores_body_messages_after_the_end():
+    talk = Conversation()
+    talk.send(request_headers(DUPLEX), request_body(chat()))
+
+    assert talk.send(request_body(b"again", end=False), request_body(b"again")) == []
+    assert talk.observer.names() == ["routed"]
+
+
+def test_duplex_answers_trailers_that_come_after_the_end():
+    talk = Conversation()
+    talk.send(request_headers(DUPLEX), request_body(chat()))
+
+    assert kinds(talk.send(request_trailers())) == ["request_trailers"]
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, BUFFERED, STREAMED, None])
+def test_late_body_messages_are_answered_where_envoy_counts_answers(config):
+    talk = Conversation()
+    talk.send(request_headers(config), request_body(chat()))
+
+    assert kinds(talk.send(request_body(b"again"))) == ["request_body"]
+    assert talk.observer.names() == ["routed"]
+
+
+def test_no_wait_with_trailers_answers_headers_bodies_and_trailers():
+    talk = Conversation()
+
+    answers = talk.send(request_headers(NO_WAIT), request_body(chat(), end=False), request_trailers())
+
+    assert kinds(answers) == ["request_headers", "request_body", "request_trailers"]
+    assert destination(answers[0])
+
+
+@every_mode
+def test_a_body_split_at_every_byte_picks_as_the_whole_one_does(config):
+    body = chat("ünïcode \\u00e9")
+    whole = Conversation()
+    expected = whole.send(request_headers(config), request_body(body))
+    for cut in range(1, len(body)):
+        talk = Conversation()
+        split = [body] if config is BUFFERED else [body[:cut], body[cut:]]
+
+        answers = talk.send(request_headers(config), *request_bodies(split))
+
+        assert [destination(each) for each in answers if destination(each)] == [
+            destination(each) for each in expected if destination(each)
+        ]
+        if config is DUPLEX:
+            assert b"".join(piece for piece, _ in sent_back(answers[1:])) == body
+
+
+@every_mode
+def test_a_body_byte_by_byte(config):
+    talk = Conversation()
+    chunks = [chat()] if config is BUFFERED else [bytes([byte]) for byte in chat()]
+
+    answers = talk.send(request_headers(config), *request_bodies(chunks))
+
+    assert sum(destination(answer) is not None for answer in answers) == 1
+
+
+@every_mode
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "OPTIONS"])
+def test_bodiless_requests_go_to_any_member_at_once(config, method):
+    talk = Conversation()
+
+    answers = talk.send(request_headers(config, method=method, end=True))
+
+    assert kinds(answers) == ["request_headers"]
+    assert destination(answers[0]).startswith("10.0.0.")
+    assert "dualmap" not in metadata_of(answers[0])
+    assert talk.in_flight == 0
+
+
+@every_mode
+def test_a_get_whose_end_comes_as_an_empty_body_goes_to_any_member(config):
+    talk = Conversation()
+
+    answers = talk.send(request_headers(config, method="GET"), request_body(b""))
+
+    assert sum(destination(answer) is not None for answer in answers) == 1
+    if config is DUPLEX:
+        assert sent_back(answers[1:]) == [(b"", True)]
+
+
+def test_gets_take_turns_over_the_members():
+    talk = Conversation()
+    firsts = set()
+    for _ in range(8):
+        talk.again()
+        firsts.add(destination(talk.send(request_headers(NO_WAIT, method="GET", end=True))[0]).split(",")[0])
+
+    assert len(firsts) == 4
+
+
+def test_a_gateway_that_never_sends_bodies_gets_any_member():
+    config = wire.ProtocolConfiguration(request_body_mode=wire.NONE, response_body_mode=wire.STREAMED)
+
+    assert destination(Conversation().send(request_headers(config))[0])
+
+
+def test_retries_are_off_for_a_request_with_trailers_in_the_streamed_modes():
+    """Envoy 1.40 sends such a body twice where the route has a retry policy."""
+    for config in (DUPLEX, NO_WAIT):
+        answers = Conversation().send(request_headers(config), request_body(chat(), end=False), request_trailers())
+        assert headers_set(answers[0])["x-dualmap-no-retry"] == "1"
+    buffered = Conversation().send(request_headers(BUFFERED), request_body(chat(), end=False), request_trailers())
+    plain = Conversation().send(request_headers(NO_WAIT), request_body(chat()))
+    assert "x-dualmap-no-retry" not in headers_set(buffered[1])
+    assert "x-dualmap-no-retry" not in headers_set(plain[0])
+
+
+@pytest.mark.parametrize("config", [STREAMED, None])
+def test_trailers_that_cannot_name_a_cluster_are_refused_where_there_are_several(config):
+    """Trailers' answers set no request headers, and without one Envoy takes the first pool's cluster."""
+    several = Conversation(pool("a", model="a"), pool("b", model="m"))
+    several.send(request_headers(config), request_body(chat(), end=False))
+    one = Conversation()
+    one.send(request_headers(config), request_body(chat(), end=False))
+
+    assert refused_with(several.send(request_trailers())) == 400
+    assert several.observer.names() == ["refused"]
+    assert several.in_flight == 0
+    assert "envoy.lb" in metadata_of(one.send(request_trailers())[0])
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, DUPLEX])
+def test_trailers_are_no_matter_where_the_headers_wait_for_the_pick(config):
+    talk = Conversation(pool("a", model="a"), pool("b", model="m"))
+    answers = talk.send(request_headers(config), request_body(chat(), end=False), request_trailers())
+
+    assert headers_set(answers[0])["x-dualmap-cluster"] == "llm/b"

@@ -1,0 +1,218 @@
+"""Headers and metadata of requests on a stream: allowed endpoints, what is stripped and set, names of sessions."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dualmap.pool import Member, Session
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+from extproc.envoy_messages import (
+    BUFFERED,
+    NO_WAIT,
+    Conversation,
+    chat,
+    destination,
+    headers_set,
+    metadata_of,
+    mutation_of,
+    pool,
+    refused_with,
+    request_body,
+    request_headers,
+    with_subset,
+)
+from extproc.stream_requests import every_mode
+
+
+@every_mode
+@pytest.mark.parametrize("on_body", [False, True])
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (["10.0.0.2:8000"], {"10.0.0.2:8000"}),
+        ("10.0.0.2:8000", {"10.0.0.2:8000"}),
+        ("10.0.0.1:8000, 10.0.0.2", {"10.0.0.1:8000", "10.0.0.2:8000"}),
+        (["10.0.0.3", " 10.0.0.1:8000"], {"10.0.0.3:8000", "10.0.0.1:8000"}),
+    ],
+)
+def test_the_subset_hint_restricts_the_pick_whichever_message_carries_it(config, on_body, subset, expected):
+    talk = Conversation()
+    headers, body = request_headers(config), request_body(chat())
+    with_subset(body if on_body else headers, subset)
+
+    answers = talk.send(headers, body)
+
+    (picked,) = [destination(answer) for answer in answers if destination(answer)]
+    assert set(picked.split(",")) == expected
+
+
+@every_mode
+@pytest.mark.parametrize(
+    ("subset", "expected"),
+    [
+        (["FD00::1"], {"[fd00::1]:8000", "[fd00::1]:9000"}),
+        ("[fd00:0:0::1]", {"[fd00::1]:8000", "[fd00::1]:9000"}),
+        ("[FD00::1]:8000", {"[fd00::1]:8000"}),
+        ("[fd00::0001]:9000, nonsense::, [, ]:1, [::, fd00::zz, 10.0.0.1", {"[fd00::1]:9000"}),
+        (["[fd00::1]:8001"], None),
+        (["fd00::zz", "[10.0.0.1]:80"], None),
+    ],
+)
+def test_ipv6_endpoints_of_the_subset_may_be_spelt_in_any_way(config, subset, expected):
+    ports = (8000, 9000)
+    members = tuple(Member(id=f"m{port}", address="fd00::1", port=port) for port in ports)
+    talk = Conversation(replace(pool(), members=members))
+
+    answers = talk.send(with_subset(request_headers(config), subset), request_body(chat()))
+
+    if expected is None:
+        assert refused_with(answers[-1:]) == 503
+    else:
+        (picked,) = [destination(answer) for answer in answers if destination(answer)]
+        assert set(picked.split(",")) == expected
+
+
+@every_mode
+@pytest.mark.parametrize("subset", ["", [], [""], ["10.9.9.9:1"], "10.0.0.2:8001", " , "])
+def test_a_subset_that_allows_nothing_is_503_for_posts_and_gets(config, subset):
+    talk = Conversation()
+    posted = talk.send(with_subset(request_headers(config), subset), request_body(chat()))
+    talk.again()
+    got = talk.send(with_subset(request_headers(config, method="GET", end=True), subset))
+
+    assert refused_with(posted[-1:]) == 503
+    assert refused_with(got) == 503
+
+
+@every_mode
+def test_client_headers_of_ours_are_stripped_and_never_read(config):
+    talk = Conversation()
+    spoofed = {
+        "X-Gateway-Destination-Endpoint": "6.6.6.6:1",
+        "x-gateway-destination-endpoint-subset": "10.0.0.1:8000",
+        "x-gateway-destination-endpoint-served": "10.0.0.1:8000",
+        "x-dualmap-cluster": "evil",
+        "x-dualmap-decision": "spoofed",
+        "x-harmless": "1",
+    }
+
+    answers = talk.send(request_headers(config, **spoofed), request_body(chat()))
+
+    (pick,) = [answer for answer in answers if destination(answer)]
+    assert {
+        "x-gateway-destination-endpoint-subset",
+        "x-gateway-destination-endpoint-served",
+        "x-dualmap-decision",
+    } <= set(mutation_of(pick).remove_headers)
+    assert "x-harmless" not in mutation_of(pick).remove_headers
+    # Set and removed in one answer would leave it to Envoy's order which of the two wins.
+    assert not set(headers_set(pick)) & set(mutation_of(pick).remove_headers)
+    assert headers_set(pick)["x-dualmap-cluster"] == "llm/qwen"
+    unspoofed = Conversation()
+    expected = unspoofed.send(request_headers(config), request_body(chat()))
+    assert [destination(pick)] == [destination(answer) for answer in expected if destination(answer)]
+
+
+def test_plain_header_answers_strip_too():
+    answers = Conversation().send(
+        request_headers(BUFFERED, x_dualmap_cluster="evil", x_gateway_destination_endpoint="a")
+    )
+
+    assert set(mutation_of(answers[0]).remove_headers) == {"x-dualmap-cluster", "x-gateway-destination-endpoint"}
+
+
+def test_the_pick_carries_our_id_for_the_access_log():
+    talk = Conversation()
+    answers = talk.send(request_headers(NO_WAIT), request_body(chat()))
+
+    decision = talk.observer.events[0][2]
+    assert metadata_of(answers[0])["dualmap"] == {"id": decision.request_id}
+    assert destination(answers[0]) == decision.destination
+
+
+def test_the_destination_is_two_members_in_order_of_choice():
+    talk = Conversation()
+    answers = talk.send(request_headers(NO_WAIT), request_body(chat()))
+
+    first, second = destination(answers[0]).split(",")
+    assert first != second
+    assert first == talk.observer.events[0][2].receipt.address
+
+
+def test_header_values_in_the_old_field_are_read():
+    message = wire.ProcessingRequest(protocol_config=NO_WAIT)
+    message.request_headers.end_of_stream = True
+    header = message.request_headers.headers.headers.add()
+    header.key, header.value = ":method", "POST"
+
+    assert refused_with(Conversation().send(message)) == 400
+
+
+def test_a_clients_wish_not_to_be_retried_is_stripped():
+    (pick, _) = Conversation().send(request_headers(NO_WAIT, x_dualmap_no_retry="1"), request_body(chat()))
+
+    assert "x-dualmap-no-retry" in mutation_of(pick).remove_headers
+
+
+@every_mode
+@pytest.mark.parametrize("where", ["headers", "body"])
+def test_more_allowed_endpoints_than_are_read_are_refused_in_plain_words(config, where):
+    talk = Conversation(limits=Limits(subset_bytes=1000))
+    subset = [f"10.0.{n}.1:8000" for n in range(100)]
+    headers, body = request_headers(config), request_body(chat())
+    with_subset(headers if where == "headers" else body, subset)
+
+    answers = talk.send(headers, body)
+
+    assert refused_with(answers[-1:]) == 400
+    assert json.loads(answers[-1].immediate_response.body)["error"]["code"] == "subset_too_large"
+    assert talk.observer.names() == ["refused"]
+
+
+def test_thousands_of_allowed_endpoints_are_read():
+    talk = Conversation()
+    subset = [f"10.{1 + n // 200}.{n % 200}.1:8000" for n in range(8000)]
+
+    answers = talk.send(with_subset(request_headers(NO_WAIT), ",".join([*subset, "10.0.0.3"])), request_body(chat()))
+
+    assert destination(answers[0]) == "10.0.0.3:8000"
+
+
+@every_mode
+def test_of_a_requests_headers_the_picker_gets_those_that_name_sessions(config, monkeypatch):
+    talk = Conversation(
+        pool("a", model="m", session=Session(header="X-Session")), pool("b", model="b", session=Session(header="x-b"))
+    )
+    asked = []
+    real = talk.picker.pick
+    monkeypatch.setattr(
+        talk.picker,
+        "pick",
+        lambda *args, headers, **rest: asked.append(headers) or real(*args, headers=headers, **rest),
+    )
+
+    headers = {"x_session": "s1", "X_B": "s2", "authorization": "secret", "x_session_id": "none of theirs"}
+    talk.send(request_headers(config, **headers), request_body(chat()))
+
+    assert asked == [{"x-session": "s1", "x-b": "s2"}]
+
+
+def test_of_a_header_that_comes_twice_the_first_counts_and_any_bytes_are_a_name(monkeypatch):
+    talk = Conversation()
+    asked = []
+    real = talk.picker.pick
+    monkeypatch.setattr(
+        talk.picker,
+        "pick",
+        lambda *args, headers, **rest: asked.append(headers) or real(*args, headers=headers, **rest),
+    )
+    message = request_headers(NO_WAIT)
+    for value in (b"\xff\xfe", b"second"):
+        message.request_headers.headers.headers.add(key="x-session-id", raw_value=value)
+
+    talk.send(message, request_body(chat()))
+
+    assert asked == [{"x-session-id": "\udcff\udcfe"}]
+    assert talk.observer.names() == ["routed"]
