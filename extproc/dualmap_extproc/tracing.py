@@ -31,7 +31,7 @@ SPAN: Final = "dualmap.route"
 # W3C Trace Context: which trace a request belongs to, and whether it is one of those that are recorded.
 TRACE_HEADERS: Final = frozenset({"traceparent", "tracestate"})
 
-# Spans that wait to be sent; beyond them the oldest are dropped. They go out in batches, after a second at the latest,
+# Spans that wait to be sent; beyond them none are made. They go out in batches, after a second at the latest,
 # and a batch that the collector has not taken after so many seconds is dropped.
 QUEUE_SPANS: Final = 2048
 _BATCH_SPANS: Final = 512
@@ -71,9 +71,10 @@ class Tracing:
             {"service.name": "dualmap-router", "service.instance.id": replica_id, "service.version": version}
         )
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._told = _Told(exporter, shown, queue_spans=QUEUE_SPANS)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                _Told(exporter, shown),
+                self._told,
                 max_queue_size=QUEUE_SPANS,
                 max_export_batch_size=_BATCH_SPANS,
                 schedule_delay_millis=_DELAY_MS,
@@ -94,7 +95,12 @@ class Tracing:
         return Begun(context=context, arrived_ns=time.time_ns() - int(age_s * 1e9), begun_s=time.monotonic() - age_s)
 
     def end(self, begun: Begun, outcome: Picked | Refused | None) -> None:
-        """Make the span of a decision: an instance, a refusal, or None where the client left while it was held."""
+        """Make the span of a decision: an instance, a refusal, or None where the client left while it was held.
+
+        There is none while as many wait as may.
+        """
+        if self._told.is_full():
+            return
         now_s = time.monotonic()
         attributes: dict[str, AttributeValue] = {}
         if begun.held_s is not None:
@@ -110,6 +116,8 @@ class Tracing:
         span = self._tracer.start_span(SPAN, context=begun.context, attributes=attributes, start_time=begun.arrived_ns)
         if failed:
             span.set_status(trace.StatusCode.ERROR)
+        if span.get_span_context().trace_flags.sampled:
+            self._told.came()
         span.end(begun.arrived_ns + int((now_s - begun.begun_s) * 1e9))
 
     def close(self) -> None:
@@ -190,15 +198,39 @@ class TracedPicker(Picker):
 
 
 class _Told(SpanExporter):
-    """Exports, and says in our log when that begins to fail and when it works again."""
+    """Exports, and says in our log when spans begin to be lost and when that is over.
 
-    def __init__(self, exporter: SpanExporter, shown: str) -> None:
+    They are lost where the collector does not take them, and where they come faster than it does: while ``queue_spans``
+    wait, no more are made. Those that came are counted by the event loop alone, those taken by the thread that exports.
+    """
+
+    def __init__(self, exporter: SpanExporter, shown: str, *, queue_spans: int) -> None:
         self._exporter = exporter
         self._shown = shown
+        self._queue_spans = queue_spans
         self._failing = False
+        self._behind = False
+        self._came = 0
+        self._taken = 0
+
+    def is_full(self) -> bool:
+        """Whether so many wait already that the next one is lost."""
+        full = self._came - self._taken >= self._queue_spans
+        if full and not self._behind:
+            self._behind = True
+            _log.warning("spans come faster than they are delivered, further ones are dropped", collector=self._shown)
+        return full
+
+    def came(self) -> None:
+        """Take note that one more waits."""
+        self._came += 1
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
+        self._taken += len(spans)
+        try:
+            result = self._exporter.export(spans)
+        except Exception:  # noqa: BLE001  # Whatever the library cannot send is lost, and it would say so to nobody.
+            result = SpanExportResult.FAILURE
         failing = result is not SpanExportResult.SUCCESS
         if failing and not self._failing:
             _log.warning(
@@ -207,6 +239,9 @@ class _Told(SpanExporter):
         elif self._failing and not failing:
             _log.info("spans are delivered again", collector=self._shown)
         self._failing = failing
+        if self._behind and self._came - self._taken < self._queue_spans // 2:
+            self._behind = False
+            _log.info("spans are delivered as fast as they come", collector=self._shown)
         return result
 
     def shutdown(self) -> None:

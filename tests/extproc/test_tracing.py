@@ -245,16 +245,31 @@ def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_it_may(monkeypa
     stuck.let.set()
 
 
-def test_spans_that_nobody_takes_are_dropped_beyond_a_bound(monkeypatch):
+def test_spans_that_nobody_takes_are_dropped_beyond_a_bound_and_that_is_said_once(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="dualmap_extproc")
     monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
     monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
     stuck = Stuck()
     tracing = Tracing(stuck, replica_id="r", version="1")
     tell(tracing, 100)
+    said = ["spans come faster than they are delivered, further ones are dropped"]
+    assert [record.message for record in caplog.records] == said
     stuck.let.set()
     tracing.close()
     # What was being exported, and what waited.
     assert 8 <= stuck.taken <= 4 + 8
+    assert [record.message for record in caplog.records] == [*said, "spans are delivered as fast as they come"]
+
+
+def test_what_the_exporter_cannot_send_is_said(caplog):
+    class Broken(Stuck):
+        def export(self, spans) -> SpanExportResult:
+            raise ValueError("planted")
+
+    tracing = Tracing(Broken(), replica_id="r", version="1")
+    tell(tracing, 1)
+    tracing.close()
+    assert [record.message for record in caplog.records] == ["spans cannot be delivered and are dropped until they can"]
 
 
 UNTOUCHED = """
