@@ -1,0 +1,197 @@
+"""The gRPC server with a real client: what health says, and how a drain ends what is open."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dualmap_extproc import server
+from dualmap_extproc.names import EXT_PROC_SERVICE
+from extproc import grpc_routers
+from extproc.envoy_messages import (
+    BUFFERED,
+    DUPLEX,
+    NO_WAIT,
+    chat,
+    destination,
+    kinds,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+)
+from extproc.grpc_routers import NOT_SERVING, SERVING, answers, crowded, held, running
+from waiting import until
+
+# The fixture, which pytest looks for by its name here.
+router = grpc_routers.router
+
+
+async def test_health_names_liveness_and_readiness():
+    async with running(ready=False) as router:
+        before = [await router.health(name) for name in ("liveness", "readiness", "", EXT_PROC_SERVICE)]
+        await router.servers.ready()
+        after = [await router.health(name) for name in ("liveness", "readiness", "", EXT_PROC_SERVICE)]
+
+        assert before == [SERVING, NOT_SERVING, NOT_SERVING, NOT_SERVING]
+        assert after == [SERVING] * 4
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.health("something else")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        on_grpc_port = await health_pb2_grpc.HealthStub(router.channel).Check(health_pb2.HealthCheckRequest())
+        assert on_grpc_port.status == SERVING
+
+
+async def test_the_health_port_serves_health_only(router):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.health}") as channel:
+        call = router.stream(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_half_read_request_still_gets_its_pick_while_readiness_is_gone(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()[:9], end=False))
+    watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == SERVING
+
+    drain = asyncio.create_task(router.servers.drain(20.0))
+    assert (await watch.read()).status == NOT_SERVING
+    assert await router.health("readiness") == NOT_SERVING
+    assert await router.health("liveness") == SERVING
+    await call.write(request_body(chat()[9:]))
+    assert destination((await answers(call, 3))[0])
+    await call.write(response_headers())
+    await call.write(response_body(end=True))
+    await answers(call, 2)
+
+    assert await call.code() is grpc.StatusCode.OK
+    await asyncio.wait_for(drain, 10.0)
+
+
+async def test_for_the_notice_health_says_no_while_new_streams_are_still_served(router, monkeypatch):
+    """Whoever polls health must have seen it turn before anything is refused."""
+    assert server.NOTICE_S >= 0.5
+    monkeypatch.setattr(server, "NOTICE_S", 600.0)
+    watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+    assert (await watch.read()).status == SERVING
+
+    drain = asyncio.create_task(router.servers.drain(1200.0))
+    assert (await watch.read()).status == NOT_SERVING
+    for _ in range(20):
+        # On connections of their own: an open one might outlive the port.
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.grpc}") as channel:
+            assert (
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            ).status == NOT_SERVING
+            call = router.stream(channel)
+            await call.write(request_headers(NO_WAIT))
+            await call.write(request_body(chat()))
+            assert destination((await answers(call, 2))[0])
+            call.cancel()
+    assert not drain.done()
+    drain.cancel()
+
+
+async def refusal(port: int) -> None:
+    """Ask for health on new connections until one is refused."""
+    while True:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            except grpc.aio.AioRpcError as error:
+                # A call that arrives as the port closes is cancelled; later ones find nobody.
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    return
+
+
+async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_on(router, monkeypatch):
+    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    call = router.stream()
+    await call.write(request_headers(DUPLEX))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+
+    drain = asyncio.create_task(router.servers.drain(20.0))
+    await refusal(router.ports.grpc)
+    assert not drain.done()
+    await call.write(response_headers())
+    assert kinds(await answers(call, 1)) == ["response_headers"]
+    await call.done_writing()
+    await asyncio.wait_for(drain, 10.0)
+
+
+async def test_an_idle_router_does_not_wait_for_watchers(router):
+    watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
+    await watch.read()
+
+    # Far below the timeout given: nothing but the notice is waited for.
+    await asyncio.wait_for(router.servers.drain(600.0), 30.0)
+
+
+async def test_a_stream_that_does_not_end_is_cut_at_the_timeout(router):
+    call = router.stream()
+    await call.write(request_headers(DUPLEX))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+
+    await asyncio.wait_for(router.servers.drain(0.6), 30.0)
+    await router.processor.idle()
+
+    assert router.in_flight == 0
+
+
+async def test_drains_that_end_with_their_time_while_streams_are_cut(monkeypatch):
+    """Two overlapping stops of a grpc.aio server take the process down if the first one's grace runs out."""
+    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    for _ in range(20):
+        async with running() as router:
+            call = router.stream()
+            await call.write(request_headers(DUPLEX))
+            await asyncio.gather(router.servers.drain(0.0), router.servers.close())
+            await router.processor.idle()
+            assert router.in_flight == 0
+
+
+async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
+    async with running() as router:
+        calls = [router.stream() for _ in range(8)]
+        for call in calls:
+            await call.write(request_headers(DUPLEX))
+        await until(lambda: router.processor.open_requests == len(calls))
+        drain = asyncio.create_task(router.servers.drain(30.0))
+        await asyncio.gather(*(call.done_writing() for call in calls))
+        codes = [await call.code() for call in calls]
+        await asyncio.wait_for(drain, 30.0)
+        return codes
+
+
+async def test_a_call_that_ends_as_the_drain_does_is_told_its_end(monkeypatch):
+    """Envoy takes a call that is cancelled for a failed one, and breaks off the response it belongs to."""
+    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    for _ in range(20):
+        assert set(await codes_of_calls_that_end_with_the_drain()) == {grpc.StatusCode.OK}
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
+async def test_held_requests_get_their_pick_when_the_router_is_stopped(config):
+    async with crowded() as (router, busy):
+        calls = [await held(router, config, already=number) for number in range(3)]
+
+        drain = asyncio.create_task(router.servers.drain(60.0))
+        read = [await answers(call, 2) for call in calls]
+
+        assert all(any(destination(each) for each in two) for two in read)
+        assert router.held == 0
+        assert not drain.done()
+        for call in (*calls, busy):
+            await call.write(response_headers())
+            await call.write(response_body(end=True))
+            await call.done_writing()
+        await asyncio.wait_for(drain, 30.0)
+        assert router.in_flight == 0

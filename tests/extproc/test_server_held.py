@@ -1,0 +1,176 @@
+"""The gRPC server with a real client: requests that are held, and the deadlines that are kept for them."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from dualmap_extproc import server
+from dualmap_extproc.server import keep_deadlines
+from extproc.envoy_messages import (
+    BUFFERED,
+    DUPLEX,
+    NO_WAIT,
+    chat,
+    crowded_pool,
+    destination,
+    kinds,
+    refused_with,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+)
+from extproc.grpc_routers import answers, crowded, held, running
+from waiting import until
+
+
+@pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
+async def test_held_requests_are_answered_one_after_the_other(config):
+    async with crowded() as (router, busy):
+        calls = [await held(router, config, already=number) for number in range(3)]
+        for call in calls:
+            assert router.held == 3 - calls.index(call)
+            await busy.write(response_headers())
+            await busy.write(response_body())
+            read = await answers(call, 2)
+            assert [destination(each) for each in read].count("10.0.0.0:8000") == 1
+            busy = call
+        assert router.held == 0
+        assert router.in_flight == 4
+
+
+async def test_a_refusal_reaches_who_has_waited_too_long():
+    async with crowded(max_wait_s=0.2) as (router, _):
+        task = asyncio.create_task(keep_deadlines(router.picker))
+        call = await held(router)
+
+        assert refused_with(await answers(call, 1)) == 429
+        assert router.held == 0
+        # As Envoy does once it has answered the client.
+        call.cancel()
+        task.cancel()
+
+
+async def test_a_held_request_goes_when_the_prefill_before_it_should_have_ended():
+    """Nobody tells: the window opens by time alone, and the deadlines' keeper sees to it."""
+    async with running() as router:
+        router.picker.set_pools(0.0, (crowded_pool(),))
+        task = asyncio.create_task(keep_deadlines(router.picker))
+        busy = router.stream()
+        await busy.write(request_headers(NO_WAIT))
+        # Not streamed, so that its prefill is not seen to end, and of three seconds, so that the next request meets it
+        # on a busy machine too.
+        await busy.write(request_body(chat("some " * 240)))
+        await answers(busy, 2)
+        call = await held(router)
+
+        assert destination((await answers(call, 2))[0])
+        call.cancel()
+        busy.cancel()
+        task.cancel()
+
+
+async def test_held_requests_whose_clients_go_give_up_their_places():
+    async with crowded() as (router, busy):
+        calls = [await held(router, already=number) for number in range(4)]
+        calls[0].cancel()
+        await calls[1].done_writing()
+        assert await calls[1].read() is grpc.aio.EOF
+        await until(lambda: router.held == 2)
+        await busy.write(response_headers())
+        await busy.write(response_body())
+        assert destination((await answers(calls[2], 2))[0])
+        calls[2].cancel()
+        calls[3].cancel()
+        busy.cancel()
+        await router.processor.idle()
+        assert router.held == 0
+
+
+async def test_a_body_that_came_while_held_is_answered_after_the_pick():
+    async with crowded() as (router, busy):
+        call = await held(router)
+        await call.write(request_body(b""))
+        await busy.write(response_headers())
+        await busy.write(response_body())
+
+        assert destination(await call.read())
+        await call.write(request_body(b""))
+        assert kinds(await answers(call, 3)) == ["request_body"] * 3
+
+
+class Clockwork:
+    """Stands for a picker of which only the deadlines matter; the first is far off."""
+
+    def __init__(self) -> None:
+        self.deadline_s: float | None = asyncio.get_running_loop().time() + 3600.0
+        self.asked = asyncio.Event()
+        self.kept = asyncio.Event()
+        self.times_kept = 0
+        self.goes_away = True
+        self.holding = False
+        self.wake = lambda: None
+
+    def on_first_held(self, wake) -> None:
+        self.wake = wake
+
+    def next_deadline(self) -> float | None:
+        self.asked.set()
+        return self.deadline_s
+
+    def on_deadline(self, now: float) -> None:
+        assert self.deadline_s is not None
+        assert now >= self.deadline_s
+        if self.goes_away:
+            self.deadline_s = None
+        self.times_kept += 1
+        self.kept.set()
+
+
+async def test_deadlines_are_kept():
+    clockwork = Clockwork()
+    clockwork.deadline_s = 0.0
+
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    task.cancel()
+
+
+async def test_a_deadline_is_waited_for_and_a_first_held_request_noticed_at_once(monkeypatch):
+    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    clockwork = Clockwork()
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    await clockwork.asked.wait()
+
+    clockwork.deadline_s = asyncio.get_running_loop().time() + 0.1
+    clockwork.wake()
+    await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    task.cancel()
+
+
+async def test_while_requests_are_held_deadlines_that_appear_are_noticed_by_themselves(monkeypatch):
+    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    clockwork = Clockwork()
+    clockwork.holding = True
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    for _ in range(3):
+        await clockwork.asked.wait()
+        clockwork.kept.clear()
+        clockwork.deadline_s = 0.0
+        await asyncio.wait_for(clockwork.kept.wait(), 10.0)
+    task.cancel()
+
+
+async def test_a_deadline_that_does_not_go_away_does_not_keep_the_loop_busy(monkeypatch):
+    monkeypatch.setattr(server, "_DEADLINE_PAUSE_S", 3600.0)
+    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    clockwork = Clockwork()
+    clockwork.deadline_s, clockwork.goes_away = 0.0, False
+    task = asyncio.create_task(keep_deadlines(clockwork))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+    assert clockwork.times_kept == 1
+    task.cancel()

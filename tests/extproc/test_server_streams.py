@@ -1,0 +1,184 @@
+"""The gRPC server with a real client: streams from their headers to their ends, however they end, and its ports."""
+
+import asyncio
+import random
+
+import grpc
+import grpc.aio
+import pytest
+
+from dualmap_edge.ports import AddressError
+from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.server import GrpcServers
+from dualmap_extproc.settings import Limits
+from extproc import grpc_routers
+from extproc.envoy_messages import (
+    BUFFERED,
+    DUPLEX,
+    NO_WAIT,
+    chat,
+    destination,
+    kinds,
+    pool,
+    refused_with,
+    request_body,
+    request_headers,
+    response_body,
+    response_headers,
+)
+from extproc.grpc_routers import answers, running
+
+# The fixture, which pytest looks for by its name here.
+router = grpc_routers.router
+
+
+async def test_a_request_from_its_headers_to_the_first_chunk(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()))
+    pick, body = await answers(call, 2)
+    await call.write(response_headers())
+    (headers,) = await answers(call, 1)
+    await call.write(response_body())
+    (chunk,) = await answers(call, 1)
+
+    assert destination(pick)
+    assert kinds([body, headers, chunk]) == ["request_body", "response_headers", "response_body"]
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert router.observer.names() == ["routed", "decided", "first_token"]
+    assert router.observer.events[1][1] > 0
+
+
+async def test_more_streams_at_once_than_grpc_takes_by_itself_are_all_ours(router):
+    calls = [router.stream() for _ in range(2000)]
+    for call in calls:
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(chat()))
+    for call in calls:
+        (pick, _) = await answers(call, 2)
+        assert destination(pick)
+        call.cancel()
+
+
+@pytest.mark.parametrize(("size", "status"), [(12_000_000, None), (17_000_000, 413), (40_000_000, 413)])
+async def test_large_bodies_in_one_message_are_for_us_to_judge_not_for_grpc(router, size, status):
+    call = router.stream()
+    await call.write(request_headers(BUFFERED))
+    await call.write(request_body(chat("x" * size)))
+    (_, answer) = await answers(call, 2)
+
+    assert destination(answer) if status is None else refused_with([answer]) == status
+
+
+async def test_a_cancelled_stream_leaves_nothing(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+    assert router.in_flight == 1
+
+    call.cancel()
+    await router.processor.idle()
+
+    assert router.in_flight == 0
+    assert router.observer.names()[-1] == "aborted"
+
+
+async def test_a_stream_that_is_half_closed_ends_cleanly(router):
+    call = router.stream()
+    await call.write(request_headers(DUPLEX))
+    await call.write(request_body(chat()))
+    await answers(call, 2)
+    await call.done_writing()
+
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+    assert router.in_flight == 0
+
+
+async def test_what_is_no_protobuf_ends_its_stream_alone(router, caplog):
+    method = router.channel.stream_stream(f"/{EXT_PROC_SERVICE}/{EXT_PROC_METHOD}")
+    call = method()
+    await call.write(request_headers(NO_WAIT).SerializeToString())
+    await call.write(b"\xff\xff\xff")
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Unexpected" not in caplog.text
+    await test_a_request_from_its_headers_to_the_first_chunk(router)
+
+
+async def test_a_whole_body_without_its_end_is_picked_for_after_silence(router):
+    call = router.stream()
+    await call.write(request_headers(NO_WAIT, content_length=str(len(chat()))))
+    await call.write(request_body(chat(), end=False))
+    pick, _ = await answers(call, 2)
+    await call.write(request_body(b""))
+    (late,) = await answers(call, 1)
+
+    assert destination(pick)
+    assert kinds([late]) == ["request_body"]
+
+
+async def test_what_cannot_become_a_request_is_refused_after_a_pause():
+    async with running(limits=Limits(pause_s=0.2)) as router:
+        call = router.stream()
+        await call.write(request_headers(NO_WAIT))
+        # So that the headers' deadline passes when the body has moved it back.
+        await asyncio.sleep(0.05)
+        await call.write(request_body(b"[1,", end=False))
+        assert refused_with(await answers(call, 1)) == 400
+
+
+async def test_a_stalled_body_is_refused_in_the_end():
+    waits = pool().routing.queue.max_wait_s
+    async with running(limits=Limits(pause_s=0.1, stalled_s=0.3 - waits)) as router:
+        call = router.stream()
+        await call.write(request_headers(NO_WAIT))
+        await call.write(request_body(b'{"model"', end=False))
+        assert refused_with(await answers(call, 1)) == 400
+
+
+async def test_streams_cut_at_any_moment_leave_nothing(router, caplog):
+    chance = random.Random(1)
+    messages = [request_headers(NO_WAIT), request_body(chat()), response_headers(), response_body(end=True)]
+
+    async def one() -> None:
+        call = router.stream()
+        for message in messages[: chance.randrange(5)]:
+            await call.write(message)
+            if chance.random() < 0.5:
+                await asyncio.sleep(0)
+        call.cancel()
+
+    for _ in range(10):
+        await asyncio.gather(*(one() for _ in range(30)))
+    await router.processor.idle()
+
+    assert router.in_flight == 0
+    assert "Unexpected" not in caplog.text
+
+
+async def test_hundreds_of_open_streams_are_all_answered(router):
+    calls = [router.stream() for _ in range(300)]
+    for call in calls:
+        await call.write(request_headers(NO_WAIT))
+    for call in calls:
+        await call.write(request_body(chat()))
+    picks = [(await answers(call, 2))[0] for call in calls]
+
+    assert all(destination(pick) for pick in picks)
+    assert router.in_flight == 300
+    for call in calls:
+        call.cancel()
+    await router.processor.idle()
+
+
+async def test_a_port_in_use_is_an_error_that_names_it(router):
+    other = GrpcServers(router.processor, services=(), access_log=(), limits=Limits())
+
+    with pytest.raises(AddressError, match=f"127.0.0.1:{router.ports.grpc}"):
+        await other.start("127.0.0.1", grpc_port=router.ports.grpc, health_port=0, als_port=0, credentials=None)
