@@ -42,15 +42,16 @@ def render(
     apis: Sequence[str] = (),
     kube_version: str = KUBE_VERSION,
     release: str = RELEASE,
+    namespace: str = NAMESPACE,
 ) -> Sequence[Object]:
     """Return every object of the chart with these values, hooks included, on a cluster that serves ``apis``."""
     # A copy, which the test may change.
-    return copy.deepcopy(_objects(json.dumps(values or {}), tuple(apis), kube_version, release))
+    return copy.deepcopy(_objects(json.dumps(values or {}), tuple(apis), kube_version, release, namespace))
 
 
 def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version: str = KUBE_VERSION) -> str:
     """Return what helm says; the values must not be accepted."""
-    done = _run(CHART, json.dumps(values), tuple(apis), kube_version, RELEASE)
+    done = _run(CHART, json.dumps(values), tuple(apis), kube_version)
     assert done.returncode != 0
     return done.stderr
 
@@ -66,9 +67,7 @@ def notes(values: Mapping[str, Any] | None = None, *, apis: Sequence[str] = ()) 
         (chart / "templates" / "notes.yaml").write_text(
             f'{{{{- define "notes" }}}}{text}{{{{ end }}}}\nkind: Notes\ntext: {{{{ include "notes" . | quote }}}}\n'
         )
-        done = _run(
-            chart, json.dumps(values or {}), tuple(apis), KUBE_VERSION, RELEASE, "--show-only=templates/notes.yaml"
-        )
+        done = _run(chart, json.dumps(values or {}), tuple(apis), KUBE_VERSION, "--show-only=templates/notes.yaml")
     assert done.returncode == 0, done.stderr
     return str(yaml.safe_load(done.stdout)["text"])
 
@@ -85,15 +84,21 @@ def named(objects: Sequence[Object], kind: str) -> list[str]:
 
 
 @cache
-def _objects(values: str, apis: tuple[str, ...], kube_version: str, release: str) -> Sequence[Object]:
-    done = _run(CHART, values, apis, kube_version, release)
+def _objects(values: str, apis: tuple[str, ...], kube_version: str, release: str, namespace: str) -> Sequence[Object]:
+    done = _run(CHART, values, apis, kube_version, release=release, namespace=namespace)
     assert done.returncode == 0, done.stderr
     return [each for each in yaml.load_all(done.stdout, Loader=_LOADER) if each is not None]
 
 
 def _run(
-    chart: Path, values: str, apis: tuple[str, ...], kube_version: str, release: str, *more: str
+    chart: Path,
+    values: str,
+    apis: tuple[str, ...],
+    kube_version: str,
+    *more: str,
+    release: str = RELEASE,
+    namespace: str = NAMESPACE,
 ) -> "subprocess.CompletedProcess[str]":
-    arguments = ["template", release, chart, "--namespace", NAMESPACE, "--kube-version", kube_version, "--values", "-"]
+    arguments = ["template", release, chart, "--namespace", namespace, "--kube-version", kube_version, "--values", "-"]
     served = [f"--api-versions={api}" for api in apis]
     return subprocess.run([helm(), *arguments, *served, *more], input=values, capture_output=True, text=True)

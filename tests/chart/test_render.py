@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 
-from chart.cases import APIS, CASES
+from chart.cases import APIS, CASES, GATEWAYS, SECRET_TLS
 from chart.objects import complaints, containers, pods, ports, selected
 from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render
 from dualmap_extproc.envoy.command import envoy_config
@@ -255,6 +255,36 @@ def test_names_are_short_enough_for_what_kubernetes_adds(release: str) -> None:
         if each["kind"] == "StatefulSet":
             assert len(each["metadata"]["name"]) + 11 <= 63
         assert len(each["metadata"]["name"]) <= 63
+
+
+@pytest.mark.parametrize("word", ["123", "true", "0x10"])
+def test_names_that_yaml_has_another_meaning_for_stay_names(word: str) -> None:
+    """A namespace may well be called by a team's number."""
+    placed = {"priorityClassName": word, "topologySpread": {"topologyKeys": [word]}}
+    pool = {"pool": word, "namespace": word, "maxReplicas": 2}
+    keys = {"existingSecret": word, "passwordKey": word, "usernameKey": word, "caSecret": word, "caKey": word}
+    values = {
+        "fullnameOverride": "true",
+        "image": {"pullSecrets": [word]},
+        "watchNamespace": word,
+        "operator": placed,
+        "router": {**placed, "tls": {**SECRET_TLS, "secretName": word, "gatewaySecretName": word}},
+        "gateway": {"bundled": placed},
+        "redis": {"mode": "external", "external": {"url": "rediss://redis.cache:6380/0", **keys}},
+        "monitoring": CASES["monitoring"]["monitoring"],
+        "autoscaling": {"hpa": [pool], "keda": [{**pool, "pool": f"{word}0", "authentication": word}]},
+        "test": {"model": "a: b", "url": "https://x: y"},
+    }
+    gaie = {
+        "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": word}]}},
+        "networkPolicy": {"gatewayFrom": GATEWAYS},
+    }
+    for given in (values, gaie):
+        for each in render(given, apis=APIS, release=word if "fullnameOverride" in given else "a", namespace=word):
+            assert isinstance(each["metadata"]["name"], str)
+            assert each["kind"] in CLUSTER_WIDE or each["metadata"]["namespace"] == word
+            if each["kind"] not in ELSEWHERE:
+                assert complaints(each, KUBE_VERSION) == [], f"{each['kind']} {each['metadata']['name']}"
 
 
 def test_names_follow_the_release() -> None:

@@ -56,6 +56,15 @@ def test_the_schema_is_closed_and_describes_every_value() -> None:
             assert each["description"].endswith("."), path
 
 
+def test_no_value_can_be_taken_away() -> None:
+    """helm takes a null for "without it": a template would fail, or go without what the value stands for."""
+    may_be_left_out = {"values": {"global"}, "values.podSecurity": {"runAsUser"}}
+    for path, each in levels(SCHEMA):
+        if "properties" in each and "[]" not in path:
+            wanted = set(each["properties"]) - may_be_left_out.get(path, set())
+            assert set(each.get("required", ())) == wanted, path
+
+
 def test_what_is_generated_from_the_chart_is_up_to_date() -> None:
     """The README's table, the chart's CRD, manifests/install*.yaml."""
     helm()
@@ -78,6 +87,15 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    "path", ["router", "router.tls", "router.replicas", "redis.mode", "image.registry", "networkPolicy.enabled"]
+)
+def test_a_null_is_refused_with_the_name_of_what_is_missing(path: str) -> None:
+    message = refused(nested(path, None))
+    assert "values don't meet the specifications of the schema" in message
+    assert path.rpartition(".")[2] in message
+
+
+@pytest.mark.parametrize(
     ("path", "value", "said"),
     [
         ("routers", {}, "routers"),
@@ -91,6 +109,10 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("gateway.bundled.service.port", 70000, "gateway.bundled.service.port"),
         ("gateway.gaie.pools", [{"name": "Not A Name"}], "gateway.gaie.pools.0.name"),
         ("image.digest", "sha256:12", "image.digest"),
+        ("image.registry", "https://registry.example.com", "image.registry"),
+        ("gateway.bundled.image.repository", "envoy proxy/Envoy", "gateway.bundled.image.repository"),
+        ("redis.external.passwordKey", "a: b", "redis.external.passwordKey"),
+        ("router.topologySpread.topologyKeys", ["a: b"], "router.topologySpread.topologyKeys.0"),
         ("fullnameOverride", "a.b", "fullnameOverride"),
         ("fullnameOverride", "1st", "fullnameOverride"),
         ("redis.external.url", "redis.cache:6379", "redis.external.url"),

@@ -14,7 +14,7 @@ the routers' pods carry <name>-router-<10 characters> as controller-revision-has
 {{- define "dualmap.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: dualmap
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/instance: {{ $root.Release.Name | toYaml }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
@@ -49,7 +49,7 @@ app.kubernetes.io/part-of: dualmap
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-- name: {{ . }}
+- name: {{ . | toYaml }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -83,7 +83,7 @@ securityContext:
 {{- with $component.topologySpread.topologyKeys }}
 topologySpreadConstraints:
 {{- range . }}
-- topologyKey: {{ . }}
+- topologyKey: {{ . | toYaml }}
   maxSkew: 1
   whenUnsatisfiable: {{ $component.topologySpread.whenUnsatisfiable }}
   # Each revision by itself, or a roll-out leaves its pods where the old ones made room.
@@ -106,7 +106,7 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $component.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | toYaml }}
 {{- end }}
 {{- end -}}
 
