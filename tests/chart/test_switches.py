@@ -307,6 +307,8 @@ def test_the_scripts_are_the_files() -> None:
         ({"crds": {"enabled": False}}, "NOTE: crds.enabled=false"),
         ({"watchNamespace": "chat"}, "kubectl apply --namespace chat -f pool.yaml"),
         (CASES["hpa"], "WARNING: autoscaling.hpa needs a metrics adapter"),
+        ({**CASES["keda"], **CASES["nobody measures"]}, "WARNING: KEDA may not reach the routers"),
+        ({**CASES["monitoring"], **CASES["nobody measures"]}, "WARNING: Prometheus may not reach the metrics"),
     ],
 )
 def test_the_notes_say_what_to_do_and_what_is_doubtful(values: Mapping[str, Any], said: str) -> None:
@@ -315,5 +317,7 @@ def test_the_notes_say_what_to_do_and_what_is_doubtful(values: Mapping[str, Any]
 
 def test_the_notes_do_not_warn_of_what_is_well() -> None:
     external = {"redis": {"mode": "external", "external": {"url": "rediss://redis.cache:6380/0"}}}
-    assert "WARNING" not in notes(external)
-    assert "NOTE" not in notes(external)
+    for values in (external, {**external, **CASES["monitoring"]}, {**external, **CASES["keda"]}):
+        said = notes(values, apis=APIS)
+        assert "WARNING" not in said
+        assert "NOTE" not in said

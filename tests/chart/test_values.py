@@ -193,6 +193,21 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
         ),
         (
             {
+                "watchNamespace": "llm",
+                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}},
+                "networkPolicy": {"gatewayFrom": GATEWAYS},
+            },
+            f"watchNamespace is llm; install the chart there, not in {NAMESPACE}",
+        ),
+        (
+            {
+                "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}, {"name": "qwen", "port": 80}]}},
+                "networkPolicy": {"gatewayFrom": GATEWAYS},
+            },
+            "gateway.gaie.pools: qwen stands there twice",
+        ),
+        (
+            {
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}], "istio": {"destinationRule": True}}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
@@ -206,6 +221,13 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
         (
             {"autoscaling": {"hpa": [{"pool": "a", "namespace": NAMESPACE, "maxReplicas": 2}], "keda": [UNPLACED]}},
             f"pool {NAMESPACE}/a stands under hpa and keda",
+        ),
+        *(
+            (
+                {"watchNamespace": "llm", "autoscaling": {form: [UNPLACED]}},
+                f"autoscaling.{form}: nobody looks after pool {NAMESPACE}/a, since watchNamespace is llm",
+            )
+            for form in ("hpa", "keda")
         ),
         ({"autoscaling": {"keda": [UNPLACED, UNPLACED]}}, f"pool {NAMESPACE}/a stands under keda twice"),
         (
