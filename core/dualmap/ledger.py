@@ -79,7 +79,7 @@ class Ledger:
         load.succeeded()
         # Nor does one that may have waited behind what another replica sent.
         if in_order and entry.streamed and entry.alone and not load.peers.backlog_s:
-            load.observe(entry, busy_s)
+            load.observe(now, entry, busy_s)
         return entry
 
     def leave(self, now: float, request_id: str) -> Entry | None:

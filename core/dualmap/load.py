@@ -44,6 +44,9 @@ class MemberLoad:
         reopening: "dict[MemberLoad, None]",
     ) -> None:
         self._model = PrefillModel(prior_tokens_per_second)
+        # The same of those prefills only that no other replica's came between, as far as these have said.
+        self._solo_model = PrefillModel(prior_tokens_per_second)
+        self._peers_busy_s = -inf
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
         self.in_flight = 0
@@ -86,8 +89,17 @@ class MemberLoad:
 
     @property
     def speed(self) -> Speed:
-        """The prefill speed as learnt so far."""
+        """The prefill speed as learnt so far: what a request may count on, beside what other replicas do not say."""
         return self._model.speed
+
+    @property
+    def solo_speed(self) -> Speed:
+        """The speed when other replicas leave the instance alone: what it can do, for all of them together.
+
+        News of others' prefills is late, so that ``speed`` counts some of their time for ours, the more the more
+        replicas there are.
+        """
+        return self._solo_model.speed
 
     @property
     def peers(self) -> SharedLoad:
@@ -101,14 +113,22 @@ class MemberLoad:
         self._sum_peers = sum_peers
         self._changed()
 
+    def peer_busy(self, said_s: float) -> None:
+        """Take note that another replica had prefills at the instance at ``said_s``."""
+        self._peers_busy_s = max(said_s, self._peers_busy_s)
+
     def set_prior(self, tokens_per_second: float) -> None:
         """Take another first guess of the prefill speed, and forget what was learnt."""
         self._model = PrefillModel(tokens_per_second)
+        self._solo_model = PrefillModel(tokens_per_second)
         self._changed()
 
-    def observe(self, entry: Entry, busy_s: float) -> None:
-        """Learn the prefill speed from a prefill that kept the instance busy for ``busy_s`` seconds."""
-        self._model.observe(new_tokens=entry.new_tokens, cached_tokens=entry.matched_tokens, service_s=busy_s)
+    def observe(self, now: float, entry: Entry, busy_s: float) -> None:
+        """Learn the prefill speed from a prefill that ended now and kept the instance busy for ``busy_s`` seconds."""
+        new_tokens, cached_tokens = entry.new_tokens, entry.matched_tokens
+        self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=busy_s)
+        if self._peers_busy_s < now - busy_s:
+            self._solo_model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=busy_s)
         self._changed()
 
     def hold(self, waiting: Waiting) -> None:

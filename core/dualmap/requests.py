@@ -101,8 +101,9 @@ class EndpointStatus:
     """One member as this router knows it: its own share of the load in tokens and requests, speed as learnt.
 
     ``held`` requests with ``held_prefill_tokens`` to compute wait in the router for this member;
-    ``pending_prefill_tokens`` are of those handed over. A ``suspended`` member failed several times in a row and is
-    left alone for a moment.
+    ``pending_prefill_tokens`` are of those handed over. ``prefill_tokens_per_second`` is what a request may count on,
+    ``solo_tokens_per_second`` what the instance can do where no other router's prefills come between. A ``suspended``
+    member failed several times in a row and is left alone for a moment.
     """
 
     id: str
@@ -116,6 +117,7 @@ class EndpointStatus:
     active_kv_tokens: int
     indexed_blocks: int
     prefill_tokens_per_second: float
+    solo_tokens_per_second: float
     suspended: bool
 
 

@@ -242,7 +242,8 @@ class Scaling:
         """Return how many instances the arrivals keep busy, and the backlog besides."""
         speed = self._pool.engine.prefill_tokens_per_second
         if serving:
-            speed = sum(each.prefill_tokens_per_second for each in serving) / len(serving)
+            # Of the instances alone: what other routers' prefills cost is in these routers' own wishes.
+            speed = sum(each.solo_tokens_per_second for each in serving) / len(serving)
         # By Little's law no more than this waits while everybody is served within the SLO.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
         late = max(0.0, backlog_tokens * arrivals.dearness - in_time)

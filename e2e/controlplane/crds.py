@@ -31,10 +31,26 @@ def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
 
 def remove(cluster: Cluster) -> None:
     """Take our definition away, and with it the pools that other tests have left, whose operators are gone."""
+    if _let_go(cluster, "--all-namespaces"):
+        cluster.kubectl("delete", "crd", NAME, "--timeout=60s")
+
+
+def remove_namespace(cluster: Cluster, namespace: str) -> None:
+    """Take a namespace away, its pools, whose operators are gone, and its pods; does not wait for their end.
+
+    What is left running costs every later test: a loop of shells, or engines that are probed each second.
+    """
+    cluster.kubectl("delete", "namespace", namespace, "--wait=false", check=False)
+    _let_go(cluster, "--namespace", namespace)
+    cluster.kubectl("delete", "pods", "--all", "--now", "--wait=false", "--namespace", namespace, check=False)
+
+
+def _let_go(cluster: Cluster, *where: str) -> bool:
+    """Have no pool there wait for an operator before it goes; returns whether the API server knows of pools at all."""
     if not cluster.kubectl("get", "crd", NAME, "--ignore-not-found", "-o", "name"):
-        return
-    for pool in json.loads(cluster.kubectl("get", NAME, "-A", "-o", "json"))["items"]:
-        place = ("-n", pool["metadata"]["namespace"])
+        return False
+    for pool in json.loads(cluster.kubectl("get", NAME, *where, "-o", "json"))["items"]:
+        place = ("--namespace", pool["metadata"]["namespace"])
         let_go = ("--type", "merge", "-p", '{"metadata": {"finalizers": null}}')
         cluster.kubectl("patch", f"{NAME}/{pool['metadata']['name']}", *place, *let_go, check=False)
-    cluster.kubectl("delete", "crd", NAME, "--timeout=60s")
+    return True

@@ -108,7 +108,7 @@ class Operator(Child):
 class Product:
     """Operators, routers with their Redis and (once ``open_gateway`` is called) Envoy.
 
-    A context: leaving it stops all it started.
+    A context: leaving it stops all it started, and takes its pools away.
     """
 
     def __init__(self, cluster: Cluster, directory: Path, *, routers: int = 2) -> None:
@@ -137,6 +137,7 @@ class Product:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+        await asyncio.to_thread(crds.remove_namespace, self.cluster, self.namespace)
 
     async def operator(
         self,

@@ -58,6 +58,11 @@ class Site:
         self._helm = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=self.namespace, directory=directory)
         self._audited = len(cluster.audit())
 
+    def leave(self) -> None:
+        """Take away what is left of the release, so that the next finds none, and the namespace."""
+        self._helm("uninstall", RELEASE, "--ignore-not-found", "--no-hooks")
+        crds.remove_namespace(self._cluster, self.namespace)
+
     async def install(self, values: Mapping[str, Any]) -> None:
         """Install the chart as it is, and wait until helm says that it runs."""
         await self.helm("install", RELEASE, CHART, "--values", self._helm.values("install", values), *_HELM_WAIT)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,11 @@ STREAMED_TOKENS = 600
 
 
 @pytest.fixture(scope="module", name="namespace")
-def _namespace(cluster: Cluster) -> str:
+def _namespace(cluster: Cluster) -> Iterator[str]:
     crds.install(cluster)
-    return cluster.namespace()
+    namespace = cluster.namespace()
+    yield namespace
+    crds.remove_namespace(cluster, namespace)
 
 
 def create(cluster: Cluster, namespace: str, name: str, template: Mapping[str, Any], **spec: Any) -> PoolSpec:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from controlplane import crds
 from controlplane.build import binaries_folder
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
 from controlplane.cluster import Cluster
-from controlplane.helm import binary, references
+from controlplane.helm import Helm, binary, references
 from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.site import CRD, pool_of_engines
+from controlplane.site import CRD, RELEASE, pool_of_engines
 from doc_commands import ROOT, commands
 from harness.waiting import until
 
@@ -54,6 +55,8 @@ WITHOUT_HELM = (
     " | kubectl apply --server-side -f -",
     "helm template dualmap helm/dualmap --namespace dualmap-system --set watchNamespace=chat --no-hooks > install.yaml",
 )
+# What the documents make, and other tests as well.
+NAMESPACES = ("dualmap-system", "llm")
 NOT_RUN = {
     "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80": "no kubelet here forwards ports",
     "kubectl port-forward --namespace dualmap-system dualmap-router-0 9090": "the same",
@@ -89,18 +92,37 @@ class Shell:
             assert done.returncode == 0, f"$ {typed}\n{done.stdout}{done.stderr}"
 
 
+@pytest.fixture(name="shell")
+def _shell(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Shell]:
+    """A user's shell on a cluster that knows nothing of DualMap, and knows nothing of it when the test is over."""
+    clear(cluster, tmp_path)
+    yield Shell(cluster, tmp_path)
+    clear(cluster, tmp_path)
+
+
+def clear(cluster: Cluster, folder: Path) -> None:
+    """Take away what the documents' commands and other tests have made under the documents' names."""
+    helm = binary(3, binaries_folder())
+    assert helm is not None
+    release = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=NAMESPACES[0], directory=folder)
+    release("uninstall", RELEASE, "--ignore-not-found", "--no-hooks")
+    crds.remove(cluster)
+    for namespace in NAMESPACES:
+        crds.remove_namespace(cluster, namespace)
+    for form in ("install-namespaced", "install"):
+        file = str(ROOT / "manifests" / f"{form}.yaml")
+        cluster.kubectl("delete", "--ignore-not-found", "--wait=false", "-f", file)
+    for namespace in NAMESPACES:
+        cluster.kubectl("wait", f"namespace/{namespace}", "--for=delete", "--timeout=55s")
+
+
 def test_every_command_of_the_documents_is_known_here() -> None:
     typed = {command.line for command in commands("kubectl", "helm", "sed")}
     assert typed == {*INSTALL, *POOLS, *REMOVE, LET_GO, REMOVE_DEFINITION, *WITHOUT_HELM, *NOT_RUN}
 
 
 @pytest.mark.timeout(900, func_only=True)
-async def test_the_documents_commands_do_what_they_say(
-    cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path
-) -> None:
-    shell = Shell(cluster, tmp_path)
-    # Other tests have left theirs, which belongs to no release.
-    await asyncio.to_thread(crds.remove, cluster)
+async def test_the_documents_commands_do_what_they_say(cluster: Cluster, shell: Shell) -> None:
     await shell.run(*INSTALL, *POOLS)
 
     async def scaled() -> bool:
@@ -115,5 +137,3 @@ async def test_the_documents_commands_do_what_they_say(
     await shell.run("kubectl wait --namespace llm --for=delete dmpool/qwen", REMOVE_DEFINITION)
 
     await shell.run("kubectl delete namespace dualmap-system", *WITHOUT_HELM[:2], INSTALL[-1], *WITHOUT_HELM[2:])
-    await shell.run("kubectl delete --ignore-not-found -f manifests/install-namespaced.yaml -f manifests/install.yaml")
-    await shell.run("kubectl delete namespace llm")

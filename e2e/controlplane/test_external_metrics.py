@@ -34,6 +34,7 @@ def test_an_hpa_follows_the_routers_wish_and_stays_when_it_is_lost(cluster: Clus
     namespace = cluster.namespace()
     make_pool(cluster, namespace, replicas=2)
     with ExitStack() as open_until_the_end:
+        open_until_the_end.callback(crds.remove_namespace, cluster, namespace)
         routers = [open_until_the_end.enter_context(Router.serving(f"{namespace}/qwen")) for _ in range(2)]
         asked = Asked(namespace, [router.server_port for router in routers])
         open_until_the_end.enter_context(external_metrics.serving(cluster, tmp_path, asked))

@@ -1,6 +1,7 @@
 """The chart's life by helm 3 and helm 4, on the real API server: its pods run from images, under `restricted`."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,14 @@ FORMS = [
 
 
 @pytest.fixture(name="site")
-def _site(request: pytest.FixtureRequest, cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Site:
+def _site(request: pytest.FixtureRequest, cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> Iterator[Site]:
     form: Form = request.getfixturevalue("form")
     helm = binary(form.helm, binaries_folder())
     if helm is None:
         pytest.skip(f"helm {form.helm} is not there: make e2e")
-    return Site(cluster, helm, tmp_path / "helm")
+    site = Site(cluster, helm, tmp_path / "helm")
+    yield site
+    site.leave()
 
 
 @pytest.mark.timeout(_TEST_S, func_only=True)

@@ -42,7 +42,9 @@ def _site(
     helm = binary(4, binaries_folder())
     assert helm is not None
     with keda.running(cluster, tmp_path_factory.mktemp("keda"), nameserver=NAMESERVER):
-        yield Site(cluster, helm, tmp_path / "helm")
+        site = Site(cluster, helm, tmp_path / "helm")
+        yield site
+        site.leave()
 
 
 @pytest.mark.timeout(900, func_only=True)

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.pods import FAKE_ANNOTATION
@@ -34,7 +35,9 @@ ENGINE = {
 async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team]:
     client = await cluster.client()
     try:
-        yield Team(cluster, client)
+        team = Team(cluster, client)
+        yield team
+        crds.remove_namespace(cluster, team.namespace)
     finally:
         await client.close()
 

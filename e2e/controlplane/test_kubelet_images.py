@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.network import interface_of
@@ -58,7 +59,7 @@ async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team
         team = Team(cluster, client)
         cluster.kubectl("label", "namespace", team.namespace, f"{ENFORCE}=restricted")
         yield team
-        cluster.kubectl("delete", "namespace", team.namespace, "--wait=false")
+        crds.remove_namespace(cluster, team.namespace)
     finally:
         await client.close()
 

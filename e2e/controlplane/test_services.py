@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
@@ -34,7 +35,9 @@ def _services(cluster: Cluster) -> Iterator[Services]:
 async def _team(cluster: Cluster, services: Services) -> AsyncIterator[Team]:
     client = await cluster.client()
     try:
-        yield Team(cluster, client)
+        team = Team(cluster, client)
+        yield team
+        crds.remove_namespace(cluster, team.namespace)
     finally:
         await client.close()
 

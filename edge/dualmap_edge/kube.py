@@ -28,6 +28,9 @@ _PAGE: Final = 250
 _LIST_TIMEOUT_S: Final = 30.0
 _GONE: Final = 410
 _UNAUTHORIZED: Final = 401
+# What an API server has to say, beside the status 404, where it serves no such kind: in no Status object, unlike of one
+# object that is not there.
+_NOT_SERVED: Final = b"404 page not found"
 # What an error says at most: a proxy's error page may be long.
 _MESSAGE_CHARACTERS: Final = 500
 
@@ -367,7 +370,8 @@ def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
         document = _document(text)
         message, reason = str(document.get("message", "")), str(document.get("reason", ""))
     except KubeError:
-        message = text.decode(errors="replace")
+        not_served = text.strip() == _NOT_SERVED
+        message = "no such kind is served; is its CRD installed?" if not_served else text.decode(errors="replace")
     wait = headers.get("Retry-After", "")
     return KubeError(
         status,

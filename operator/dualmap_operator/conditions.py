@@ -22,6 +22,7 @@ UNREADY_GRACE_S: Final = 300.0
 # A router takes over a ring within milliseconds: one that is behind just after a change is not worth two writes.
 SYNC_GRACE_S: Final = 5.0
 _NAMES_SHOWN: Final = 10
+_NAME_CHARACTERS: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +94,18 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
     if lost:
         names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for each in lost:
-            names_of[each.owner][repr(each.name)] = None
-        told = (f"requests for {named(names)} go to the older pool {owner}" for owner, names in names_of.items())
+            names_of[each.owner][_quoted(each.name)] = None
+        told = [f"requests for {named(names)} go to the older pool {owner}" for owner, names in names_of.items()]
         return _Finding(True, "ModelConflict", "; ".join((*told, *warnings)))
     if warnings:
         return _Finding(True, "AcceptedWithWarnings", "; ".join(warnings))
     return _Finding(True, "Accepted", "the spec is in use")
+
+
+def _quoted(name: str) -> str:
+    """Return a model name for a sentence: users may choose any, of up to 253 characters."""
+    quoted = repr(name)
+    return quoted if len(quoted) <= _NAME_CHARACTERS else f"{quoted[: _NAME_CHARACTERS - 3]}..."
 
 
 def _available(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:

@@ -37,6 +37,7 @@ from dualmap_operator.watches import Watches
 _PASSES: Final = 16
 _KOPF_EXIT_S: Final = 7.0
 _CANCEL_S: Final = 2.0
+_NOT_FOUND: Final = 404
 
 
 def run(settings: Settings) -> int:
@@ -182,7 +183,7 @@ class _Control:
             for task in done:
                 task.result()
         except Exception as error:
-            raise ControlError(f"a part of the operator ended: {error!r}") from error
+            raise ended(error) from error
         finally:
             self._running = False
             for task in tasks:
@@ -253,6 +254,18 @@ class _Control:
         )
         sink = Applier(self._api, self._recorder, live=self._watches.child, now=time.time)
         return Keeper(key, uid, source=source, sink=sink, tools=self._tools)
+
+
+def ended(error: Exception) -> ControlError:
+    """Return in words that a part of the operator ended by ``error``."""
+    # kopf alone ends by what the API server answers, and pools are all that it lists and watches. Its errors have no
+    # public name, but the HTTP status.
+    if getattr(error, "status", None) == _NOT_FOUND:
+        return ControlError(
+            "InferencePools are not served any more; has their CRD been deleted? When it is started again, the "
+            "operator waits for the CRD"
+        )
+    return ControlError(f"a part of the operator ended: {error!r}")
 
 
 def _stop_signalled(stop: asyncio.Event) -> None:

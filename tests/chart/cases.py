@@ -26,6 +26,8 @@ PLACED = {
     "priorityClassName": "high",
     "podAnnotations": {"a": "b"},
 }
+# Of the bundled Redis, which is one pod.
+PLACED_ALONE = {key: PLACED[key] for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName")}
 ISSUER = {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
 SECRET_TLS = {"mode": "secret", "mutual": True, "secretName": "routers", "gatewaySecretName": "envoys"}
 HEADERS = {
@@ -46,7 +48,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "run by another user": {"podSecurity": {"runAsUser": 1000650000}},
     "crds kept elsewhere": {"crds": {"enabled": False}},
     "crds that go": {"crds": {"keep": False}},
-    "placed": {"operator": PLACED, "router": PLACED, "gateway": {"bundled": PLACED}},
+    "placed": {
+        "operator": PLACED,
+        "router": PLACED,
+        "gateway": {"bundled": PLACED},
+        "redis": {"bundled": PLACED_ALONE},
+    },
     "nowhere in particular": {"router": {"topologySpread": {"topologyKeys": []}}},
     "one of each": {"operator": {"replicas": 1}, "router": {"replicas": 1}, "gateway": {"bundled": {"replicas": 1}}},
     "tls from a secret": {"router": {"tls": {"mode": "secret", "secretName": "routers"}}},

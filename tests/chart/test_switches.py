@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cryptography import x509
 
-from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, POOLS
+from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS
 from chart.objects import pods
 from chart.rendering import CHART, ROOT, Object, named, notes, only, render
 
@@ -160,6 +160,26 @@ class TestRedis:
         objects = render(CASES["no redis"])
         assert not [arg for arg in container(objects, "router", "router")["args"] if "redis" in arg]
         assert not [each["metadata"]["name"] for each in objects if "redis" in each["metadata"]["name"]]
+
+
+class TestPlacement:
+    @pytest.mark.parametrize("component", ["operator", "router", "gateway", "redis"])
+    def test_every_component_runs_where_it_is_told_to(self, component: str) -> None:
+        template = workload(render(CASES["placed"]), component)["spec"]["template"]
+        assert PLACED_ALONE.items() <= template["spec"].items()
+        if component != "redis":
+            (spread,) = template["spec"]["topologySpreadConstraints"]
+            assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == (
+                "topology.kubernetes.io/zone",
+                "DoNotSchedule",
+            )
+            assert template["metadata"]["annotations"].items() >= PLACED["podAnnotations"].items()
+
+    def test_the_test_runs_where_routers_may(self) -> None:
+        spec = only(render(CASES["placed"]), "Pod", "dualmap-test")["spec"]
+        assert {key: spec[key] for key in ("nodeSelector", "tolerations", "affinity")} == {
+            key: PLACED[key] for key in ("nodeSelector", "tolerations", "affinity")
+        }
 
 
 def test_an_envoy_that_hangs_goes_at_once_and_each_says_which_it_is() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from kopf._cogs.clients.errors import APINotFoundError
 
 from dualmap_operator import wiring
 from dualmap_operator.leader import LeadershipLostError
@@ -56,3 +57,10 @@ async def test_nothing_is_written_any_more_once_the_lease_is_lost(
 
     assert written == [[]]
     assert "the lease was not renewed" in capsys.readouterr().err
+
+
+def test_an_end_for_want_of_the_crd_says_so_and_any_other_what_it_was() -> None:
+    gone = APINotFoundError("404 page not found", status=404, headers={})
+
+    assert str(wiring.ended(gone)).startswith("InferencePools are not served any more; has their CRD been deleted?")
+    assert str(wiring.ended(ValueError("odd"))) == "a part of the operator ended: ValueError('odd')"

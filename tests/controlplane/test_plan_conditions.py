@@ -238,6 +238,11 @@ class TestModelConflict:
             f"requests for 'small' go to the older pool other/first; {warned.message}"
         )
 
+    def test_the_longest_names_of_as_many_pools_as_there_may_be_fit_into_a_status(self) -> None:
+        lost = tuple(LostClaim(pool="llm/qwen", name="\x00" * 253, owner=f"{n:063}/{n:050}") for n in range(65))
+        said = condition(plan(selector_spec(), replace(self.SEEN, lost_claims=lost), NOW_S), "Accepted")
+        assert len(said.message) < 32_768 / 2, "what the CRD takes, and room for warnings"
+
     def test_a_spec_that_cannot_be_used_is_the_graver_matter(self) -> None:
         made = plan_refused(replace(self.SEEN, lost_claims=self.LOST), 7, "spec.slo.ttft: 'soon'", NOW_S)
         assert condition(made, "Accepted").reason == "InvalidSpec"

@@ -156,6 +156,15 @@ async def test_a_refusal_says_status_and_words(
     assert str(error) == f"{status} {message}"
 
 
+async def test_a_kind_that_is_not_served_is_told_in_plain_words(server: Server, client: KubeClient) -> None:
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(status=404, text="404 page not found\n")
+
+    server.handler = answer
+    with pytest.raises(KubeError, match=r"^404 no such kind is served; is its CRD installed\?$"):
+        await client.request("GET", PODS)
+
+
 @pytest.mark.parametrize(("header", "wait_s"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", None)])
 async def test_how_long_to_wait_is_handed_on(
     server: Server, client: KubeClient, header: str, wait_s: float | None

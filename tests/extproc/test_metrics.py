@@ -67,6 +67,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
             active_kv_tokens=5000,
             indexed_blocks=40,
             prefill_tokens_per_second=6500.499999999999,
+            solo_tokens_per_second=6600.0,
             suspended=state is MemberState.DRAINING,
         )
         for n, state in enumerate(states)

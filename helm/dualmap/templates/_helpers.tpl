@@ -75,12 +75,12 @@ securityContext:
     drop: [ALL]
 {{- end -}}
 
-{{/* Where pods may run: (list $ "router" .Values.router). */}}
+{{/* Where pods may run: (list $ "router" .Values.router), or of another component with some of the router's values. */}}
 {{- define "dualmap.placement" -}}
 {{- $name := index . 1 -}}
 {{- $component := index . 2 -}}
 {{- $selector := include "dualmap.selector" . -}}
-{{- with $component.topologySpread.topologyKeys }}
+{{- with ($component.topologySpread | default dict).topologyKeys }}
 topologySpreadConstraints:
 {{- range . }}
 - topologyKey: {{ . | toYaml }}
