@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 from cryptography import x509
 
 from chart.cases import APIS, CASES, GAIE, GATEWAYS, HEADERS, PLACED, PLACED_ALONE, POOLS
-from chart.objects import pods
+from chart.objects import pods, ports
 from chart.rendering import CHART, ROOT, Object, named, notes, only, render
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -85,6 +86,12 @@ def test_without_the_bundled_envoy_only_who_is_named_reaches_the_routers() -> No
     nobody = render({"gateway": {"mode": "none"}, "networkPolicy": {"kedaFrom": [], "metricsFrom": []}})
     assert set(reached(nobody, "router")) == {("metrics", "operator")}
     assert set(reached(nobody, "operator")) == set()
+
+
+def test_the_security_page_lists_every_port() -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
+    listed = {int(port) for row in rows for port in row.split(", ")}
+    assert listed == {port for _, _, spec in pods(render()) for port in ports(spec).values()}
 
 
 class TestTls:
