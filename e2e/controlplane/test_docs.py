@@ -53,7 +53,8 @@ WITHOUT_HELM = (
     " | kubectl apply --server-side -f -",
     "sed 's|ghcr.io/dualmap/dualmap:0.1.0|REGISTRY/NAME:TAG|' manifests/install-namespaced.yaml"
     " | kubectl apply --server-side -f -",
-    "helm template dualmap helm/dualmap --namespace dualmap-system --set watchNamespace=chat --no-hooks > install.yaml",
+    "helm template dualmap helm/dualmap --namespace dualmap-system --no-hooks"
+    " --set crds.enabled=false,watchNamespace=chat > install.yaml",
 )
 # What the documents make, and other tests as well.
 NAMESPACES = ("dualmap-system", "llm")
