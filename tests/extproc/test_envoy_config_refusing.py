@@ -1,0 +1,93 @@
+"""What no bootstrap of Envoy is generated from: addresses, choices and settings that Envoy could not run with."""
+
+from pathlib import Path
+
+import pytest
+
+from dualmap_extproc.envoy.settings import Address, Discover, EnvoySettings, EnvoySettingsError
+from dualmap_extproc.pools.file import load_pool_files
+from extproc.envoy_configs import pool_file, run
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--listen", "8080"),
+        ("--listen", "example.com:80"),
+        ("--listen", "127.0.0.1:65536"),
+        ("--listen", "127.0.0.1:-1"),
+        ("--listen", "::1:80"),
+        ("--listen", ""),
+        ("--admin", "127.0.0.1:http"),
+        ("--router", "127.0.0.1:0"),
+        ("--router", "127.0.0.1:9002,"),
+        ("--router", ":9002"),
+        ("--router", "http://127.0.0.1:9002"),
+        ("--router", "[127.0.0.1]:9002"),
+        ("--als", "a b:1"),
+        ("--als", "127.0.0.1:\u0661"),
+    ],
+)
+def test_a_bad_address_names_flag_value_and_what_is_accepted(tmp_path: Path, flag: str, value: str) -> None:
+    result = run("--pool", pool_file(tmp_path), flag, value)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert flag in result.stderr
+    assert "is not accepted; give" in result.stderr
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--mode", "grpc"), ("--tls", "self-signed")])
+def test_a_bad_choice_is_bad_usage(tmp_path: Path, flag: str, value: str) -> None:
+    result = run("--pool", pool_file(tmp_path), flag, value)
+    assert result.exit_code == 2
+    assert flag in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("--status", "127.0.0.1:9901"), "status"),
+        (("--status", "0.0.0.0:8080"), "status"),
+        (("--status", "0.0.0.0:1", "--admin", "127.0.0.1:0"), "admin"),
+        (("--status", "envoy:1"), "--status"),
+    ],
+)
+def test_a_status_address_that_cannot_serve_is_refused(tmp_path: Path, arguments: tuple[str, ...], field: str) -> None:
+    result = run("--pool", pool_file(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert f"{field}: " in result.stderr
+
+
+def test_one_address_for_clients_and_administration_is_refused(tmp_path: Path) -> None:
+    result = run("--pool", pool_file(tmp_path), "--listen", "127.0.0.1:1", "--admin", "127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "admin" in result.stderr
+
+
+def test_a_refused_pool_file_is_bad_input(tmp_path: Path) -> None:
+    result = run("--pool", tmp_path / "missing.yaml")
+    assert result.exit_code == 2
+    assert "missing.yaml" in result.stderr
+    assert run().exit_code == 2
+
+
+def test_settings_refuse_what_envoy_could_not_run_with(tmp_path: Path) -> None:
+    somewhere = Address(host="127.0.0.1", port=1)
+    pools = load_pool_files([pool_file(tmp_path)])
+    with pytest.raises(EnvoySettingsError, match="pools"):
+        EnvoySettings(pools=(), routers=(somewhere,), access_logs=(), listen=somewhere, admin=somewhere)
+    with pytest.raises(EnvoySettingsError, match="pools"):
+        EnvoySettings(
+            pools=pools, discover=Discover(), routers=(somewhere,), access_logs=(), listen=somewhere, admin=somewhere
+        )
+    with pytest.raises(EnvoySettingsError, match="static_endpoints"):
+        EnvoySettings(
+            discover=Discover(),
+            static_endpoints=True,
+            routers=(somewhere,),
+            access_logs=(),
+            listen=somewhere,
+            admin=somewhere,
+        )
+    with pytest.raises(EnvoySettingsError, match="routers"):
+        EnvoySettings(pools=pools, routers=(), access_logs=(), listen=somewhere, admin=somewhere)
