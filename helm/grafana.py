@@ -1,7 +1,7 @@
 """Writes the Grafana dashboard of the chart, ``helm/dualmap/files/dashboard.json``: ``python helm/grafana.py``.
 
 Grafana's JSON is too long to be read or kept by hand; what a panel asks is said here in a line each.
-``tests/chart/test_grafana.py`` keeps the file equal to this and its queries to what is exported.
+``tests/packaging/test_grafana.py`` keeps the file equal to this and its queries to what is exported.
 """
 
 import json
@@ -83,7 +83,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             title="Requests by endpoint",
             about="How the traffic spreads.",
             unit="reqps",
-            queries={"{{endpoint}}": f"sum by (endpoint) ({_rate('dualmap_requests_total')})"},
+            queries={"{{pool}} {{endpoint}}": f"sum by (pool, endpoint) ({_rate('dualmap_requests_total')})"},
         ),
         Panel(
             title="Decisions by rule",
@@ -118,7 +118,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             title="Blocks believed to be cached",
             about="Falls to 0 when an endpoint loses its cache.",
             unit="short",
-            queries={"{{endpoint}}": f"max by (endpoint) ({_of('dualmap_endpoint_indexed_blocks')})"},
+            queries={"{{pool}} {{endpoint}}": f"max by (pool, endpoint) ({_of('dualmap_endpoint_indexed_blocks')})"},
         ),
         Panel(
             title="Hot prefixes",
@@ -130,9 +130,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Load": (
         Panel(
             title="Pending prefill tokens",
-            about="Uncached prompt tokens that each endpoint has still to compute.",
+            about="Uncached prompt tokens that each endpoint has still to compute, of all routers together.",
             unit="short",
-            queries={"{{endpoint}}": f"max by (endpoint) ({_of('dualmap_endpoint_pending_prefill_tokens')})"},
+            queries={
+                "{{pool}} {{endpoint}}": f"sum by (pool, endpoint) ({_of('dualmap_endpoint_pending_prefill_tokens')})"
+            },
         ),
         Panel(
             title="In flight and held",

@@ -1,0 +1,89 @@
+"""The chart's Grafana dashboard: its queries are such as Prometheus takes, and ask for what there is."""
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import find_promtool
+
+ROOT = Path(__file__).parents[2]
+MADE = ROOT / "helm" / "grafana.py"
+PANELS = json.loads((ROOT / "helm" / "dualmap" / "files" / "dashboard.json").read_text())["panels"]
+QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
+# Type and labels by name, as docs/metrics.md has them, which other tests hold to what is exported.
+EXPORTED = {
+    name: (kind, set(re.findall(r"`(\w+)`", labels)))
+    for name, kind, labels in re.findall(
+        r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE
+    )
+}
+RECORDED = json.loads((ROOT / "tests" / "chart" / "recorded" / "series.json").read_text())["series"]
+# What Prometheus adds to every series that the chart has it scrape.
+SCRAPED = {"namespace", "pod"}
+# Of these each router knows its own share.
+SHARES = (
+    "dualmap_endpoint_pending_prefill_tokens",
+    "dualmap_endpoint_in_flight_requests",
+    "dualmap_endpoint_held_requests",
+    "dualmap_endpoint_held_prefill_tokens",
+    "dualmap_endpoint_active_kv_tokens",
+    "dualmap_pool_held_requests",
+    "dualmap_pool_desired_replicas",
+)
+
+
+def asked(query: str) -> set[str]:
+    return {name.removesuffix("_bucket") for name in re.findall(r"(?:dualmap|envoy)_\w+", query)}
+
+
+def test_the_file_is_what_the_panels_make() -> None:
+    spec = importlib.util.spec_from_file_location(MADE.stem, MADE)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.FILE.read_text() == made.text(), "run: python helm/grafana.py"
+
+
+def test_every_query_asks_for_what_is_exported() -> None:
+    assert len(QUERIES) > 20
+    exported = EXPORTED.keys() | {series.partition("{")[0] for series in RECORDED if series.startswith("envoy_")}
+    assert set().union(*map(asked, QUERIES)) - exported == set()
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_labels_are_those_that_the_metric_has(query: str) -> None:
+    names = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+    names |= set(re.findall(r"(\w+)=~?\"", query))
+    for metric in asked(query) & EXPORTED.keys():
+        kind, labels = EXPORTED[metric]
+        assert names <= labels | SCRAPED | ({"le"} if kind == "histogram" else set()), metric
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_what_each_router_has_a_share_of_is_added_up(query: str) -> None:
+    if asked(query) & set(SHARES):
+        assert "sum" in query
+        assert "max" not in query
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_endpoints_of_two_pools_may_have_one_name(query: str) -> None:
+    assert "by (endpoint)" not in query
+
+
+def test_prometheus_takes_every_query(tmp_path: Path) -> None:
+    promtool = find_promtool()
+    if promtool is None:
+        pytest.skip("promtool is not there: e2e/debian.sh gets it, as does apt-get install prometheus")
+    written = [query.replace("$__rate_interval", "5m").replace("$pool", ".*") for query in QUERIES]
+    assert not [query for query in written if "$" in query]
+    rules = [{"record": f"panel:{number}", "expr": query} for number, query in enumerate(written)]
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    checked = subprocess.run([promtool, "check", "rules", file], capture_output=True, text=True, timeout=100)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
