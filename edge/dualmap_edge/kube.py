@@ -33,6 +33,8 @@ _UNAUTHORIZED: Final = 401
 _NOT_SERVED: Final = b"404 page not found"
 # What an error says at most: a proxy's error page may be long.
 _MESSAGE_CHARACTERS: Final = 500
+# A TLS connection that was given up before it stood closes itself, in so much time of its loop's.
+_GIVEN_UP_CLOSES_WITHIN_S: Final = 0.2
 
 
 class KubeError(Exception):
@@ -195,6 +197,7 @@ class _Library:
         self._configuration = configuration
         self._rest = rest
         self._kubeconfig = kubeconfig
+        self._gave_up = False
 
     @classmethod
     async def load(cls, kubeconfig: Path | None) -> Self:
@@ -242,6 +245,8 @@ class _Library:
 
     async def close(self) -> None:
         await self._rest.close()
+        if self._gave_up:
+            await asyncio.sleep(_GIVEN_UP_CLOSES_WITHIN_S)
 
     async def _send(
         self, method: str, url: str, body: object, content_type: str, timeout: aiohttp.ClientTimeout
@@ -250,7 +255,11 @@ class _Library:
         token = await self._token()
         if token is not None:
             headers["Authorization"] = token
-        answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+        try:
+            answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+        except (asyncio.CancelledError, TimeoutError):
+            self._gave_up = True
+            raise
         response: aiohttp.ClientResponse = answer.response
         return response
 

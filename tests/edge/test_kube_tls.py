@@ -1,0 +1,64 @@
+"""The client for the Kubernetes API by TLS: what it leaves of connections that were given up."""
+
+import asyncio
+import base64
+import gc
+import json
+import ssl
+import warnings
+from pathlib import Path
+
+from aiohttp import web
+
+from certificates import Authority, write_pair
+from dualmap_edge.kube import KubeClient
+
+REQUESTS = 8
+# From the first turns of a loop to handshakes that are over, on a quiet machine and on a busy one.
+PAUSES_S = [step * 0.002 for step in range(20)]
+
+
+async def test_requests_given_up_while_they_connect_leave_no_connection_behind(tmp_path: Path) -> None:
+    authority = Authority()
+    pair = write_pair(tmp_path / "tls", authority.pair())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair / "tls.crt", pair / "tls.key")
+    runner = web.AppRunner(web.Application(), shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        kubeconfig = tmp_path / "kubeconfig"
+        write_kubeconfig(kubeconfig, f"https://127.0.0.1:{runner.addresses[0][1]}", authority)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for pause_s in PAUSES_S:
+                # Each in a loop of its own, whose end is what leaves a connection behind.
+                await asyncio.to_thread(asyncio.run, give_up(kubeconfig, pause_s))
+            gc.collect()
+        assert [str(each.message) for each in said if each.category is ResourceWarning] == []
+    finally:
+        await runner.cleanup()
+
+
+async def give_up(kubeconfig: Path, pause_s: float) -> None:
+    """Begin requests, end them after a pause, and close the client."""
+    client = await KubeClient.connect(kubeconfig)
+    requests = [asyncio.create_task(client.request("GET", "/api/v1/pods")) for _ in range(REQUESTS)]
+    await asyncio.sleep(pause_s)
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    await client.close()
+
+
+def write_kubeconfig(path: Path, server: str, authority: Authority) -> None:
+    trusted = base64.b64encode(authority.pem).decode()
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        "clusters": [{"name": "here", "cluster": {"server": server, "certificate-authority-data": trusted}}],
+        "users": [{"name": "me", "user": {}}],
+    }
+    path.write_text(json.dumps(config))
