@@ -154,7 +154,8 @@ class Scaler:
     ) -> AsyncIterator[wire.IsActiveResponse]:
         """Say at once whether the pool is active, whenever that changes, and now and then while it is.
 
-        What is not known is said to be as before, at first inactive: KEDA acts on no such word of a stream.
+        What is not known is taken to be as before, and before anything was known nothing is said: older KEDAs than 2.20
+        take "inactive" for a reason to scale to zero.
         """
         trigger = await self._trigger(reference, context)
         said: bool | None = None
@@ -166,10 +167,10 @@ class Scaler:
                 if not self._demand.knows(trigger.pool):
                     await _abort_unknown(context, trigger.pool)
                 try:
-                    active = self._demand.active(trigger.pool)
+                    active: bool | None = self._demand.active(trigger.pool)
                 except DemandUnknown:
-                    active = said or False
-                if active != said or (active and clock() - said_s >= self._repeat_s):
+                    active = said
+                if active is not None and (active != said or (active and clock() - said_s >= self._repeat_s)):
                     said, said_s = active, clock()
                     yield wire.IsActiveResponse(result=active)
                 if self._ended:

@@ -261,12 +261,20 @@ class TestStream:
         router.ask(POOL)
         assert await next_word(quiet) is True
 
-    async def test_what_is_not_known_is_said_to_be_inactive_until_it_is(self):
+    async def test_what_is_not_known_is_not_said(self):
+        """Older KEDAs than 2.20 take "inactive" for a reason to scale to zero."""
         async with running(POOL, shares=True) as router:
             stream = router.stream(reference())
-            assert await next_word(stream) is False
+            await until(lambda: router.scaler.streams == 1)
             router.ask(POOL)
             assert await next_word(stream) is True
+
+    async def test_it_is_said_as_soon_as_it_is_known(self):
+        async with running(POOL, shares=True) as router:
+            stream = router.stream(reference())
+            await until(lambda: router.scaler.streams == 1)
+            router.demand.exchanged()
+            assert await next_word(stream) is False
 
     async def test_it_ends_when_the_router_drains(self, router):
         stream = router.stream(reference())

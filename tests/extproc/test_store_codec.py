@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dualmap.hotness import HotnessCounts
 from dualmap.news import News, Placement, SharedBinding, SharedLoad
-from dualmap.shares import Report, Share
+from dualmap.shares import PeerShares, Report, Share
 from dualmap_extproc.store.codec import (
     NODES_MAX,
     UnreadableNews,
@@ -43,7 +43,7 @@ NEWS = st.builds(
 SHARES = st.builds(
     Share,
     desired_replicas=st.floats(0, 1e6),
-    pending_prefill_tokens=TOKENS,
+    pending_prefill_tokens=st.integers(0, 2**48),
     in_flight=COUNTS,
     held=COUNTS,
     first_tokens=COUNTS,
@@ -164,3 +164,19 @@ def test_a_report_of_another_version_is_unreadable() -> None:
 def test_a_wish_beyond_any_fleet_can_be_told() -> None:
     endless = Share(desired_replicas=1e12)
     assert decode_report(encode_report(Report(own=endless, pool=endless))).own.desired_replicas == 1e6
+
+
+def test_the_sum_of_what_strangers_wrote_can_be_told_by_a_router_that_goes_on() -> None:
+    """A share of all ones decodes; a router adds it to others' and tells the sum, which has to fit again."""
+    most = Share(pending_prefill_tokens=2**48, in_flight=2**32 - 1, held=2**32 - 1, first_tokens=2**32 - 1)
+    peers = PeerShares()
+    for peer in "ab":
+        peers.hear(0.0, peer, decode_report(encode_report(Report(own=most, pool=most))))
+    told = decode_report(encode_report(Report(own=Share(), pool=peers.live(0.0, Share()))))
+    assert told.pool == most
+
+
+def test_a_report_of_more_tokens_than_keda_can_be_told_is_refused() -> None:
+    encoded = encode_report(Report(own=Share(pending_prefill_tokens=12345), pool=Share()))
+    with pytest.raises(UnreadableNews, match="tokens"):
+        decode_report(encoded.replace(struct.pack("<Q", 12345), struct.pack("<Q", 2**48 + 1)))

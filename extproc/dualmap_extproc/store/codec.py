@@ -27,6 +27,8 @@ _REPORT: Final = struct.Struct("<B" + 2 * "dQIIII")
 LONGEST_S: Final = 1e9
 """The longest time that is told, some thirty years; whatever is longer is told as this."""
 _REPLICAS_MAX: Final = 1e6
+# More than any pool has, and little enough for a sum over routers to fit the 64 bits in which KEDA takes it.
+_PENDING_MAX: Final = 2**48
 _U32_MAX: Final = 2**32 - 1
 _TEXT_BYTES_MAX: Final = 1024
 
@@ -105,20 +107,21 @@ def decode_report(data: bytes) -> Report:
 
 
 def _share_values(share: Share) -> tuple[float | int, ...]:
-    # Counts are bounded by what a router holds, far below what fits.
+    # A router's own counts are far below what fits; a sum holds what others wrote, which may be anything that decodes.
     return (
         min(share.desired_replicas, _REPLICAS_MAX),
-        share.pending_prefill_tokens,
-        share.in_flight,
-        share.held,
-        share.first_tokens,
-        share.slo_met,
+        min(share.pending_prefill_tokens, _PENDING_MAX),
+        min(share.in_flight, _U32_MAX),
+        min(share.held, _U32_MAX),
+        min(share.first_tokens, _U32_MAX),
+        min(share.slo_met, _U32_MAX),
     )
 
 
 def _share(replicas: float, pending: int, in_flight: int, held: int, first_tokens: int, slo_met: int) -> Share:
-    if not 0.0 <= replicas <= _REPLICAS_MAX or slo_met > first_tokens:
-        raise UnreadableNews(f"a share of {replicas} instances, {slo_met} of {first_tokens} first tokens in time")
+    if not 0.0 <= replicas <= _REPLICAS_MAX or slo_met > first_tokens or pending > _PENDING_MAX:
+        said = f"{replicas} instances, {pending} tokens, {slo_met} of {first_tokens} first tokens in time"
+        raise UnreadableNews(f"a share of {said}")
     return Share(
         desired_replicas=replicas,
         pending_prefill_tokens=pending,
