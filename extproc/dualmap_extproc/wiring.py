@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +21,7 @@ from dualmap_extproc.access_log import AccessLogEntry, AccessLogSink
 from dualmap_extproc.dashboard.recorder import Recorder
 from dualmap_extproc.dashboard.routes import Dashboard
 from dualmap_extproc.dashboard.snapshot import Source
+from dualmap_extproc.dashboard.verdict import Reach
 from dualmap_extproc.demand import Demand
 from dualmap_extproc.discovery import Discovery
 from dualmap_extproc.http_status import StatusServer
@@ -89,7 +90,9 @@ async def serve(settings: Settings) -> None:
         router=settings.replica_id,
         statuses=picker.statuses,
         metrics=metrics,
-        dashboard=None if recorder is None else _dashboard(settings.replica_id, picker, pool_demand, recorder),
+        dashboard=None
+        if recorder is None
+        else _dashboard(settings.replica_id, picker, pool_demand, recorder, _reach(exchange, source.ages_s)),
     )
     tasks: list[asyncio.Task[Any]] = []
     try:
@@ -146,11 +149,15 @@ def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Where pools come from: ``run`` adopts them as they change, ``known`` waits for the first ones to be adopted."""
+    """Where pools come from: ``run`` adopts them as they change, ``known`` waits for the first ones to be adopted.
+
+    ``ages_s`` is how long ago it gave word of each resource that it watches.
+    """
 
     run: Callable[[], Coroutine[Any, Any, None]]
     known: Callable[[], Coroutine[Any, Any, object]]
     close: Callable[[], Coroutine[Any, Any, object]]
+    ages_s: Callable[[], Mapping[str, float]]
 
 
 async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _Source:
@@ -160,13 +167,16 @@ async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _
         observer = KubeMetrics(metrics.registry, metrics.pools_refused)
         pools = KubePools(client, settings.kube.namespace, observer)
         observer.show_ages(pools.ages_s)
-        return _Source(run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close)
+        return _Source(
+            run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close, ages_s=pools.ages_s
+        )
     files = PoolFileWatcher(settings.pools)
     adoption.adopt(files.load())
     return _Source(
         run=lambda: files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused),
         known=_at_once,
         close=_at_once,
+        ages_s=dict,
     )
 
 
@@ -194,7 +204,9 @@ def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     return stop
 
 
-def _dashboard(router: str, picker: Picker, pool_demand: PoolDemand, recorder: Recorder) -> Dashboard:
+def _dashboard(
+    router: str, picker: Picker, pool_demand: PoolDemand, recorder: Recorder, reach: Callable[[], Reach]
+) -> Dashboard:
     """Return what shows what the router knows."""
     source = Source(
         router=router,
@@ -204,8 +216,14 @@ def _dashboard(router: str, picker: Picker, pool_demand: PoolDemand, recorder: R
         demand=pool_demand.total,
         recorder=recorder,
         clock=time.time,
+        reach=reach,
     )
     return Dashboard(source)
+
+
+def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]]) -> Callable[[], Reach]:
+    """Return what tells how the router hears of the others and of its pools."""
+    return lambda: Reach(store_lost_s=None if exchange is None else exchange.lost_for_s, watch_ages_s=ages_s())
 
 
 def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:

@@ -10,7 +10,7 @@ from dualmap.pool import MemberState
 from dualmap.requests import Completion, EndpointStatus, FirstToken, PoolStatus
 from dualmap.router import PoolRouter
 from dualmap_extproc.dashboard.history import PoolHistory
-from dualmap_extproc.dashboard.verdict import Level, Verdict, judge
+from dualmap_extproc.dashboard.verdict import Level, Reach, Verdict, judge
 from dualmap_extproc.errors import no_endpoint
 
 POOL = builders.pool(4)
@@ -38,9 +38,15 @@ def past(*, met: int = 0, missed: int = 0, seconds_ago: float = 1.0) -> PoolHist
 
 
 def verdict(
-    history: PoolHistory, now: PoolStatus | None = None, *, wanted: float | None = None, unknown: str = ""
+    history: PoolHistory,
+    now: PoolStatus | None = None,
+    *,
+    reach: Reach | None = None,
+    wanted: float | None = None,
+    unknown: str = "",
 ) -> Verdict:
-    return judge(POOL, now or status(m_0={"in_flight": 1}), history.view(NOW), wanted=wanted, unknown=unknown)
+    at = now or status(m_0={"in_flight": 1})
+    return judge(POOL, at, history.view(NOW), reach or Reach(), wanted=wanted, unknown=unknown)
 
 
 def texts(problems: Sequence[object]) -> str:
@@ -183,3 +189,27 @@ def test_the_worst_comes_first() -> None:
         history.refused(NOW, no_endpoint("llm/qwen"))
     found = verdict(history, status(m_1={"state": "Joining"}, m_2={"suspended": True}))
     assert [problem.level for problem in found.problems] == [Level.BAD, Level.WARN, Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("reach", "text"),
+    [
+        (
+            Reach(store_lost_s=12.4),
+            "Redis has been out of reach for 12 s: this router goes on with what it sees itself.",
+        ),
+        (
+            Reach(watch_ages_s={"inferencepools": 3.0, "pods": 190.0}),
+            "The Kubernetes API has not told of pods for 3 minutes: this router goes on with what it knew then.",
+        ),
+    ],
+)
+def test_what_the_router_no_longer_hears_of_is_said_plainly(reach: Reach, text: str) -> None:
+    found = verdict(past(met=100), reach=reach)
+    assert found.level is Level.WARN
+    assert [problem.text for problem in found.problems] == [text]
+
+
+def test_watches_at_rest_and_a_redis_that_fails_over_are_no_news() -> None:
+    reach = Reach(store_lost_s=1.0, watch_ages_s={"inferencepools": 46.0, "pods": 0.0})
+    assert verdict(past(met=100), reach=reach).problems == ()

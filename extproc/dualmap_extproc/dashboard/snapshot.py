@@ -23,7 +23,7 @@ from dualmap_extproc.dashboard.history import (
     Recent,
 )
 from dualmap_extproc.dashboard.recorder import Recorder
-from dualmap_extproc.dashboard.verdict import Verdict, backlog_s, judge, telling
+from dualmap_extproc.dashboard.verdict import Reach, Verdict, backlog_s, judge, telling
 from dualmap_extproc.pool_demand import DemandUnknown
 
 _DIGITS: Final = 4
@@ -37,7 +37,8 @@ class Source:
     """Where a snapshot comes from: this router's name and version, its pools and what it knows of them.
 
     ``demand`` tells what a pool's traffic asks for, of all routers together, or raises DemandUnknown
-    (``pool_demand``). ``clock`` gives the time of day in seconds since 1970.
+    (``pool_demand``). ``clock`` gives the time of day in seconds since 1970, ``reach`` whether what the router hears
+    from elsewhere still comes.
     """
 
     router: str
@@ -47,6 +48,7 @@ class Source:
     demand: Callable[[str], Share]
     recorder: Recorder
     clock: Callable[[], float]
+    reach: Callable[[], Reach] = Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,14 @@ class Moment:
     pool: Pool
     status: PoolStatus
     past: HistoryView
+    reach: Reach
     share: Share | None
     unknown: str
 
     def verdict(self) -> Verdict:
         """Return what to make of it."""
         wanted = None if self.share is None else self.share.desired_replicas
-        return judge(self.pool, self.status, self.past, wanted=wanted, unknown=self.unknown)
+        return judge(self.pool, self.status, self.past, self.reach, wanted=wanted, unknown=self.unknown)
 
 
 class Snapshots:
@@ -81,8 +84,11 @@ class Snapshots:
     def look(self) -> tuple[Moment, ...]:
         """Return what is known of every pool now; belongs to the event loop."""
         pools = {pool.id: pool for pool in self._source.pools()}
+        reach = self._source.reach()
         return tuple(
-            self._moment(pools[status.pool], status) for status in self._source.statuses() if status.pool in pools
+            self._moment(pools[status.pool], status, reach)
+            for status in self._source.statuses()
+            if status.pool in pools
         )
 
     def tell(self, moments: Sequence[Moment], wanted: Collection[str]) -> dict[str, bytes]:
@@ -110,14 +116,14 @@ class Snapshots:
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _moment(self, pool: Pool, status: PoolStatus) -> Moment:
+    def _moment(self, pool: Pool, status: PoolStatus, reach: Reach) -> Moment:
         past = self._source.recorder.view(pool.id)
         share, unknown = None, ""
         try:
             share = self._source.demand(pool.id)
         except DemandUnknown as error:
             unknown = str(error)
-        return Moment(pool=pool, status=status, past=past, share=share, unknown=unknown)
+        return Moment(pool=pool, status=status, past=past, reach=reach, share=share, unknown=unknown)
 
     def _pool(self, moment: Moment, verdict: Verdict) -> Json:
         pool, status, past = moment.pool, moment.status, moment.past

@@ -4,7 +4,7 @@ Pure: made of one moment's pool, status and recent past. What is said is what th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil
 from statistics import median
@@ -24,6 +24,11 @@ _SLOW: Final = 0.5
 """An instance that prefills at less than this share of the median speed is called slow."""
 _TOLERANCE: Final = 1.1
 """A fleet this close to the wish is what was wished for, as for ``dualmap.scaling``."""
+_STALE_S: Final = 75.0
+"""An API server that is there gives word of everything every 45 s; after this long the alert DualMapMembershipStale
+thinks so, too."""
+_LOST_S: Final = 3.0
+"""A Redis that hands over to its replica is away for as long; the store is tried again every second."""
 _NAMED: Final = 3
 """So many instances are named, the others counted."""
 
@@ -49,6 +54,18 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How this router hears of what it does not see itself.
+
+    ``store_lost_s`` is for how long the shared state has been out of reach, None while it is there or not used;
+    ``watch_ages_s`` how long ago the Kubernetes API gave word, by resource, empty where pools come from files.
+    """
+
+    store_lost_s: float | None = None
+    watch_ages_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The first line, and what stands below it, worst first."""
 
@@ -57,7 +74,9 @@ class Verdict:
     problems: tuple[Problem, ...]
 
 
-def judge(pool: Pool, status: PoolStatus, past: HistoryView, *, wanted: float | None, unknown: str = "") -> Verdict:
+def judge(
+    pool: Pool, status: PoolStatus, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
+) -> Verdict:
     """Return the verdict; ``wanted`` is how many instances the traffic of all routers asks for.
 
     None where that is not known; ``unknown`` says why.
@@ -65,6 +84,7 @@ def judge(pool: Pool, status: PoolStatus, past: HistoryView, *, wanted: float | 
     level, headline = _objective(pool, status, past)
     problems = [
         *_refusals(pool, past),
+        *_hearing(reach),
         *_capacity(pool, status, wanted),
         *_instances(pool, status, past),
         *_members(status),
@@ -117,6 +137,22 @@ def _refusals(pool: Pool, past: HistoryView) -> Iterator[Problem]:
         level=Level.BAD if felt else Level.WARN,
         text=f"{_count(total, 'request')} refused in the last 5 minutes ({codes}), {minute.refused:,} in the last one.",
     )
+
+
+def _hearing(reach: Reach) -> Iterator[Problem]:
+    stale = {resource: age_s for resource, age_s in reach.watch_ages_s.items() if age_s > _STALE_S}
+    if stale:
+        yield Problem(
+            level=Level.WARN,
+            text=f"The Kubernetes API has not told of {' and '.join(sorted(stale))} for {_lapse(max(stale.values()))}: "
+            "this router goes on with what it knew then.",
+        )
+    if reach.store_lost_s is not None and reach.store_lost_s > _LOST_S:
+        yield Problem(
+            level=Level.WARN,
+            text=f"Redis has been out of reach for {_lapse(reach.store_lost_s)}: this router goes on with what it sees "
+            "itself.",
+        )
 
 
 def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[Problem]:
@@ -201,6 +237,10 @@ def _count(number: int, noun: str) -> str:
 
 def _span(seconds: int) -> str:
     return "minute" if seconds == 60 else f"{seconds // 60} minutes"
+
+
+def _lapse(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 2 * 60 else f"{seconds // 60:.0f} minutes"
 
 
 def _names(names: Sequence[str] | Mapping[str, object]) -> str:

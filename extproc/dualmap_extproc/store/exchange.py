@@ -114,6 +114,11 @@ class Exchange:
         # Since when the store is away; None while it is there, and until the first try has shown it.
         self._lost_s: float | None = None
 
+    @property
+    def lost_for_s(self) -> float | None:
+        """For how long the store has been out of reach; None while it is there, and until it was tried."""
+        return None if self._lost_s is None else self._clock() - self._lost_s
+
     async def run(self) -> None:
         """Exchange until cancelled."""
         pause_s = INTERVAL_S

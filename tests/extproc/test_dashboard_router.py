@@ -1,0 +1,64 @@
+"""The dashboard of a router at work: it says what the router no longer hears of."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import aiohttp
+
+from dualmap_extproc.dashboard.verdict import Reach
+from dualmap_extproc.store.contract import Failure, StoreError
+from dualmap_extproc.store.memory import MemoryStore
+from dualmap_extproc.wiring import _reach
+from extproc.exchanges import Clock, Joined
+from extproc.router_processes import WAIT_S, running, write_pool
+from redis_server import redis_server
+from waiting import until
+
+
+async def test_a_redis_that_hangs_is_called_that(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as redis:
+        async with (
+            running(write_pool(tmp_path / "pool.yaml"), options=("--redis", redis.unix_url)) as served,
+            aiohttp.ClientSession() as session,
+        ):
+
+            async def is_up() -> bool:
+                return b"dualmap_store_up 1.0" in await served.get("/metrics")
+
+            await until(is_up)
+            async with session.get(f"http://{served.metrics}/events") as events, asyncio.timeout(WAIT_S):
+                await said(events, without="Redis has been out of reach for")
+                redis.pause()
+                try:
+                    await said(events, with_="Redis has been out of reach for")
+                finally:
+                    redis.resume()
+                await said(events, without="Redis has been out of reach for")
+
+
+async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str = "\n") -> None:
+    """Wait for a snapshot whose problems have the one words and not the others."""
+    async for line in events.content:
+        if line.startswith(b"data: "):
+            problems = json.loads(line.removeprefix(b"data: "))["pool"]["verdict"]["problems"]
+            text = " ".join(problem["text"] for problem in problems)
+            if with_ in text and without not in text:
+                return
+    raise AssertionError("the stream ended")
+
+
+async def test_how_the_router_hears_of_the_others_and_of_its_pools() -> None:
+    class Away(MemoryStore):
+        async def hear(self, peer, questions):
+            raise StoreError(Failure.TIMEOUT, "away")
+
+    clock = Clock()
+    exchange = Joined("one", Away(clock), clock).exchange
+    reach = _reach(exchange, lambda: {"pods": 80.0})
+    assert reach() == Reach(watch_ages_s={"pods": 80.0})
+    await exchange.exchange()
+    clock.now += 5.0
+    await exchange.exchange()
+    assert reach() == Reach(store_lost_s=5.0, watch_ages_s={"pods": 80.0})
+    assert _reach(None, dict)() == Reach()
