@@ -53,7 +53,7 @@ def serving(peer: Peer) -> Iterator[Peer]:
             status, content, headers = peer.answer(self.command, self.path, body)
             sent = content.encode() if isinstance(content, str) else json.dumps(content).encode()
             self.send_response(status)
-            for name, value in {**headers, "content-length": str(len(sent))}.items():
+            for name, value in {"content-length": str(len(sent)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(sent)
@@ -103,6 +103,19 @@ class TestChatRequest:
         assert done.returncode == 0
         assert "HTTP 503" in done.stderr
         assert "no endpoint" in done.stderr
+
+    @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+    def test_a_model_that_still_thinks_has_answered(self, key: str) -> None:
+        thinking = {"choices": [{"message": {"content": None, key: "Okay, the user"}}]}
+        done = self.run(Peer(answers={"/v1/chat/completions": [(200, thinking, DECISION)]}), "--model=qwen")
+        assert done.returncode == 0
+        assert "answered 'Okay, the user'" in done.stdout
+
+    def test_an_answer_that_breaks_off_is_asked_for_again(self) -> None:
+        replies: list[Reply] = [(200, ANSWER, {**DECISION, "content-length": "999"}), (200, ANSWER, DECISION)]
+        done = self.run(Peer(answers={"/v1/chat/completions": replies}), "--model=qwen")
+        assert done.returncode == 0
+        assert "IncompleteRead" in done.stderr
 
     @pytest.mark.parametrize(
         ("reply", "said"),
@@ -205,6 +218,21 @@ class TestDrain:
             with pytest.raises(TimeoutError):
                 urllib.request.urlopen(drain.url, timeout=1.5)
             assert ("POST", "/healthcheck/fail", None) in envoy.asked
+
+    def test_an_envoy_that_fails_to_answer_once_is_asked_again(self, start: Callable[..., Drain]) -> None:
+        refusal: Reply = (503, "busy", {})
+        envoy = Peer(
+            answers={
+                "/healthcheck/fail": [refusal, (200, "OK\n", {})],
+                STATS: [active(1), refusal, refusal, active(1), refusal, active(0)],
+            }
+        )
+        with serving(envoy):
+            drain = start(envoy.address, "--timeout=60", "--least=0")
+            drain.process.send_signal(signal.SIGTERM)
+            status, said = drain.ended()
+        assert (status, said.splitlines()[-1]) == (0, "nothing is open")
+        assert [path for _, path, _ in envoy.asked] == ["/healthcheck/fail"] * 2 + [STATS] * 7
 
     def test_an_envoy_that_is_gone_is_not_waited_for(self, start: Callable[..., Drain]) -> None:
         drain = start("127.0.0.1:9", "--timeout=60")

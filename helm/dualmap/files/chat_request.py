@@ -6,6 +6,7 @@ as it is.
 """
 
 import argparse
+import http.client
 import json
 import sys
 import time
@@ -35,7 +36,7 @@ def ask(url: str, body: dict[str, Any] | None, *, timeout_s: float) -> tuple[dic
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:500]
         raise NotGoodError(f"{url}: HTTP {error.code}: {said}") from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise NotGoodError(f"{url}: {error}") from error
     try:
         parsed = json.loads(read)
@@ -63,7 +64,9 @@ def chat(url: str, model: str, *, timeout_s: float) -> str:
     answer, decision = ask(f"{url}/v1/chat/completions", body, timeout_s=timeout_s)
     took_s = time.monotonic() - begun_s
     choices = answer.get("choices") or [{}]
-    text = (choices[0].get("message") or {}).get("content")
+    message = choices[0].get("message") or {}
+    # A model that thinks before it speaks has got no further in these few words.
+    text = next((message[key] for key in ("content", "reasoning", "reasoning_content") if message.get(key)), None)
     if not text:
         raise NotGoodError(f"{url}: no text in the answer: {json.dumps(answer)[:500]}")
     if not decision:

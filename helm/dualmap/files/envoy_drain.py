@@ -7,6 +7,7 @@ Only the standard library: the file is run as it is.
 """
 
 import argparse
+import http.client
 import signal
 import sys
 import threading
@@ -20,18 +21,20 @@ INTERVAL_S = 0.5
 # Envoy tells its access log ten times a second; a router that is not told of an end counts the request for minutes.
 TOLD_AFTER_S = 1.0
 ANSWER_WITHIN_S = 5.0
+# An Envoy that is busy may fail to answer once; what is open there must not be cut for that.
+GONE_AFTER = 3
 OPEN = "http.requests.downstream_rq_active"
 
 
 def call(admin: str, path: str, *, method: str) -> str:
-    """Ask Envoy's administration at HOST:PORT; return what it says. Raises OSError."""
+    """Ask Envoy's administration at HOST:PORT; return what it says. Raises OSError or HTTPException."""
     request = urllib.request.Request(f"http://{admin}{path}", method=method)
     with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:
         return str(answer.read().decode())
 
 
 def open_requests(admin: str) -> int:
-    """Return how many of the clients' requests are open. Raises OSError."""
+    """Return how many of the clients' requests are open. Raises OSError or HTTPException."""
     lines = call(admin, f"/stats?filter={OPEN}", method="GET").splitlines()
     return sum(int(line.split(": ")[1]) for line in lines if line.startswith(f"{OPEN}: "))
 
@@ -39,18 +42,24 @@ def open_requests(admin: str) -> int:
 def drain(admin: str, *, timeout_s: float, least_s: float) -> bool:
     """Have Envoy close connections, and wait until no request is open; False when the time is over before."""
     begun_s = time.monotonic()
-    try:
-        call(admin, "/healthcheck/fail", method="POST")
-        while time.monotonic() < begun_s + timeout_s:
+    told, missed = False, 0
+    while time.monotonic() < begun_s + timeout_s:
+        try:
+            if not told:
+                call(admin, "/healthcheck/fail", method="POST")
+                told = True
             if time.monotonic() >= begun_s + least_s and open_requests(admin) == 0:
                 time.sleep(TOLD_AFTER_S)
                 if open_requests(admin) == 0:
                     return True
-            time.sleep(INTERVAL_S)
-    except OSError as error:
-        # An Envoy that does not answer has nothing open, or nothing that could be waited for.
-        print(f"Envoy at {admin} does not answer: {error}", file=sys.stderr, flush=True)
-        return True
+            missed = 0
+        except (OSError, http.client.HTTPException) as error:
+            print(f"Envoy at {admin} does not answer: {error}", file=sys.stderr, flush=True)
+            missed += 1
+            # It has nothing open, or nothing that could be waited for.
+            if missed == GONE_AFTER:
+                return True
+        time.sleep(INTERVAL_S)
     return False
 
 
