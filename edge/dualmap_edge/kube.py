@@ -12,11 +12,24 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, Self
-from urllib.parse import urlencode
 
 import aiohttp
 
 from dualmap.pods import mapping_in, mappings_in, text_in
+from dualmap_edge.kube_errors import KubeConfigError, KubeError, clipped
+from dualmap_edge.kube_library import Library
+
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "WATCH_INACTIVITY_S",
+    "WATCH_TIMEOUT_S",
+    "KubeClient",
+    "KubeConfigError",
+    "KubeError",
+    "Page",
+    "WatchEvent",
+    "pages",
+]
 
 CONNECT_TIMEOUT_S: Final = 5.0
 # How long the server keeps a watch open, and how much longer nothing may come before it is given up: a server that is
@@ -26,41 +39,9 @@ WATCH_INACTIVITY_S: Final = 55.0
 # Pages keep what is read at once, while a router routes nothing, to a few MB.
 _PAGE: Final = 250
 _LIST_TIMEOUT_S: Final = 30.0
-_GONE: Final = 410
-_UNAUTHORIZED: Final = 401
 # What an API server has to say, beside the status 404, where it serves no such kind: in no Status object, unlike of one
 # object that is not there.
 _NOT_SERVED: Final = b"404 page not found"
-# What an error says at most: a proxy's error page may be long.
-_MESSAGE_CHARACTERS: Final = 500
-# A TLS connection that was given up before it stood closes itself, in so much time of its loop's.
-_GIVEN_UP_CLOSES_WITHIN_S: Final = 0.2
-
-
-class KubeError(Exception):
-    """A request failed. ``status`` is HTTP's, 0 when no answer came; ``reason`` is the API's word, such as Conflict.
-
-    ``retry_after_s`` is how long the server asks to be left alone (429 and 503), None where it does not say.
-    """
-
-    def __init__(self, status: int, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
-        self.status = status
-        self.message = message
-        self.reason = reason
-        self.retry_after_s = retry_after_s
-        super().__init__(f"{status} {message}" if status else message)
-
-    @property
-    def expired(self) -> bool:
-        """Whether the version a list or watch began at is gone, so that only a new list helps."""
-        return self.status == _GONE
-
-
-class KubeConfigError(KubeError):
-    """There is no usable way to a server: neither a kubeconfig nor a pod's service account."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(0, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +68,7 @@ class Page:
 class KubeClient:
     """One API server. Belongs to the event loop that connected it; ``close`` it there."""
 
-    def __init__(self, library: "_Library") -> None:
+    def __init__(self, library: "Library") -> None:
         self._library = library
 
     @classmethod
@@ -96,7 +77,7 @@ class KubeClient:
 
         Nothing is sent yet: a server that is away shows at the first request. Raises KubeConfigError.
         """
-        return cls(await _Library.load(kubeconfig))
+        return cls(await Library.load(kubeconfig))
 
     @property
     def server(self) -> str:
@@ -190,85 +171,6 @@ async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str
             return
 
 
-class _Library:
-    """What the kubernetes library does here: where the server is, who we are, and the connections to it."""
-
-    def __init__(self, configuration: Any, rest: Any, kubeconfig: Path | None) -> None:
-        self._configuration = configuration
-        self._rest = rest
-        self._kubeconfig = kubeconfig
-        self._gave_up = False
-
-    @classmethod
-    async def load(cls, kubeconfig: Path | None) -> Self:
-        await asyncio.to_thread(_import_library)
-        from kubernetes.aio.client.rest import RESTClientObject
-
-        configuration = await _configuration(kubeconfig)
-        try:
-            return cls(configuration, RESTClientObject(configuration), kubeconfig)
-        except (OSError, ValueError) as error:
-            raise KubeConfigError(
-                f"the certificates of the Kubernetes configuration cannot be used: {error}"
-            ) from error
-
-    @property
-    def host(self) -> str:
-        return str(self._configuration.host)
-
-    async def send(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: Sequence[tuple[str, str]],
-        timeout: aiohttp.ClientTimeout,
-        body: object = None,
-        content_type: str = "application/json",
-    ) -> aiohttp.ClientResponse:
-        """Send one request and return its response with the body unread; asks who we are again after a 401."""
-        url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        response = await self._send(method, url, body, content_type, timeout)
-        if response.status != _UNAUTHORIZED:
-            return response
-        # A kubeconfig's token may have been exchanged since, or come from a plugin that must be asked again.
-        before = await self._token()
-        try:
-            renewed = await _configuration(self._kubeconfig)
-        except KubeConfigError:
-            return response
-        self._configuration.api_key = renewed.api_key
-        if await self._token() == before:
-            return response
-        response.close()
-        return await self._send(method, url, body, content_type, timeout)
-
-    async def close(self) -> None:
-        await self._rest.close()
-        if self._gave_up:
-            await asyncio.sleep(_GIVEN_UP_CLOSES_WITHIN_S)
-
-    async def _send(
-        self, method: str, url: str, body: object, content_type: str, timeout: aiohttp.ClientTimeout
-    ) -> aiohttp.ClientResponse:
-        headers = {"Accept": "application/json", "Content-Type": content_type}
-        token = await self._token()
-        if token is not None:
-            headers["Authorization"] = token
-        try:
-            answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=timeout)
-        except (asyncio.CancelledError, TimeoutError):
-            self._gave_up = True
-            raise
-        response: aiohttp.ClientResponse = answer.response
-        return response
-
-    async def _token(self) -> str | None:
-        """Return the Authorization header; a pod's token is read from its file again every minute (the library's)."""
-        token: str | None = await self._configuration.get_api_key_with_prefix("BearerToken")
-        return token
-
-
 class _Lines:
     """Bytes to lines: a watch sends one event per line, which may be several MB long and come in many pieces."""
 
@@ -291,63 +193,14 @@ class _Lines:
         return [line for line in lines if line.strip()]
 
 
-def _import_library() -> None:
-    import kubernetes.aio.client.rest
-    import kubernetes.aio.config  # noqa: F401  # what is wanted is that it has been imported
-
-
-async def _configuration(kubeconfig: Path | None) -> Any:
-    """Return the library's Configuration for the server; raises KubeConfigError."""
-    import kubernetes.aio.config
-    from kubernetes.aio.client import Configuration
-
-    config: Any = kubernetes.aio.config  # Any, because it says nothing of its types.
-    configuration = Configuration()
-    # Each watch holds a connection, and there may be as many as there are pools.
-    configuration.connection_pool_maxsize = 0
-    # Env KUBECONFIG as the library read it, which may name several files.
-    location = str(kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION)
-    try:
-        if _has_kubeconfig(location, config.kube_config.ENV_KUBECONFIG_PATH_SEPARATOR):
-            await _load_kubeconfig(config, location, configuration)
-        else:
-            config.load_incluster_config(configuration)
-    except config.ConfigException as error:
-        raise KubeConfigError(
-            f"no way to a Kubernetes API server: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
-            "service account"
-        ) from error
-    return configuration
-
-
-def _has_kubeconfig(location: str, separator: str) -> bool:
-    """Return whether a kubeconfig is to be used; raises KubeConfigError for one that was asked for and is not there."""
-    files = [Path(each).expanduser() for each in location.split(separator) if each]
-    if any(file.exists() for file in files):
-        return True
-    if files and files != [Path.home() / ".kube" / "config"]:
-        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to a kubeconfig that does")
-    return False
-
-
-async def _load_kubeconfig(config: Any, location: str, configuration: object) -> None:
-    try:
-        await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
-    except Exception as error:  # the library raises whatever a file's wrong shape makes it stumble over
-        raise KubeConfigError(
-            f"kubeconfig {location} cannot be used: {_clipped(str(error) or repr(error))}; set KUBECONFIG to one "
-            "that has clusters, users and a current-context, as `kubectl config view` shows them"
-        ) from error
-
-
 def _document(text: bytes) -> dict[str, Any]:
     """Return a JSON object; raises KubeError for anything else."""
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise KubeError(0, f"an answer is no JSON: {_clipped(text)}") from error
+        raise KubeError(0, f"an answer is no JSON: {clipped(text)}") from error
     if not isinstance(document, dict):
-        raise KubeError(0, f"an answer is no JSON object: {_clipped(text)}")
+        raise KubeError(0, f"an answer is no JSON object: {clipped(text)}")
     return document
 
 
@@ -356,7 +209,7 @@ def _event(line: bytes) -> WatchEvent:
     document = _document(line)
     kind, value = document.get("type"), document.get("object")
     if not isinstance(kind, str) or not isinstance(value, dict):
-        raise KubeError(0, f"a watch sent what is no event: {_clipped(line)}")
+        raise KubeError(0, f"a watch sent what is no event: {clipped(line)}")
     if kind == "ERROR":
         _raise_status(value)
     return WatchEvent(kind, value)
@@ -367,7 +220,7 @@ def _raise_status(status: Mapping[str, Any]) -> NoReturn:
     code = status.get("code")
     raise KubeError(
         code if isinstance(code, int) else 500,
-        _clipped(str(status.get("message", "a watch broke off"))),
+        clipped(str(status.get("message", "a watch broke off"))),
         reason=str(status.get("reason", "")),
     )
 
@@ -384,7 +237,7 @@ def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
     wait = headers.get("Retry-After", "")
     return KubeError(
         status,
-        _clipped(message or reason or "without a word"),
+        clipped(message or reason or "without a word"),
         reason=reason,
         retry_after_s=float(wait) if wait.isdecimal() else None,
     )
@@ -393,10 +246,4 @@ def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
 def _not_reached(error: Exception, timeout_s: float) -> KubeError:
     if isinstance(error, TimeoutError):
         return KubeError(0, f"the API server did not answer within {timeout_s:g} s")
-    return KubeError(0, f"the API server cannot be reached: {_clipped(str(error) or repr(error))}")
-
-
-def _clipped(text: str | bytes) -> str:
-    shown = text.decode(errors="replace") if isinstance(text, bytes) else text
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= _MESSAGE_CHARACTERS else f"{shown[:_MESSAGE_CHARACTERS]}..."
+    return KubeError(0, f"the API server cannot be reached: {clipped(str(error) or repr(error))}")
