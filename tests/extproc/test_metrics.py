@@ -1,134 +1,32 @@
-import re
+"""What a router counts, and that it goes when what it was counted for goes."""
+
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from prometheus_client import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
 import builders
-from dualmap.pool import Member, MemberState, Pool
-from dualmap.receipt import Key, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus, Reason, Refusal
+from dualmap.pool import Member
+from dualmap.requests import Reason, Refusal
 from dualmap.router import PoolRouter
 from dualmap_extproc.access_log import AccessLogObserver
 from dualmap_extproc.counts import Traffic
-from dualmap_extproc.demand import Demand
 from dualmap_extproc.discovery import DiscoveryObserver
-from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
-from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.errors import refused_by_router
 from dualmap_extproc.observer import Observer
-from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
-POOL = "llm/qwen"
-
-
-def decision(chosen: str = "m-0", *, rule: str = "pair-warm", prompt: int = 100, matched: int = 60) -> Decision:
-    receipt = Receipt(
-        pool=POOL,
-        policy="dualmap",
-        rule=rule,
-        reason="",
-        key=Key(hash=1, blocks=1, tokens=128),
-        pair=("m-0", "m-1"),
-        chosen=chosen,
-        address="10.0.0.1:8000",
-        prompt_tokens=prompt,
-        matched_tokens=matched,
-        predicted_ttft_s=0.1,
-        candidates=(),
-    )
-    return Decision(request_id="r", endpoints=("10.0.0.1:8000",), receipt=receipt)
-
-
-def first_token(member: str = "m-0", *, ttft_s: float = 0.3, within_slo: bool = True) -> FirstToken:
-    return FirstToken(member=member, ttft_s=ttft_s, predicted_ttft_s=0.2, within_slo=within_slo)
-
-
-def completion(member: str = "m-0", *, measured: int | None = None) -> Completion:
-    return Completion(member=member, predicted_cached_tokens=60, measured_cached_tokens=measured)
-
-
-def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
-    endpoints = tuple(
-        EndpointStatus(
-            id=f"m-{n}",
-            endpoint=f"10.0.0.{n + 1}:8000",
-            state=state.value,
-            weight=100,
-            in_flight=n + 1,
-            held=10 * n,
-            pending_prefill_tokens=1000 * (n + 1),
-            held_prefill_tokens=700 * n,
-            active_kv_tokens=5000,
-            indexed_blocks=40,
-            prefill_tokens_per_second=6500.499999999999,
-            solo_tokens_per_second=6600.0,
-            suspended=state is MemberState.DRAINING,
-        )
-        for n, state in enumerate(states)
-    )
-    return PoolStatus(
-        pool=pool,
-        ring_version=7,
-        held=13,
-        sessions=21,
-        peers=3,
-        endpoints=endpoints,
-        hotness_nodes=12,
-        split_prefixes=2,
-    )
-
-
-def metrics(*pools: Pool) -> Metrics:
-    made = Metrics(version="1.2.3", replica_id="router-0")
-    made.set_pools(pools or (builders.pool(2),))
-    return made
-
-
-def families(made: Metrics, *statuses: PoolStatus) -> list[Metric]:
-    return list(text_string_to_metric_families(made.render(statuses, made.signals(statuses)).decode()))
-
-
-def samples(made: Metrics, *statuses: PoolStatus) -> dict[str, float]:
-    """Every sample as ``name{label=value,...}`` with sorted labels."""
-    found = {}
-    for family in families(made, *statuses):
-        for sample in family.samples:
-            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
-            key = f"{sample.name}{{{labels}}}"
-            assert key not in found
-            found[key] = sample.value
-    return found
-
-
-def everything(made: Metrics) -> None:
-    """Let every event happen once."""
-    made.routed(POOL, decision())
-    made.routed_bodiless(POOL)
-    made.refused(no_endpoint(POOL))
-    made.refused(model_not_found("m"))
-    made.decided(0.0003)
-    made.first_token(POOL, first_token())
-    made.finished(POOL, completion())
-    made.rejected(POOL, completion())
-    made.aborted(POOL, completion())
-    made.failed(POOL, completion())
-    made.waited(POOL, 1.5)
-    made.expired(POOL, completion())
-    made.measured(POOL, completion(measured=50))
-    made.served_elsewhere(POOL)
-    made.discovery_streams(3)
-    made.discovery_pushed()
-    made.discovery_rejected()
-    made.access_log_entries(known=5, others=2)
-    made.access_log_unreadable()
-    made.pools_refused()
-    made.pool_file_refused(True)
+from extproc.metrics_pages import (
+    POOL,
+    completion,
+    decision,
+    everything,
+    families,
+    first_token,
+    metrics,
+    samples,
+    status,
+)
 
 
 class TestCounting:
@@ -242,108 +140,6 @@ class TestCounting:
         assert made.traffic("llm/unknown") == Traffic()
 
 
-class TestLoads:
-    def test_gauges_are_the_statuses_of_the_moment(self) -> None:
-        made = metrics()
-        got = samples(made, status(MemberState.ACTIVE, MemberState.DRAINING))
-        at = f"endpoint=m-1,pool={POOL}"
-        assert got[f"dualmap_endpoint_pending_prefill_tokens{{{at}}}"] == 2000
-        assert got[f"dualmap_endpoint_in_flight_requests{{{at}}}"] == 2
-        assert got[f"dualmap_endpoint_active_kv_tokens{{{at}}}"] == 5000
-        assert got[f"dualmap_endpoint_prefill_tokens_per_second{{{at}}}"] == 6500.5
-        assert got[f"dualmap_endpoint_indexed_blocks{{{at}}}"] == 40
-        assert got[f"dualmap_endpoint_weight{{{at}}}"] == 100
-        assert got[f"dualmap_endpoint_held_requests{{{at}}}"] == 10
-        assert got[f"dualmap_endpoint_held_prefill_tokens{{{at}}}"] == 700
-        assert got[f"dualmap_endpoint_suspended{{{at}}}"] == 1
-        assert got[f"dualmap_endpoint_suspended{{endpoint=m-0,pool={POOL}}}"] == 0
-        assert got[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 13
-        assert got[f"dualmap_pool_sessions{{pool={POOL}}}"] == 21
-        assert got[f"dualmap_pool_peers{{pool={POOL}}}"] == 3
-        assert got[f"dualmap_ring_version{{pool={POOL}}}"] == 7
-        assert got[f"dualmap_hotness_nodes{{pool={POOL}}}"] == 12
-        assert got[f"dualmap_split_prefixes{{pool={POOL}}}"] == 2
-        assert {state: got[f"dualmap_ring_members{{pool={POOL},state={state.value}}}"] for state in MemberState} == {
-            MemberState.JOINING: 0,
-            MemberState.ACTIVE: 1,
-            MemberState.DRAINING: 1,
-        }
-        assert not [name for name in samples(made, status()) if name.startswith("dualmap_endpoint_")]
-
-
-class TestSignals:
-    """What reaches the rule, whose own tests are tests/core/test_scaling.py."""
-
-    def told(self) -> tuple[Metrics, list[float]]:
-        """Metrics, and a list that holds their time."""
-        clock = [1000.0]
-        made = Metrics(version="1.2.3", replica_id="router-0", demand=Demand(lambda: clock[0]))
-        made.set_pools([builders.pool(2)])
-        return made, clock
-
-    def shown(self, made: Metrics, name: str, *states: MemberState) -> float:
-        # Nothing is held: requests that have come to be held are arrivals, too.
-        return samples(made, replace(status(*states), held=0))[f"dualmap_pool_{name}{{pool={POOL}}}"]
-
-    def test_the_uncached_part_of_routed_prompts_arrives(self) -> None:
-        made, clock = self.told()
-        for _ in range(100):
-            clock[0] += 1
-            made.routed(POOL, decision())
-        assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(40, rel=0.02)
-        clock[0] += 60
-        assert self.shown(made, "arriving_uncached_tokens_per_second") == 0
-
-    def test_requests_without_an_instance_are_wished_one_and_bad_ones_are_not(self) -> None:
-        made, _ = self.told()
-        idle, name = replace(status(), held=0), f"dualmap_pool_desired_replicas{{pool={POOL}}}"
-        made.refused(replace(model_not_found("m"), pool=POOL))
-        assert samples(made, idle)[name] == 0
-        made.refused(no_endpoint(POOL))
-        assert 0 < samples(made, idle)[name] < 1
-
-    @pytest.mark.parametrize("reason", list(Reason))
-    def test_who_is_refused_counts_like_the_others(self, reason: Reason) -> None:
-        made, clock = self.told()
-        for _ in range(100):
-            clock[0] += 1
-            made.routed(POOL, decision())
-            made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
-        assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(80, rel=0.02)
-
-    def test_attainment_is_of_the_last_minute_and_absent_without_first_tokens(self) -> None:
-        made, clock = self.told()
-        name = f"dualmap_pool_slo_attainment{{pool={POOL}}}"
-        assert name not in samples(made, status())
-        for within_slo in (True, True, False):
-            made.first_token(POOL, first_token(within_slo=within_slo))
-        assert samples(made, status())[name] == 0.6667
-        clock[0] += 60
-        assert name not in samples(made, status())
-
-    def test_what_waits_for_each_endpoint_that_stays(self) -> None:
-        made, _ = self.told()
-        active = self.shown(made, "pending_prefill_tokens_per_endpoint", MemberState.ACTIVE, MemberState.ACTIVE)
-        assert active == (1000 + 2000 + 700) / 2
-        draining = self.shown(made, "pending_prefill_tokens_per_endpoint", MemberState.ACTIVE, MemberState.DRAINING)
-        assert draining == 1000
-
-    def test_a_pool_that_is_gone_or_not_known_yet_has_none(self) -> None:
-        made, _ = self.told()
-        made.set_pools([])
-        everything(made)
-        assert not made.signals([status()])
-
-    def test_a_change_of_the_pool_keeps_what_arrived(self) -> None:
-        made, clock = self.told()
-        for _ in range(100):
-            clock[0] += 1
-            made.routed(POOL, decision())
-        before = self.shown(made, "arriving_uncached_tokens_per_second")
-        made.set_pools([builders.pool(3)])
-        assert self.shown(made, "arriving_uncached_tokens_per_second") == before > 0
-
-
 def test_the_objective_is_shown_as_the_pool_has_it_now() -> None:
     pool = builders.pool(2)
     made = metrics(pool)
@@ -425,39 +221,3 @@ def test_how_the_shared_state_fares_is_counted() -> None:
     assert found["dualmap_store_exchange_seconds_bucket{le=0.005}"] == 1
     assert found["dualmap_store_unreadable_entries_total{}"] == 2
     assert found["dualmap_store_dropped_news_total{}"] == 3
-
-
-class TestReference:
-    def exported(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        made = metrics()
-        StoreMetrics(made.registry)
-        watches = KubeMetrics(made.registry, made.pools_refused)
-        watches.show_ages(lambda: {"pods": 1.0})
-        watches.kube_listed("pods")
-        watches.kube_failed("pods", "refused")
-        everything(made)
-        found = {}
-        for family in families(made, status(MemberState.ACTIVE)):
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-            found[name] = (family.type, tuple(sorted(labels)))
-        return found
-
-    def documented(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        of_routers, _, _ = DOCUMENT.read_text().partition("## Of the operator")
-        rows = re.findall(r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", of_routers, re.MULTILINE)
-        assert len(rows) == len({name for name, _, _ in rows})
-        return {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
-
-    def test_the_reference_lists_exactly_what_is_exported(self) -> None:
-        assert self.documented() == self.exported()
-
-    def test_the_names_of_the_contract_are_there(self) -> None:
-        assert self.exported().keys() >= {
-            "dualmap_endpoint_pending_prefill_tokens",
-            "dualmap_endpoint_in_flight_requests",
-            "dualmap_pool_held_requests",
-            "dualmap_requests_total",
-            "dualmap_predicted_cached_tokens_total",
-            "dualmap_measured_cached_tokens_total",
-        }

@@ -1,0 +1,115 @@
+"""Loads and what autoscalers look at, as they are at the moment of a scrape."""
+
+from dataclasses import replace
+
+import pytest
+
+import builders
+from dualmap.pool import MemberState
+from dualmap.requests import Reason, Refusal
+from dualmap_extproc.demand import Demand
+from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
+from dualmap_extproc.metrics import Metrics
+from extproc.metrics_pages import POOL, decision, everything, first_token, metrics, samples, status
+
+
+class TestLoads:
+    def test_gauges_are_the_statuses_of_the_moment(self) -> None:
+        made = metrics()
+        got = samples(made, status(MemberState.ACTIVE, MemberState.DRAINING))
+        at = f"endpoint=m-1,pool={POOL}"
+        assert got[f"dualmap_endpoint_pending_prefill_tokens{{{at}}}"] == 2000
+        assert got[f"dualmap_endpoint_in_flight_requests{{{at}}}"] == 2
+        assert got[f"dualmap_endpoint_active_kv_tokens{{{at}}}"] == 5000
+        assert got[f"dualmap_endpoint_prefill_tokens_per_second{{{at}}}"] == 6500.5
+        assert got[f"dualmap_endpoint_indexed_blocks{{{at}}}"] == 40
+        assert got[f"dualmap_endpoint_weight{{{at}}}"] == 100
+        assert got[f"dualmap_endpoint_held_requests{{{at}}}"] == 10
+        assert got[f"dualmap_endpoint_held_prefill_tokens{{{at}}}"] == 700
+        assert got[f"dualmap_endpoint_suspended{{{at}}}"] == 1
+        assert got[f"dualmap_endpoint_suspended{{endpoint=m-0,pool={POOL}}}"] == 0
+        assert got[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 13
+        assert got[f"dualmap_pool_sessions{{pool={POOL}}}"] == 21
+        assert got[f"dualmap_pool_peers{{pool={POOL}}}"] == 3
+        assert got[f"dualmap_ring_version{{pool={POOL}}}"] == 7
+        assert got[f"dualmap_hotness_nodes{{pool={POOL}}}"] == 12
+        assert got[f"dualmap_split_prefixes{{pool={POOL}}}"] == 2
+        assert {state: got[f"dualmap_ring_members{{pool={POOL},state={state.value}}}"] for state in MemberState} == {
+            MemberState.JOINING: 0,
+            MemberState.ACTIVE: 1,
+            MemberState.DRAINING: 1,
+        }
+        assert not [name for name in samples(made, status()) if name.startswith("dualmap_endpoint_")]
+
+
+class TestSignals:
+    """What reaches the rule, whose own tests are tests/core/test_scaling.py."""
+
+    def told(self) -> tuple[Metrics, list[float]]:
+        """Metrics, and a list that holds their time."""
+        clock = [1000.0]
+        made = Metrics(version="1.2.3", replica_id="router-0", demand=Demand(lambda: clock[0]))
+        made.set_pools([builders.pool(2)])
+        return made, clock
+
+    def shown(self, made: Metrics, name: str, *states: MemberState) -> float:
+        # Nothing is held: requests that have come to be held are arrivals, too.
+        return samples(made, replace(status(*states), held=0))[f"dualmap_pool_{name}{{pool={POOL}}}"]
+
+    def test_the_uncached_part_of_routed_prompts_arrives(self) -> None:
+        made, clock = self.told()
+        for _ in range(100):
+            clock[0] += 1
+            made.routed(POOL, decision())
+        assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(40, rel=0.02)
+        clock[0] += 60
+        assert self.shown(made, "arriving_uncached_tokens_per_second") == 0
+
+    def test_requests_without_an_instance_are_wished_one_and_bad_ones_are_not(self) -> None:
+        made, _ = self.told()
+        idle, name = replace(status(), held=0), f"dualmap_pool_desired_replicas{{pool={POOL}}}"
+        made.refused(replace(model_not_found("m"), pool=POOL))
+        assert samples(made, idle)[name] == 0
+        made.refused(no_endpoint(POOL))
+        assert 0 < samples(made, idle)[name] < 1
+
+    @pytest.mark.parametrize("reason", list(Reason))
+    def test_who_is_refused_counts_like_the_others(self, reason: Reason) -> None:
+        made, clock = self.told()
+        for _ in range(100):
+            clock[0] += 1
+            made.routed(POOL, decision())
+            made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+        assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(80, rel=0.02)
+
+    def test_attainment_is_of_the_last_minute_and_absent_without_first_tokens(self) -> None:
+        made, clock = self.told()
+        name = f"dualmap_pool_slo_attainment{{pool={POOL}}}"
+        assert name not in samples(made, status())
+        for within_slo in (True, True, False):
+            made.first_token(POOL, first_token(within_slo=within_slo))
+        assert samples(made, status())[name] == 0.6667
+        clock[0] += 60
+        assert name not in samples(made, status())
+
+    def test_what_waits_for_each_endpoint_that_stays(self) -> None:
+        made, _ = self.told()
+        active = self.shown(made, "pending_prefill_tokens_per_endpoint", MemberState.ACTIVE, MemberState.ACTIVE)
+        assert active == (1000 + 2000 + 700) / 2
+        draining = self.shown(made, "pending_prefill_tokens_per_endpoint", MemberState.ACTIVE, MemberState.DRAINING)
+        assert draining == 1000
+
+    def test_a_pool_that_is_gone_or_not_known_yet_has_none(self) -> None:
+        made, _ = self.told()
+        made.set_pools([])
+        everything(made)
+        assert not made.signals([status()])
+
+    def test_a_change_of_the_pool_keeps_what_arrived(self) -> None:
+        made, clock = self.told()
+        for _ in range(100):
+            clock[0] += 1
+            made.routed(POOL, decision())
+        before = self.shown(made, "arriving_uncached_tokens_per_second")
+        made.set_pools([builders.pool(3)])
+        assert self.shown(made, "arriving_uncached_tokens_per_second") == before > 0

@@ -1,0 +1,47 @@
+"""docs/metrics.md lists just what a router exports."""
+
+import re
+from pathlib import Path
+
+from dualmap.pool import MemberState
+from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.store.metrics import StoreMetrics
+from extproc.metrics_pages import everything, families, metrics, status
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+class TestReference:
+    def exported(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        made = metrics()
+        StoreMetrics(made.registry)
+        watches = KubeMetrics(made.registry, made.pools_refused)
+        watches.show_ages(lambda: {"pods": 1.0})
+        watches.kube_listed("pods")
+        watches.kube_failed("pods", "refused")
+        everything(made)
+        found = {}
+        for family in families(made, status(MemberState.ACTIVE)):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            found[name] = (family.type, tuple(sorted(labels)))
+        return found
+
+    def documented(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        of_routers, _, _ = DOCUMENT.read_text().partition("## Of the operator")
+        rows = re.findall(r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", of_routers, re.MULTILINE)
+        assert len(rows) == len({name for name, _, _ in rows})
+        return {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
+
+    def test_the_reference_lists_exactly_what_is_exported(self) -> None:
+        assert self.documented() == self.exported()
+
+    def test_the_names_of_the_contract_are_there(self) -> None:
+        assert self.exported().keys() >= {
+            "dualmap_endpoint_pending_prefill_tokens",
+            "dualmap_endpoint_in_flight_requests",
+            "dualmap_pool_held_requests",
+            "dualmap_requests_total",
+            "dualmap_predicted_cached_tokens_total",
+            "dualmap_measured_cached_tokens_total",
+        }
