@@ -114,7 +114,7 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
 def test_every_metric_was_recorded() -> None:
     asked = {name for rule in ALERTS for name in re.findall(r"\b(?:dualmap|envoy)_\w+", rule["expr"])}
     recorded = {series.partition("{")[0] for series in RECORDED["series"]}
-    # Counters by kind have no series before the first of a kind; test_metrics_reference.py holds their names to docs/metrics.md.
+    # Counters by kind have no series before the first of a kind; docs/metrics.md is held to have their names.
     unseen = {"dualmap_kube_errors_total", "dualmap_refused_requests_total"}
     assert asked - recorded - unseen == set()
 
