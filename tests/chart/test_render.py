@@ -248,6 +248,17 @@ def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | N
             assert subject["namespace"] == NAMESPACE
 
 
+def test_nothing_is_granted_beyond_what_the_programs_use(objects: Sequence[Object]) -> None:
+    """That the defaults' rights are all used, and are those of manifests/rbac, is tested where these are."""
+
+    def granted(of: Sequence[Object]) -> set[str]:
+        return {str(rule) for each in of if each["kind"].endswith("Role") for rule in each["rules"]}
+
+    (more,) = granted(render(CASES["openshift"])) - granted(render())
+    assert "inferencepools/finalizers" in more
+    assert granted(render()) <= granted(objects) <= granted(render()) | {more}
+
+
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
 def test_names_are_short_enough_for_what_kubernetes_adds(release: str) -> None:
     """A StatefulSet's pods carry its name, a dash and a hash of ten characters in a label, which has 63 at most."""
