@@ -16,6 +16,7 @@ from dualmap.requests import EndpointStatus, PoolStatus
 WINDOW_S = 60.0
 """Traffic and attainment are looked at over so many seconds; the backlog shall be worked off in as many."""
 _BUCKET_S = 5.0
+_HELD_EVERY_S = 1.0
 # A surge is noticed in the newest part of the window, but only what chance does not make of as few requests: the sum of
 # requests of random number has the root of the sum of their squares for its standard deviation. Of a share of the
 # requests less is certain, so that routers together never see a surge that one of all of them would not.
@@ -89,6 +90,25 @@ class Arrivals:
     dearness: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokens:
+    """How many first tokens came within WINDOW_S, and how many of them in time."""
+
+    count: int
+    slo_met: int
+
+    def __add__(self, other: "FirstTokens") -> "FirstTokens":
+        return FirstTokens(count=self.count + other.count, slo_met=self.slo_met + other.slo_met)
+
+    @property
+    def attainment(self) -> float | None:
+        """The share that came in time; None without any."""
+        return self.slo_met / self.count if self.count else None
+
+
+NO_FIRST_TOKENS = FirstTokens(count=0, slo_met=0)
+
+
 class LoadWindow:
     """What arrived within the last WINDOW_S and how it fared, in buckets."""
 
@@ -97,7 +117,7 @@ class LoadWindow:
         self._began_s: float | None = None
         # Tokens and work of the average request, for those refused or held; kept when nothing else arrives any more.
         self._typical = (0.0, 0.0)
-        # How many requests were held whenever that was last asked for.
+        # How many requests were held at moments of the last minute.
         self._held: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, *, uncached_tokens: int, cached_tokens: int) -> None:
@@ -139,7 +159,9 @@ class LoadWindow:
         whole, recent = self._rates(now, WINDOW_S, held), self._rates(now, _RECENT_S, held)
         certain = self._certain(now)
         tokens, work = (max(each, newest * certain) for each, newest in zip(whole, recent, strict=True))
-        self._held.append((now, held))
+        # However often that is asked for.
+        if not self._held or now - self._held[-1][0] >= _HELD_EVERY_S:
+            self._held.append((now, held))
         while self._held[0][0] < now - WINDOW_S - _BUCKET_S:
             self._held.popleft()
         return Arrivals(
@@ -149,10 +171,12 @@ class LoadWindow:
             dearness=work / tokens if tokens else 1.0,
         )
 
-    def first_tokens(self, now: float) -> tuple[int, int]:
-        """Return how many first tokens came, and how many of them in time."""
+    def first_tokens(self, now: float) -> FirstTokens:
+        """Return the first tokens that came."""
         buckets = self._last(now, WINDOW_S)
-        return sum(each.first_tokens for each in buckets), sum(each.slo_met for each in buckets)
+        return FirstTokens(
+            count=sum(each.first_tokens for each in buckets), slo_met=sum(each.slo_met for each in buckets)
+        )
 
     def _rates(self, now: float, over_s: float, held: int) -> tuple[float, float]:
         """Return uncached tokens and work per second."""
@@ -217,24 +241,28 @@ class Scaling:
         """Take a new version of the pool: its objective and its guess of the speed."""
         self._pool = pool
 
-    def signals(self, now: float, status: PoolStatus) -> PoolSignals:
-        """Return what autoscalers shall know, of a status of this moment."""
+    def signals(self, now: float, status: PoolStatus, *, elsewhere: FirstTokens = NO_FIRST_TOKENS) -> PoolSignals:
+        """Return what autoscalers shall know, of a status of this moment.
+
+        ``elsewhere`` are the first tokens that came through other routers within WINDOW_S: what attainment asks for it
+        asks for by the pool's, since a share of them may be too few to tell anything, or be late by chance.
+        """
         serving = _serving(status)
         backlog_tokens = waiting_tokens(status)
         arrivals = self.window.arrivals(now, held=status.held)
-        first_tokens, slo_met = self.window.first_tokens(now)
-        attainment = slo_met / first_tokens if first_tokens else None
+        own = self.window.first_tokens(now)
+        everywhere = own + elsewhere
         needed = self._needed(arrivals, backlog_tokens, serving)
         # Members and peers are known to each router, so that each can tell its share of the fleet.
         share = len(serving) / (1 + status.peers)
         self._note_members(now, len(serving))
-        known = attainment if first_tokens >= _FEWEST_FIRST_TOKENS else None
+        known = everywhere.attainment if everywhere.count >= _FEWEST_FIRST_TOKENS else None
         self._correct(now, known, needed, share)
         traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
         return PoolSignals(
             pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
             arriving_uncached_tokens_per_second=arrivals.uncached_tokens_per_second,
-            slo_attainment=attainment,
+            slo_attainment=own.attainment,
             desired_replicas=max(needed + self._extra, _LEAST) if traffic else 0.0,
         )
 

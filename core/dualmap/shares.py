@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dualmap.peers import PEER_TTL_S
 from dualmap.requests import PoolStatus
-from dualmap.scaling import WINDOW_S, Scaling, waiting_tokens
+from dualmap.scaling import NO_FIRST_TOKENS, WINDOW_S, FirstTokens, Scaling, waiting_tokens
 
 REMEMBERED_S = WINDOW_S
 """How long a report matters after its router has fallen silent: until the others have measured what moved to them."""
@@ -45,16 +45,16 @@ class Share:
 NO_SHARE = Share()
 
 
-def share_of(now: float, scaling: Scaling, status: PoolStatus) -> Share:
-    """Return this router's own share, of a status of this moment."""
-    first_tokens, slo_met = scaling.window.first_tokens(now)
+def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: FirstTokens = NO_FIRST_TOKENS) -> Share:
+    """Return this router's own share, of a status of this moment; ``elsewhere`` as in ``Scaling.signals``."""
+    first_tokens = scaling.window.first_tokens(now)
     return Share(
-        desired_replicas=scaling.signals(now, status).desired_replicas,
+        desired_replicas=scaling.signals(now, status, elsewhere=elsewhere).desired_replicas,
         pending_prefill_tokens=waiting_tokens(status),
         in_flight=sum(each.in_flight for each in status.endpoints),
         held=status.held,
-        first_tokens=first_tokens,
-        slo_met=slo_met,
+        first_tokens=first_tokens.count,
+        slo_met=first_tokens.slo_met,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from dualmap.pool import Pool
 from dualmap.requests import Decision, FirstToken, PoolStatus, Reason
-from dualmap.scaling import PoolSignals, Scaling
+from dualmap.scaling import NO_FIRST_TOKENS, FirstTokens, PoolSignals, Scaling
 from dualmap.shares import NO_SHARE, Share, share_of
 from dualmap_extproc.errors import Refused
 
@@ -25,10 +25,15 @@ class Demand:
         self._clock = clock
         self._pools: dict[str, Scaling] = {}
         self._arrived: Callable[[str], None] = _nobody_asked
+        self._elsewhere: Callable[[str], FirstTokens] = _nobody_else
 
     def on_arrival(self, arrived: Callable[[str], None]) -> None:
         """Have ``arrived`` called with the pool of every request that asks for an instance; it must be quick."""
         self._arrived = arrived
+
+    def on_elsewhere(self, elsewhere: Callable[[str], FirstTokens]) -> None:
+        """Have ``elsewhere`` asked for the first tokens that a pool had through other routers lately."""
+        self._elsewhere = elsewhere
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Keep the books of exactly these pools."""
@@ -73,7 +78,7 @@ class Demand:
         """Return what autoscalers shall know of each pool, by statuses of this moment."""
         now = self._clock()
         return {
-            status.pool: self._pools[status.pool].signals(now, status)
+            status.pool: self._pools[status.pool].signals(now, status, elsewhere=self._elsewhere(status.pool))
             for status in statuses
             if status.pool in self._pools
         }
@@ -81,8 +86,15 @@ class Demand:
     def share(self, status: PoolStatus) -> Share:
         """Return this router's share of a pool's demand, by a status of this moment; none of a pool that is gone."""
         scaling = self._pools.get(status.pool)
-        return NO_SHARE if scaling is None else share_of(self._clock(), scaling, status)
+        if scaling is None:
+            return NO_SHARE
+        return share_of(self._clock(), scaling, status, elsewhere=self._elsewhere(status.pool))
 
 
 def _nobody_asked(_pool: str) -> None:
     """Nobody has asked to hear of arrivals."""
+
+
+def _nobody_else(_pool: str) -> FirstTokens:
+    """No other router is known."""
+    return NO_FIRST_TOKENS

@@ -12,6 +12,7 @@ from typing import Final
 
 from dualmap.peers import PEER_TTL_S
 from dualmap.requests import PoolStatus
+from dualmap.scaling import NO_FIRST_TOKENS, FirstTokens
 from dualmap.shares import NO_SHARE, PeerShares, Report, Share
 from dualmap_extproc.demand import Demand
 
@@ -46,6 +47,7 @@ class PoolDemand:
         self._awake: set[str] = set()
         self._on_change: Callable[[str], None] = _nobody_watches
         demand.on_arrival(self._arrived)
+        demand.on_elsewhere(self._elsewhere)
 
     def on_change(self, changed: Callable[[str], None]) -> None:
         """Have ``changed`` called with a pool when its first request arrives, here or at another router."""
@@ -105,6 +107,14 @@ class PoolDemand:
         own, peers = self._own(pool), self._peers_of(pool)
         peers.expire(now)
         return Report(own=own, pool=peers.live(now, own))
+
+    def _elsewhere(self, pool: str) -> FirstTokens:
+        """Return the first tokens that the routers have reported that are there now."""
+        peers = self._peers.get(pool)
+        if peers is None:
+            return NO_FIRST_TOKENS
+        others = peers.live(self._clock(), NO_SHARE)
+        return FirstTokens(count=others.first_tokens, slo_met=others.slo_met)
 
     def _own(self, pool: str) -> Share:
         for status in self._statuses((pool,)):

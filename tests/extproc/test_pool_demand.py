@@ -150,6 +150,20 @@ class TestOneNumber:
         await pass_time(clock, 1.5, one, other)
         assert one.demand.total(POOL.id).slo_attainment == other.demand.total(POOL.id).slo_attainment == 0.75
 
+    async def test_routers_of_few_first_tokens_notice_together_that_the_slo_is_missed(self, clock, store):
+        routers = [Router(name, clock, store, POOL) for name in "ab"]
+        late: list[tuple[float, Router, str]] = []
+        for second in range(150):
+            if second % 5 == 0:
+                late += [(clock() + POOL.slo.ttft_s + 1.0, router, router.ask().request_id) for router in routers]
+            while late[0][0] <= clock():
+                _, router, request_id = late.pop(0)
+                router.picker.first_token(clock(), request_id)
+                router.picker.finished(clock(), request_id, None)
+            await pass_time(clock, 1.0, *routers)
+        # Twelve a minute through each: alone neither would say that four instances are too few.
+        assert all(router.desired > len(POOL.members) for router in routers)
+
     async def test_it_is_reported_once_a_second_and_the_rest_of_the_exchange_costs_nothing(self, clock, store):
         router = Router("a", clock, store, POOL)
         told: list[Post] = []

@@ -11,7 +11,7 @@ from typing import Protocol
 from dualmap.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken, PoolStatus
-from dualmap.scaling import Scaling
+from dualmap.scaling import NO_FIRST_TOKENS, Scaling
 
 
 class Meter(Protocol):
@@ -95,8 +95,12 @@ class _Slo:
         """What the rule looks at it is told at the sync."""
 
     def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
-        each = zip(self._scalings, statuses, strict=True)
-        return sum(scaling.signals(now, status).desired_replicas for scaling, status in each)
+        first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
+        wish = 0.0
+        for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
+            elsewhere = sum((*first_tokens[:number], *first_tokens[number + 1 :]), NO_FIRST_TOKENS)
+            wish += scaling.signals(now, status, elsewhere=elsewhere).desired_replicas
+        return wish
 
 
 class _Queue:

@@ -1,0 +1,102 @@
+"""The rule for desired replicas: what is added for missing the SLO, and given up again."""
+
+import pytest
+
+from core.scalings import desired, pool, status, steady
+from dualmap.scaling import WINDOW_S, FirstTokens, Scaling
+
+
+class TestAttainment:
+    def asked(
+        self, *, share_met: float, members: int, rate: float = 10, peers: int = 0, first_tokens: int = 10
+    ) -> list[float]:
+        """What is desired every 15 s for ten minutes, while that share of first tokens is in time."""
+        scaling = Scaling(pool())
+        asked = []
+        for second in range(600):
+            steady(scaling, rate=rate, since=second, until=second + 1)
+            for n in range(first_tokens):
+                scaling.window.first_token(second, within_slo=n < share_met * first_tokens)
+            if second % 15 == 14:
+                asked.append(desired(scaling, second + 1, status(members, peers=peers)))
+        return asked
+
+    def test_it_is_the_share_of_first_tokens_in_time(self) -> None:
+        scaling = Scaling(pool())
+        assert scaling.signals(0, status()).slo_attainment is None
+        for n in range(10):
+            scaling.window.first_token(100 + n, within_slo=n < 7)
+        assert scaling.signals(110, status()).slo_attainment == 0.7
+        assert scaling.signals(110 + WINDOW_S, status()).slo_attainment is None
+
+    def test_a_met_slo_corrects_nothing(self) -> None:
+        asked = self.asked(share_met=1.0, members=5)
+        assert asked[-1] == pytest.approx(4.12, rel=0.01)
+
+    def test_a_fleet_as_large_as_wished_that_misses_the_slo_is_too_small(self) -> None:
+        asked = self.asked(share_met=0.5, members=5)
+        assert asked[3] == pytest.approx(4.12, rel=0.01)  # Not before a window has passed since the members came.
+        assert 5.5 < asked[-1] < 7
+
+    def test_a_fleet_larger_than_the_arrivals_ask_for_is_too_small_too(self) -> None:
+        assert self.asked(share_met=0.5, members=12)[4] > 12
+
+    def test_a_fleet_that_is_not_there_yet_is_not_asked_for_twice(self) -> None:
+        assert self.asked(share_met=0.5, members=3)[-1] == pytest.approx(4.12, rel=0.01)
+
+    def test_each_router_asks_for_its_share_of_what_is_missing(self) -> None:
+        alone, share = self.asked(share_met=0.5, members=12), self.asked(share_met=0.5, members=12, rate=5, peers=1)
+        assert 2 * share[-1] == pytest.approx(alone[-1], rel=0.01)
+
+    def test_so_do_many_of_whom_none_has_enough_first_tokens_to_tell(self) -> None:
+        """Twenty routers have a first token each in a while; that half of all are late is the pool's trouble."""
+        scaling, missed = Scaling(pool()), FirstTokens(count=190, slo_met=95)
+        for second in range(0, 300, 15):
+            steady(scaling, rate=0.5, since=second, until=second + 15)
+            scaling.window.first_token(second + 15, within_slo=True)
+            state = status(12, peers=19)
+            last = scaling.signals(second + 15, state, elsewhere=missed).desired_replicas
+        assert 20 * last > 12
+
+    def test_one_whose_requests_are_late_by_chance_asks_for_nothing_while_the_pool_meets_the_slo(self) -> None:
+        scaling, met = Scaling(pool()), FirstTokens(count=900, slo_met=895)
+        for second in range(300):
+            steady(scaling, rate=10, since=second, until=second + 1)
+            scaling.window.first_token(second, within_slo=second % 5 != 0)
+            if second % 15 == 14:
+                last = scaling.signals(second + 1, status(8, peers=1), elsewhere=met).desired_replicas
+        assert last == pytest.approx(4.12, rel=0.01)
+
+    def test_a_few_late_requests_prove_nothing(self) -> None:
+        scaling = Scaling(pool())
+        for second in range(0, 300, 15):
+            steady(scaling, rate=10, since=second, until=second + 15)
+            scaling.window.first_token(second + 15, within_slo=False)
+            last = desired(scaling, second + 15, status(5))
+        assert last == pytest.approx(4.12, rel=0.01)
+
+    def test_what_was_added_stays_while_the_slo_is_just_met(self) -> None:
+        scaling = Scaling(pool())
+        asked = []
+        for second in range(3600):
+            steady(scaling, rate=10, since=second, until=second + 1)
+            for n in range(100):
+                scaling.window.first_token(second, within_slo=n < (50 if second < 300 else 92))
+            if second % 15 == 14:
+                asked.append(desired(scaling, second + 1, status(12)))
+        assert asked[30] > 12
+        assert asked[-1] == pytest.approx(asked[30], abs=0.01)
+
+    def test_what_was_added_is_given_up_over_hours_and_at_once_without_traffic(self) -> None:
+        scaling = Scaling(pool())
+        for second in range(7200):
+            steady(scaling, rate=10, since=second, until=second + 1)
+            for n in range(10):
+                scaling.window.first_token(second, within_slo=second >= 600 or n < 5)
+            if second % 15 == 14:
+                last = desired(scaling, second + 1, status(12))
+            if second == 599:
+                most = last
+        assert most > 12
+        assert 4.12 < last < 0.7 * most
+        assert desired(scaling, 7300, status(12)) == 0.0

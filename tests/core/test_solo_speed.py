@@ -1,0 +1,85 @@
+"""How fast an instance is by itself, as a router learns it that is not the only one to send there."""
+
+from itertools import count
+
+import pytest
+
+import builders
+from core.routers import decide
+from dualmap.hotness import HotnessCounts
+from dualmap.news import News, SharedLoad
+from dualmap.pool import Engine
+from dualmap.requests import EndpointStatus
+from dualmap.router import PoolRouter
+
+SPEED = 5000.0
+TOKENS = 2000
+POOL = builders.pool(1, engine=Engine(prefill_tokens_per_second=SPEED))
+MEMBER = POOL.members[0].id
+BUSY = SharedLoad(pending_prefill_tokens=TOKENS, backlog_s=0.4, in_flight=1)
+
+
+def say(router: PoolRouter, now: float, load: SharedLoad | None, *, age_s: float = 0.05) -> None:
+    loads = {} if load is None else {MEMBER: load}
+    router.on_news(now, "other", News(hotness=HotnessCounts(requests=0, nodes={}), loads=loads), age_s)
+
+
+class Prefills:
+    """Prefills of a router one after the other, each on an idle instance."""
+
+    def __init__(self) -> None:
+        self.router = PoolRouter(POOL)
+        self.now = 0.0
+        self._ids = count()
+
+    def run(self, seconds: float, *, other_from_s: float | None = None) -> None:
+        """Have one take so long; another router's comes to be known of so long after it was sent, and ends before."""
+        name = str(next(self._ids))
+        decide(self.router, name, builders.text_of(TOKENS, name), self.now)
+        if other_from_s is not None:
+            say(self.router, self.now + other_from_s, BUSY)
+            say(self.router, self.now + seconds - 0.01, None, age_s=0.01)
+        self.now += seconds
+        self.router.on_first_token(self.now, name)
+        self.router.on_finished(self.now, name)
+        self.now += 1.0
+
+    @property
+    def endpoint(self) -> EndpointStatus:
+        (endpoint,) = self.router.status().endpoints
+        return endpoint
+
+
+def test_a_router_that_is_alone_learns_one_speed() -> None:
+    prefills = Prefills()
+    for _ in range(30):
+        prefills.run(0.8)
+    assert prefills.endpoint.prefill_tokens_per_second < 0.6 * SPEED
+    assert prefills.endpoint.solo_tokens_per_second == prefills.endpoint.prefill_tokens_per_second
+
+
+def test_what_another_routers_prefill_cost_is_no_part_of_it_though_that_was_sent_unknown() -> None:
+    prefills = Prefills()
+    for _ in range(30):
+        prefills.run(0.4)
+        prefills.run(0.8, other_from_s=0.1)
+    assert prefills.endpoint.prefill_tokens_per_second < 0.85 * SPEED
+    assert prefills.endpoint.solo_tokens_per_second == pytest.approx(SPEED, rel=0.05)
+
+
+def test_news_of_a_prefill_that_was_over_before_ours_began_hides_nothing() -> None:
+    prefills = Prefills()
+    for _ in range(30):
+        say(prefills.router, prefills.now - 0.5, BUSY)
+        say(prefills.router, prefills.now - 0.2, None)
+        prefills.run(0.8)
+    assert prefills.endpoint.solo_tokens_per_second < 0.6 * SPEED
+
+
+def test_another_first_guess_has_it_learnt_anew() -> None:
+    prefills = Prefills()
+    for _ in range(30):
+        prefills.run(0.8)
+    guess = builders.pool(1, engine=Engine(prefill_tokens_per_second=2 * SPEED))
+    prefills.router.on_pool(prefills.now, guess)
+    assert prefills.endpoint.solo_tokens_per_second == pytest.approx(2 * SPEED)
