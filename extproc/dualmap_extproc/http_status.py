@@ -51,6 +51,8 @@ class StatusServer:
         self._metrics = metrics
         self._dashboard = dashboard
         self._stalled_timeout_s = stalled_timeout_s
+        # One page at a time: several threads that write one would leave the event loop little of the interpreter.
+        self._writing = asyncio.Lock()
         application = web.Application()
         application.add_routes(
             [
@@ -99,8 +101,9 @@ class StatusServer:
         await self._runner.cleanup()
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
-        statuses = self._statuses()
-        page = await asyncio.to_thread(self._metrics.render, statuses, self._metrics.signals(statuses))
+        async with self._writing:
+            statuses = self._statuses()
+            page = await asyncio.to_thread(self._metrics.render, statuses, self._metrics.signals(statuses))
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
     async def _get_pools(self, _request: web.Request) -> web.Response:

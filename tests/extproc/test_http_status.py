@@ -27,8 +27,10 @@ class Held(Metrics):
         super().__init__(version="1", replica_id="router-0")
         self.begun = threading.Event()
         self.may_end = threading.Event()
+        self.pages = 0
 
     def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
+        self.pages += 1
         self.begun.set()
         assert self.may_end.wait(30)
         return super().render(statuses, signals)
@@ -235,6 +237,22 @@ async def test_a_page_that_takes_long_holds_up_nobody() -> None:
         metrics.may_end.set()
         async with await page as response:
             assert response.status == 200
+
+
+async def test_pages_are_written_one_after_another() -> None:
+    metrics = Held()
+    async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:
+        pages = [asyncio.create_task(session.get("/metrics")) for _ in range(5)]
+        assert await asyncio.to_thread(metrics.begun.wait, 30)
+        for _ in range(20):
+            async with session.get("/pools") as response:
+                assert response.status == 200
+        assert metrics.pages == 1
+        metrics.may_end.set()
+        for page in pages:
+            async with await page as response:
+                assert response.status == 200
+    assert metrics.pages == 5
 
 
 async def test_a_port_in_use_is_an_error() -> None:
