@@ -62,6 +62,18 @@ while (walker.nextNode()) {
 }
 return poor;
 """
+# What the list of decisions says when a router that began anew gives out a number for the second time.
+AGAIN = """
+const { Decisions } = await import("./dashboard/decisions.js");
+const [list, rules, pause, note] = ["ol", "ul", "button", "span"].map((tag) => document.createElement(tag));
+const shown = new Decisions({ list, rules, pause, note }, () => {});
+const decision = { number: 3, at: 1700000000, refused: "queue_full", reason: "Too many wait" };
+const says = (...decisions) => (shown.show({ rules: {}, decisions }, null), list.textContent);
+const before = says(decision);
+const node = list.firstChild;
+return [before, says({ ...decision, at: 1700000000.1, reason: "a jitter of the clock" }),
+  says({ ...decision, at: 1700000100, refused: "no_endpoint" }), list.firstChild === node];
+"""
 SEEN = "[...document.querySelectorAll(arguments[0])].map((each) => each.textContent)"
 
 
@@ -210,6 +222,38 @@ async def test_decisions_stand_still_when_asked(browser: Browser) -> None:
     assert await browser.text("#decisions li") == newest
     await browser.press(SPACE)
     await browser.until("document.querySelector('#decisions li').textContent !== arguments[0]", newest)
+
+
+@needs_browser
+async def test_decisions_are_pointed_at_by_the_keyboard_too(browser: Browser) -> None:
+    await browser.run("document.getElementById('pause').focus()")
+    await browser.press(TAB, TAB)
+    assert await browser.run("return document.activeElement === document.querySelectorAll('#decisions li')[1]")
+    shown = await browser.run(f"return {SEEN}", "#decisions li")
+    told = await browser.text("#tiles")
+    await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
+    assert await browser.run(f"return {SEEN}", "#decisions li") == shown
+    assert "standing still" in await browser.text("#decisions-note")
+    # Its pair is the one on the rings, the chosen one with a dot.
+    chosen = await browser.run("return document.activeElement.decision.chosen")
+    assert await browser.run("return document.querySelector('.chord .chosen').dataset.key") == f"end-{chosen}"
+    await browser.run("document.activeElement.blur()")
+    await browser.until("document.querySelector('#decisions li').textContent !== arguments[0]", shown[0])
+
+
+@needs_browser
+async def test_a_number_that_is_given_out_again_shows_the_new_decision(browser: Browser) -> None:
+    before, jitter, after, kept = await browser.run(AGAIN)
+    assert before == jitter
+    assert "queue_full" in before
+    assert "no_endpoint" in after
+    assert kept
+
+
+@needs_browser
+async def test_the_page_says_whose_time_it_tells(browser: Browser) -> None:
+    zone = await browser.run("return Intl.DateTimeFormat().resolvedOptions().timeZone")
+    await browser.until("document.getElementById('about').textContent.includes(`browser (${arguments[0]})`)", zone)
 
 
 @needs_browser

@@ -3,7 +3,7 @@
 import { Charts } from "./charts.js";
 import { Decisions } from "./decisions.js";
 import { el, setAttributes, setText, showEach } from "./dom.js";
-import { count, percent, plural, seconds, short, timeOfDay } from "./format.js";
+import { count, percent, plural, seconds, short, timeOfDay, timeZone } from "./format.js";
 import { Instances } from "./instances.js";
 import { Rings } from "./rings.js";
 import { openStream } from "./stream.js";
@@ -109,7 +109,8 @@ function showPool() {
   decisions.show(pool, marked);
   showPair();
   setText(byId("about"), `Seen by router ${latest.router} (version ${latest.version}), which knows of ${plural(pool.peers, "other router")}. `
-    + `Model ${pool.model}, policy ${pool.policy}, ${pool.algorithm} rings of version ${pool.ring_version}.`);
+    + `Model ${pool.model}, policy ${pool.policy}, ${pool.algorithm} rings of version ${pool.ring_version}. `
+    + `Times of day are those of this browser (${timeZone()}).`);
 }
 
 function showPair() {

@@ -1,7 +1,7 @@
 // The last decisions in words, newest first, and which rules took them. They stand still while somebody reads.
 
-import { count, percent, plural, seconds, timeOfDay } from "./format.js";
-import { el, setText, showEach } from "./dom.js";
+import { count, percent, plural, seconds, when } from "./format.js";
+import { el, setAttributes, setText, showEach } from "./dom.js";
 
 const SHOWN = 12;
 
@@ -12,7 +12,8 @@ export class Decisions {
     this.note = note;
     this.pause = pause;
     this.paused = false;
-    this.reading = false;
+    this.pointed = false;
+    this.focused = false;
     this.reasons = new Map();
     pause.addEventListener("click", () => {
       this.paused = !this.paused;
@@ -20,14 +21,28 @@ export class Decisions {
       setText(pause, this.paused ? "Go on" : "Pause");
       this.tell();
     });
-    for (const [event, reading] of [["pointerenter", true], ["pointerleave", false]]) {
-      list.addEventListener(event, () => {
-        this.reading = reading;
-        if (!reading) onPoint(null);
-        this.tell();
-      });
-    }
-    list.addEventListener("pointerover", (event) => onPoint(event.target.closest("li")?.decision ?? null));
+    const point = (event) => onPoint(event.target.closest("li")?.decision ?? null);
+    const read = (how, reading) => {
+      this[how] = reading;
+      if (!this.reading) onPoint(null);
+      this.tell();
+    };
+    list.addEventListener("pointerenter", () => read("pointed", true));
+    list.addEventListener("pointerleave", () => read("pointed", false));
+    list.addEventListener("pointerover", point);
+    // By the keyboard the same, item by item; a click, which moves the focus too, does not keep the list.
+    list.addEventListener("focusin", (event) => {
+      if (!event.target.matches(":focus-visible")) return;
+      read("focused", true);
+      point(event);
+    });
+    list.addEventListener("focusout", (event) => {
+      if (!list.contains(event.relatedTarget)) read("focused", false);
+    });
+  }
+
+  get reading() {
+    return this.pointed || this.focused;
   }
 
   /** Show the newest of those that name one of `marked` (all where it is null). */
@@ -36,18 +51,19 @@ export class Decisions {
     this.showRules(pool.rules);
     if (this.paused || this.reading) return;
     const admitted = pool.decisions.filter((each) => !marked || names(each).some((id) => marked.has(id)));
-    showEach(this.list, admitted.slice(0, SHOWN), (each) => each.number, makeItem, (node, each) => (node.decision = each));
+    showEach(this.list, admitted.slice(0, SHOWN), (each) => each.number, makeItem, bringUpToDate);
     this.tell(admitted.length);
   }
 
   /** Forget those of another pool. */
   clear() {
     this.list.replaceChildren();
-    this.reading = false;
+    this.pointed = false;
+    this.focused = false;
   }
 
   tell(number = this.list.children.length) {
-    const still = this.paused ? "standing still" : this.reading ? "standing still while you point at them" : "newest first";
+    const still = this.paused ? "standing still" : this.reading ? "standing still while you read them" : "newest first";
     setText(this.note, number ? still : "none yet");
   }
 
@@ -65,11 +81,21 @@ function names(each) {
   return each.refused ? [] : [each.chosen, ...each.pair];
 }
 
+function bringUpToDate(node, each) {
+  // A router that began anew counts from 0 again: what bears the number of one that is shown may be another.
+  if (node.decision && Math.abs(node.decision.at - each.at) > 0.5) {
+    const other = makeItem(each);
+    setAttributes(node, { class: other.getAttribute("class") });
+    node.replaceChildren(...other.childNodes);
+  }
+  node.decision = each;
+}
+
 function makeItem(each) {
-  const time = el("time", { datetime: new Date(each.at * 1000).toISOString() }, timeOfDay(each.at));
-  if (each.refused) return el("li", { class: "refused" }, time, el("p", {}, el("b", {}, "Refused"), ` (${each.refused}): ${each.reason}.`));
+  const time = el("time", { datetime: new Date(each.at * 1000).toISOString() }, when(each.at));
+  if (each.refused) return el("li", { class: "refused", tabindex: 0 }, time, el("p", {}, el("b", {}, "Refused"), ` (${each.refused}): ${each.reason}.`));
   const cached = each.prompt_tokens ? `, ${percent(each.matched_tokens / each.prompt_tokens)} of it cached there` : "";
-  return el("li", {}, time,
+  return el("li", { tabindex: 0 }, time,
     el("p", {}, el("b", {}, each.chosen), ` because ${each.reason} `, el("span", { class: "rule" }, each.rule)),
     el("p", { class: "muted" }, pairInWords(each), `Prompt of ${plural(each.prompt_tokens, "token")}${cached}; first token expected in ${seconds(each.ttft_s)}.`));
 }

@@ -3,6 +3,8 @@
 const whole = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const calendar = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
+const HALF_A_DAY_MS = 12 * 3600 * 1000;
 
 export const NONE = "–";
 
@@ -30,6 +32,17 @@ export function seconds(value) {
 
 export function timeOfDay(epochSeconds) {
   return clock.format(new Date(epochSeconds * 1000));
+}
+
+/** The time of day, with the date where that is not plain. */
+export function when(epochSeconds) {
+  const time = timeOfDay(epochSeconds);
+  return Date.now() - epochSeconds * 1000 < HALF_A_DAY_MS ? time : `${calendar.format(new Date(epochSeconds * 1000))} ${time}`;
+}
+
+/** The time zone that times are shown in. */
+export function timeZone() {
+  return clock.resolvedOptions().timeZone;
 }
 
 export function plural(number, noun) {
