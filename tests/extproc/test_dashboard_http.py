@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import builders
 from dualmap.pool import MemberState, Model, Pool, Ring, RingAlgorithm
 from dualmap.shares import Share
-from dualmap_extproc.dashboard import feed
+from dualmap_extproc.dashboard import feed, routes
 from dualmap_extproc.dashboard.feed import Feed, TooManyWatchers
 from dualmap_extproc.dashboard.recorder import Recorder
 from dualmap_extproc.dashboard.routes import Dashboard
@@ -204,6 +205,32 @@ async def test_a_reader_that_goes_away_is_noticed() -> None:
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
         await next_snapshot(response)
     await until(lambda: not dashboard._feed._watchers)
+    await server.close()
+
+
+async def test_a_page_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_WRITE_TIMEOUT_S", 0.1)
+    router = Router(builders.pool(200))
+    dashboard = Dashboard(router.source(), every_s=0.001)
+    server = StatusServer(
+        router="router-0",
+        statuses=router.picker.statuses,
+        metrics=router.metrics,
+        dashboard=dashboard,
+        stalled_timeout_s=3600.0,
+    )
+    port = await server.start("127.0.0.1", 0)
+    with socket.socket() as page:
+        page.setblocking(False)
+        page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(page, ("127.0.0.1", port))
+        await loop.sock_sendall(page, b"GET /events HTTP/1.1\r\nHost: router\r\n\r\n")
+        await until(lambda: bool(dashboard._feed._watchers))
+        await until(lambda: not dashboard._feed._watchers)
+        connections = server._runner.server
+        assert connections is not None
+        await until(lambda: not connections.connections)
     await server.close()
 
 
