@@ -41,6 +41,22 @@ class Series:
         return f"{self.start:g}{self.per_s * INTERVAL_S:+g}x{STEPS}"
 
 
+@dataclass(frozen=True, slots=True)
+class Burst(Series):
+    """A counter that is at rest but for ``lasts_s``, which began ``ago_s`` before the end of the day."""
+
+    ago_s: int = 0
+    lasts_s: int = 0
+
+    def values(self) -> str:
+        before, during = STEPS - self.ago_s // INTERVAL_S, self.lasts_s // INTERVAL_S
+        top = self.start + self.per_s * self.lasts_s
+        return (
+            f"{self.start:g}x{before} {self.start + self.per_s * INTERVAL_S:g}"
+            f"{self.per_s * INTERVAL_S:+g}x{during - 1} {top:g}x{STEPS - before - during - 1}"
+        )
+
+
 GONE = Series(0, absent=True)
 
 
@@ -171,6 +187,22 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
     "Envoy fails open": (
         changed("envoy_http_ext_proc_failure_mode_allowed", Series(0, 2), envoy_http_conn_manager_prefix="requests"),
         {"DualMapFailOpen"},
+    ),
+    "a router is killed, and Envoy fails open until it notices": (
+        changed(
+            "envoy_http_ext_proc_failure_mode_allowed",
+            Burst(0, 2, ago_s=210, lasts_s=60),
+            envoy_http_conn_manager_prefix="requests",
+        ),
+        set(),
+    ),
+    "a pool at zero is woken, which takes its engine a few minutes": (
+        {
+            f'dualmap_refused_requests_total{{code="waited_too_long",{ROUTER},pool="llm/qwen"}}': Burst(
+                0, 0.5, ago_s=330, lasts_s=210
+            )
+        },
+        set(),
     ),
     "no router is scraped": (
         {name: GONE for name in RECORDED["series"] if 'pod="router-' in name},
