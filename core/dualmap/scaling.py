@@ -253,8 +253,8 @@ class Scaling:
         own = self.window.first_tokens(now)
         everywhere = own + elsewhere
         needed = self._needed(arrivals, backlog_tokens, serving)
-        # Members and peers are known to each router, so that each can tell its share of the fleet.
-        share = len(serving) / (1 + status.peers)
+        # Not an equal share: Envoys keep their connections, so that some routers may have no traffic at all.
+        share = len(serving) * (own.count / everywhere.count if everywhere.count else 1.0)
         self._note_members(now, len(serving))
         known = everywhere.attainment if everywhere.count >= _FEWEST_FIRST_TOKENS else None
         self._correct(now, known, needed, share)

@@ -3,12 +3,19 @@
 import pytest
 
 from core.scalings import desired, pool, status, steady
-from dualmap.scaling import WINDOW_S, FirstTokens, Scaling
+from dualmap.scaling import NO_FIRST_TOKENS, WINDOW_S, FirstTokens, Scaling
 
 
 class TestAttainment:
     def asked(
-        self, *, share_met: float, members: int, rate: float = 10, peers: int = 0, first_tokens: int = 10
+        self,
+        *,
+        share_met: float,
+        members: int,
+        rate: float = 10,
+        peers: int = 0,
+        first_tokens: int = 10,
+        elsewhere: FirstTokens = NO_FIRST_TOKENS,
     ) -> list[float]:
         """What is desired every 15 s for ten minutes, while that share of first tokens is in time."""
         scaling = Scaling(pool())
@@ -18,7 +25,8 @@ class TestAttainment:
             for n in range(first_tokens):
                 scaling.window.first_token(second, within_slo=n < share_met * first_tokens)
             if second % 15 == 14:
-                asked.append(desired(scaling, second + 1, status(members, peers=peers)))
+                state = status(members, peers=peers)
+                asked.append(scaling.signals(second + 1, state, elsewhere=elsewhere).desired_replicas)
         return asked
 
     def test_it_is_the_share_of_first_tokens_in_time(self) -> None:
@@ -45,12 +53,18 @@ class TestAttainment:
         assert self.asked(share_met=0.5, members=3)[-1] == pytest.approx(4.12, rel=0.01)
 
     def test_each_router_asks_for_its_share_of_what_is_missing(self) -> None:
-        alone, share = self.asked(share_met=0.5, members=12), self.asked(share_met=0.5, members=12, rate=5, peers=1)
-        assert 2 * share[-1] == pytest.approx(alone[-1], rel=0.01)
+        alone = self.asked(share_met=0.5, members=12)
+        others = FirstTokens(count=550, slo_met=275)
+        share = self.asked(share_met=0.5, members=12, rate=5, peers=1, elsewhere=others)
+        assert 2 * share[-1] == pytest.approx(alone[-1], rel=0.02)
+
+    def test_one_that_has_all_of_the_traffic_asks_for_all_of_it(self) -> None:
+        """Its peers have none: an Envoy keeps its connection to one router."""
+        assert self.asked(share_met=0.5, members=12, peers=3) == self.asked(share_met=0.5, members=12)
 
     def test_so_do_many_of_whom_none_has_enough_first_tokens_to_tell(self) -> None:
-        """Twenty routers have a first token each in a while; that half of all are late is the pool's trouble."""
-        scaling, missed = Scaling(pool()), FirstTokens(count=190, slo_met=95)
+        """Twenty routers have four first tokens a minute each; that half of all are late is the pool's trouble."""
+        scaling, missed = Scaling(pool()), FirstTokens(count=76, slo_met=38)
         for second in range(0, 300, 15):
             steady(scaling, rate=0.5, since=second, until=second + 15)
             scaling.window.first_token(second + 15, within_slo=True)
