@@ -28,7 +28,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.uv
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
 
-.PHONY: help demo test lint unit e2e wheel-test fuzz bench proto manifests image clean
+.PHONY: help demo test lint unit e2e controlplane wheel-test fuzz bench proto manifests image clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,11 +44,13 @@ test: lint wheel-test ## everything: lint, unit tests on the built wheel, comman
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
 	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests)
 
-e2e: $(VENV)/.dev ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
+e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
+	@e2e/controlplane/netns.sh $(BIN)/pytest e2e/controlplane $(ARGS)
+
+controlplane: $(VENV)/.dev # what e2e needs: a control plane's programs, the chart's images
 	@e2e/debian.sh
 	@$(BIN)/python e2e/controlplane/build.py >/dev/null
 	@$(BIN)/python e2e/controlplane/images.py >/dev/null || echo "make: the tests that need the images are skipped" >&2
-	@e2e/controlplane/netns.sh $(BIN)/pytest e2e/controlplane $(ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
