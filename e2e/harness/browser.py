@@ -31,6 +31,8 @@ _FLAGS: Final = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
     "--hide-scrollbars",
 )
+_STARTS: Final = 5
+_NO_PORT: Final = "IPv4 port not available"
 _ELEMENT: Final = "element-6066-11e4-a52e-4f735466cecf"  # By which WebDriver names a reference to an element.
 
 
@@ -53,9 +55,7 @@ class Browser:
         self._requested: list[str] = []
 
     async def __aenter__(self) -> Self:
-        await self._driver.start()
-        started = await self._driver.wait_for_line(r"started successfully on port (\d+)")
-        driver = f"http://127.0.0.1:{started[1]}"
+        driver = f"http://127.0.0.1:{await self._start_driver()}"
         options = {
             "binary": shutil.which("chromium"),
             "args": [*_FLAGS, f"--user-data-dir={self._directory / 'profile'}"],
@@ -79,6 +79,20 @@ class Browser:
         await self._http.close()
         self._driver.terminate()
         await self._driver.stop()
+
+    async def _start_driver(self) -> int:
+        """Start chromedriver and return its port.
+
+        It takes a free port of IPv6 and then wants the same of IPv4, which somebody may have: then it is started anew.
+        """
+        for _ in range(_STARTS):
+            before = len(self._driver.output())
+            await self._driver.start()
+            line = await self._driver.wait_for_line(rf"started successfully on port (\d+)|{_NO_PORT}", after=before)
+            if line[1] is not None:
+                return int(line[1])
+            await self._driver.stop()
+        raise AssertionError(f"chromedriver found no port in {_STARTS} starts:\n{self._driver.output()}")
 
     async def open(self, url: str) -> None:
         """Load a page and wait for its load event."""
