@@ -15,6 +15,8 @@ from dualmap_operator.metrics import CONTENT_TYPE, Metrics
 SILENT_S: Final = 120.0
 # kopf begins to keep a pool within a second of the mirror's showing it; longer than this, its own watch is ill.
 UNKEPT_S: Final = 30.0
+IDLE_TIMEOUT_S: Final = 20.0
+"""So long may a connection be without a whole request, as on the routers' metrics port; aiohttp's own is an hour."""
 
 
 def problems(*, ages_s: Mapping[str, float], stuck: Sequence[str], unkept_s: Mapping[str, float]) -> tuple[str, ...]:
@@ -31,14 +33,19 @@ def problems(*, ages_s: Mapping[str, float], stuck: Sequence[str], unkept_s: Map
 
 
 class HttpServer:
-    """Serves what ``problems`` and ``metrics`` say at the time of each request, on a port each."""
+    """Serves what ``problems`` and ``metrics`` say at the time of each request, on a port each.
 
-    def __init__(self, *, problems: Callable[[], Sequence[str]], metrics: Metrics) -> None:
+    Who has asked nothing whole for ``idle_timeout_s`` is cut off.
+    """
+
+    def __init__(
+        self, *, problems: Callable[[], Sequence[str]], metrics: Metrics, idle_timeout_s: float = IDLE_TIMEOUT_S
+    ) -> None:
         self._problems = problems
         self._metrics = metrics
         self._runners = (
-            _runner(web.get("/healthz", self._get_health)),
-            _runner(web.get("/metrics", self._get_metrics)),
+            _runner(web.get("/healthz", self._get_health), idle_timeout_s),
+            _runner(web.get("/metrics", self._get_metrics), idle_timeout_s),
         )
 
     async def start(self, host: str, *, health_port: int, metrics_port: int) -> tuple[int, int]:
@@ -79,7 +86,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int, option: str) -> i
     return int(runner.addresses[0][1])
 
 
-def _runner(route: web.RouteDef) -> web.AppRunner:
+def _runner(route: web.RouteDef, idle_timeout_s: float) -> web.AppRunner:
     application = web.Application()
     application.add_routes([route])
-    return web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+    return web.AppRunner(application, access_log=None, shutdown_timeout=1.0, keepalive_timeout=idle_timeout_s)

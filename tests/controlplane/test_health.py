@@ -1,5 +1,6 @@
 """The operator's two ports."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 
@@ -14,9 +15,9 @@ HOST = "127.0.0.1"
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, **settings: float) -> None:
         self.problems: list[str] = []
-        self.server = HttpServer(problems=lambda: self.problems, metrics=Metrics())
+        self.server = HttpServer(problems=lambda: self.problems, metrics=Metrics(), **settings)
         self.ports = (0, 0)
 
     async def get(self, port: int, path: str) -> tuple[int, str]:
@@ -51,6 +52,20 @@ async def test_metrics_are_on_the_other_port(scene: Scene) -> None:
     assert status == 200
     assert "dualmap_operator_leader 0.0" in page
     assert (await scene.get(scene.ports[0], "/metrics"))[0] == 404
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: o\r\n\r\n"])
+async def test_who_asks_nothing_whole_is_cut_off(sent: bytes) -> None:
+    scene = Scene(idle_timeout_s=0.05)
+    try:
+        for port in await scene.server.start(HOST, health_port=0, metrics_port=0):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(sent)
+            async with asyncio.timeout(30):
+                await reader.read()
+            writer.close()
+    finally:
+        await scene.server.close()
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
