@@ -116,7 +116,8 @@ class Tracing:
         span = self._tracer.start_span(SPAN, context=begun.context, attributes=attributes, start_time=begun.arrived_ns)
         if failed:
             span.set_status(trace.StatusCode.ERROR)
-        if span.get_span_context().trace_flags.sampled:
+        # One that the sampler leaves out, or OTEL_SDK_DISABLED, is never exported, and so is none of those that wait.
+        if span.is_recording() and span.get_span_context().trace_flags.sampled:
             self._told.came()
         span.end(begun.arrived_ns + int((now_s - begun.begun_s) * 1e9))
 

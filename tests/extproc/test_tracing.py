@@ -228,9 +228,9 @@ class Stuck(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def tell(tracing: Tracing, spans: int) -> None:
+def tell(tracing: Tracing, spans: int, **headers: str) -> None:
     for _ in range(spans):
-        begun = tracing.begin({}, age_s=0.0)
+        begun = tracing.begin(headers, age_s=0.0)
         assert begun is not None
         tracing.end(begun, Picked(destination="10.0.0.1:8000", cluster="llm/qwen"))
 
@@ -259,6 +259,19 @@ def test_spans_that_nobody_takes_are_dropped_beyond_a_bound_and_that_is_said_onc
     # What was being exported, and what waited.
     assert 8 <= stuck.taken <= 4 + 8
     assert [record.message for record in caplog.records] == [*said, "spans are delivered as fast as they come"]
+
+
+@pytest.mark.parametrize(("setting", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_SAMPLER", "always_off")])
+def test_spans_that_the_environment_switches_off_never_wait(monkeypatch, caplog, setting, value):
+    monkeypatch.setenv(setting, value)
+    monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
+    monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
+    stuck = Stuck()
+    tracing = Tracing(stuck, replica_id="r", version="1")
+    tell(tracing, 100, traceparent=SAMPLED)
+    stuck.let.set()
+    tracing.close()
+    assert (stuck.taken, caplog.records) == (0, [])
 
 
 def test_what_the_exporter_cannot_send_is_said(caplog):
