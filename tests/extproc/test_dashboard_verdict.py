@@ -183,6 +183,13 @@ def test_what_the_others_see_may_be_unknown() -> None:
     assert "not known: shared state is out of reach." in texts(found.problems)
 
 
+def test_a_redis_that_is_away_is_told_once_though_the_others_are_not_heard_either() -> None:
+    unknown = "shared state is out of reach"
+    found = verdict(past(met=100), reach=Reach(store_lost_s=12.4), unknown=unknown)
+    assert [problem.text.partition(":")[0] for problem in found.problems] == ["Redis has been out of reach for 12 s"]
+    assert len(verdict(past(met=100), reach=Reach(store_lost_s=1.0), unknown=unknown).problems) == 1
+
+
 def test_the_worst_comes_first() -> None:
     history = past(met=100)
     for _ in range(20):

@@ -89,7 +89,7 @@ def judge(
         *_instances(pool, status, past),
         *_members(status),
     ]
-    if unknown:
+    if unknown and not _redis_lost_s(reach):  # That says it already.
         problems.append(Problem(level=Level.WARN, text=f"What all routers see together is not known: {unknown}."))
     problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
@@ -147,12 +147,17 @@ def _hearing(reach: Reach) -> Iterator[Problem]:
             text=f"The Kubernetes API has not told of {' and '.join(sorted(stale))} for {_lapse(max(stale.values()))}: "
             "this router goes on with what it knew then.",
         )
-    if reach.store_lost_s is not None and reach.store_lost_s > _LOST_S:
+    if lost_s := _redis_lost_s(reach):
         yield Problem(
             level=Level.WARN,
-            text=f"Redis has been out of reach for {_lapse(reach.store_lost_s)}: this router goes on with what it sees "
-            "itself.",
+            text=f"Redis has been out of reach for {_lapse(lost_s)}: this router goes on with what it sees itself.",
         )
+
+
+def _redis_lost_s(reach: Reach) -> float:
+    """Return for how long Redis has been out of reach, 0 where that is no news."""
+    lost_s = reach.store_lost_s or 0.0
+    return lost_s if lost_s > _LOST_S else 0.0
 
 
 def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[Problem]:
