@@ -1,7 +1,8 @@
 """Who has a model name that two pools claim: the older pool, for routers and operator alike.
 
 A request names only its model, so that a name can lead to one pool alone. ``extproc``'s ``pools.objects`` serves by
-this rule, and the operator tells of it in the status of the pool that lost: both decide here, so that they agree.
+this rule, and the operator tells of it in the status of the pool that lost: both decide here, so that they agree on
+pools that both have read.
 """
 
 from collections.abc import Iterable

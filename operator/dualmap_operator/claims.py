@@ -1,7 +1,8 @@
 """Which of the watched pools claim one model name: an index, so that a change wakes those alone whom it concerns.
 
 ``watches`` keeps it up to date and ``gather`` asks it. Who has a name is ``dualmap.claims``' to say, as it is for the
-routers, which watch the same namespaces.
+routers, which watch the same namespaces. They agree on pools that can be read: of one that no longer can, each goes on
+with what it last read, and who was started since has read nothing (docs/operator.md).
 """
 
 from collections import defaultdict
@@ -25,7 +26,8 @@ class Claims:
     def changed(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> set[Key]:
         """Take a pool's change from one document to another; return the other pools whose claims it may decide anew.
 
-        A spec that cannot be read goes on claiming what it last claimed, since routers serve on by it.
+        A spec that cannot be read goes on claiming what it last claimed, since routers serve on by it; one that could
+        not be read since the operator started claims nothing, as for a router that started then.
         """
         was = self._claimants.get(key)
         if after is None:
