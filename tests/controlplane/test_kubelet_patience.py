@@ -1,6 +1,7 @@
-"""What the process kubelet does where the API server refuses: it asks again, and no pod ends of it."""
+"""What the process kubelet does where the API server refuses or is away: it asks again, and no pod ends of it."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from controlplane.kubelet.api import Patience
 from controlplane.kubelet.containers import NodeSettings, Place
 from controlplane.kubelet.environment import ContainerConfigError
 from controlplane.kubelet.pods import FAKE_ANNOTATION, PodWorker
 from controlplane.kubelet.volumes import persistently
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube import KubeClient, KubeError
 from kube_api import write_kubeconfig
 from waiting import until
 
@@ -31,24 +33,23 @@ TERMINATED = {"kind": "Status", "message": "unable to create new content in name
 
 
 class Server:
-    """Refuses as many requests as a test says with 403, and then says yes to all of them."""
+    """Answers with these statuses, one request after the other, and then says yes to all."""
 
-    def __init__(self, refusals: int) -> None:
-        self.refusals = refusals
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
         self.taken: list[str] = []
 
     async def answer(self, request: web.Request) -> web.Response:
-        if self.refusals:
-            self.refusals -= 1
-            return web.json_response(TERMINATED, status=403)
+        if self.statuses:
+            return web.json_response(TERMINATED, status=self.statuses.pop(0))
         self.taken.append(request.method)
         said: dict[str, Any] = await request.json()
         return web.json_response({**POD, **said, "metadata": {**POD["metadata"], "resourceVersion": "2"}})
 
 
 @asynccontextmanager
-async def server(folder: Path, *, refusals: int) -> AsyncIterator[tuple[Server, KubeClient]]:
-    refusing = Server(refusals)
+async def server(folder: Path, *statuses: int) -> AsyncIterator[tuple[Server, KubeClient]]:
+    refusing = Server(*statuses)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", refusing.answer)
     runner = web.AppRunner(application)
@@ -65,8 +66,11 @@ async def server(folder: Path, *, refusals: int) -> AsyncIterator[tuple[Server, 
         await runner.cleanup()
 
 
-async def test_a_status_that_is_refused_is_said_again(tmp_path: Path) -> None:
-    async with server(tmp_path, refusals=2) as (refusing, client):
+async def test_a_status_that_is_refused_is_said_again_and_refusals_alone_are_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="controlplane.kubelet.pods")
+    async with server(tmp_path, 503, 403, 409, 403) as (refusing, client):
         node = NodeSettings(
             environment={},
             logs=tmp_path,
@@ -83,9 +87,39 @@ async def test_a_status_that_is_refused_is_said_again(tmp_path: Path) -> None:
         await until(lambda: refusing.taken == ["PATCH"])
         worker.forget()
         await running
+    (told,) = caplog.messages
+    assert "403 unable to create new content" in told
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_patience_is_for_a_minute_of_refusals_however_long_the_server_was_away_before() -> None:
+    clock = Clock()
+    patience = Patience(clock)
+    refused, away = KubeError(403, "no"), KubeError(0, "away")
+    clock.now_s += 100.0
+    patience.bear(away)
+    patience.bear(refused)
+    clock.now_s += 59.0
+    patience.bear(refused)
+    patience.bear(away)
+    clock.now_s += 59.0
+    patience.bear(refused)
+    clock.now_s += 61.0
+    patience.bear(away)
+    patience.bear(refused)
+    clock.now_s += 61.0
+    with pytest.raises(KubeError, match="403 no"):
+        patience.bear(refused)
 
 
 async def test_what_a_container_needs_and_is_refused_is_its_configuration_error(tmp_path: Path) -> None:
-    async with server(tmp_path, refusals=1) as (_, client):
+    async with server(tmp_path, 403) as (_, client):
         with pytest.raises(ContainerConfigError, match="403 unable to create new content"):
             await persistently(client, "POST", "/api/v1/namespaces/team/serviceaccounts/default/token", body={})

@@ -1,6 +1,7 @@
 """What the kubelet's parts share in talking to the API server, beside ``dualmap_edge.kube``: patches and patience."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from dualmap_edge.kube import KubeError
@@ -24,14 +25,31 @@ class Patience:
     """How long one request is sent again: while the server is away, and for a minute though it refuses.
 
     What it refuses because of something that is on its way (a namespace that ends, a right just bound) it will soon
-    take or no longer be asked; a kubelet does not end of either.
+    take or no longer be asked; a kubelet does not end of either. The minute is one of refusals alone: a server that
+    was away between two of them may have come back as another.
     """
 
-    def __init__(self) -> None:
-        """Counts from now."""
-        self._began_s = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` tells seconds."""
+        self._clock = clock
+        self._refused_since_s: float | None = None
+        self._told: set[str] = set()
 
     def bear(self, error: KubeError) -> None:
         """Return where the request should be sent again; raises the error otherwise."""
-        if not passing(error) and time.monotonic() - self._began_s > _REFUSED_FOR_S:
+        if passing(error):
+            self._refused_since_s = None
+            return
+        now_s = self._clock()
+        if self._refused_since_s is None:
+            self._refused_since_s = now_s
+        if now_s - self._refused_since_s > _REFUSED_FOR_S:
             raise error
+
+    def is_news(self, error: KubeError) -> bool:
+        """Whether to tell of an error: a refusal, in words that have not been told of this request yet."""
+        text = str(error)
+        if passing(error) or text in self._told:
+            return False
+        self._told.add(text)
+        return True

@@ -163,7 +163,8 @@ class PodWorker:
             except KubeError as error:
                 if error.status == NOT_FOUND:
                     return None
-                _LOG.warning("%s %s: %s", method, path, error)
+                if patience.is_news(error):
+                    _LOG.warning("%s %s: %s", method, path, error)
                 patience.bear(error)
             await asyncio.sleep(RETRY_S)
         return None
