@@ -180,6 +180,14 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
         {f'dualmap_refused_requests_total{{code="queue_full",{ROUTER},pool="llm/qwen"}}': Series(0, 0.5)},
         {"DualMapRequestsRefused"},
     ),
+    "one request in two and a half minutes is refused": (
+        {f'dualmap_refused_requests_total{{code="waited_too_long",{ROUTER},pool="llm/qwen"}}': Series(0, 1 / 150)},
+        set(),
+    ),
+    "a pool that has never sent one on refuses one in a minute": (
+        {f'dualmap_refused_requests_total{{code="no_endpoint",{ROUTER},pool="llm/idle"}}': Series(0, 1 / 60)},
+        {"DualMapRequestsRefused"},
+    ),
     "clients ask for a model that is not there": (
         {f'dualmap_refused_requests_total{{code="model_not_found",{ROUTER},pool="llm/qwen"}}': Series(0, 0.5)},
         set(),
@@ -254,6 +262,18 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
             **changed("dualmap_operator_ring_version", Series(4, 0.2)),
         },
         set(),
+    ),
+    "and the operator a moment before both": (
+        {
+            **changed("dualmap_ring_version", Series(3, 0.2), pod="router-0"),
+            **changed("dualmap_ring_version", Series(4, 0.2), pod="router-1"),
+            **changed("dualmap_operator_ring_version", Series(1, 0.2)),
+        },
+        set(),
+    ),
+    "the operator has an older ring than both routers": (
+        changed("dualmap_operator_ring_version", Series(0)),
+        {"DualMapRoutersDisagree"},
     ),
     "both routers have": (
         changed("dualmap_ring_version", Series(0)),
