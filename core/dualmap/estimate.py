@@ -14,7 +14,7 @@ _MOST_ATTENTION = 1.0e-4
 # Learnt speed stays within this factor of the pool's first guess, in both directions.
 _SPEED_BOUND = 20.0
 # Each sample weighs this much less when the next arrives: about 50 samples of memory.
-_FORGET = 0.98
+FORGET = 0.98
 # The prior counts as much as this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
@@ -59,11 +59,11 @@ class PrefillModel:
         expected_s = self.speed.compute_s(new_tokens, cached_tokens)
         target_s = min(max(service_s, expected_s / _SAMPLE_CLIP), expected_s * _SAMPLE_CLIP)
         n, q = float(new_tokens), _attention(new_tokens, cached_tokens)
-        self._nn = self._nn * _FORGET + n * n
-        self._nq = self._nq * _FORGET + n * q
-        self._qq = self._qq * _FORGET + q * q
-        self._nt = self._nt * _FORGET + n * target_s
-        self._qt = self._qt * _FORGET + q * target_s
+        self._nn = self._nn * FORGET + n * n
+        self._nq = self._nq * FORGET + n * q
+        self._qq = self._qq * FORGET + q * q
+        self._nt = self._nt * FORGET + n * target_s
+        self._qt = self._qt * FORGET + q * target_s
         self.speed = self._solve()
 
     def _solve(self) -> Speed:

@@ -177,7 +177,8 @@ class Fleet:
     def hear(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> None:
         """Take another replica's share of the members' load."""
         for member in self.membership.members.keys() & loads:
-            if loads[member].pending_prefill_tokens:
+            # Not what it holds for the member: that disturbs nobody.
+            if loads[member].backlog_s:
                 self.ledger.load(member).peer_busy(said_s)
         self._take_peers(self.peers.hear(said_s, peer, loads))
 
@@ -237,7 +238,7 @@ class Fleet:
             active_kv_tokens=load.active_kv_tokens,
             indexed_blocks=len(self._instances[member.id].index),
             prefill_tokens_per_second=load.speed.tokens_per_second,
-            solo_tokens_per_second=load.solo_speed.tokens_per_second,
+            solo_tokens_per_second=load.solo_tokens_per_second,
             suspended=member.id in self.membership.suspended,
         )
 

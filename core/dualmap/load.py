@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import inf, isnan, nan
 
 from dualmap.entry import Entry, Stage
-from dualmap.estimate import PrefillModel, Speed
+from dualmap.estimate import FORGET, PrefillModel, Speed
 from dualmap.held import HeldQueue, Waiting
 from dualmap.news import SharedLoad
 from dualmap.peers import NO_LOAD
@@ -32,6 +32,9 @@ _SILENCE_WEIGHT = 0.05
 FAILURES_IN_A_ROW = 3
 FIRST_SUSPENSION_S = 1.0
 LONGEST_SUSPENSION_S = 30.0
+# So many undisturbed prefills among the last 50 or so say how fast an instance is by itself, fewer as much less: they
+# count as much as its first guess then.
+_SOLO_SAMPLES = 4.0
 
 
 class MemberLoad:
@@ -46,6 +49,8 @@ class MemberLoad:
         self._model = PrefillModel(prior_tokens_per_second)
         # The same of those prefills only that no other replica's came between, as far as these have said.
         self._solo_model = PrefillModel(prior_tokens_per_second)
+        # How many such there were lately, of as many prefills as a model remembers.
+        self._solo_samples = 0.0
         self._peers_busy_s = -inf
         self.pending_prefill_tokens = 0
         self.active_kv_tokens = 0
@@ -93,13 +98,15 @@ class MemberLoad:
         return self._model.speed
 
     @property
-    def solo_speed(self) -> Speed:
+    def solo_tokens_per_second(self) -> float:
         """The speed when other replicas leave the instance alone: what it can do, for all of them together.
 
         News of others' prefills is late, so that ``speed`` counts some of their time for ours, the more the more
-        replicas there are.
+        replicas there are. Where they hardly ever leave it alone, as in overload, it is nearer to ``speed``, which goes
+        on being learnt.
         """
-        return self._solo_model.speed
+        known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.speed.linear_s
+        return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))
 
     @property
     def peers(self) -> SharedLoad:
@@ -114,20 +121,23 @@ class MemberLoad:
         self._changed()
 
     def peer_busy(self, said_s: float) -> None:
-        """Take note that another replica had prefills at the instance at ``said_s``."""
+        """Take note that another replica had prefills under way at the instance at ``said_s``."""
         self._peers_busy_s = max(said_s, self._peers_busy_s)
 
     def set_prior(self, tokens_per_second: float) -> None:
         """Take another first guess of the prefill speed, and forget what was learnt."""
         self._model = PrefillModel(tokens_per_second)
         self._solo_model = PrefillModel(tokens_per_second)
+        self._solo_samples = 0.0
         self._changed()
 
     def observe(self, now: float, entry: Entry, busy_s: float) -> None:
         """Learn the prefill speed from a prefill that ended now and kept the instance busy for ``busy_s`` seconds."""
         new_tokens, cached_tokens = entry.new_tokens, entry.matched_tokens
         self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=busy_s)
+        self._solo_samples *= FORGET
         if self._peers_busy_s < now - busy_s:
+            self._solo_samples += 1.0
             self._solo_model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=busy_s)
         self._changed()
 

@@ -41,6 +41,11 @@ _ENDPOINT_GAUGES: Final[tuple[_EndpointGauge, ...]] = (
         lambda endpoint: round(endpoint.prefill_tokens_per_second, 1),
     ),
     (
+        "solo_prefill_tokens_per_second",
+        "Prefill speed where no other router's prefills come between: by it instances are wished for.",
+        lambda endpoint: round(endpoint.solo_tokens_per_second, 1),
+    ),
+    (
         "indexed_blocks",
         "Prompt blocks this router believes the endpoint caches.",
         lambda endpoint: endpoint.indexed_blocks,

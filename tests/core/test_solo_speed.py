@@ -32,12 +32,12 @@ class Prefills:
         self.now = 0.0
         self._ids = count()
 
-    def run(self, seconds: float, *, other_from_s: float | None = None) -> None:
+    def run(self, seconds: float, *, other_from_s: float | None = None, other: SharedLoad = BUSY) -> None:
         """Have one take so long; another router's comes to be known of so long after it was sent, and ends before."""
         name = str(next(self._ids))
         decide(self.router, name, builders.text_of(TOKENS, name), self.now)
         if other_from_s is not None:
-            say(self.router, self.now + other_from_s, BUSY)
+            say(self.router, self.now + other_from_s, other)
             say(self.router, self.now + seconds - 0.01, None, age_s=0.01)
         self.now += seconds
         self.router.on_first_token(self.now, name)
@@ -74,6 +74,34 @@ def test_news_of_a_prefill_that_was_over_before_ours_began_hides_nothing() -> No
         say(prefills.router, prefills.now - 0.2, None)
         prefills.run(0.8)
     assert prefills.endpoint.solo_tokens_per_second < 0.6 * SPEED
+
+
+def test_what_another_router_holds_disturbs_nobody() -> None:
+    """In overload all hold something all of the time."""
+    prefills, holds = Prefills(), SharedLoad(pending_prefill_tokens=TOKENS, held_s=0.4)
+    for _ in range(30):
+        prefills.run(0.4, other_from_s=0.1, other=holds)
+        prefills.run(0.8, other_from_s=0.1)
+    assert prefills.endpoint.prefill_tokens_per_second < 0.85 * SPEED
+    assert prefills.endpoint.solo_tokens_per_second == pytest.approx(SPEED, rel=0.05)
+
+
+def test_a_wrong_first_guess_does_not_stay_where_others_come_between_every_time() -> None:
+    prefills = Prefills()
+    for _ in range(30):
+        prefills.run(1.2, other_from_s=0.1)
+    ordinary = prefills.endpoint.prefill_tokens_per_second
+    assert ordinary < 0.5 * SPEED
+    assert prefills.endpoint.solo_tokens_per_second == ordinary
+
+
+def test_what_was_learnt_long_ago_counts_for_less_and_less() -> None:
+    prefills = Prefills()
+    for _ in range(30):
+        prefills.run(0.4)
+    for _ in range(200):
+        prefills.run(1.2, other_from_s=0.1)
+    assert prefills.endpoint.solo_tokens_per_second < 1.2 * prefills.endpoint.prefill_tokens_per_second
 
 
 def test_another_first_guess_has_it_learnt_anew() -> None:

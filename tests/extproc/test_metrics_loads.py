@@ -22,6 +22,7 @@ class TestLoads:
         assert got[f"dualmap_endpoint_in_flight_requests{{{at}}}"] == 2
         assert got[f"dualmap_endpoint_active_kv_tokens{{{at}}}"] == 5000
         assert got[f"dualmap_endpoint_prefill_tokens_per_second{{{at}}}"] == 6500.5
+        assert got[f"dualmap_endpoint_solo_prefill_tokens_per_second{{{at}}}"] == 6600.0
         assert got[f"dualmap_endpoint_indexed_blocks{{{at}}}"] == 40
         assert got[f"dualmap_endpoint_weight{{{at}}}"] == 100
         assert got[f"dualmap_endpoint_held_requests{{{at}}}"] == 10

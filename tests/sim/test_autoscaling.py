@@ -7,6 +7,8 @@ from itertools import pairwise
 import pytest
 
 from dualmap.pool import Engine, MemberState, Model, Pool, Prefix, Routing
+from dualmap_extproc.store.exchange import INTERVAL_S
+from dualmap_extproc.store.unsent import LOADS_INTERVAL_S
 from dualmap_operator import ring
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.autoscaling.figures import Lag, figures, lag
@@ -14,6 +16,7 @@ from dualmap_sim.autoscaling.fleet import RAMP, Fleet
 from dualmap_sim.autoscaling.hpa import Hpa, HpaSpec, Policy, Rules
 from dualmap_sim.autoscaling.loop import Autoscaled, Run, run_autoscaled
 from dualmap_sim.autoscaling.meters import OnQueue, OnSlo
+from dualmap_sim.exchange import Exchange
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.workloads.pacing import Phase, paced, wave
 from dualmap_sim.workloads.synthetic import default_workload
@@ -251,9 +254,16 @@ def test_on_the_queue_twice_the_target_is_half_the_wish() -> None:
     )
 
 
-def test_four_routers_ask_for_what_one_does() -> None:
+def test_four_routers_ask_for_what_one_does_though_too_few_instances_are_slower_than_was_said() -> None:
     asked = load(Phase(seconds=300, rate=1.5))
-    fixed = replace(config(first=7, lasts_s=300), scaler=OnSlo(), hpa=HpaSpec(min_replicas=7, max_replicas=7))
+    fixed = replace(
+        config(first=3, lasts_s=300),
+        scaler=OnSlo(),
+        hpa=HpaSpec(min_replicas=3, max_replicas=3),
+        exchange=Exchange(period_s=LOADS_INTERVAL_S, delay_s=INTERVAL_S / 2),
+    )
+    engine = replace(fixed.pool.engine, prefill_tokens_per_second=3 * ENGINE.prefill.tokens_per_s)
+    fixed = replace(fixed, pool=replace(fixed.pool, engine=engine))
     alone, four = (run_autoscaled(replace(fixed, routers=routers), asked) for routers in (1, 4))
     assert {record.router for record in four.records} == {0, 1, 2, 3}
     wishes = [[sync.wish or 0.0 for sync in run.syncs if 60 < sync.at_s < 300] for run in (alone, four)]

@@ -30,7 +30,7 @@ class Autoscaled:
     """A pool that is scaled: by what, from how many instances on, and how long those take to start.
 
     ``pool`` states everything but its members. ``lasts_s`` has the run go on at least so long. During ``blind_s``
-    (begin and end) the HPA gets no metric.
+    (begin and end) the HPA gets no metric. By ``exchange`` the news of several ``routers`` travels.
     """
 
     pool: Pool
@@ -40,6 +40,7 @@ class Autoscaled:
     hpa: HpaSpec = field(default=HpaSpec())
     start_s: float = 120.0
     routers: int = 1
+    exchange: Exchange = field(default=Exchange())
     lasts_s: float = 0.0
     blind_s: tuple[float, float] = (inf, inf)
     feedback_delay_s: float = 0.01
@@ -74,7 +75,7 @@ def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
             pool=loop.pool,
             engine=config.engine,
             replicas=(Replica(),) * config.routers,
-            exchange=Exchange() if config.routers > 1 else None,
+            exchange=config.exchange if config.routers > 1 else None,
             feedback_delay_s=config.feedback_delay_s,
             lasts_s=config.lasts_s,
         ),
