@@ -6,8 +6,9 @@ add up to the pool's. docs/autoscaling.md has the rule, its reasons and what was
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, inf, sqrt
 
 from dualmap.estimate import PrefillModel
 from dualmap.pool import MemberState, Pool
@@ -106,7 +107,12 @@ class FirstTokens:
         return self.slo_met / self.count if self.count else None
 
 
-NO_FIRST_TOKENS = FirstTokens(count=0, slo_met=0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What another router of the pool last said: its part of the wish, and the first tokens that came through it."""
+
+    desired_replicas: float
+    first_tokens: FirstTokens
 
 
 class LoadWindow:
@@ -241,24 +247,24 @@ class Scaling:
         """Take a new version of the pool: its objective and its guess of the speed."""
         self._pool = pool
 
-    def signals(self, now: float, status: PoolStatus, *, elsewhere: FirstTokens = NO_FIRST_TOKENS) -> PoolSignals:
+    def signals(self, now: float, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> PoolSignals:
         """Return what autoscalers shall know, of a status of this moment.
 
-        ``elsewhere`` are the first tokens that came through other routers within WINDOW_S: what attainment asks for it
-        asks for by the pool's, since a share of them may be too few to tell anything, or be late by chance.
+        ``elsewhere`` is what the other routers said, each of them: what attainment asks for it asks for by the pool's,
+        since a share of it may be too little to tell anything, or be late by chance. None where there are some of whom
+        it is not known: then attainment asks for nothing more.
         """
         serving = _serving(status)
         backlog_tokens = waiting_tokens(status)
         arrivals = self.window.arrivals(now, held=status.held)
         own = self.window.first_tokens(now)
-        everywhere = own + elsewhere
         needed = self._needed(arrivals, backlog_tokens, serving)
-        # Not an equal share: Envoys keep their connections, so that some routers may have no traffic at all.
-        share = len(serving) * (own.count / everywhere.count if everywhere.count else 1.0)
         self._note_members(now, len(serving))
-        known = everywhere.attainment if everywhere.count >= _FEWEST_FIRST_TOKENS else None
-        self._correct(now, known, needed, share)
+        self._correct(now, own, needed, elsewhere)
         traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
+        if elsewhere and not traffic:
+            # The wish leaves it out, so that the others come to ask for it, to whom the traffic has gone.
+            self._extra = 0.0
         return PoolSignals(
             pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
             arriving_uncached_tokens_per_second=arrivals.uncached_tokens_per_second,
@@ -282,19 +288,46 @@ class Scaling:
         if members != self._members:
             self._members, self._members_since_s = members, now
 
-    def _correct(self, now: float, attainment: float | None, needed: float, share: float) -> None:
+    def _correct(self, now: float, own: FirstTokens, needed: float, elsewhere: Sequence[Elsewhere] | None) -> None:
         """Add instances while the SLO is missed by a fleet that is as large as was wished, or give some up again.
 
-        ``share`` is this router's share of the fleet. What an unfinished scale-up misses calls for no more instances,
-        and what the fleet missed before it last changed says nothing about it.
+        What an unfinished scale-up misses calls for no more instances, and what the fleet missed before it last changed
+        says nothing about it. All routers see the same attainment, fleet and wish, and each adds its part of what one
+        alone would.
         """
         passed_s = 0.0 if self._asked_s is None else min(now - self._asked_s, WINDOW_S)
         self._asked_s = now
-        goal = self._pool.slo.attainment
+        others = elsewhere or ()
+        everywhere = sum((each.first_tokens for each in others), own)
+        known = elsewhere is not None and everywhere.count >= _FEWEST_FIRST_TOKENS
+        goal, attainment = self._pool.slo.attainment, everywhere.attainment if known else None
         if attainment is None or attainment >= (1.0 + goal) / 2:
             self._extra *= exp(-passed_s / _RELAX_S)
         elif attainment < goal:
             settled = now - self._members_since_s >= WINDOW_S
-            if settled and needed + self._extra <= share * _TOLERANCE:
+            wish = needed + self._extra + sum(each.desired_replicas for each in others)
+            if settled and wish <= self._members * _TOLERANCE:
+                # Not an equal share: Envoys keep their connections, so that some routers may have no traffic at all.
+                share = self._members * (own.count / everywhere.count)
                 growth = _GAIN * (1.0 - attainment / goal) * share * passed_s / WINDOW_S
-                self._extra = max(self._extra, share - needed) + growth
+                self._extra = max(self._extra, _part(self._members, own, others) - needed) + growth
+
+
+def _part(fleet: int, own: FirstTokens, others: Sequence[Elsewhere]) -> float:
+    """Return which part of the fleet a router may ask for, so that all of them ask for the fleet and no more.
+
+    They divide it by their first tokens, but for those who ask for more than that already: they go on to. However
+    often it is asked, and whoever has asked for its part meanwhile, the parts are the same.
+    """
+    left, count = float(fleet), own.count + sum(each.first_tokens.count for each in others)
+    for each in sorted(others, key=_eagerness, reverse=True):
+        if each.desired_replicas * count <= left * each.first_tokens.count:
+            break
+        left -= each.desired_replicas
+        count -= each.first_tokens.count
+    return left * (own.count / count) if own.count else 0.0
+
+
+def _eagerness(other: Elsewhere) -> float:
+    """Return how much a router asks for by first token."""
+    return other.desired_replicas / other.first_tokens.count if other.first_tokens.count else inf

@@ -5,12 +5,12 @@ keeps their reports and adds them up; how they travel is the driver's business. 
 router's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dualmap.peers import PEER_TTL_S
 from dualmap.requests import PoolStatus
-from dualmap.scaling import NO_FIRST_TOKENS, WINDOW_S, FirstTokens, Scaling, waiting_tokens
+from dualmap.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling, waiting_tokens
 
 REMEMBERED_S = WINDOW_S
 """How long a report matters after its router has fallen silent: until the others have measured what moved to them."""
@@ -45,7 +45,7 @@ class Share:
 NO_SHARE = Share()
 
 
-def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: FirstTokens = NO_FIRST_TOKENS) -> Share:
+def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> Share:
     """Return this router's own share, of a status of this moment; ``elsewhere`` as in ``Scaling.signals``."""
     first_tokens = scaling.window.first_tokens(now)
     return Share(
@@ -96,6 +96,18 @@ class PeerShares:
     def mute(self, now: float) -> bool:
         """Whether a router is there whose share is not known, so that no sum is the pool's."""
         return any(said_s + PEER_TTL_S > now and peer not in self._reports for peer, said_s in self._met.items())
+
+    def elsewhere(self, now: float) -> tuple[Elsewhere, ...] | None:
+        """Return what each of the others reported, None where one is known of that has not, or not lately."""
+        if self.mute(now) or any(said_s + PEER_TTL_S <= now for said_s, _ in self._reports.values()):
+            return None
+        return tuple(
+            Elsewhere(
+                desired_replicas=own.desired_replicas,
+                first_tokens=FirstTokens(count=own.first_tokens, slo_met=own.slo_met),
+            )
+            for own in (report.own for _, report in self._reports.values())
+        )
 
     def live(self, now: float, own: Share) -> Share:
         """Return the sum of ``own`` and what the others reported who are there now."""

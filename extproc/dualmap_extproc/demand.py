@@ -10,7 +10,7 @@ from typing import Final
 
 from dualmap.pool import Pool
 from dualmap.requests import Decision, FirstToken, PoolStatus, Reason
-from dualmap.scaling import NO_FIRST_TOKENS, FirstTokens, PoolSignals, Scaling
+from dualmap.scaling import Elsewhere, PoolSignals, Scaling
 from dualmap.shares import NO_SHARE, Share, share_of
 from dualmap_extproc.errors import Refused
 
@@ -25,14 +25,14 @@ class Demand:
         self._clock = clock
         self._pools: dict[str, Scaling] = {}
         self._arrived: Callable[[str], None] = _nobody_asked
-        self._elsewhere: Callable[[str], FirstTokens] = _nobody_else
+        self._elsewhere: Callable[[str], Sequence[Elsewhere] | None] = _nobody_else
 
     def on_arrival(self, arrived: Callable[[str], None]) -> None:
         """Have ``arrived`` called with the pool of every request that asks for an instance; it must be quick."""
         self._arrived = arrived
 
-    def on_elsewhere(self, elsewhere: Callable[[str], FirstTokens]) -> None:
-        """Have ``elsewhere`` asked for the first tokens that a pool had through other routers lately."""
+    def on_elsewhere(self, elsewhere: Callable[[str], Sequence[Elsewhere] | None]) -> None:
+        """Have ``elsewhere`` asked for what the other routers said of a pool, as ``Scaling.signals`` takes it."""
         self._elsewhere = elsewhere
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
@@ -95,6 +95,6 @@ def _nobody_asked(_pool: str) -> None:
     """Nobody has asked to hear of arrivals."""
 
 
-def _nobody_else(_pool: str) -> FirstTokens:
+def _nobody_else(_pool: str) -> Sequence[Elsewhere]:
     """No other router is known."""
-    return NO_FIRST_TOKENS
+    return ()

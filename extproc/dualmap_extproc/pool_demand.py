@@ -6,13 +6,13 @@ sum that lacks somebody's share would scale down a pool that is busy. All of it 
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import Final
 
 from dualmap.peers import PEER_TTL_S
 from dualmap.requests import PoolStatus
-from dualmap.scaling import NO_FIRST_TOKENS, FirstTokens
+from dualmap.scaling import Elsewhere
 from dualmap.shares import NO_SHARE, PeerShares, Report, Share
 from dualmap_extproc.demand import Demand
 
@@ -105,16 +105,17 @@ class PoolDemand:
 
     def _report(self, now: float, pool: str) -> Report:
         own, peers = self._own(pool), self._peers_of(pool)
-        peers.expire(now)
+        if self._has_exchanged(now):
+            # While the store is away all are silent, and yet there.
+            peers.expire(now)
         return Report(own=own, pool=peers.live(now, own))
 
-    def _elsewhere(self, pool: str) -> FirstTokens:
-        """Return the first tokens that the routers have reported that are there now."""
+    def _elsewhere(self, pool: str) -> Sequence[Elsewhere] | None:
+        """Return what the other routers reported, None where that is not known of all that may be there."""
+        if self._shares and self._exchanged_s is None:
+            return None
         peers = self._peers.get(pool)
-        if peers is None:
-            return NO_FIRST_TOKENS
-        others = peers.live(self._clock(), NO_SHARE)
-        return FirstTokens(count=others.first_tokens, slo_met=others.slo_met)
+        return () if peers is None else peers.elsewhere(self._clock())
 
     def _own(self, pool: str) -> Share:
         for status in self._statuses((pool,)):
@@ -136,10 +137,13 @@ class PoolDemand:
             peers = self._peers[pool] = PeerShares()
         return peers
 
+    def _has_exchanged(self, now: float) -> bool:
+        return self._exchanged_s is not None and now - self._exchanged_s <= PEER_TTL_S
+
     def _must_know(self, now: float, pool: str) -> None:
         if not self._shares:
             return
-        if self._exchanged_s is None or now - self._exchanged_s > PEER_TTL_S:
+        if not self._has_exchanged(now):
             raise DemandUnknown("the other routers' shares are not known: shared state is out of reach")
         if self._peers_of(pool).mute(now):
             raise DemandUnknown("a router is there that does not report its share: an older version?")

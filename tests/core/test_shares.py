@@ -53,6 +53,33 @@ class TestSums:
         assert not NO_SHARE.active
 
 
+class TestElsewhere:
+    """What a router adds for a missed SLO it adds knowing what the others wish for."""
+
+    def test_it_is_what_each_said(self) -> None:
+        peers = PeerShares()
+        assert peers.elsewhere(0.0) == ()
+        peers.hear(0.0, "other", report(OTHER))
+        peers.hear(1.0, "third", report(OWN))
+        got = peers.elsewhere(1.5)
+        assert got is not None
+        assert [each.desired_replicas for each in got] == [2.25, 1.5]
+        assert [(each.first_tokens.count, each.first_tokens.slo_met) for each in got] == [(30, 15), (10, 9)]
+
+    def test_it_is_not_known_of_one_that_is_silent_until_that_is_forgotten_nor_of_one_that_has_said_nothing(
+        self,
+    ) -> None:
+        peers = PeerShares()
+        peers.hear(0.0, "other", report(OTHER))
+        peers.hear(REMEMBERED_S - 1.0, "third", report(OWN))
+        peers.expire(REMEMBERED_S - 1.0)
+        assert peers.elsewhere(REMEMBERED_S - 1.0) is None
+        peers.expire(REMEMBERED_S)
+        assert peers.elsewhere(REMEMBERED_S) is not None
+        peers.meet(REMEMBERED_S, "older")
+        assert peers.elsewhere(REMEMBERED_S) is None
+
+
 class TestARouterThatGoes:
     """One of three that share 12 instances' worth; its traffic goes to the two others."""
 

@@ -61,6 +61,7 @@ class Router:
         demand = Demand(clock)
         metrics = Metrics(version="1", replica_id=name, demand=demand)
         metrics.set_pools((pool,))
+        self.traffic = demand
         self.picker = Picker(Limits(), metrics, id_prefix=name, shares=store is not None)
         self.picker.on_held(demand.held)
         self.picker.set_pools(clock(), (pool,))
@@ -88,6 +89,12 @@ class Router:
     @property
     def desired(self) -> float:
         return self.demand.total(self.pool.id).desired_replicas
+
+    @property
+    def wish(self) -> float:
+        """Its own, as it is scraped."""
+        (status,) = self.picker.statuses(None)
+        return self.traffic.signals((status,))[self.pool.id].desired_replicas
 
     @property
     def active(self) -> bool:
@@ -181,6 +188,45 @@ class TestOneNumber:
         router.picker.set_pools(clock(), ())
         assert router.demand.reports(()) == {}
         assert not router.demand.knows(POOL.id)
+
+
+class TestWhileTheStoreIsAway:
+    """Two routers miss the SLO with four instances; neither takes the other's part of the fleet upon itself."""
+
+    async def late(
+        self, clock: Clock, store: Shelf, names: str, *, away_s: float, trouble: str = "down", from_s: float = 120.0
+    ) -> list[float]:
+        """Return the sum of their own wishes once a second; the store goes at ``from_s``, for ``away_s``."""
+        routers = [Router(name, clock, store, POOL) for name in names]
+        asked: list[tuple[float, Router, str]] = []
+        wishes = []
+        for second in range(200):
+            setattr(store, trouble, from_s <= second < from_s + away_s)
+            # One of eight is late, just too many, so that little is added each minute.
+            answered_s = clock() + (POOL.slo.ttft_s + 1.0 if second % 8 == 0 else 0.0)
+            asked += [(answered_s, router, router.ask().request_id) for router in routers]
+            for each in [each for each in asked if each[0] <= clock()]:
+                asked.remove(each)
+                _, router, request_id = each
+                router.picker.first_token(clock(), request_id)
+                router.picker.finished(clock(), request_id, None)
+            await pass_time(clock, 1.0, *routers)
+            wishes.append(sum(router.wish for router in routers))
+        return wishes
+
+    @pytest.mark.parametrize("trouble", ["down", "full"])
+    @pytest.mark.parametrize("away_s", [5.0, 80.0])
+    async def test_nothing_is_added_for_it(self, clock, store, away_s, trouble):
+        wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
+        assert 4.0 <= wishes[119] < 4.2
+        assert max(wishes[120:]) <= wishes[119] * 1.02
+
+    async def test_nor_by_those_that_have_started_meanwhile(self, clock, store):
+        wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)
+        assert max(wishes) < 3.0
+
+    async def test_a_router_that_has_never_heard_of_another_is_alone(self, clock, store):
+        assert (await self.late(clock, store, "a", away_s=80.0))[-1] > len(POOL.members)
 
 
 class TestWhatCannotBeKnown:

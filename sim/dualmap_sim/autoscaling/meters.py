@@ -11,7 +11,7 @@ from typing import Protocol
 from dualmap.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken, PoolStatus
-from dualmap.scaling import NO_FIRST_TOKENS, Scaling
+from dualmap.scaling import Elsewhere, Scaling
 
 
 class Meter(Protocol):
@@ -73,6 +73,8 @@ class OnQueue:
 class _Slo:
     def __init__(self, pool: Pool, routers: int) -> None:
         self._scalings = tuple(Scaling(pool) for _ in range(routers))
+        # What each last wished for, as the others know it.
+        self._wishes = [0.0] * routers
 
     def adopt(self, pool: Pool) -> None:
         for scaling in self._scalings:
@@ -96,11 +98,14 @@ class _Slo:
 
     def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
-        wish = 0.0
         for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
-            elsewhere = sum((*first_tokens[:number], *first_tokens[number + 1 :]), NO_FIRST_TOKENS)
-            wish += scaling.signals(now, status, elsewhere=elsewhere).desired_replicas
-        return wish
+            elsewhere = tuple(
+                Elsewhere(desired_replicas=wish, first_tokens=came)
+                for other, (wish, came) in enumerate(zip(self._wishes, first_tokens, strict=True))
+                if other != number
+            )
+            self._wishes[number] = scaling.signals(now, status, elsewhere=elsewhere).desired_replicas
+        return sum(self._wishes)
 
 
 class _Queue:

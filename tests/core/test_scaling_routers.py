@@ -1,0 +1,109 @@
+"""The rule for desired replicas where several routers have the traffic: what they add for a missed SLO, together."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from core.scalings import SPEED, TOKENS, pool, status
+from dualmap.scaling import WINDOW_S, Elsewhere, Scaling
+
+RATE = 10
+ASKED_S = 5
+
+
+class Routers:
+    """Routers that share a pool's traffic and hear of each other's wishes as they were when last asked."""
+
+    def __init__(self, number: int, *, tokens: Sequence[int] = ()) -> None:
+        self.scalings = [Scaling(pool()) for _ in range(number)]
+        self.wishes = [0.0] * number
+        self._tokens = tokens or (TOKENS,) * number
+        self._now = 0.0
+        self._due = [0.0] * number
+
+    def run(
+        self, seconds: int, *, shares: Sequence[float], members: int, met: float, hear: bool = True, asked: int = 1
+    ) -> list[float]:
+        """Have traffic of RATE go to each by its share, ``met`` of it in time; return the sum of the wishes every 5 s.
+
+        Each is ``asked`` so many times before the others come to know of it. Unless they ``hear`` of each other, they
+        know that they do not.
+        """
+        sums = []
+        for _ in range(seconds):
+            for number, share in enumerate(shares):
+                self._due[number] += share * RATE
+                while self._due[number] >= 1.0:
+                    self._due[number] -= 1.0
+                    window = self.scalings[number].window
+                    window.add(self._now, uncached_tokens=self._tokens[number], cached_tokens=0)
+                    for n in range(10):
+                        window.first_token(self._now, within_slo=n < 10 * met)
+            self._now += 1.0
+            if self._now % ASKED_S == 0:
+                self._ask(members, hear=hear, asked=asked)
+                sums.append(sum(self.wishes))
+        return sums
+
+    def _ask(self, members: int, *, hear: bool, asked: int) -> None:
+        known = [
+            Elsewhere(desired_replicas=wish, first_tokens=scaling.window.first_tokens(self._now))
+            for wish, scaling in zip(self.wishes, self.scalings, strict=True)
+        ]
+        for number, scaling in enumerate(self.scalings):
+            others = (*known[:number], *known[number + 1 :])
+            for _ in range(asked):
+                got = scaling.signals(self._now, status(members), elsewhere=others if hear else None)
+            self.wishes[number] = got.desired_replicas
+
+
+@pytest.mark.parametrize("shares", [(0.25,) * 4, (0.7, 0.2, 0.1, 0.0), (1.0, 0.0, 0.0, 0.0)])
+def test_together_they_ask_for_what_one_would(shares: Sequence[float]) -> None:
+    alone, four = Routers(1), Routers(4)
+    one = alone.run(300, shares=(1.0,), members=12, met=0.5)
+    together = four.run(300, shares=shares, members=12, met=0.5, asked=3)
+    assert max(one) > 12
+    # But for the first, of so few requests that four cannot share them evenly.
+    assert together[1:] == pytest.approx(one[1:], rel=0.03)
+
+
+def test_what_one_added_is_not_asked_for_again_by_those_to_whom_its_traffic_goes() -> None:
+    """An Envoy that connects anew takes its requests elsewhere."""
+    alone, two = Routers(1), Routers(2)
+    wishes = {}
+    for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.05, 0.95), (0.95, 0.05))):
+        routers.run(90, shares=first, members=8, met=0.5)
+        routers.run(600, shares=first, members=8, met=1.0)
+        routers.run(120, shares=then, members=8, met=1.0)
+        wishes[name] = routers.run(60, shares=then, members=8, met=0.5)[-1]
+    assert wishes["one"] > 8
+    assert wishes["two"] == pytest.approx(wishes["one"], rel=0.03)
+
+
+def test_one_that_asks_for_more_than_its_share_of_the_first_tokens_leaves_the_others_less() -> None:
+    """Its prompts are long: the other does not ask for nine tenths of the fleet, of which most is asked for already."""
+    routers = Routers(2, tokens=(TOKENS // 10, 9 * TOKENS))
+    sums = routers.run(65, shares=(0.9, 0.1), members=8, met=0.5)
+    assert routers.wishes[1] > 0.1 * 8
+    assert sums[-1] == pytest.approx(8, rel=0.03)
+
+
+def test_what_a_router_without_traffic_had_added_does_not_come_back_with_the_traffic() -> None:
+    alone, two = Routers(1), Routers(2)
+    wishes = {}
+    for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.5, 0.5), (1.0, 0.0))):
+        routers.run(90, shares=first, members=8, met=0.5)
+        routers.run(120, shares=then, members=8, met=0.5)
+        wishes[name] = routers.run(120, shares=first, members=8, met=1.0)[-1]
+    assert wishes["one"] > 8
+    assert wishes["two"] == pytest.approx(wishes["one"], rel=0.05)
+
+
+def test_while_others_are_silent_no_router_takes_their_part_upon_itself() -> None:
+    four = Routers(4)
+    before = four.run(300, shares=(0.25,) * 4, members=4, met=0.5)[-1]
+    needed = 2 * RATE * TOKENS / SPEED
+    assert needed < before < 1.2 * needed
+    silent = four.run(300, shares=(0.25,) * 4, members=8, met=0.5, hear=False)
+    assert max(silent) == pytest.approx(before, rel=0.02)
+    assert max(four.run(round(WINDOW_S), shares=(0.25,) * 4, members=8, met=0.5)) > 8
