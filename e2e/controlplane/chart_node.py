@@ -14,8 +14,10 @@ from controlplane.services import Services
 
 
 @pytest.fixture(scope="module", name="kubelet")
-def chart_kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
+def chart_kubelet(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[ProcessKubelet]:
     """The node, whose pods know the names of Services; cluster addresses are there for everybody."""
+    # Its own for each file: a node that comes back under its name has the pods it had, and here other addresses.
+    node = request.path.stem.replace("_", "-")
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -34,6 +36,6 @@ def chart_kubelet(cluster: Cluster) -> Iterator[ProcessKubelet]:
     catalogue = {names.dualmap: ours, names.envoy: Image(root=images.envoy), names.redis: Image(root=images.redis)}
     with (
         Services(cluster) as services,
-        kubelet_on(cluster, "chart", images=catalogue, nameserver=services.nameserver) as kubelet,
+        kubelet_on(cluster, node, images=catalogue, nameserver=services.nameserver) as kubelet,
     ):
         yield kubelet
