@@ -42,7 +42,8 @@ def remove_namespace(cluster: Cluster, namespace: str) -> None:
     """
     cluster.kubectl("delete", "namespace", namespace, "--wait=false", check=False)
     _let_go(cluster, "--namespace", namespace)
-    cluster.kubectl("delete", "pods", "--all", "--now", "--wait=false", "--namespace", namespace, check=False)
+    # In one request: kubectl would ask for each pod's end, of a thousand for minutes.
+    cluster.kubectl("delete", "--raw", f"/api/v1/namespaces/{namespace}/pods?gracePeriodSeconds=1", check=False)
 
 
 def _let_go(cluster: Cluster, *where: str) -> bool:

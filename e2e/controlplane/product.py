@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 MODEL = "qwen-model"
 SYSTEM = "dualmap-system"
 _WAIT_S = 120.0
+# An API server on a machine that has other work answers late, and with a thousand pods it has.
+_ANSWER_S = 60.0
 
 
 # Ends its engine at SIGTERM without a word, as one does that knows no drain of its own.
@@ -243,11 +245,11 @@ class Product:
     async def pool(self, name: str = "qwen") -> dict[str, Any]:
         """Return the pool's object as the API server has it."""
         path = f"/apis/serving.dualmap.dev/v1alpha1/namespaces/{self.namespace}/inferencepools/{name}"
-        return await self._client.request("GET", path)
+        return await self._client.request("GET", path, timeout_s=_ANSWER_S)
 
     async def pods(self) -> dict[str, dict[str, Any]]:
         """Return the namespace's pods by name, as the API server has them."""
-        answer = await self._client.request("GET", f"/api/v1/namespaces/{self.namespace}/pods")
+        answer = await self._client.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", timeout_s=_ANSWER_S)
         return {pod["metadata"]["name"]: pod for pod in answer["items"]}
 
     async def states(self, name: str = "qwen") -> dict[str, str]:
