@@ -10,13 +10,14 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.kubelet.roots import Image, why_not
@@ -37,6 +38,18 @@ RESTRICTED = {
     "capabilities": {"drop": ["ALL"]},
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+
+
+@asynccontextmanager
+async def team_on(cluster: Cluster) -> AsyncIterator[Team]:
+    """A team on a fresh namespace, which goes with it."""
+    client = await cluster.client()
+    try:
+        team = Team(cluster, client)
+        yield team
+        crds.remove_namespace(cluster, team.namespace)
+    finally:
+        await client.close()
 
 
 class Team:

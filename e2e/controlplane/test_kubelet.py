@@ -10,12 +10,11 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.pods import FAKE_ANNOTATION
 from controlplane.kubelet.process_kubelet import PodView, ProcessKubelet
-from controlplane.team import GATE, WITHIN_S, Team, condition, container_status, pod, shell, statefulset
+from controlplane.team import GATE, WITHIN_S, Team, condition, container_status, pod, shell, statefulset, team_on
 from dualmap_edge.kube import KubeError
 from harness.waiting import until
 
@@ -33,13 +32,8 @@ ENGINE = {
 
 @pytest_asyncio.fixture(name="team")
 async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team]:
-    client = await cluster.client()
-    try:
-        team = Team(cluster, client)
+    async with team_on(cluster) as team:
         yield team
-        crds.remove_namespace(cluster, team.namespace)
-    finally:
-        await client.close()
 
 
 async def test_a_statefulset_goes_up_and_down_and_its_endpointslice_follows(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.network import interface_of
@@ -28,6 +27,7 @@ from controlplane.team import (
     container_status,
     pod,
     restricted,
+    team_on,
     this_machine,
 )
 from harness.waiting import until
@@ -54,14 +54,9 @@ def _kubelet(cluster: Cluster, root: Path) -> Iterator[ProcessKubelet]:
 
 @pytest_asyncio.fixture(name="team")
 async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team]:
-    client = await cluster.client()
-    try:
-        team = Team(cluster, client)
-        cluster.kubectl("label", "namespace", team.namespace, f"{ENFORCE}=restricted")
+    async with team_on(cluster) as team:
+        team.kubectl("label", "namespace", team.namespace, f"{ENFORCE}=restricted")
         yield team
-        crds.remove_namespace(cluster, team.namespace)
-    finally:
-        await client.close()
 
 
 async def test_a_restricted_container_has_its_user_a_read_only_root_and_its_volumes(

@@ -10,13 +10,23 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.kubelet.roots import Image
 from controlplane.services import Services
-from controlplane.team import IMAGE, PYTHON, WITHIN_S, Team, busybox, busybox_root, pod, restricted, this_machine
+from controlplane.team import (
+    IMAGE,
+    PYTHON,
+    WITHIN_S,
+    Team,
+    busybox,
+    busybox_root,
+    pod,
+    restricted,
+    team_on,
+    this_machine,
+)
 from harness.waiting import until
 
 Object = dict[str, Any]
@@ -33,13 +43,8 @@ def _services(cluster: Cluster) -> Iterator[Services]:
 
 @pytest_asyncio.fixture(name="team")
 async def _team(cluster: Cluster, services: Services) -> AsyncIterator[Team]:
-    client = await cluster.client()
-    try:
-        team = Team(cluster, client)
+    async with team_on(cluster) as team:
         yield team
-        crds.remove_namespace(cluster, team.namespace)
-    finally:
-        await client.close()
 
 
 async def test_connections_go_to_the_ready_endpoints_in_turn(team: Team) -> None:

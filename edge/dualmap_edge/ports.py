@@ -1,10 +1,15 @@
-"""The addresses the router listens on: how they are written, and whether they can be had.
+"""The addresses router and operator listen on: how they are written, and whether they can be had.
 
 ``wiring`` asks before ``server`` and ``http_status`` bind: gRPC says why it cannot bind only in its own log, in C++.
 """
 
 import errno
 import socket
+from typing import Final
+
+IDLE_TIMEOUT_S: Final = 20.0
+"""So long may a connection by HTTP be without a whole request, first or next: the chart's Prometheus asks every 15 s,
+and aiohttp's own time is an hour."""
 
 
 class AddressError(Exception):

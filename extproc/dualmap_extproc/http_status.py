@@ -17,14 +17,13 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dualmap.requests import PoolStatus
+from dualmap_edge.ports import IDLE_TIMEOUT_S
 from dualmap_extproc.counts import Traffic
 from dualmap_extproc.dashboard.routes import Dashboard
 from dualmap_extproc.metrics import CONTENT_TYPE, Metrics
 
 CONNECTIONS_MAX: Final = 256
 """Open at a time: whoever opens more and asks nothing must not take the file descriptors that routing needs."""
-IDLE_TIMEOUT_S: Final = 20.0
-"""So long may a connection be without a whole request, first or next; the chart's Prometheus asks every 15 s."""
 STALLED_TIMEOUT_S: Final = 30.0
 """So long may a client take nothing of what it is sent."""
 

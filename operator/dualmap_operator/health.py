@@ -8,15 +8,13 @@ from typing import Final
 
 from aiohttp import web
 
-from dualmap_edge.ports import AddressError, check_free
+from dualmap_edge.ports import IDLE_TIMEOUT_S, AddressError, check_free
 from dualmap_operator.metrics import CONTENT_TYPE, Metrics
 
 # A watch says something at least every 45 s, since the server ends it then, with a bookmark.
 SILENT_S: Final = 120.0
 # kopf begins to keep a pool within a second of the mirror's showing it; longer than this, its own watch is ill.
 UNKEPT_S: Final = 30.0
-IDLE_TIMEOUT_S: Final = 20.0
-"""So long may a connection be without a whole request, as on the routers' metrics port; aiohttp's own is an hour."""
 
 
 def problems(*, ages_s: Mapping[str, float], stuck: Sequence[str], unkept_s: Mapping[str, float]) -> tuple[str, ...]:
