@@ -67,7 +67,7 @@ bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run
 	@$(BIN)/python -m bench $(ARGS)
 
 proto: $(VENV)/.dev ## regenerate the protobuf stubs of extproc/dualmap_extproc/wire
-	@$(BIN)/python -m grpc_tools.protoc -Iextproc --python_out=extproc --pyi_out=extproc extproc/dualmap_extproc/wire/*.proto
+	@$(BIN)/python -m grpc_tools.protoc -Iextproc/proto --python_out=extproc --pyi_out=extproc extproc/proto/dualmap_extproc/wire/*.proto
 
 manifests: $(VENV)/.dev ## regenerate manifests/install*.yaml and the chart's README from helm/dualmap
 	@$(BIN)/python helm/generate.py

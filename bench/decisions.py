@@ -16,10 +16,10 @@ from statistics import quantiles
 
 import orjson
 
-from dualmap.blocks import BlockChain, chain_blocks, chain_root
-from dualmap.policies import POLICIES
-from dualmap.pool import Engine, Member, Model, Pool, Queue, Routing
-from dualmap.prompt import Prompt, read_prompt
+from dualmap.policies.registry import POLICIES
+from dualmap.pools.pool import Engine, Member, Model, Pool, Queue, Routing
+from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
+from dualmap.prompts.prompt import Prompt, read_prompt
 from dualmap.requests import Decision, Request
 from dualmap.router import PoolRouter
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from bench.decisions import BLOCK_TOKENS, chain_of, pool_of
 
-from dualmap.prefix_index import PrefixIndex, PrefixTree
+from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.requests import Request
 from dualmap.router import PoolRouter
 

@@ -4,8 +4,8 @@ import random
 import time
 from collections import Counter
 
-from dualmap.pool import Member, Ring, RingAlgorithm
-from dualmap.rings import DualRing
+from dualmap.keys.rings import DualRing
+from dualmap.pools.pool import Member, Ring, RingAlgorithm
 
 SIZES = (8, 32, 256, 1024)
 

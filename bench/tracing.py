@@ -14,11 +14,11 @@ from bench.decisions import pool_of
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.picker import Picker
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.stream import Stream
-from dualmap_extproc.tracing import TracedPicker, Tracing
+from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.telemetry.tracing import TracedPicker, Tracing
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 ROUNDS = 400

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from dualmap.pool import Engine, Member, Model, Pool, Routing
+from dualmap.pools.pool import Engine, Member, Model, Pool, Routing
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
 from dualmap_sim.presets import PRESETS

@@ -12,8 +12,8 @@ from math import inf
 import click
 from bench.virtual import QUICK_REQUESTS, REQUESTS, Case, measure, percent, run_all, seconds, workloads
 
-from dualmap.pool import Queue, Rebalance, Routing
-from dualmap.rebalance import REBALANCED
+from dualmap.pools.pool import Queue, Rebalance, Routing
+from dualmap.queue.rebalance import REBALANCED
 from dualmap_sim.cluster import Exchange, Replica
 from dualmap_sim.summary import Summary
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dualmap.pool import Member, MemberState, Model, Pool, Slo
+from dualmap.pools.pool import Member, MemberState, Model, Pool, Slo
 from harness.browser import Browser, missing
 from harness.fleet import Fleet
 

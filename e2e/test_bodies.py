@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http2, sha256, upload
 from harness.deployment import CHAT, Deployment
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER

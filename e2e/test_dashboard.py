@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 import builders
-from dualmap.pool import MemberState, Model, Pool, Slo
+from dualmap.pools.pool import MemberState, Model, Pool, Slo
 from harness.browser import Browser, missing
 from harness.fleet import Fleet
 from harness.processes import Child, dualmap_argv

@@ -17,8 +17,8 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from dualmap_cli.main import main
-from dualmap_extproc.discovery import Discovery
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
+from dualmap_extproc.envoy.discovery.service import Discovery
 from harness.clients import Reply, http1, opened
 from harness.deployment import CHAT
 from harness.envoy import Envoy

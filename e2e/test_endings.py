@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import opened
 from harness.deployment import CHAT, Deployment
 from harness.upstream import Answer, Received, sse

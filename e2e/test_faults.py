@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http1, in_halves, opened, sha256
 from harness.deployment import CHAT, Deployment
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Answer, Received, sse

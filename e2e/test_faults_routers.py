@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.stage import POOL, Stage
 from harness.traffic import Incident, Outcome, failed
 from harness.waiting import until

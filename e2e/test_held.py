@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import Reply, http2, opened
 from harness.deployment import CHAT, Deployment
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, sse

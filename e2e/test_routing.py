@@ -8,7 +8,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http1, raw
 from harness.deployment import CHAT, Deployment
 from harness.upstream import ENGINE_HEADER, Received, Upstream

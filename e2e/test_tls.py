@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from certificates import Authority, mount_pair, write_pair
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import opened, raw
 from harness.deployment import CHAT, Deployment
 from harness.envoy import Envoy

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
 from harness.upstream import Upstream
 from harness.waiting import until

@@ -2,8 +2,8 @@
 
 from math import inf
 
-from dualmap.blocks import BlockChain, chain_blocks, chain_root
-from dualmap.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
+from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
+from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.requests import Request
 
 MODEL = "m"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from builders import pool
-from dualmap.pool import Engine, Pool, Prefix, Queue, Routing
+from dualmap.pools.pool import Engine, Pool, Prefix, Queue, Routing
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
 from dualmap_sim.events import Event

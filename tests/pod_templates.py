@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dualmap.pool import Engine
-from dualmap_operator.spec import PoolSpec, TemplateWorkload
+from dualmap.pools.pool import Engine
+from dualmap_operator.decide.spec import PoolSpec, TemplateWorkload
 
 PORT = 8000
 

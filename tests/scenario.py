@@ -6,9 +6,9 @@ A scenario that could never be (``check``) is refused, so that no test asserts o
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dualmap.pool import Engine, MemberState
-from dualmap_operator import drain
-from dualmap_operator.observed import (
+from dualmap.pools.pool import Engine, MemberState
+from dualmap_operator.decide import drain
+from dualmap_operator.decide.observed import (
     EndpointReport,
     Observed,
     ObservedPod,
@@ -17,9 +17,9 @@ from dualmap_operator.observed import (
     RingMember,
     RouterReport,
 )
-from dualmap_operator.plan import REST_LOOK_S, plan
-from dualmap_operator.plan_values import Plan
-from dualmap_operator.spec import PoolSpec, SelectorWorkload, TemplateWorkload
+from dualmap_operator.decide.plan import REST_LOOK_S, plan
+from dualmap_operator.decide.plan_values import Plan
+from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
 
 NOW_S = 1_800_000_000.0
 TEMPLATE = {"spec": {"containers": [{"name": "engine", "image": "engine:1", "args": ["--shutdown-timeout=60"]}]}}

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from dualmap.policies import POLICIES
-from dualmap.pool import Spill
-from dualmap.situation import Candidate, Situation, Weights
+from dualmap.policies.registry import POLICIES
+from dualmap.policies.situation import Candidate, Situation, Weights
+from dualmap.pools.pool import Spill
 
 SLO_S = 5.0
 PROMPT_TOKENS = 1000

@@ -29,7 +29,7 @@ from bench.paper.cells import Cell
 from bench.paper.cells import Figures as Kept
 from bench.paper.settings import CONVERSATION
 
-from dualmap.pool import Engine, Model, Pool, Prefix, Routing
+from dualmap.pools.pool import Engine, Model, Pool, Prefix, Routing
 from dualmap_sim.arrivals import arrivals
 from dualmap_sim.autoscaling.figures import attainment, figures, lag
 from dualmap_sim.autoscaling.loop import Autoscaled, Run, run_autoscaled

@@ -15,11 +15,19 @@ from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
 
 # Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "router": ("dualmap_extproc.main", "router", "Run the endpoint picker that Envoy asks where each request goes."),
+    "router": (
+        "dualmap_extproc.app.main",
+        "router",
+        "Run the endpoint picker that Envoy asks where each request goes.",
+    ),
     "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that keeps InferencePools."),
-    "envoy-config": ("dualmap_extproc.envoy.command", "envoy_config", "Print an Envoy bootstrap for the given pools."),
-    "explain": ("dualmap_extproc.explain", "explain", "Say which instance a request would go to, and why."),
-    "policies": ("dualmap_extproc.explain", "policies", "List every routing policy with its source."),
+    "envoy-config": (
+        "dualmap_extproc.app.envoy_config",
+        "envoy_config",
+        "Print an Envoy bootstrap for the given pools.",
+    ),
+    "explain": ("dualmap_extproc.app.explain", "explain", "Say which instance a request would go to, and why."),
+    "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its source."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
     "goodput": ("dualmap_cli.simulate.goodput_command", "goodput", "Find the highest rate each policy copes with."),

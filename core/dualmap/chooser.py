@@ -7,18 +7,18 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.entry import Entry
-from dualmap.fleet import Fleet
-from dualmap.held import Waiting
-from dualmap.hotness import HotnessTree
-from dualmap.migration import session_choice
-from dualmap.policies import POLICIES
-from dualmap.pool import Pool
+from dualmap.fleet.entry import Entry
+from dualmap.fleet.fleet import Fleet
+from dualmap.keys.hotness import HotnessTree
+from dualmap.keys.rings import DualRing
+from dualmap.keys.sessions import Binding, SessionTable
+from dualmap.policies.migration import session_choice
+from dualmap.policies.registry import POLICIES
+from dualmap.policies.situation import Candidate, Choice, Situation
+from dualmap.pools.pool import Pool
+from dualmap.queue.held import Waiting
 from dualmap.receipt import CandidateReceipt, Key, Receipt
 from dualmap.requests import Request
-from dualmap.rings import DualRing
-from dualmap.sessions import Binding, SessionTable
-from dualmap.situation import Candidate, Choice, Situation
 
 
 class Chooser:

@@ -7,7 +7,7 @@ as frozen dataclasses, since each decision makes several and making one takes a 
 
 from typing import NamedTuple
 
-from dualmap.situation import Candidate, Rule
+from dualmap.policies.situation import Candidate, Rule
 
 
 class Key(NamedTuple):

@@ -8,7 +8,7 @@ request went and get values back to count and log.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dualmap.blocks import BlockChain
+from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
 
 
@@ -19,7 +19,7 @@ class Request:
     ``id`` is unique among live requests; ``arrived_s`` is on the clock of every ``now``; ``subset`` holds the
     ``ip:port`` or bare ``ip`` strings a gateway allows (None: no restriction; empty: nothing is allowed). ``streamed``
     says whether the answer comes token by token, so that the first token will be seen. ``session`` names the session
-    it belongs to (dualmap.sessions), None where the client named none.
+    it belongs to (dualmap.keys.sessions), None where the client named none.
     """
 
     id: str

@@ -12,18 +12,18 @@ from dataclasses import replace
 from functools import cache
 
 from dualmap.chooser import Chooser
-from dualmap.entry import Entry
-from dualmap.fleet import Fleet
-from dualmap.held import HeldRequests, Waiting
-from dualmap.load import MemberLoad
-from dualmap.news import News, Placement, SharedBinding
-from dualmap.openings import Openings
-from dualmap.peers import PEER_TTL_S
-from dualmap.pool import Pool
-from dualmap.rebalance import REBALANCED, relieve
+from dualmap.fleet.entry import Entry
+from dualmap.fleet.fleet import Fleet
+from dualmap.fleet.load import MemberLoad
+from dualmap.policies.situation import Candidate, Situation
+from dualmap.pools.pool import Pool
+from dualmap.queue.dispatch import Openings
+from dualmap.queue.held import HeldRequests, Waiting
+from dualmap.queue.rebalance import REBALANCED, relieve
 from dualmap.receipt import Key
+from dualmap.replicas.news import News, Placement, SharedBinding
+from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import Completion, Decision, FirstToken, Held, PoolStatus, Reason, Refusal, Request, Usage
-from dualmap.situation import Candidate, Situation
 
 
 class PoolRouter:

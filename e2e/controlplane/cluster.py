@@ -23,7 +23,7 @@ from typing import Any, Self
 from controlplane import kubeconfigs
 from controlplane.certificates import Authority, write_signing_keys
 from controlplane.programs import Program
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube.client import KubeClient
 
 # The address the API server says it has: loopback is refused. Pods have the other /24 of 10.244.0.0/16.
 ADVERTISED = "10.244.255.1"

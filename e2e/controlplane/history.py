@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 _RETRY_S: Final = 0.2
 _KINDS: Final = {"serving.dualmap.dev/v1alpha1": "inferencepools", "apps/v1": "statefulsets"}

@@ -18,7 +18,7 @@ import aiohttp
 from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.history import History
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube.client import KubeClient
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
 from harness.stack import Router

@@ -18,12 +18,12 @@ from controlplane.build import binaries_folder
 from controlplane.cluster import Cluster
 from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.process_kubelet import ProcessKubelet
-from dualmap.pool import MemberState
-from dualmap_operator.children import children
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
+from dualmap_operator.decide.spec import read_spec
+from dualmap_operator.decide.status import status_document, time_text
+from dualmap_operator.decide.workload.children import children
 from dualmap_operator.names import IN_RING_GATE
-from dualmap_operator.observed import Condition, PoolStatus, RingMember, Shown
-from dualmap_operator.spec import read_spec
-from dualmap_operator.status import status_document, time_text
 
 _ROOT = Path(__file__).parents[2]
 _RECORDED = _ROOT / "tests" / "controlplane" / "recorded"

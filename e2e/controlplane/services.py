@@ -18,7 +18,7 @@ from typing import Any, Final, Self, cast
 from controlplane.cluster import API_SERVER, Cluster
 from controlplane.kubelet.follow import follow
 from controlplane.names import SERVICE_LABEL, read_question, resolve, write_answer
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube.client import KubeClient
 
 Object = Mapping[str, Any]
 Address = tuple[str, int]

@@ -21,7 +21,7 @@ from controlplane import crds
 from controlplane.cluster import Cluster
 from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.kubelet.roots import Image, why_not
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube.client import KubeClient
 from harness.waiting import until
 
 Object = dict[str, Any]

@@ -11,8 +11,8 @@ import pytest
 
 from controlplane import crds
 from controlplane.cluster import Cluster
-from dualmap_operator.children import children
-from dualmap_operator.spec import PoolSpec, read_spec
+from dualmap_operator.decide.spec import PoolSpec, read_spec
+from dualmap_operator.decide.workload.children import children
 
 ROOT = Path(__file__).parents[2]
 ENGINE = {"name": "engine", "image": "vllm/vllm-openai:v0.32.0"}

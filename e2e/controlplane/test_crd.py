@@ -14,8 +14,8 @@ import yaml
 
 from controlplane import crds
 from controlplane.cluster import Cluster
-from dualmap.pool_reader import read_pools
-from dualmap_operator.spec import read_spec
+from dualmap.objects.pool_reader import read_pools
+from dualmap_operator.decide.spec import read_spec
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"

@@ -18,9 +18,9 @@ from controlplane import crds, external_metrics
 from controlplane.cluster import Cluster
 from controlplane.programs import wait_until
 from dualmap.requests import PoolStatus
-from dualmap.scaling import PoolSignals
-from dualmap_extproc.demand import Demand
-from dualmap_extproc.metrics import Metrics
+from dualmap.scaling.scaling import PoolSignals
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.telemetry.metrics import Metrics
 
 HPA = Path(__file__).parents[2] / "manifests" / "examples" / "hpa.yaml"
 POOL = f"{crds.NAME}/qwen"

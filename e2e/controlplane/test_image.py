@@ -74,7 +74,7 @@ def test_a_simulated_engine_answers(image: Images) -> None:
 def test_the_router_s_whole_program_is_in_the_image(image: Images) -> None:
     # `--help` imports none of this.
     modules = (
-        "dualmap_extproc.server",
+        "dualmap_extproc.transport.server",
         "dualmap_extproc.store.redis",
         "dualmap_operator.wiring",
         "kubernetes.aio.config",

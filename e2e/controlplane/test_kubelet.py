@@ -15,7 +15,7 @@ from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.kubelet.pods import FAKE_ANNOTATION
 from controlplane.kubelet.process_kubelet import PodView, ProcessKubelet
 from controlplane.team import GATE, WITHIN_S, Team, condition, container_status, pod, shell, statefulset, team_on
-from dualmap_edge.kube import KubeError
+from dualmap_edge.kube.client import KubeError
 from harness.waiting import until
 
 FOREVER = "while :; do sleep 0.05; done"

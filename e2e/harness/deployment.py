@@ -13,7 +13,7 @@ from typing import Any, Self
 from click.testing import CliRunner
 
 from dualmap_cli.main import main
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import Reply, http1
 from harness.envoy import Envoy
 from harness.stack import Router, write_pool

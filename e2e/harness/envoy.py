@@ -9,14 +9,14 @@ from typing import Any, Self
 
 import aiohttp
 
-from dualmap_extproc.envoy.settings import EnvoySettings
+from dualmap_extproc.envoy.config.settings import EnvoySettings
 from harness.processes import START_TIMEOUT_S, Child
 from harness.waiting import until
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+    from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 
 
 def binary() -> Path:

@@ -11,18 +11,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap.requests import Usage
-from dualmap_extproc.dashboard.recorder import Recorder
-from dualmap_extproc.dashboard.routes import Dashboard
-from dualmap_extproc.dashboard.snapshot import Source
-from dualmap_extproc.demand import Demand
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.http_status import StatusServer
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.picker import Picked, Picker, Waiting
-from dualmap_extproc.pool_demand import PoolDemand
+from dualmap_extproc.request.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
+from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.routes import Dashboard
+from dualmap_extproc.telemetry.dashboard.snapshot import Source
+from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.metrics import Metrics
 
 _DECODE_S = (0.5, 4.0)
 _PREFIXES = 60

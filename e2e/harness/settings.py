@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from dualmap.pool import Member, MemberState, Model, Pool
-from dualmap_extproc.envoy.settings import Address, EnvoySettings, Mode
+from dualmap.pools.pool import Member, MemberState, Model, Pool
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from harness.picker import Picker
 from harness.upstream import Upstream
 

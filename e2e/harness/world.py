@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import Reply
 from harness.deployment import Deployment
 from harness.stack import Engine, PoolMember, pool_document

@@ -5,7 +5,7 @@ from typing import Any, Final
 import click
 
 from dualmap.errors import PoolError
-from dualmap.pool_reader import parse_duration
+from dualmap.objects.pool_reader import parse_duration
 
 PORT: Final = click.IntRange(0, 65535)
 

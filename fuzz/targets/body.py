@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import orjson
 
-from dualmap.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.errors import BadRequest
-from dualmap.prompt import Prompt, read_prompt
+from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
+from dualmap.prompts.prompt import Prompt, read_prompt
 from fuzz import trees
 
 # Small blocks: inputs of a few hundred bytes shall have several.

@@ -4,10 +4,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from dualmap.blocks import chain_blocks, chain_root
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, Placement, SharedBinding, SharedLoad
-from dualmap.pool import Member, Model, Pool
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.pools.pool import Member, Model, Pool
+from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
 from dualmap.requests import Refusal, Request
 from dualmap.router import PoolRouter
 from dualmap_extproc.store.codec import LONGEST_S, UnreadableNews, decode_news, encode_news

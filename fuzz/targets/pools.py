@@ -7,8 +7,8 @@ from typing import Final
 
 import yaml
 
-from dualmap.blocks import chain_blocks, chain_root
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
+from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.requests import Decision, Held, Refusal, Request
 from dualmap.router import PoolRouter
 from dualmap_extproc.pools.file import PoolFileError, load_pool_files

@@ -8,13 +8,13 @@ from typing import Final, cast
 
 from google.protobuf.message import DecodeError
 
-from dualmap.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
+from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
 from dualmap.requests import Usage
-from dualmap_extproc.access_log import AccessLogEntry
-from dualmap_extproc.observer import Observer
-from dualmap_extproc.picker import Picker
+from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
+from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.stream import Stream
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from fuzz.envoy import Peer, message, request
 from fuzz.source import Source

@@ -1,4 +1,4 @@
-"""What the operator asks of the API server, over ``dualmap_edge.kube``: one method for each kind of request.
+"""What the operator asks of the API server, over ``dualmap_edge.kube.client``: one method for each kind of request.
 
 ``apply`` and ``events`` write through it, ``leader`` keeps its Lease through it. Its errors are this package's
 (``errors``). Nothing is written once ``may_write`` says no: an operator that has lost its lease must not race the next.
@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
-from dualmap.pool_reader import API_VERSION
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap.objects.pool_reader import API_VERSION
+from dualmap_edge.kube.client import KubeClient, KubeError
+from dualmap_operator.decide.plan_values import Gate, Restart
+from dualmap_operator.decide.status import time_text
 from dualmap_operator.errors import ApiError, ConflictError, GoneError, NotLeadingError
 from dualmap_operator.names import FIELD_MANAGER, IN_RING_GATE, PLURAL
-from dualmap_operator.plan_values import Gate, Restart
-from dualmap_operator.status import time_text
 
 _MERGE: Final = "application/merge-patch+json"
 _STRATEGIC: Final = "application/strategic-merge-patch+json"

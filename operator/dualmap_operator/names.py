@@ -3,8 +3,8 @@
 from enum import StrEnum
 from typing import Final
 
-from dualmap.pods import IN_RING_GATE as IN_RING_GATE
-from dualmap.pool_reader import API_VERSION, GROUP
+from dualmap.objects.pods import IN_RING_GATE as IN_RING_GATE
+from dualmap.objects.pool_reader import API_VERSION, GROUP
 
 KIND: Final = "InferencePool"
 PLURAL: Final = "inferencepools"

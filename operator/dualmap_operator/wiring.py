@@ -14,24 +14,24 @@ from typing import Any, Final
 import click
 import kopf
 
-from dualmap_edge.kube import KubeClient, KubeConfigError
+from dualmap_edge.kube.client import KubeClient, KubeConfigError
 from dualmap_edge.ports import AddressError, address
+from dualmap_operator.act.apply import Applier
+from dualmap_operator.act.events import Recorder
 from dualmap_operator.api import Api
-from dualmap_operator.apply import Applier
-from dualmap_operator.asking import EngineClient, RouterClient
+from dualmap_operator.decide.plan import plan, plan_refused
 from dualmap_operator.errors import OperatorError
-from dualmap_operator.events import Recorder
-from dualmap_operator.gather import Gatherer
-from dualmap_operator.handlers import make_registry, make_settings
-from dualmap_operator.health import HttpServer, problems
-from dualmap_operator.keeper import Keeper, Keepers, Planner, Tools
-from dualmap_operator.leader import Leadership, LeadershipLostError
-from dualmap_operator.metrics import Metrics
-from dualmap_operator.mirror import Key, Mirror
-from dualmap_operator.plan import plan, plan_refused
-from dualmap_operator.routers import FixedRouters, ServiceRouters
+from dualmap_operator.observe.gather import Gatherer
+from dualmap_operator.observe.mirror import Key, Mirror
+from dualmap_operator.observe.routers import FixedRouters, ServiceRouters
+from dualmap_operator.observe.status_clients import EngineClient, RouterClient
+from dualmap_operator.observe.watches import Watches
+from dualmap_operator.run.handlers import make_registry, make_settings
+from dualmap_operator.run.health import HttpServer, problems
+from dualmap_operator.run.leader import Leadership, LeadershipLostError
+from dualmap_operator.run.metrics import Metrics
+from dualmap_operator.run.reconciler import Keeper, Keepers, Planner, Tools
 from dualmap_operator.settings import Settings
-from dualmap_operator.watches import Watches
 
 # Passes at a time: each may wait for routers, and for the API server, for seconds.
 _PASSES: Final = 16

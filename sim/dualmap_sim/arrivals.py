@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.blocks import BlockChain, chain_root
-from dualmap.sessions import session_key
+from dualmap.keys.sessions import session_key
+from dualmap.prompts.blocks import BlockChain, chain_root
 from dualmap_sim.engine import EngineRequest
 from dualmap_sim.workloads.trace import Trace, TraceRequest
 

@@ -1,13 +1,13 @@
 """What may watch a simulated cluster while it runs, and change its pool: an interface that ``cluster`` calls.
 
 ``autoscaling`` is the one there is. An attendant hears of each router's outcomes when production's server would count
-them (``dualmap_extproc.demand``), and it acts by what it schedules on the timeline.
+them (``dualmap_extproc.autoscaling.demand``), and it acts by what it schedules on the timeline.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken
 from dualmap.router import PoolRouter

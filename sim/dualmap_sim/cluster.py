@@ -17,7 +17,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, Held, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap_sim.presets import EngineConfig
 
 

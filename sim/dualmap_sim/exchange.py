@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dualmap.news import News, SharedBinding
+from dualmap.replicas.news import News, SharedBinding
 from dualmap.router import PoolRouter
 from dualmap_sim.timeline import Timeline
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
-from dualmap.pool import Engine, Member, Model, Pool, Routing, Slo
+from dualmap.pools.pool import Engine, Member, Model, Pool, Routing, Slo
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Replica
 from dualmap_sim.lost_runs import LostRun
@@ -37,7 +37,7 @@ class Experiment:
     requests_per_s: float
     workload: Workload = field(default_factory=Workload)
     policy: str = "dualmap"
-    """A name of ``dualmap.policies.POLICIES`` or of ``dualmap_sim.oracles.ORACLES``."""
+    """A name of ``dualmap.policies.registry.POLICIES`` or of ``dualmap_sim.oracles.ORACLES``."""
     instances: int = 8
     engine: EngineConfig = PRESETS["7b"]
     engines: tuple[tuple[str, EngineConfig], ...] = ()

@@ -21,7 +21,7 @@ from typing import Final
 
 from aiohttp import web
 
-from dualmap.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
+from dualmap.prompts.blocks import BYTES_PER_TOKEN, BlockChain, chain_blocks, chain_root
 from dualmap_sim import openai_answers, openai_api
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.engine_driver import EngineDriver, Generation

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap_sim.engine import Engine, EngineRequest
 from dualmap_sim.presets import EngineConfig
 

@@ -13,7 +13,7 @@ from typing import Final, cast
 
 import orjson
 
-from dualmap.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap_sim.errors import ApiError
 
 BAD_REQUEST: Final = "BadRequestError"

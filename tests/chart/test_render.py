@@ -13,8 +13,8 @@ import pytest
 from chart.cases import APIS, CASES, GATEWAYS, SECRET_TLS
 from chart.objects import complaints, containers, pods, ports, selected
 from chart.rendering import KUBE_VERSION, NAMESPACE, Object, render
-from dualmap_extproc.envoy.command import envoy_config
-from dualmap_extproc.main import router
+from dualmap_extproc.app.envoy_config import envoy_config
+from dualmap_extproc.app.main import router
 from dualmap_operator.main import operator
 
 KUBE_VERSIONS = ("1.32.0", KUBE_VERSION, "1.37.0")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dualmap.pool import Queue
-from dualmap.pool_reader import read_pools
+from dualmap.objects.pool_reader import read_pools
+from dualmap.pools.pool import Queue
 from dualmap_cli.demo import command
 from dualmap_cli.demo.plan import HALF_REUSE_LOAD, Plan, make_plan, pool_document
 from dualmap_cli.demo.printing import preamble

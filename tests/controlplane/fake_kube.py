@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dualmap_edge.kube import KubeError, WatchEvent
+from dualmap_edge.kube.client import KubeError, WatchEvent
 
 Answer = dict[str, Any] | KubeError | Callable[["Request"], dict[str, Any]]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from dualmap_operator.watches import PoolObject, read_pool
+from dualmap_operator.observe.watches import PoolObject, read_pool
 
 KEY = ("llm", "qwen")
 

@@ -3,10 +3,10 @@
 import pytest
 
 from controlplane.fake_kube import Counts, FakeKube
-from dualmap_edge.kube import KubeError
+from dualmap_edge.kube.client import KubeError
 from dualmap_operator.api import Api, collection_path
+from dualmap_operator.decide.plan_values import Gate, Restart
 from dualmap_operator.errors import ApiError, ConflictError, GoneError
-from dualmap_operator.plan_values import Gate, Restart
 
 POD = "/api/v1/namespaces/llm/pods/qwen-0"
 SERVICE = {"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "llm", "name": "qwen"}, "spec": {}}

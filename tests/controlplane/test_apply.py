@@ -6,16 +6,16 @@ import pytest
 
 from controlplane.fake_kube import Clock, Counts, FakeKube, Request
 from controlplane.operator_objects import member, pool_object
-from dualmap_edge.kube import KubeError
+from dualmap_edge.kube.client import KubeError
+from dualmap_operator.act.apply import Applied, Applier, merge_patch
+from dualmap_operator.act.events import Recorder
 from dualmap_operator.api import Api
-from dualmap_operator.apply import Applied, Applier, merge_patch
+from dualmap_operator.decide.observed import PoolStatus
+from dualmap_operator.decide.plan_values import Event, Gate, Plan, Restart
 from dualmap_operator.errors import ConflictError, NotLeadingError
-from dualmap_operator.events import Recorder
-from dualmap_operator.mirror import Key
 from dualmap_operator.names import EventReason
-from dualmap_operator.observed import PoolStatus
-from dualmap_operator.plan_values import Event, Gate, Plan, Restart
-from dualmap_operator.watches import ChildObject, read_child
+from dualmap_operator.observe.mirror import Key
+from dualmap_operator.observe.watches import ChildObject, read_child
 
 STATUS = "/apis/serving.dualmap.dev/v1alpha1/namespaces/llm/inferencepools/qwen/status"
 SERVICE_PATH = "/api/v1/namespaces/llm/services/qwen"

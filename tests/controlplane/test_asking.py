@@ -14,11 +14,11 @@ import pytest
 import builders
 from dualmap.requests import Decision
 from dualmap.router import PoolRouter
-from dualmap_extproc.counts import Traffic
-from dualmap_extproc.http_status import StatusServer
-from dualmap_extproc.metrics import Metrics
-from dualmap_operator.asking import EngineClient, RouterAddress, RouterClient
-from dualmap_operator.observed import EndpointReport, RouterReport
+from dualmap_extproc.telemetry.counts import Traffic
+from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_operator.decide.observed import EndpointReport, RouterReport
+from dualmap_operator.observe.status_clients import EngineClient, RouterAddress, RouterClient
 from dualmap_sim.http_server import EngineHttpServer
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from dualmap_operator.checks import template_warnings
-from dualmap_operator.spec import SelectorWorkload
+from dualmap_operator.decide.spec import SelectorWorkload
+from dualmap_operator.decide.workload.checks import template_warnings
 from pod_templates import GOOD_CONTAINER, engine_with, odd_templates, pool_of, template_of
 
 ENGINE = "spec.workload.template.spec.containers[0]"

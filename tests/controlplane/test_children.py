@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from dualmap_operator.children import children
-from dualmap_operator.spec import PoolSpec, SelectorWorkload
+from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload
+from dualmap_operator.decide.workload.children import children
 from pod_templates import GOOD_CONTAINER, PORT, engine_with, odd_templates, pool_of, template_of
 
 LABEL = "serving.dualmap.dev/pool"

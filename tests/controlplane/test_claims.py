@@ -5,11 +5,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.claims import LostClaim
-from dualmap.pool_reader import API_VERSION
+from dualmap.objects.pool_reader import API_VERSION
+from dualmap.pools.claims import LostClaim
 from dualmap_extproc.pools.objects import PoolObjects
-from dualmap_operator.claims import Claims
-from dualmap_operator.mirror import Key
+from dualmap_operator.observe.claims import Claims
+from dualmap_operator.observe.mirror import Key
 
 
 def body(name: str, *names: str, created: int = 0, uid: str = "", **more: Any) -> dict[str, Any]:

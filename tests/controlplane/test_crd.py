@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from dualmap.errors import PoolError
-from dualmap.policies import POLICIES
-from dualmap.pool import MemberState, RingAlgorithm
-from dualmap.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
-from dualmap_operator.checks import template_warnings
+from dualmap.objects.pool_reader import ENGINE_TYPES, GROUP, QUEUE_ORDERS, UNLIMITED, parse_duration, read_pools
+from dualmap.policies.registry import POLICIES
+from dualmap.pools.pool import MemberState, RingAlgorithm
+from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
+from dualmap_operator.decide.workload.checks import template_warnings
 from dualmap_operator.names import KIND, PLURAL, VERSION, ConditionType
-from dualmap_operator.spec import DRAIN_TIMEOUT_S, TemplateWorkload, read_spec
 
 ROOT = Path(__file__).parents[2]
 CRD: dict[str, Any] = yaml.safe_load((ROOT / "crds" / f"{GROUP}_{PLURAL}.yaml").read_text())

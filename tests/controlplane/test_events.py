@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
 from controlplane.operator_objects import pool_object
-from dualmap_edge.kube import KubeError
+from dualmap_edge.kube.client import KubeError
+from dualmap_operator.act.events import Recorder
 from dualmap_operator.api import Api
-from dualmap_operator.events import Recorder
+from dualmap_operator.decide.plan_values import Event
 from dualmap_operator.names import EventReason
-from dualmap_operator.plan_values import Event
 
 EVENTS = "/apis/events.k8s.io/v1/namespaces/llm/events"
 DRAINING = Event(reason=EventReason.MEMBER_DRAINING, message="qwen-1: no new requests", warning=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
 from controlplane.operator_objects import KEY, member, pod_body, pool_body, pool_object
-from dualmap.claims import LostClaim
-from dualmap_operator.asking import RouterAddress
-from dualmap_operator.gather import Gatherer
-from dualmap_operator.observed import EndpointReport, Observed, RouterReport
-from dualmap_operator.routers import FixedRouters
-from dualmap_operator.spec import read_spec
-from dualmap_operator.watches import PoolObject, Watches, read_pod_object, read_pool
+from dualmap.pools.claims import LostClaim
+from dualmap_operator.decide.observed import EndpointReport, Observed, RouterReport
+from dualmap_operator.decide.spec import read_spec
+from dualmap_operator.observe.gather import Gatherer
+from dualmap_operator.observe.routers import FixedRouters
+from dualmap_operator.observe.status_clients import RouterAddress
+from dualmap_operator.observe.watches import PoolObject, Watches, read_pod_object, read_pool
 
 TOTALS = {
     "requests": 0,

@@ -9,8 +9,8 @@ import pytest
 
 from controlplane.fake_kube import Clock
 from controlplane.operator_objects import pool_body
-from dualmap_operator.handlers import longest_drain_s, make_registry, make_settings
-from dualmap_operator.keeper import Keepers
+from dualmap_operator.run.handlers import longest_drain_s, make_registry, make_settings
+from dualmap_operator.run.reconciler import Keepers
 
 
 def deleted(**spec: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from dualmap_edge.ports import AddressError
-from dualmap_operator.health import HttpServer, problems
-from dualmap_operator.metrics import Metrics
+from dualmap_operator.run.health import HttpServer, problems
+from dualmap_operator.run.metrics import Metrics
 
 HOST = "127.0.0.1"
 

@@ -9,14 +9,14 @@ import pytest
 
 from controlplane.fake_kube import until
 from controlplane.operator_objects import KEY, pool_object
-from dualmap_operator import keeper as keeper_module
-from dualmap_operator.apply import Applied
+from dualmap_operator.act.apply import Applied
+from dualmap_operator.decide.observed import Observed, PoolStatus
+from dualmap_operator.decide.plan_values import Plan
+from dualmap_operator.decide.spec import PoolSpec
 from dualmap_operator.errors import ApiError, ConflictError
-from dualmap_operator.keeper import Keeper, Keepers, Planner, Tools
-from dualmap_operator.observed import Observed, PoolStatus
-from dualmap_operator.plan_values import Plan
-from dualmap_operator.spec import PoolSpec
-from dualmap_operator.watches import PoolObject
+from dualmap_operator.observe.watches import PoolObject
+from dualmap_operator.run import reconciler as keeper_module
+from dualmap_operator.run.reconciler import Keeper, Keepers, Planner, Tools
 
 UID = "pool-uid"
 LONG_S = 1000.0

@@ -15,7 +15,7 @@ from controlplane.kubelet.containers import NodeSettings, Place
 from controlplane.kubelet.environment import ContainerConfigError
 from controlplane.kubelet.pods import FAKE_ANNOTATION, PodWorker
 from controlplane.kubelet.volumes import persistently
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 from kube_api import write_kubeconfig
 from waiting import until
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controlplane.fake_kube import Clock, Counts, FakeKube, Request, until
-from dualmap_edge.kube import KubeError
+from dualmap_edge.kube.client import KubeError
 from dualmap_operator.api import Api
-from dualmap_operator.leader import Leadership, LeadershipLostError
+from dualmap_operator.run.leader import Leadership, LeadershipLostError
 from dualmap_operator.settings import LeaseSettings
 
 COLLECTION = "/apis/coordination.k8s.io/v1/namespaces/dualmap-system/leases"

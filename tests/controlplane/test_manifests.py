@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 import builders
-from dualmap.pool_reader import API_VERSION
+from dualmap.objects.pool_reader import API_VERSION
 from dualmap.router import PoolRouter
-from dualmap_extproc.main import router
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.server import LIVENESS_SERVICE
+from dualmap_extproc.app.main import router
+from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.transport.server import LIVENESS_SERVICE
 from dualmap_operator.main import operator
 from dualmap_operator.names import KIND
 from dualmap_operator.settings import LeaseSettings

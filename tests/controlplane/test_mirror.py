@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controlplane.fake_kube import Clock, Counts, FakeKube, until
-from dualmap_edge.kube import KubeError
-from dualmap_operator import mirror as mirror_module
-from dualmap_operator.mirror import Key, Mirror
+from dualmap_edge.kube.client import KubeError
+from dualmap_operator.observe import mirror as mirror_module
+from dualmap_operator.observe.mirror import Key, Mirror
 
 PATH = "/api/v1/pods"
 

@@ -7,7 +7,7 @@ import pytest
 from kopf._cogs.clients.errors import APINotFoundError
 
 from dualmap_operator import wiring
-from dualmap_operator.leader import LeadershipLostError
+from dualmap_operator.run.leader import LeadershipLostError
 
 
 class ExitedError(Exception):

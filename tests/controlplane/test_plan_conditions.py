@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from dualmap.claims import LostClaim
-from dualmap.pool import MemberState
+from dualmap.pools.claims import LostClaim
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import Condition, Observed
+from dualmap_operator.decide.plan import plan, plan_refused
+from dualmap_operator.decide.plan_values import Plan
+from dualmap_operator.decide.pod_reading import read_pod, read_time
+from dualmap_operator.decide.spec import TemplateWorkload
 from dualmap_operator.names import EventReason
-from dualmap_operator.observed import Condition, Observed
-from dualmap_operator.plan import plan, plan_refused
-from dualmap_operator.plan_values import Plan
-from dualmap_operator.reading import read_pod, read_time
-from dualmap_operator.spec import TemplateWorkload
 from scenario import NOW_S, adopted, member, pod, router, seen, selector_spec, starting, template_spec
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import Observed
+from dualmap_operator.decide.plan import DRAIN_LOOK_S, plan
 from dualmap_operator.names import EventReason
-from dualmap_operator.observed import Observed
-from dualmap_operator.plan import DRAIN_LOOK_S, plan
 from scenario import (
     NOW_S,
     InconsistentScenarioError,
@@ -155,7 +155,7 @@ class TestIdle:
         ],
     )  # fmt: skip
     def test_what_was_said(self, routers: list, engine: int | None, expected: bool) -> None:  # type: ignore[type-arg]
-        from dualmap_operator.drain import idle
+        from dualmap_operator.decide.drain import idle
 
         observed = seen(PODS, DRAINING, routers=routers, engines={"qwen-2": engine})
         assert idle(DRAINING[2], observed) is expected

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.plan import plan
+from dualmap_operator.decide.ring import RAMP_S
 from dualmap_operator.names import EventReason
-from dualmap_operator.plan import plan
-from dualmap_operator.ring import RAMP_S
 from scenario import NOW_S, member, pod, router, seen, starting, states, template_spec
 
 PODS = (pod(0), pod(1), pod(2))

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from dualmap.pool import MemberState
-from dualmap_operator.observed import ObservedStatefulSet
-from dualmap_operator.plan import plan
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import ObservedStatefulSet
+from dualmap_operator.decide.plan import plan
 from scenario import NOW_S, REVISION, member, pod, router, seen, starting, states, template_spec
 
 NEW = "qwen-2"

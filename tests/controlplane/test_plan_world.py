@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.pool import MemberState
-from dualmap_operator.observed import RingMember
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import RingMember
 from scenario import World, size_asked, states, template_spec
 
 

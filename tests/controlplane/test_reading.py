@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import ObservedPod, ObservedStatefulSet, PoolStatus, Shown
+from dualmap_operator.decide.pod_reading import matches, read_pod, read_statefulset, read_status, read_time
 from dualmap_operator.names import IN_RING_GATE
-from dualmap_operator.observed import ObservedPod, ObservedStatefulSet, PoolStatus, Shown
-from dualmap_operator.reading import matches, read_pod, read_statefulset, read_status, read_time
 
 POD: dict[str, Any] = {
     "metadata": {

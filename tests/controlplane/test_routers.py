@@ -3,8 +3,8 @@
 from typing import Any
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
-from dualmap_operator.asking import RouterAddress
-from dualmap_operator.routers import FixedRouters, ServiceRouters, read_slice
+from dualmap_operator.observe.routers import FixedRouters, ServiceRouters, read_slice
+from dualmap_operator.observe.status_clients import RouterAddress
 
 
 def endpoint(address: str, pod: str, **conditions: bool) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from dualmap.errors import PoolError
+from dualmap_operator.decide.pod_reading import matches
+from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, SelectorWorkload, TemplateWorkload, read_spec, selector_text
 from dualmap_operator.names import POOL_LABEL
-from dualmap_operator.reading import matches
-from dualmap_operator.spec import DRAIN_TIMEOUT_S, SelectorWorkload, TemplateWorkload, read_spec, selector_text
 
 TEMPLATE = {
     "template": {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": [{"name": "engine", "image": "x"}]}}

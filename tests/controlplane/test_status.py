@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.pool import MemberState
-from dualmap.pool_reader import read_pools
-from dualmap_operator.observed import Condition, PoolStatus, RingMember, Shown
-from dualmap_operator.reading import read_status
-from dualmap_operator.status import status_document, time_text
+from dualmap.objects.pool_reader import read_pools
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
+from dualmap_operator.decide.pod_reading import read_status
+from dualmap_operator.decide.status import status_document, time_text
 
 NOON_S = datetime(2026, 11, 22, 12, tzinfo=UTC).timestamp()
 

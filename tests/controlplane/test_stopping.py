@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dualmap_operator.stopping import grace_period_s, pre_stop_script
+from dualmap_operator.decide.workload.termination import grace_period_s, pre_stop_script
 from dualmap_sim.engine import Engine
 from dualmap_sim.metrics import EngineMetrics
 from engines import ROUND, ask

@@ -3,9 +3,9 @@ from itertools import pairwise
 
 import pytest
 
-from dualmap_extproc.counts import Traffic
-from dualmap_operator.observed import Shown
-from dualmap_operator.traffic import TrafficWindow
+from dualmap_extproc.telemetry.counts import Traffic
+from dualmap_operator.decide.observed import Shown
+from dualmap_operator.decide.traffic import TrafficWindow
 
 NOTHING = Shown()
 

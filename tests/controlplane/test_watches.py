@@ -6,9 +6,9 @@ import pytest
 
 from controlplane.fake_kube import Clock, Counts, FakeKube
 from controlplane.operator_objects import KEY, pod_body, pool_body
-from dualmap_operator.mirror import Key
-from dualmap_operator.spec import read_spec
-from dualmap_operator.watches import FLAP_WINDOW_S, Watches, fingerprint, read_child, read_pod_object, read_pool
+from dualmap_operator.decide.spec import read_spec
+from dualmap_operator.observe.mirror import Key
+from dualmap_operator.observe.watches import FLAP_WINDOW_S, Watches, fingerprint, read_child, read_pod_object, read_pool
 
 POD = ("llm", "qwen-0")
 SELECTOR = {"workload": {"selector": {"matchLabels": {"app": "vllm"}}}}

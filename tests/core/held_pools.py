@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from builders import pool, request, text_of
-from dualmap.pool import Engine, Pool, Queue, Rebalance, Routing, Slo
+from dualmap.pools.pool import Engine, Pool, Queue, Rebalance, Routing, Slo
 from dualmap.requests import Decision, Held, Refusal
 from dualmap.router import PoolRouter
 

@@ -1,9 +1,9 @@
 """A pool's state and its traffic in short, for the tests of the rule for desired replicas."""
 
 import builders
-from dualmap.pool import Engine, MemberState, Pool
+from dualmap.pools.pool import Engine, MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolStatus
-from dualmap.scaling import Scaling
+from dualmap.scaling.scaling import Scaling
 
 SPEED = 10_000.0
 TOKENS = 2000

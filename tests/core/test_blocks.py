@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.blocks import chain_blocks, chain_root
+from dualmap.prompts.blocks import chain_blocks, chain_root
 
 ROOT = chain_root(model="m")
 

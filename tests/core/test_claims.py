@@ -1,7 +1,7 @@
 """Who has a model name that several pools claim."""
 
-from dualmap.claims import Claimant, LostClaim, lost_claims
-from dualmap.pool import Model, Pool
+from dualmap.pools.claims import Claimant, LostClaim, lost_claims
+from dualmap.pools.pool import Model, Pool
 
 
 def claimant(name: str, created: int, *names: str) -> Claimant:

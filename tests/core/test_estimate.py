@@ -3,7 +3,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualmap.estimate import PrefillModel, Speed
+from dualmap.fleet.estimate import PrefillModel, Speed
 
 
 def learn(model: PrefillModel, truth: Speed, samples: int, *, noise: float = 0.0) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from builders import members, request
 from core.held_pools import ask, decided, held, slow_pool
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
 from dualmap.requests import Decision, Held, Reason, Refusal
 from dualmap.router import PoolRouter
 

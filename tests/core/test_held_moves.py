@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from builders import request, text_of
 from core.held_pools import SPEED, ask, decided, held, slow_pool
-from dualmap.hotness import HotnessCounts
-from dualmap.load import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
-from dualmap.news import News, SharedLoad
-from dualmap.pool import MemberState, Pool
+from dualmap.fleet.load import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.pools.pool import MemberState, Pool
+from dualmap.replicas.news import News, SharedLoad
 from dualmap.requests import Decision, Held, Reason, Refusal
 from dualmap.router import PoolRouter
 

@@ -8,8 +8,8 @@ import pytest
 
 from builders import request, text_of
 from core.held_pools import SPEED, ask, decided, held, slow_pool
-from dualmap.held import HeldQueue, Waiting
-from dualmap.pool import Queue
+from dualmap.pools.pool import Queue
+from dualmap.queue.held import HeldQueue, Waiting
 from dualmap.receipt import Key
 from dualmap.requests import Decision, Held, Refusal, Usage
 from dualmap.router import PoolRouter

@@ -4,7 +4,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualmap.hotness import BUCKETS, MAX_NODES, MIN_SPLIT_REQUESTS, HotnessTree
+from dualmap.keys.hotness import BUCKETS, MAX_NODES, MIN_SPLIT_REQUESTS, HotnessTree
 
 WINDOW_S = 60.0
 SHARES = {"split_share": 0.125, "merge_share": 0.0625}

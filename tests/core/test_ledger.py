@@ -3,9 +3,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders import chain, text_of
-from dualmap.entry import Entry, Stage
-from dualmap.ledger import ENTRY_TTL_S, Ledger
-from dualmap.load import SILENT_DECODE_S, SILENT_PREFILL_S
+from dualmap.fleet.entry import Entry, Stage
+from dualmap.fleet.ledger import ENTRY_TTL_S, Ledger
+from dualmap.fleet.load import SILENT_DECODE_S, SILENT_PREFILL_S
 
 SPEED = 1000.0
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from builders import pool, request, text_of
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, Placement, SharedLoad
-from dualmap.peers import PEER_TTL_S
-from dualmap.pool import Engine, Pool, Queue, Routing
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.pools.pool import Engine, Pool, Queue, Routing
+from dualmap.replicas.news import News, Placement, SharedLoad
+from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import Decision, Held
 from dualmap.router import PoolRouter
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from builders import pool, request, text_of
-from dualmap.pool import Engine, Queue, Routing
+from dualmap.pools.pool import Engine, Queue, Routing
 from dualmap.router import PoolRouter
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.pods import IN_RING_GATE, pod_facts
+from dualmap.objects.pods import IN_RING_GATE, pod_facts
 
 UID = "6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2"
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import pool, request, text_of
-from dualmap.hotness import HotnessRule
-from dualmap.policies import POLICIES
-from dualmap.pool import Queue, Routing, Spill
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.registry import POLICIES
+from dualmap.policies.situation import Candidate
+from dualmap.pools.pool import Queue, Routing, Spill
 from dualmap.requests import Decision
 from dualmap.router import PoolRouter
-from dualmap.situation import Candidate
 from situations import candidate, decide, situation_of
 
 # Those that place a request by its key or its turn alone, where equal members are nothing special.

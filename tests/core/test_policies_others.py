@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from builders import pool, request, text_of
-from dualmap.pool import Engine, Queue, Routing
+from dualmap.policies.situation import Candidate
+from dualmap.pools.pool import Engine, Queue, Routing
 from dualmap.requests import Decision
 from dualmap.router import PoolRouter
-from dualmap.situation import Candidate
 from situations import candidate, decide
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dualmap.errors import PoolError
-from dualmap.pool import Engine, MemberState, Pool, Queue, RingAlgorithm, Routing
-from dualmap.pool_reader import parse_duration, read_pools
+from dualmap.objects.pool_reader import parse_duration, read_pools
+from dualmap.pools.pool import Engine, MemberState, Pool, Queue, RingAlgorithm, Routing
 
 OBJECT: dict[str, Any] = {
     "apiVersion": "serving.dualmap.dev/v1alpha1",

@@ -4,7 +4,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.prefix_index import PrefixIndex, PrefixTree
+from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 
 
 def chain_of(name: int, length: int) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.errors import BadRequest
-from dualmap.prompt import MAX_PIECES, read_prompt
+from dualmap.prompts.prompt import MAX_PIECES, read_prompt
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import members
-from dualmap.pool import Member, MemberState, Ring, RingAlgorithm
-from dualmap.rings import DualRing
+from dualmap.keys.rings import DualRing
+from dualmap.pools.pool import Member, MemberState, Ring, RingAlgorithm
 
 KEYS = st.integers(0, 2**64 - 1)
 SPECS = st.builds(

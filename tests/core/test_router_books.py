@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
 from core.routers import decide, loads
-from dualmap.ledger import ENTRY_TTL_S
-from dualmap.policies import POLICIES
+from dualmap.fleet.ledger import ENTRY_TTL_S
+from dualmap.policies.registry import POLICIES
 from dualmap.requests import Decision, Usage
 from dualmap.router import PoolRouter
 

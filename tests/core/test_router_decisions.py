@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
 from core.routers import decide, loads
-from dualmap.hotness import MIN_SPLIT_REQUESTS
-from dualmap.pool import Engine, Member, MemberState
+from dualmap.keys.hotness import MIN_SPLIT_REQUESTS
+from dualmap.pools.pool import Engine, Member, MemberState
 from dualmap.requests import Decision, Reason, Refusal
 from dualmap.router import PoolRouter
 

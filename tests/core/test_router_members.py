@@ -6,7 +6,7 @@ import pytest
 
 from builders import pool, text_of
 from core.routers import decide
-from dualmap.pool import Engine, Member, MemberState, Prefix, Routing
+from dualmap.pools.pool import Engine, Member, MemberState, Prefix, Routing
 from dualmap.router import PoolRouter
 
 

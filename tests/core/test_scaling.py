@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from core.scalings import SPEED, TOKENS, desired, pool, status, steady
-from dualmap.pool import Engine
-from dualmap.scaling import WINDOW_S, Scaling
+from dualmap.pools.pool import Engine
+from dualmap.scaling.scaling import WINDOW_S, Scaling
 
 
 class TestArrivals:

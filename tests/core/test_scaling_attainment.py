@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from core.scalings import desired, pool, status, steady
-from dualmap.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling
+from dualmap.scaling.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling
 
 
 def said(desired_replicas: float, *, count: int, slo_met: int) -> Elsewhere:

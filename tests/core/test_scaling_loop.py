@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from core.scalings import SPEED, TOKENS, pool, status
-from dualmap.scaling import Scaling
+from dualmap.scaling.scaling import Scaling
 
 
 class Loop:

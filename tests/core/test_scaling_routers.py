@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from core.scalings import SPEED, TOKENS, pool, status
-from dualmap.scaling import WINDOW_S, Elsewhere, Scaling
+from dualmap.scaling.scaling import WINDOW_S, Elsewhere, Scaling
 
 RATE = 10
 ASKED_S = 5

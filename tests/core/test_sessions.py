@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from builders import pool, request, text_of
-from dualmap.blocks import chain_root
-from dualmap.news import SharedBinding
-from dualmap.pool import Engine, MemberState, Pool, Queue, Routing, Session, SessionMigration
+from dualmap.keys.sessions import MAX_SESSIONS, SessionTable, session_key
+from dualmap.pools.pool import Engine, MemberState, Pool, Queue, Routing, Session, SessionMigration
+from dualmap.prompts.blocks import chain_root
+from dualmap.replicas.news import SharedBinding
 from dualmap.requests import Decision, Request
 from dualmap.router import PoolRouter
-from dualmap.sessions import MAX_SESSIONS, SessionTable, session_key
 
 NAME = session_key("conversation 7", chain_root(model="m"))
 
@@ -234,7 +234,7 @@ class TestMigration:
 
 @pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "user"])
 def test_what_a_body_names_its_session(field: str) -> None:
-    from dualmap.prompt import read_prompt
+    from dualmap.prompts.prompt import read_prompt
 
     assert read_prompt({"model": "m", "prompt": "x", field: "abc"}).session == "abc"
     assert read_prompt({"model": "m", "prompt": "x", field: 7}).session == ""

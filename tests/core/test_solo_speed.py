@@ -6,9 +6,9 @@ import pytest
 
 import builders
 from core.routers import decide
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedLoad
-from dualmap.pool import Engine
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.pools.pool import Engine
+from dualmap.replicas.news import News, SharedLoad
 from dualmap.requests import EndpointStatus
 from dualmap.router import PoolRouter
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from builders import chain, pool, text_of
-from dualmap.blocks import chain_root
+from dualmap.keys.sessions import session_key
+from dualmap.prompts.blocks import chain_root
 from dualmap.requests import Decision, Request
 from dualmap.router import PoolRouter
-from dualmap.sessions import session_key
 
 TEXT = text_of(2048, "the same words")
 

@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from dualmap.blocks import BlockChain
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedLoad
-from dualmap.policies import POLICIES
-from dualmap.pool import Engine, Member, MemberState, Model, Pool, Queue, Rebalance, Routing
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.policies.registry import POLICIES
+from dualmap.policies.situation import Situation, Weights
+from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Rebalance, Routing
+from dualmap.prompts.blocks import BlockChain
+from dualmap.replicas.news import News, SharedLoad
 from dualmap.requests import Request
 from dualmap.router import PoolRouter
-from dualmap.situation import Situation, Weights
 
 BLOCK_TOKENS = 128
 STALL_S = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dualmap_edge.kube import KubeClient, KubeConfigError, KubeError, Page, WatchEvent, pages
+from dualmap_edge.kube.client import KubeClient, KubeConfigError, KubeError, Page, WatchEvent, pages
 
 PODS = "/api/v1/namespaces/llm/pods"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

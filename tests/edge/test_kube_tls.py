@@ -11,7 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from certificates import Authority, write_pair
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube.client import KubeClient
 
 REQUESTS = 8
 # From the first turns of a loop to handshakes that are over, on a quiet machine and on a busy one.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from dualmap_edge.logs import LOG_FORMATS, LogFormat, configure, get_logger
-from dualmap_extproc.picker import Picker
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import (
     MODES,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dualmap.pool import Member, Model, Pool
+from dualmap.pools.pool import Member, Model, Pool
 from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE
 from dualmap_extproc.wire import discovery_pb2
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from dualmap_extproc.envoy.command import envoy_config
+    from dualmap_extproc.app.envoy_config import envoy_config
 
 ENVOY = Path(sysconfig.get_path("scripts")) / "envoy"
 MEMBERS = [

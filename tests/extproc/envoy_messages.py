@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
-from dualmap.pool import Engine, Member, Model, Pool, Queue
+from dualmap.pools.pool import Engine, Member, Model, Pool, Queue
 from dualmap.requests import Completion, Decision, FirstToken
 from dualmap_extproc import names
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.picker import Picker
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.stream import Stream
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 NO_WAIT = wire.ProtocolConfiguration(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dualmap.pool import Member, Pool
-from dualmap_edge.kube import KubeClient
+from dualmap.pools.pool import Member, Pool
+from dualmap_edge.kube.client import KubeClient
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.pools.reflector import Patience

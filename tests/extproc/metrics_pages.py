@@ -4,11 +4,11 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import builders
-from dualmap.pool import MemberState, Pool
+from dualmap.pools.pool import MemberState, Pool
 from dualmap.receipt import Key, Receipt
 from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus
 from dualmap_extproc.errors import model_not_found, no_endpoint
-from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.telemetry.metrics import Metrics
 
 POOL = "llm/qwen"
 

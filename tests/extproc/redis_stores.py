@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding, SharedLoad
-from dualmap.shares import Report, Share
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.scaling.shares import Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError
 from dualmap_extproc.store.redis import RedisStore

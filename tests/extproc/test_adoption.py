@@ -3,14 +3,14 @@
 import asyncio
 from dataclasses import replace
 
-from dualmap.pool import Pool
-from dualmap_extproc.discovery import Discovery
+from dualmap.pools.pool import Pool
+from dualmap_extproc.app import adoption
+from dualmap_extproc.app.adoption import Adoption
+from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.picker import Picked, Picker, Waiting
-from dualmap_extproc.pools import adoption
-from dualmap_extproc.pools.adoption import Adoption
+from dualmap_extproc.request.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
+from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.envoy_messages import chat, crowded_pool, pool
 
 

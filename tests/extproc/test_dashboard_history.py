@@ -5,7 +5,8 @@ import pytest
 import builders
 from dualmap.requests import Completion, Decision, FirstToken
 from dualmap.router import PoolRouter
-from dualmap_extproc.dashboard.history import (
+from dualmap_extproc.errors import model_not_found, no_endpoint
+from dualmap_extproc.telemetry.dashboard.history import (
     DECISIONS,
     STEPS,
     TTFT_BOUNDS_S,
@@ -13,9 +14,8 @@ from dualmap_extproc.dashboard.history import (
     PoolHistory,
     percentile,
 )
-from dualmap_extproc.dashboard.recorder import Recorder
-from dualmap_extproc.errors import model_not_found, no_endpoint
-from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.metrics import Metrics
 
 
 def decision(number: int = 0) -> Decision:

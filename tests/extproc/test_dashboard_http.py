@@ -13,22 +13,22 @@ import aiohttp
 import pytest
 
 import builders
-from dualmap.pool import MemberState, Model, Pool, Ring, RingAlgorithm
-from dualmap.shares import Share
-from dualmap_extproc.dashboard import feed, routes
-from dualmap_extproc.dashboard.feed import Feed, TooManyWatchers
-from dualmap_extproc.dashboard.recorder import Recorder
-from dualmap_extproc.dashboard.routes import Dashboard
-from dualmap_extproc.dashboard.snapshot import Snapshots, Source
-from dualmap_extproc.http_status import StatusServer
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.picker import Picker
-from dualmap_extproc.pool_demand import DemandUnknown
+from dualmap.pools.pool import MemberState, Model, Pool, Ring, RingAlgorithm
+from dualmap.scaling.shares import Share
+from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
+from dualmap_extproc.telemetry.dashboard import feed, routes
+from dualmap_extproc.telemetry.dashboard.feed import Feed, TooManyWatchers
+from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.routes import Dashboard
+from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots, Source
+from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.metrics import Metrics
 from waiting import until
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-FILES = sorted(each.name for each in (files("dualmap_extproc.dashboard") / "static").iterdir())
+FILES = sorted(each.name for each in (files("dualmap_extproc.telemetry.dashboard") / "static").iterdir())
 
 
 class Router:

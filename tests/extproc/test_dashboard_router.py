@@ -6,10 +6,10 @@ from pathlib import Path
 
 import aiohttp
 
-from dualmap_extproc.dashboard.verdict import Reach
+from dualmap_extproc.app.wiring import _reach
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore
-from dualmap_extproc.wiring import _reach
+from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from extproc.exchanges import Clock, Joined
 from extproc.router_processes import WAIT_S, running, write_pool
 from redis_server import redis_server

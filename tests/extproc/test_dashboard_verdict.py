@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 import builders
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
 from dualmap.requests import Completion, EndpointStatus, FirstToken, PoolStatus
 from dualmap.router import PoolRouter
-from dualmap_extproc.dashboard.history import PoolHistory
-from dualmap_extproc.dashboard.verdict import Level, Reach, Verdict, judge
 from dualmap_extproc.errors import no_endpoint
+from dualmap_extproc.telemetry.dashboard.history import PoolHistory
+from dualmap_extproc.telemetry.dashboard.verdict import Level, Reach, Verdict, judge
 
 POOL = builders.pool(4)
 NOW = 1000.0

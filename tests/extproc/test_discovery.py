@@ -9,8 +9,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from dualmap.pool import Member, Queue, Routing
-from dualmap_extproc.discovery import Discovery
+from dualmap.pools.pool import Member, Queue, Routing
+from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.names import (
     ADS_METHOD,
     ADS_SERVICE,
@@ -28,7 +28,7 @@ from waiting import until
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since; the service imports it.
     warnings.simplefilter("ignore", DeprecationWarning)
-    import dualmap_extproc.envoy.discovered  # noqa: F401  # for its import alone
+    import dualmap_extproc.envoy.config.discovered  # noqa: F401  # for its import alone
 
 METHOD = f"/{EDS_SERVICE}/{EDS_METHOD}"
 
@@ -288,5 +288,5 @@ def clusters(response: discovery_pb2.DiscoveryResponse) -> set[str]:
 
 
 def test_a_router_that_nobody_asks_for_pools_has_not_imported_envoy_s_types() -> None:
-    check = "import sys, dualmap_extproc.wiring; sys.exit('envoy_data_plane' in sys.modules)"
+    check = "import sys, dualmap_extproc.app.wiring; sys.exit('envoy_data_plane' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0

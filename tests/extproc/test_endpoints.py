@@ -1,5 +1,5 @@
-from dualmap.pool import Member, MemberState
-from dualmap_extproc.endpoints import load_assignment
+from dualmap.pools.pool import Member, MemberState
+from dualmap_extproc.envoy.discovery.endpoints import load_assignment
 from dualmap_extproc.wire import base_pb2, discovery_pb2
 from extproc.discovery_messages import QWEN, pool
 

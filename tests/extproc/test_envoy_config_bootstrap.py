@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from dualmap_extproc import names
-from dualmap_extproc.envoy.settings import Address, EnvoySettings, Mode
+from dualmap_extproc.envoy.config.settings import Address, EnvoySettings, Mode
 from dualmap_extproc.pools.file import load_pool_files
 from extproc.envoy_configs import clusters, config, hosts, http_filter, manager, pool_file, routes, run, validate
 
 with warnings.catch_warnings():
     # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from dualmap_extproc.envoy.bootstrap import bootstrap, to_yaml
+    from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 
 
 @pytest.mark.parametrize(

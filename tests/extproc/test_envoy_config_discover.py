@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dualmap_extproc import names
-from dualmap_extproc.envoy.settings import Mode
+from dualmap_extproc.envoy.config.settings import Mode
 from extproc.envoy_configs import clusters, config, http_filter, manager, run, validate
 
 with warnings.catch_warnings():
@@ -16,10 +16,10 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster
     from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
 
-    from dualmap_extproc.envoy.clusters import pool_cluster
-    from dualmap_extproc.envoy.discovered import Written
-    from dualmap_extproc.envoy.listeners import routes as written_routes
-    from dualmap_extproc.envoy.sources import shared_stream
+    from dualmap_extproc.envoy.config.clusters import pool_cluster
+    from dualmap_extproc.envoy.config.discovered import Written
+    from dualmap_extproc.envoy.config.http.listeners import routes as written_routes
+    from dualmap_extproc.envoy.config.sources import shared_stream
 
 
 @pytest.mark.parametrize(("mode", "tls"), list(itertools.product(Mode, ["off", "on"])))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmap_extproc.envoy.settings import Address, Discover, EnvoySettings, EnvoySettingsError
+from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettings, EnvoySettingsError
 from dualmap_extproc.pools.file import load_pool_files
 from extproc.envoy_configs import pool_file, run
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import Placement
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import Placement
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore

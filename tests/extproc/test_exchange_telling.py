@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import Placement, SharedLoad
-from dualmap.peers import PEER_TTL_S
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import Placement, SharedLoad
+from dualmap.replicas.peers import PEER_TTL_S
 from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, SHORTEST_HISTORY_S
 from dualmap_extproc.store.memory import MemoryStore

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dualmap.blocks import chain_root
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding, SharedLoad
-from dualmap.policies import POLICIES
-from dualmap.sessions import session_key
-from dualmap_extproc.explain import explain, policies
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.keys.sessions import session_key
+from dualmap.policies.registry import POLICIES
+from dualmap.prompts.blocks import chain_root
+from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap_extproc.app.explain import explain, policies
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Claim, Post
 from dualmap_extproc.store.redis import RedisStore

@@ -12,11 +12,11 @@ import pytest
 import builders
 from dualmap.requests import PoolStatus
 from dualmap.router import PoolRouter
-from dualmap.scaling import PoolSignals
-from dualmap_extproc import http_status
-from dualmap_extproc.counts import Traffic
-from dualmap_extproc.http_status import StatusServer, pool_document
-from dualmap_extproc.metrics import Metrics
+from dualmap.scaling.scaling import PoolSignals
+from dualmap_extproc.telemetry import http_status
+from dualmap_extproc.telemetry.counts import Traffic
+from dualmap_extproc.telemetry.http_status import StatusServer, pool_document
+from dualmap_extproc.telemetry.metrics import Metrics
 from waiting import until
 
 

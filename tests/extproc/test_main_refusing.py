@@ -7,7 +7,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from dualmap_extproc.main import router
+from dualmap_extproc.app.main import router
 from extproc.envoy_messages import logging_as_it_was
 from extproc.router_processes import WAIT_S, launch, write_pool
 

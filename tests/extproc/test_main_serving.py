@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dualmap_extproc import wiring
+from dualmap_extproc.app import wiring
 from dualmap_extproc.names import EDS_METHOD, EDS_SERVICE
 from dualmap_extproc.settings import Settings
 from dualmap_extproc.wire import discovery_pb2
@@ -161,6 +161,6 @@ async def test_a_stop_says_what_it_waits_for_how_long_and_that_it_is_over(tmp_pa
             json.loads(line) for line in (await asyncio.wait_for(served.process.stderr.read(), WAIT_S)).splitlines()
         ]
 
-    draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.server")
+    draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.transport.server")
     assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("draining", 1, 0.6)
     assert (stopped["event"], stopped["cut_requests"]) == ("stopped", 1)

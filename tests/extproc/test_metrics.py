@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 import builders
-from dualmap.pool import Member
+from dualmap.pools.pool import Member
 from dualmap.requests import Reason, Refusal
 from dualmap.router import PoolRouter
-from dualmap_extproc.access_log import AccessLogObserver
-from dualmap_extproc.counts import Traffic
-from dualmap_extproc.discovery import DiscoveryObserver
+from dualmap_extproc.envoy.access_log.sink import AccessLogObserver
+from dualmap_extproc.envoy.discovery.service import DiscoveryObserver
 from dualmap_extproc.errors import refused_by_router
-from dualmap_extproc.observer import Observer
+from dualmap_extproc.request.observer import Observer
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.telemetry.counts import Traffic
 from extproc.metrics_pages import (
     POOL,
     completion,

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 import builders
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
 from dualmap.requests import Reason, Refusal
-from dualmap_extproc.demand import Demand
+from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
-from dualmap_extproc.metrics import Metrics
+from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.metrics_pages import POOL, decision, everything, first_token, metrics, samples, status
 
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dualmap.pool import MemberState
+from dualmap.pools.pool import MemberState
 from dualmap_extproc.pools.metrics import KubeMetrics
 from dualmap_extproc.store.metrics import StoreMetrics
 from extproc.metrics_pages import everything, families, metrics, status

@@ -3,8 +3,8 @@
 import pytest
 
 from dualmap.requests import Usage
-from dualmap_extproc.access_log import AccessLogEntry
-from dualmap_extproc.picker import Picked
+from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
+from dualmap_extproc.request.picker import Picked
 from dualmap_extproc.settings import Limits
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, pool

@@ -3,9 +3,9 @@
 import pytest
 
 from dualmap.router import PoolRouter
-from dualmap_extproc.access_log import AccessLogEntry
+from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.picker import Picked, Waiting
+from dualmap_extproc.request.picker import Picked, Waiting
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from dualmap.pool import Session
+from dualmap.pools.pool import Session
 from dualmap.router import PoolRouter
 from dualmap_edge import logs
-from dualmap_extproc.body import may_go_on
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.picker import Picked
+from dualmap_extproc.request.body import may_go_on
+from dualmap_extproc.request.picker import Picked
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, logging_as_it_was, pool
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pool import Member, Slo
+from dualmap.pools.pool import Member, Slo
 from dualmap_extproc.pools.changes import log_changes
 from extproc.envoy_messages import pool
 

@@ -7,18 +7,18 @@ from itertools import count
 import pytest
 
 import builders
-from dualmap.peers import PEER_TTL_S
-from dualmap.pool import Pool
-from dualmap.shares import REMEMBERED_S
-from dualmap_extproc.demand import Demand
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.picker import Picked, Picker, Waiting
-from dualmap_extproc.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
+from dualmap.pools.pool import Pool
+from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.scaling.shares import REMEMBERED_S
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.autoscaling.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
+from dualmap_extproc.request.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.store.contract import Answer, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, Exchange
 from dualmap_extproc.store.memory import MemoryStore
 from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.envoy_messages import crowded_pool
 
 POOL = builders.pool(4)

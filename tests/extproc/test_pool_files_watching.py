@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dualmap.errors import PoolError
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap_extproc.pools import file as pool_file
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from extproc.pool_files import document, write, write_text

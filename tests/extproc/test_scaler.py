@@ -12,15 +12,15 @@ import grpc.aio
 import pytest
 
 import builders
-from dualmap.pool import Model, Pool
-from dualmap_extproc.demand import Demand
-from dualmap_extproc.metrics import Metrics
+from dualmap.pools.pool import Model, Pool
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.autoscaling.pool_demand import PoolDemand
+from dualmap_extproc.autoscaling.scaler import MetadataError, Scaler, Trigger, read_trigger
 from dualmap_extproc.names import SCALER_SERVICE
-from dualmap_extproc.picker import Picked, Picker, Refused, Waiting
-from dualmap_extproc.pool_demand import PoolDemand
-from dualmap_extproc.scaler import MetadataError, Scaler, Trigger, read_trigger
-from dualmap_extproc.server import ExternalProcessor, GrpcServers
+from dualmap_extproc.request.picker import Picked, Picker, Refused, Waiting
 from dualmap_extproc.settings import Limits
+from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers
 from dualmap_extproc.wire import external_scaler_pb2 as wire
 from extproc.envoy_messages import crowded_pool
 from waiting import until

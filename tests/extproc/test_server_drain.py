@@ -7,8 +7,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dualmap_extproc import server
 from dualmap_extproc.names import EXT_PROC_SERVICE
+from dualmap_extproc.transport import server
 from extproc import grpc_routers
 from extproc.envoy_messages import (
     BUFFERED,
@@ -111,7 +111,7 @@ async def refusal(port: int) -> None:
 
 
 async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_on(router, monkeypatch):
-    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     call = router.stream()
     await call.write(request_headers(DUPLEX))
     await call.write(request_body(chat()))
@@ -148,7 +148,7 @@ async def test_a_stream_that_does_not_end_is_cut_at_the_timeout(router):
 
 async def test_drains_that_end_with_their_time_while_streams_are_cut(monkeypatch):
     """Two overlapping stops of a grpc.aio server take the process down if the first one's grace runs out."""
-    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
         async with running() as router:
             call = router.stream()
@@ -173,7 +173,7 @@ async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
 
 async def test_a_call_that_ends_as_the_drain_does_is_told_its_end(monkeypatch):
     """Envoy takes a call that is cancelled for a failed one, and breaks off the response it belongs to."""
-    monkeypatch.setattr("dualmap_extproc.server.NOTICE_S", 0.0)
+    monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
         assert set(await codes_of_calls_that_end_with_the_drain()) == {grpc.StatusCode.OK}
 

@@ -6,8 +6,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from dualmap_extproc import server
-from dualmap_extproc.server import keep_deadlines
+from dualmap_extproc.transport import server
+from dualmap_extproc.transport.server import keep_deadlines
 from extproc.envoy_messages import (
     BUFFERED,
     DUPLEX,

@@ -9,8 +9,8 @@ import pytest
 
 from dualmap_edge.ports import AddressError
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
-from dualmap_extproc.server import GrpcServers
 from dualmap_extproc.settings import Limits
+from dualmap_extproc.transport.server import GrpcServers
 from extproc import grpc_routers
 from extproc.envoy_messages import (
     BUFFERED,

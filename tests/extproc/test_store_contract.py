@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, Placement, SharedBinding, SharedLoad
-from dualmap.peers import PEER_TTL_S
-from dualmap.shares import REMEMBERED_S, Report, Share
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.scaling.shares import REMEMBERED_S, Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dualmap.news import Placement
-from dualmap.peers import PEER_TTL_S
-from dualmap.shares import REMEMBERED_S
+from dualmap.replicas.news import Placement
+from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.scaling.shares import REMEMBERED_S
 from dualmap_extproc.store.codec import encode_news, encode_report
 from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Post, Question
 from dualmap_extproc.store.redis import loads_key, news_key, reports_key, session_key

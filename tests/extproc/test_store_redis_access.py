@@ -12,7 +12,7 @@ import redis
 
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.redis import RedisStore
-from dualmap_extproc.tls import self_signed
+from dualmap_extproc.transport.tls import self_signed
 from extproc import redis_stores
 from extproc.redis_stores import POOL, POST, QUESTION, STREAM, answering, failure, hear, opened, works, works_again
 from redis_server import RedisServer, redis_cluster, redis_server

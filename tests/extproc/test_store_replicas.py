@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import builders
-from dualmap.pool import Pool, Prefix, Queue, Routing, Session, SessionMigration
+from dualmap.pools.pool import Pool, Prefix, Queue, Routing, Session, SessionMigration
 from dualmap.receipt import Receipt
 from dualmap.requests import Decision
-from dualmap_extproc.demand import Demand
-from dualmap_extproc.metrics import Metrics
-from dualmap_extproc.picker import Picked, Picker
-from dualmap_extproc.pool_demand import DemandUnknown, PoolDemand
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
+from dualmap_extproc.request.picker import Picked, Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, reports_key
 from dualmap_extproc.store.target import target_of
+from dualmap_extproc.telemetry.metrics import Metrics
 from redis_server import RedisServer, redis_server
 from waiting import until
 

@@ -4,7 +4,7 @@ import pytest
 
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.target import RedisSettingsError, Target, read_settings, target_of
-from dualmap_extproc.tls import self_signed
+from dualmap_extproc.transport.tls import self_signed
 
 
 def target(url: str, password: str | None = None) -> Target:

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding, SharedLoad
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import News, SharedBinding, SharedLoad
 from dualmap_extproc.store.unsent import NODES_MAX, Unsent
 
 QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pool import Member, Session
+from dualmap.pools.pool import Member, Session
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (

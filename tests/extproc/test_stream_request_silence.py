@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualmap.pool import Queue
+from dualmap.pools.pool import Queue
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
     BUFFERED,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dualmap_extproc.access_log import AccessLogEntry
-from dualmap_extproc.ending import Ending
+from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
+from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
     BUFFERED,

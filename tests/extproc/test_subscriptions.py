@@ -3,10 +3,16 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.pool import Pool
-from dualmap_extproc.endpoints import assignments_of
+from dualmap.pools.pool import Pool
+from dualmap_extproc.envoy.discovery.endpoints import assignments_of
+from dualmap_extproc.envoy.discovery.subscriptions import (
+    MAX_NAMES,
+    Conversation,
+    Rejection,
+    Snapshot,
+    SubscriptionError,
+)
 from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE, ROUTES
-from dualmap_extproc.subscriptions import MAX_NAMES, Conversation, Rejection, Snapshot, SubscriptionError
 from dualmap_extproc.wire import discovery_pb2
 from extproc.discovery_messages import LLAMA, QWEN, answer_to, hosts, pool, request
 

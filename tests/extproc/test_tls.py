@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from certificates import Authority, mount_pair, write_pair
-from dualmap_extproc.tls import Certificates, TlsError, self_signed, server_credentials
+from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_credentials
 
 TAKEN_UP = "changed certificate files taken up"
 REFUSED = "certificate files refused, the last good ones serve on"
@@ -97,7 +97,7 @@ async def check(channel: grpc.aio.Channel) -> str:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "dualmap_extproc.tls"]
+    return [record.message for record in caplog.records if record.name == "dualmap_extproc.transport.tls"]
 
 
 def test_off_is_plain_text() -> None:

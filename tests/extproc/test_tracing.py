@@ -13,13 +13,13 @@ from click.testing import CliRunner
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from dualmap_extproc import main as main_module
-from dualmap_extproc import tracing as tracing_module
+from dualmap_extproc.app import main as main_module
+from dualmap_extproc.app.main import router
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.main import router
-from dualmap_extproc.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picker import Picked, Picker, Waiting
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.tracing import TRACE_HEADERS, TracedPicker, Tracing, tracing_to
+from dualmap_extproc.telemetry import tracing as tracing_module
+from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, TracedPicker, Tracing, tracing_to
 from extproc.envoy_messages import (
     MODES,
     Conversation,
@@ -79,7 +79,7 @@ def test_a_decision_is_a_span_under_the_request_s_trace_with_the_receipt(collect
     assert span.trace_state == "vendor=1"
     assert values(span.attributes) == {
         "dualmap.request_id": picked.request_id,
-        "dualmap.pool": "llm/qwen",
+        "dualmap.pools.pool": "llm/qwen",
         "dualmap.policy": "dualmap",
         "dualmap.rule": receipt.rule,
         "dualmap.pair": list(receipt.pair),
@@ -131,7 +131,7 @@ def test_a_refusal_is_a_span_with_its_status(collector, body, status, code, fail
     (span,) = desk.spans()
     found = values(span.attributes)
     assert (found["http.response.status_code"], found["error.type"]) == (status, code)
-    assert ("dualmap.pool" in found) == (status == 503)
+    assert ("dualmap.pools.pool" in found) == (status == 503)
     assert (span.status.code == Status.STATUS_CODE_ERROR) == failed
     assert len(desk.observer.events) == 1
 
@@ -289,7 +289,7 @@ UNTOUCHED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from dualmap_extproc.settings import Settings
-from dualmap_extproc import wiring
+from dualmap_extproc.app import wiring
 
 async def run():
     settings = Settings(
@@ -302,7 +302,8 @@ async def run():
     await serving
 
 asyncio.run(run())
-loaded = [name for name in sys.modules if name.startswith("opentelemetry") or name == "dualmap_extproc.tracing"]
+unwanted = ("opentelemetry", "dualmap_extproc.telemetry.tracing")
+loaded = [name for name in sys.modules if name.startswith(unwanted)]
 sys.exit(str(loaded) if loaded else 0)
 """
 

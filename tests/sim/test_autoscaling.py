@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from dualmap.pool import Engine, MemberState, Model, Pool, Prefix, Routing
+from dualmap.pools.pool import Engine, MemberState, Model, Pool, Prefix, Routing
 from dualmap_extproc.store.exchange import INTERVAL_S
 from dualmap_extproc.store.unsent import LOADS_INTERVAL_S
-from dualmap_operator import ring
+from dualmap_operator.decide import ring
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.autoscaling.figures import Lag, figures, lag
 from dualmap_sim.autoscaling.fleet import RAMP, Fleet

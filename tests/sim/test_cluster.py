@@ -16,9 +16,9 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, SharedBinding
-from dualmap.pool import Engine, Queue
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.pools.pool import Engine, Queue
+from dualmap.replicas.news import News, SharedBinding
 from dualmap.requests import Decision, Held, Reason, Request
 from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module

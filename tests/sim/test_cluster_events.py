@@ -16,8 +16,8 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
-from dualmap.ledger import ENTRY_TTL_S
-from dualmap.pool import MemberState, Pool, Queue
+from dualmap.fleet.ledger import ENTRY_TTL_S
+from dualmap.pools.pool import MemberState, Pool, Queue
 from dualmap_sim.cluster import Cluster, Record
 from dualmap_sim.events import Event, Fail, PoolChange, Recover, Speed
 from dualmap_sim.presets import EngineConfig, slowed

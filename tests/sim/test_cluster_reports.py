@@ -16,8 +16,8 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
-from dualmap.ledger import ENTRY_TTL_S
-from dualmap.pool import Queue
+from dualmap.fleet.ledger import ENTRY_TTL_S
+from dualmap.pools.pool import Queue
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, Record
 from dualmap_sim.events import Fail, Recover

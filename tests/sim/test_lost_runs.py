@@ -1,6 +1,6 @@
 """When a run counts as lost: by hand."""
 
-from dualmap.blocks import BlockChain
+from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Reason
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.engine import EngineRequest

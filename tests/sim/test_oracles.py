@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.blocks import BlockChain
+from dualmap.prompts.blocks import BlockChain
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.engine import Engine
 from dualmap_sim.errors import RequestDoesNotFit

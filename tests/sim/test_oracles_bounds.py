@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from dualmap.blocks import BlockChain
-from dualmap.pool import Queue, Routing
+from dualmap.pools.pool import Queue, Routing
+from dualmap.prompts.blocks import BlockChain
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.experiment import Experiment, Outcome, load_trace, run_experiment
 from dualmap_sim.oracles import ORACLES, run_oracle

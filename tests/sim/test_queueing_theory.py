@@ -12,7 +12,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from dualmap.blocks import BlockChain
+from dualmap.prompts.blocks import BlockChain
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.engine import Engine, EngineRequest, FirstToken
 from dualmap_sim.oracles import run_oracle

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.blocks import BYTES_PER_TOKEN, chain_blocks
+from dualmap.prompts.blocks import BYTES_PER_TOKEN, chain_blocks
 from dualmap_sim.presets import PRESETS, DecodeCost, PrefillCost
 from dualmap_sim.workloads.statistics import decode_work_s, ideal_cached_tokens, measure, prefill_work_s
 from dualmap_sim.workloads.synthetic import default_workload

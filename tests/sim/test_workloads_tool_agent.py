@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dualmap.hotness import HotnessTree
+from dualmap.keys.hotness import HotnessTree
 from dualmap_sim.arrivals import arrivals
 from dualmap_sim.workloads.statistics import compare
 from dualmap_sim.workloads.tool_agent import ASKED, BATCH_S, LONG_TOOL, SHORT_TOOL, tool_agent_workload

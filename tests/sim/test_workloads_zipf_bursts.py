@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dualmap.hotness import HotnessTree
+from dualmap.keys.hotness import HotnessTree
 from dualmap_sim.arrivals import arrivals
 from dualmap_sim.workloads.statistics import compare
 from dualmap_sim.workloads.trace import Trace

@@ -25,9 +25,9 @@ from bench.paper.section import Section
 from bench.paper.settings import TITLES, Extent
 from bench.paper.tables import number, table
 
-from dualmap.policies import POLICIES
-from dualmap.policies.dualmap_no_rebalance import DualMapNoRebalance
-from dualmap.situation import Choice, Rule, Situation
+from dualmap.policies.pair.dualmap_no_rebalance import DualMapNoRebalance
+from dualmap.policies.registry import POLICIES
+from dualmap.policies.situation import Choice, Rule, Situation
 from dualmap_sim.experiment import Experiment
 
 _CHOICES: Final = (1, 2, 3, 4)

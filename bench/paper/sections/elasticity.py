@@ -20,8 +20,8 @@ from bench.paper.settings import TOOL_AGENT, Extent
 from bench.paper.tables import number, table
 from xxhash import xxh3_64_intdigest
 
-from dualmap.pool import Engine, Member, MemberState, Model, Pool, Prefix, Ring, Routing
-from dualmap.rings import DualRing
+from dualmap.keys.rings import DualRing
+from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Prefix, Ring, Routing
 from dualmap_sim.arrivals import arrivals
 from dualmap_sim.cluster import Cluster, ClusterConfig
 from dualmap_sim.events import PoolChange

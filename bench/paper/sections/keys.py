@@ -18,9 +18,9 @@ from bench.paper.section import Section
 from bench.paper.settings import TITLES, TOOL_AGENT, WARMUP, Extent
 from bench.paper.tables import number, table
 
-from dualmap.hotness import HotnessTree
-from dualmap.policies import POLICIES
-from dualmap.pool import Prefix
+from dualmap.keys.hotness import HotnessTree
+from dualmap.policies.registry import POLICIES
+from dualmap.pools.pool import Prefix
 from dualmap_sim.arrivals import arrivals
 from dualmap_sim.experiment import load_workload
 from dualmap_sim.presets import PRESETS

@@ -21,7 +21,7 @@ from bench.paper.section import Section
 from bench.paper.settings import TOOL_AGENT, Extent
 from bench.paper.tables import number, table
 
-from dualmap.rebalance import relieve
+from dualmap.queue.rebalance import relieve
 from dualmap.router import PoolRouter
 from dualmap_sim.experiment import run_experiment
 

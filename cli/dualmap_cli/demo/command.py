@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from dualmap.policies import POLICIES
+from dualmap.policies.registry import POLICIES
 from dualmap_cli.demo.errors import DemoError, MissingExtra, OutputRefused
 from dualmap_cli.demo.folder import held
 from dualmap_cli.demo.plan import Plan, make_plan

@@ -10,8 +10,8 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from dualmap.pool import Routing
-from dualmap.pool_reader import UNLIMITED
+from dualmap.objects.pool_reader import UNLIMITED
+from dualmap.pools.pool import Routing
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.workloads.mooncake import read_mooncake
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s

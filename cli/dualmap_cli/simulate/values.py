@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 import click
 
 from dualmap.errors import PoolError
-from dualmap.policies import POLICIES
-from dualmap.pool_reader import parse_duration
+from dualmap.objects.pool_reader import parse_duration
+from dualmap.policies.registry import POLICIES
 from dualmap_sim.oracles import ORACLES
 
 RATE_MOST: Final = 100_000.0

@@ -15,7 +15,7 @@ from controlplane.kubelet.api import RETRY_S, passing
 from controlplane.kubelet.containers import NodeSettings, Object, Place
 from controlplane.kubelet.node import Node
 from controlplane.kubelet.pods import PodWorker
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 _PODS: Final = "/api/v1/pods"
 _LIST_TIMEOUT_S: Final = 30.0

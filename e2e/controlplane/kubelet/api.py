@@ -1,10 +1,10 @@
-"""What the kubelet's parts share in talking to the API server, beside ``dualmap_edge.kube``: patches and patience."""
+"""What the kubelet's parts share in talking to the API server: patches and retries."""
 
 import time
 from collections.abc import Callable
 from typing import Final
 
-from dualmap_edge.kube import KubeError
+from dualmap_edge.kube.client import KubeError
 
 STRATEGIC_MERGE: Final = "application/strategic-merge-patch+json"
 MERGE: Final = "application/merge-patch+json"

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
 
 from controlplane.kubelet.api import RETRY_S, passing
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 Object = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from controlplane.kubelet.identity import Owner
 from controlplane.kubelet.network import PodNetwork
 from controlplane.kubelet.roots import Mount
 from controlplane.kubelet.volumes import Volumes, persistently
-from dualmap_edge.kube import KubeClient
+from dualmap_edge.kube.client import KubeClient
 
 _DOMAIN: Final = "cluster.local"
 

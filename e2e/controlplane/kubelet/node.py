@@ -12,7 +12,7 @@ from typing import Final
 
 from controlplane.kubelet.api import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Patience
 from controlplane.kubelet.status import timestamp
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 # Far below the node-lifecycle controller's patience, also where a test shortens that.
 HEARTBEAT_S: Final = 2.0

@@ -18,7 +18,7 @@ from controlplane.kubelet.process_containers import ProcessContainer
 from controlplane.kubelet.runtimes import HostRuntime, RootedRuntime, Runtime, Started
 from controlplane.kubelet.status import Placement, Terminated, pod_status
 from controlplane.kubelet.volumes import values_of
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 # A pod so annotated with "true" has a status but no processes: a thousand of them cost nothing.
 FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"

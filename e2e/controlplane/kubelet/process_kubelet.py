@@ -19,7 +19,7 @@ from controlplane.kubelet.agent import NodeAgent
 from controlplane.kubelet.containers import NodeSettings, log_name
 from controlplane.kubelet.pods import PodWorker
 from controlplane.kubelet.roots import Image, why_not
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 _START_TIMEOUT_S: Final = 60.0
 _CALL_TIMEOUT_S: Final = 30.0

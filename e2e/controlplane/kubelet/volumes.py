@@ -20,7 +20,7 @@ from controlplane.kubelet.environment import ContainerConfigError, Field
 from controlplane.kubelet.follow import follow
 from controlplane.kubelet.identity import Owner
 from controlplane.kubelet.payloads import COLLECTIONS, File, Object, Payload, Reference, contents, read_payload
-from dualmap_edge.kube import KubeClient, KubeError
+from dualmap_edge.kube.client import KubeClient, KubeError
 
 # As a kubelet renews a token: when a fifth of its time is left.
 _RENEWED_AT: Final = 0.8

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Final
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 
 # A pool may have tens of thousands of members; a line names so many and counts the rest.

@@ -1,7 +1,8 @@
 """Pool files: InferencePool objects in YAML files, for a router without a cluster; read at the start and watched.
 
 A file may hold one object, several documents, or the ``List`` that ``kubectl get dmpool -o yaml`` prints. What an
-object means is ``dualmap.pool_reader``'s business; this module opens, bounds and parses files, and notices changes.
+object means is ``dualmap.objects.pool_reader``'s business; this module opens, bounds and parses files, and notices
+changes.
 It polls the content: that sees renames, writes in place, swapped ConfigMap links and network file systems alike.
 """
 
@@ -17,8 +18,8 @@ from typing import Final
 import yaml
 
 from dualmap.errors import PoolError
-from dualmap.pool import Pool
-from dualmap.pool_reader import check_distinct, read_pools
+from dualmap.objects.pool_reader import check_distinct, read_pools
+from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
 

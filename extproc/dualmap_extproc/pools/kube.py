@@ -1,6 +1,7 @@
 """Pools from the Kubernetes API: InferencePools and their pods watched, and what follows handed on like pool files.
 
-What an object means is ``dualmap.pool_reader``'s business, what a pod's says ``dualmap.pods``'s. ``reflector`` keeps
+What an object means is ``dualmap.objects.pool_reader``'s business, what a pod's says ``dualmap.objects.pods``'s.
+``reflector`` keeps
 collections up to date, ``objects`` and ``pods`` hold what is known, and this module brings them together: one watch for
 the pools in scope, one for the pods of each pool, and one task that tells of what came of them. The router writes
 nothing to Kubernetes; it lists and watches ``inferencepools`` and ``pods`` (INFERENCEPOOL).
@@ -11,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from dualmap.pods import mapping_in, pod_facts, text_in
-from dualmap.pool import Pool
-from dualmap.pool_reader import API_VERSION
-from dualmap_edge.kube import KubeClient
+from dualmap.objects.pods import mapping_in, pod_facts, text_in
+from dualmap.objects.pool_reader import API_VERSION
+from dualmap.pools.pool import Pool
+from dualmap_edge.kube.client import KubeClient
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import clipped, log_changes
 from dualmap_extproc.pools.objects import PoolObjects, Refusal

@@ -1,19 +1,19 @@
 """InferencePool objects as the Kubernetes API shows them, to the pools that are served: pure, asked by ``pools.kube``.
 
 An object that the reader refuses keeps its last good version, as a pool file does. Names are first come, first served:
-a model that two pools claim stays with the older object (``dualmap.claims``), and the younger one serves what is left
-to it, so that its members are still drained in good order.
+a model that two pools claim stays with the older object (``dualmap.pools.claims``), and the younger one serves what
+is left to it, so that its members are still drained in good order.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dualmap.claims import Claimant, lost_claims, seniority
 from dualmap.errors import PoolError
-from dualmap.pods import mapping_in, text_in
-from dualmap.pool import Pool
-from dualmap.pool_reader import read_pools
+from dualmap.objects.pods import mapping_in, text_in
+from dualmap.objects.pool_reader import read_pools
+from dualmap.pools.claims import Claimant, lost_claims, seniority
+from dualmap.pools.pool import Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 The operator decides who is on the rings; it needs a moment, and may be away. Until its word is newer, a member whose
 pod does not serve is given to the picker as Draining (nothing new goes there, what runs there ends there), and one
 whose pod was restarted in place as the empty one it is. The ring version stays: it counts the operator's words.
-``pools.kube`` brings pods and pools; ``dualmap.pods`` says what a pod's body means.
+``pools.kube`` brings pods and pools; ``dualmap.objects.pods`` says what a pod's body means.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from dualmap.pods import PodFacts
-from dualmap.pool import Member, MemberState, Pool
+from dualmap.objects.pods import PodFacts
+from dualmap.pools.pool import Member, MemberState, Pool
 
 
 class PoolPods:

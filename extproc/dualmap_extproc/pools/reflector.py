@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol
 
-from dualmap_edge.kube import WATCH_INACTIVITY_S, WATCH_TIMEOUT_S, KubeClient, KubeError, pages
+from dualmap_edge.kube.client import WATCH_INACTIVITY_S, WATCH_TIMEOUT_S, KubeClient, KubeError, pages
 from dualmap_edge.logs import get_logger
 
 # A watch that ended sooner is not opened again at once: a proxy may end every watch as soon as it begins.

@@ -10,9 +10,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, Placement, SharedBinding, SharedLoad
-from dualmap.shares import Report, Share
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.scaling.shares import Report, Share
 
 NODES_MAX: Final = 4096
 """Prefixes whose counts one entry may hold: a router's tree of them is bounded, and no entry may fill it."""

@@ -2,9 +2,10 @@
 
 A store keeps four things per pool: a stream of news, kept for minutes so that a replica that starts can read it back;
 what each replica last said of its load, which is whole each time and worthless after seconds; what each last reported
-of the demand, which matters for a minute (``dualmap.shares``); and one binding per session, forgotten when it is not
-refreshed. It never decides anything but which of two bindings holds
-(``dualmap.news``). Replicas share no clock, so everything that comes out of a store has an age by the store's clock.
+of the demand, which matters for a minute (``dualmap.scaling.shares``); and one binding per session, forgotten when
+it is not refreshed. It never decides anything but which of two bindings holds
+(``dualmap.replicas.news``). Replicas share no clock, so everything that comes out of a store has an age by the
+store's clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from dualmap.news import News, SharedBinding, SharedLoad
-from dualmap.shares import Report
+from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.scaling.shares import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
 """About the most entries of news that are kept of a pool: five minutes of ten busy routers."""
@@ -86,9 +87,10 @@ class Answer:
     """What a store has to a Question: at most PAGE_ENTRIES of other replicas, oldest first, and the bindings it knows.
 
     ``more`` says that there are further entries to ask for at once. ``loads`` are the last words of each replica that
-    has said anything since the last answer and less than PEER_TTL_S ago (``dualmap.peers``), ``reports`` likewise, less
-    than REMEMBERED_S ago (``dualmap.shares``). ``unreadable`` counts entries and bindings that were left out because
-    they are not what a router wrote.
+    has said anything since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``), ``reports``
+    likewise, less
+    than REMEMBERED_S ago (``dualmap.scaling.shares``). ``unreadable`` counts entries and bindings that were left out
+    because they are not what a router wrote.
     """
 
     cursor: str

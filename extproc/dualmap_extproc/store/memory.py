@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from dualmap.news import News, SharedBinding, SharedLoad
-from dualmap.peers import PEER_TTL_S
-from dualmap.shares import REMEMBERED_S, Report
+from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.scaling.shares import REMEMBERED_S, Report
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
     PAGE_ENTRIES,

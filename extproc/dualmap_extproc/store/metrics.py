@@ -1,4 +1,4 @@
-"""How the shared state fares, as Prometheus metrics beside the router's own (``dualmap_extproc.metrics``)."""
+"""How the shared state fares, as Prometheus metrics beside the router's own (``dualmap_extproc.telemetry.metrics``)."""
 
 from typing import Final
 

@@ -12,8 +12,8 @@ from itertools import islice
 from math import inf
 from typing import Final, TypeVar
 
-from dualmap.hotness import HotnessCounts
-from dualmap.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.keys.hotness import HotnessCounts
+from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
 from dualmap_extproc.store.codec import NODES_MAX
 
 HOTNESS_S: Final = 10.0
@@ -24,7 +24,8 @@ BINDINGS_MAX: Final = 1024
 LOADS_INTERVAL_S: Final = 0.25
 """How often loads are told while they change: ten times a second is no better (bench/results/replicas.md)."""
 HEARTBEAT_S: Final = 1.0
-"""How often loads are told that have not changed; the others forget a router that is silent for 3 s (dualmap.peers)."""
+"""How often loads are told that have not changed; the others forget a router that is silent for 3 s
+(dualmap.replicas.peers)."""
 
 _Value = TypeVar("_Value")
 

@@ -1,6 +1,6 @@
 """The ext_proc answers the router sends, built field by field, and the few reads that take more than an attribute.
 
-Functions of messages only; which answer is due when is the stream's business (``dualmap_extproc.stream``).
+Functions of messages only; which answer is due when is the stream's business (``dualmap_extproc.request.stream``).
 """
 
 from collections.abc import Iterator, Sequence

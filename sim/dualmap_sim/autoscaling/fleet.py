@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from dualmap.pool import Member, MemberState
+from dualmap.pools.pool import Member, MemberState
 
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75), (30.0, 100))
 """A joining member's weight from so many seconds on; with the last it is Active."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken
 from dualmap.router import PoolRouter

@@ -1,17 +1,18 @@
 """What an autoscaler scales on: the router's own rule, or the requests under way for each instance.
 
 A meter is told what the routers do and says how many instances are wished for, as a metric of which the HPA takes one
-for one instance. Neighbours: ``loop`` tells and asks; ``dualmap.scaling`` is the rule, fed as the server feeds it.
+for one instance. Neighbours: ``loop`` tells and asks; ``dualmap.scaling.scaling`` is the rule, fed as the server
+feeds it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dualmap.pool import Pool
+from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken, PoolStatus
-from dualmap.scaling import Elsewhere, Scaling
+from dualmap.scaling.scaling import Elsewhere, Scaling
 
 
 class Meter(Protocol):

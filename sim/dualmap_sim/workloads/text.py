@@ -1,12 +1,12 @@
 """Prompts spelled out: the same block id always gives the same bytes, so equal ids become equal prompt prefixes.
 
 The replay sends this text through the router, which hashes bytes, to engines that count four bytes as a token
-(``dualmap.blocks.BYTES_PER_TOKEN``).
+(``dualmap.prompts.blocks.BYTES_PER_TOKEN``).
 """
 
 from hashlib import shake_128
 
-from dualmap.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap_sim.workloads.trace import TraceRequest
 
 _HEX_DIGITS_PER_BYTE = 2

@@ -1,0 +1,133 @@
+"""What a Kubernetes pod says of itself, by the rules that router and operator share: does it serve, is it ending.
+
+The operator decides by these who is on the rings (``dualmap_operator.decide.pod_reading``), the router whom it may
+pick before the
+operator has said so; were they of two minds, a request could go where nobody answers. Bodies are the API's JSON.
+Anybody may have made the pods, so nothing in a body raises: what cannot be read counts as not there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any, Final
+
+from dualmap.objects.pool_reader import GROUP
+
+IN_RING_GATE: Final = f"{GROUP}/in-ring"
+"""The readiness gate by which the operator holds a pod's Kubernetes readiness until it is on the rings."""
+_ENDED: Final = ("Failed", "Succeeded")
+_UID_SHOWN: Final = 8
+_MAX_RESTARTS: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodFacts:
+    """What matters of one pod.
+
+    ``serving`` is whether its engine can take requests: containers ready, every readiness gate but ours true, its node
+    not lost. It says nothing of ``terminating``: a pod that is being deleted serves what it has for a while.
+    ``serving_since`` is the latest transition (RFC 3339, as the API wrote it) among the conditions that decide it;
+    empty where there is none. ``ready`` is Kubernetes' own word, our gate included; ``in_ring`` our gate's, None for a
+    pod without the gate. ``incarnation`` is another after each restart of a container, and in each pod; empty if
+    unknown. ``address`` is empty until the pod has one.
+    """
+
+    name: str
+    namespace: str
+    uid: str
+    address: str
+    serving: bool
+    serving_since: str
+    ready: bool
+    in_ring: bool | None
+    terminating: bool
+    ended: bool
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Condition:
+    """One condition of the pod's status; ``since`` is its last transition as the API wrote it."""
+
+    holds: bool = False
+    since: str = ""
+    reason: str = ""
+
+
+def pod_facts(body: Mapping[str, Any]) -> PodFacts:
+    """Read a pod; whatever the body is, this returns."""
+    metadata, spec, status = (mapping_in(body, key) for key in ("metadata", "spec", "status"))
+    conditions = _conditions(status)
+    gates = [text_in(gate, "conditionType") for gate in mappings_in(spec, "readinessGates")]
+    deciding = ["ContainersReady", *(gate for gate in gates if gate and gate != IN_RING_GATE)]
+    ended = text_in(status, "phase") in _ENDED
+    absent = _Condition()
+    uid = text_in(metadata, "uid")
+    restarts = sum(_count(container.get("restartCount")) for container in mappings_in(status, "containerStatuses"))
+    return PodFacts(
+        name=text_in(metadata, "name"),
+        namespace=text_in(metadata, "namespace"),
+        uid=uid,
+        address=_address(status),
+        serving=(
+            not ended and all(conditions.get(each, absent).holds for each in deciding) and not _node_lost(conditions)
+        ),
+        serving_since=max(conditions.get(each, absent).since for each in deciding),
+        ready=not ended and conditions.get("Ready", absent).holds,
+        in_ring=conditions.get(IN_RING_GATE, absent).holds if IN_RING_GATE in gates else None,
+        terminating=metadata.get("deletionTimestamp") is not None,
+        ended=ended,
+        incarnation=f"{uid[:_UID_SHOWN]}-{restarts}" if uid else "",
+    )
+
+
+def mapping_in(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the mapping that stands at ``key``; an empty one if there is none."""
+    value = mapping.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def mappings_in(mapping: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in the list that stands at ``key``; none if it is no list."""
+    value = mapping.get(key)
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
+def text_in(mapping: Mapping[str, Any], key: str) -> str:
+    """Return the text that stands at ``key``; an empty one if there is none."""
+    value = mapping.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
+    return {
+        text_in(each, "type"): _Condition(
+            holds=each.get("status") == "True",
+            since=text_in(each, "lastTransitionTime"),
+            reason=text_in(each, "reason"),
+        )
+        for each in mappings_in(status, "conditions")
+    }
+
+
+def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
+    """Return whether somebody other than the pod's kubelet took its readiness away.
+
+    When a node stops reporting, the control plane makes Ready false, without a reason, and leaves ContainersReady as
+    it was. A kubelet that makes Ready false says why: that our gate is closed, for one. With one that does not, Ready
+    was false before the containers became ready.
+    """
+    containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
+    # The API writes every time as UTC in whole seconds, so that texts are in the order of what they name.
+    return not ready.holds and not ready.reason and ready.since > containers.since
+
+
+def _address(status: Mapping[str, Any]) -> str:
+    try:
+        return str(ip_address(text_in(status, "podIP")))
+    except ValueError:
+        return ""
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and 0 <= value < _MAX_RESTARTS else 0

@@ -1,0 +1,389 @@
+"""InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values: one reader, two sources.
+
+Every refusal is a PoolError that names the field's path, the value found and what is accepted. Unknown fields
+under ``spec`` and of a ring's members are refused too, since a misspelt one would otherwise be a setting silently
+ignored; ``metadata``, the rest of ``status`` and ``spec.workload`` may hold anything, so that what
+``kubectl get dmpool -o yaml`` prints can be used as it is.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from ipaddress import ip_address
+from math import inf
+from typing import Final
+
+from dualmap.errors import PoolError
+from dualmap.policies.registry import POLICIES
+from dualmap.pools.pool import (
+    Engine,
+    KvEvents,
+    Member,
+    MemberState,
+    Model,
+    Pool,
+    Prefix,
+    Queue,
+    Rebalance,
+    Ring,
+    RingAlgorithm,
+    Routing,
+    Session,
+    SessionMigration,
+    Slo,
+    Spill,
+)
+
+GROUP: Final = "serving.dualmap.dev"
+API_VERSION: Final = f"{GROUP}/v1alpha1"
+ENGINE_TYPES: Final = ("vLLM", "SGLang", "TensorRTLLM", "Generic")
+QUEUE_ORDERS: Final = ("Fcfs", "Deadline")
+UNLIMITED: Final = "Unlimited"
+_LISTS: Final = ("List", "InferencePoolList")
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", re.ASCII)
+_UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+_MEMBER_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,252}", re.ASCII)
+_HEADER_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}", re.ASCII)
+
+
+def read_pools(document: object) -> tuple[Pool, ...]:
+    """Read one InferencePool, a ``List`` or an ``InferencePoolList``.
+
+    Raises PoolError for anything else, for a field that is not accepted, and for pools that claim one name or model.
+    """
+    root = _Fields(document, "")
+    if root.raw.get("kind") in _LISTS:
+        items = root.items("items")
+        pools = tuple(_read_pool(item) for item in items)
+    else:
+        pools = (_read_pool(root),)
+    check_distinct(pools)
+    return pools
+
+
+def check_distinct(pools: Iterable[Pool]) -> None:
+    """Raise PoolError when two pools share a name, or a model name or alias (a request names only its model)."""
+    ids: set[str] = set()
+    owners: dict[str, str] = {}
+    for pool in pools:
+        if pool.id in ids:
+            raise PoolError("metadata.name", pool.id, "a namespace and name that no other pool has")
+        ids.add(pool.id)
+        for model in (pool.model.name, *pool.model.aliases):
+            owner = owners.setdefault(model, pool.id)
+            if owner != pool.id:
+                raise PoolError(
+                    f"{pool.id}: spec.model", model, f"a model name or alias that pool {owner} does not have"
+                )
+
+
+def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: float = 86_400.0) -> float:
+    """Return a duration such as ``500ms``, ``5s``, ``10m`` or ``1h`` in seconds; raises PoolError for ``field``."""
+    accepted = f"a number and a unit (ms, s, m or h) from {_spell_s(low_s)} to {_spell_s(high_s)}, such as 5s"
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise PoolError(field, value, accepted)
+    seconds = float(match[1]) * _UNIT_S[match[2]]
+    if not low_s <= seconds <= high_s:
+        raise PoolError(field, value, accepted)
+    return seconds
+
+
+class _Fields:
+    """A mapping with its path: each accessor reads one field, checks it, and names it in what it raises."""
+
+    def __init__(self, value: object, path: str) -> None:
+        if value is None and path:
+            value = {}  # `slo:` with nothing after it is how YAML spells an empty mapping.
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise PoolError(path or "document", value, "a mapping of field names to values")
+        self.raw: Mapping[str, object] = value
+        self.path = path
+        self._seen: set[str] = set()
+
+    def at(self, name: str) -> str:
+        shown = _shown_name(name)
+        return f"{self.path}.{shown}" if self.path else shown
+
+    def get(self, name: str) -> object:
+        self._seen.add(name)
+        return self.raw.get(name)
+
+    def refuse_others(self) -> None:
+        for name in self.raw:
+            if name not in self._seen:
+                raise PoolError(self.at(name), self.raw[name], f"one of the fields {', '.join(sorted(self._seen))}")
+
+    def sub(self, name: str) -> "_Fields":
+        return _Fields(self.get(name), self.at(name))
+
+    def items(self, name: str) -> list["_Fields"]:
+        value = self.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise PoolError(self.at(name), value, "a list")
+        fields = []
+        for position, item in enumerate(value):
+            path = f"{self.at(name)}[{position}]"
+            if item is None:
+                raise PoolError(path, item, "a mapping of field names to values")
+            fields.append(_Fields(item, path))
+        return fields
+
+    def text(self, name: str, default: str | None = None, *, longest: int = 253) -> str:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or not 0 < len(value) <= longest:
+            raise PoolError(self.at(name), value, f"a text of 1 to {longest} characters")
+        return value
+
+    def matching(self, name: str, pattern: re.Pattern[str], accepted: str, default: str | None = None) -> str:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise PoolError(self.at(name), value, accepted)
+        return value
+
+    def choice(self, name: str, default: str, options: Iterable[str]) -> str:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str) or value not in options:
+            raise PoolError(self.at(name), value, f"one of {', '.join(options)}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise PoolError(self.at(name), value, "true or false")
+        return value
+
+    def integer(self, name: str, default: int | None, low: int, high: int) -> int:
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise PoolError(self.at(name), value, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+            raise PoolError(self.at(name), value, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def duration(self, name: str, default_s: float, *, low_s: float, high_s: float, unlimited: bool = False) -> float:
+        value = self.get(name)
+        if value is None:
+            return default_s
+        if unlimited and value == UNLIMITED:
+            return inf
+        try:
+            return parse_duration(value, self.at(name), low_s=low_s, high_s=high_s)
+        except PoolError as error:
+            accepted = f"{error.accepted}, or {UNLIMITED}" if unlimited else error.accepted
+            raise PoolError(error.field, value, accepted) from None
+
+
+def _read_pool(root: _Fields) -> Pool:
+    for name, expected in (("apiVersion", API_VERSION), ("kind", "InferencePool")):
+        if root.raw.get(name) != expected:
+            raise PoolError(root.at(name), root.raw.get(name), expected)
+    metadata = root.sub("metadata")
+    name = metadata.matching("name", _DNS_LABEL, "a DNS label (lower-case letters, digits, -) of at most 50 characters")
+    if len(name) > 50:
+        raise PoolError(metadata.at("name"), name, "a DNS label of at most 50 characters")
+    namespace = metadata.matching("namespace", _DNS_LABEL, "a DNS label of at most 63 characters", "default")
+    spec = root.sub("spec")
+    model = _read_model(spec.sub("model"))
+    engine = _read_engine(spec.sub("engine"))
+    slo = _read_slo(spec.sub("slo"))
+    routing = _read_routing(spec.sub("routing"))
+    for operators_own in ("replicas", "workload", "drain"):
+        spec.get(operators_own)
+    spec.refuse_others()
+    ring = root.sub("status").sub("ring")
+    return Pool(
+        namespace=namespace,
+        name=name,
+        model=model,
+        engine=engine,
+        slo=slo,
+        routing=routing,
+        members=_read_members(ring, default_port=engine.port),
+        ring_version=ring.integer("version", 0, 0, 2**53),
+    )
+
+
+def _read_model(fields: _Fields) -> Model:
+    name = fields.text("name")
+    aliases = fields.get("aliases")
+    if aliases is None:
+        aliases = []
+    if not isinstance(aliases, list):
+        raise PoolError(fields.at("aliases"), aliases, "a list of names")
+    for position, alias in enumerate(aliases):
+        if not isinstance(alias, str) or not 0 < len(alias) <= 253:
+            raise PoolError(f"{fields.at('aliases')}[{position}]", alias, "a text of 1 to 253 characters")
+    fields.refuse_others()
+    return Model(name=name, aliases=tuple(aliases))
+
+
+def _read_engine(fields: _Fields) -> Engine:
+    events = fields.sub("kvEvents")
+    engine = Engine(
+        type=fields.choice("type", "vLLM", ENGINE_TYPES),
+        port=fields.integer("port", 8000, 1, 65_535),
+        prefill_tokens_per_second=fields.number("prefillTokensPerSecond", 7000.0, 100, 1_000_000),
+        cache_tokens=fields.integer("cacheTokens", 1_000_000, 0, 10**10),
+        kv_tokens=fields.integer("kvTokens", 0, 0, 10**10) or None,
+        kv_events=KvEvents(
+            enabled=events.flag("enabled", default=False),
+            port=events.integer("port", 5557, 1, 65_535),
+            replay_port=events.integer("replayPort", 5558, 1, 65_535),
+        ),
+    )
+    events.refuse_others()
+    fields.refuse_others()
+    return engine
+
+
+def _read_slo(fields: _Fields) -> Slo:
+    slo = Slo(
+        ttft_s=fields.duration("ttft", 5.0, low_s=0.1, high_s=600.0),
+        attainment=fields.number("attainment", 0.9, 0.01, 0.9999),
+    )
+    fields.refuse_others()
+    return slo
+
+
+def _read_routing(fields: _Fields) -> Routing:
+    ring, spill, rebalance = fields.sub("ring"), fields.sub("spill"), fields.sub("rebalance")
+    routing = Routing(
+        policy=fields.choice("policy", "dualmap", POLICIES),
+        receipt_header=fields.flag("receiptHeader", default=True),
+        ring=Ring(
+            algorithm=RingAlgorithm(ring.choice("algorithm", "Rendezvous", [each.value for each in RingAlgorithm])),
+            virtual_nodes=ring.integer("virtualNodes", 128, 1, 1024),
+            seed=ring.integer("seed", 0, 0, 2**53),
+        ),
+        prefix=_read_prefix(fields.sub("prefix")),
+        spill=Spill(
+            slo_fraction=spill.number("sloFraction", 0.5, 0.0, 1.0),
+            prefill_weight=spill.number("prefillWeight", 3.0, 0.0, 100.0),
+            active_kv_weight=spill.number("activeKvWeight", 0.2, 0.0, 100.0),
+        ),
+        rebalance=Rebalance(
+            enabled=rebalance.flag("enabled", default=True),
+            decode_stall_s=rebalance.duration("decodeStall", 3.0, low_s=0.001, high_s=600.0),
+        ),
+        queue=_read_queue(fields.sub("queue")),
+        session=_read_session(fields.sub("session")),
+    )
+    for each in (ring, spill, rebalance, fields):
+        each.refuse_others()
+    return routing
+
+
+def _read_prefix(fields: _Fields) -> Prefix:
+    prefix = Prefix(
+        block_tokens=fields.integer("blockTokens", 128, 1, 8192),
+        initial_blocks=fields.integer("initialBlocks", 2, 1, 1024),
+        max_blocks=fields.integer("maxBlocks", 64, 1, 1024),
+        window_s=fields.duration("window", 60.0, low_s=5.0, high_s=3600.0),
+    )
+    fields.refuse_others()
+    if prefix.initial_blocks > prefix.max_blocks:
+        raise PoolError(fields.at("initialBlocks"), prefix.initial_blocks, f"at most maxBlocks, {prefix.max_blocks}")
+    return prefix
+
+
+def _read_queue(fields: _Fields) -> Queue:
+    queue = Queue(
+        dispatch_window_s=fields.duration("dispatchWindow", 0.25, low_s=0.001, high_s=600.0, unlimited=True),
+        max_held=fields.integer("maxHeld", 1000, 0, 100_000),
+        max_overtaken=fields.integer("maxOvertaken", 8, 0, 1000),
+        max_wait_s=fields.duration("maxWait", 30.0, low_s=0.1, high_s=600.0),
+        order=fields.choice("order", "Fcfs", QUEUE_ORDERS),
+        hold_when_empty=fields.flag("holdWhenEmpty", default=False),
+    )
+    fields.refuse_others()
+    return queue
+
+
+def _read_session(fields: _Fields) -> Session:
+    migration = fields.sub("migration")
+    session = Session(
+        header=fields.matching("header", _HEADER_NAME, "a lower-case header name", "x-session-id"),
+        ttl_s=fields.duration("ttl", 1800.0, low_s=1.0, high_s=86_400.0),
+        migration=SessionMigration(
+            enabled=migration.flag("enabled", default=False),
+            hot_ratio=migration.number("hotRatio", 0.2, 0.0, 1.0),
+            cooldown_s=migration.duration("cooldown", 30.0, low_s=0.001, high_s=3600.0),
+        ),
+    )
+    migration.refuse_others()
+    fields.refuse_others()
+    return session
+
+
+def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
+    members: dict[str, Member] = {}
+    endpoints: dict[str, str] = {}
+    for fields in ring.items("members"):
+        state = fields.choice("state", "Active", [each.value for each in MemberState])
+        member = Member(
+            id=fields.matching(
+                "id", _MEMBER_ID, "1 to 253 letters, digits or . _ - : / @, beginning with a letter or digit"
+            ),
+            address=_read_address(fields),
+            port=fields.integer("port", default_port, 1, 65_535),
+            state=MemberState(state),
+            weight=fields.integer("weight", 100, 0, 1000),
+            incarnation=fields.text("incarnation", ""),
+        )
+        fields.get("since")
+        fields.refuse_others()
+        if member.id in members:
+            raise PoolError(fields.at("id"), member.id, "an id that no other member has")
+        if member.endpoint in endpoints:
+            raise PoolError(
+                fields.at("address"),
+                member.endpoint,
+                f"an address and port that member {endpoints[member.endpoint]} does not have",
+            )
+        members[member.id] = member
+        endpoints[member.endpoint] = member.id
+    # The file's order must never matter: not to the rings, not to ties, not to round robin.
+    return tuple(sorted(members.values(), key=lambda member: member.id))
+
+
+def _read_address(fields: _Fields) -> str:
+    value = fields.get("address")
+    try:
+        if not isinstance(value, str):
+            raise ValueError
+        return str(ip_address(value))
+    except ValueError:
+        raise PoolError(fields.at("address"), value, "an IPv4 or IPv6 address") from None
+
+
+def _shown_name(name: str) -> str:
+    """Return a field's name as one short line: a file may call an unknown field anything."""
+    shown = name if name.isprintable() else repr(name)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def _spell_s(seconds: float) -> str:
+    """Spell a bound the way it would be written in a pool."""
+    for unit in ("h", "m", "s"):
+        if seconds >= _UNIT_S[unit] and seconds % _UNIT_S[unit] == 0:
+            return f"{seconds / _UNIT_S[unit]:g}{unit}"
+    return f"{seconds * 1000:g}ms"

@@ -1,0 +1,36 @@
+"""Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2018)."""
+
+from math import ceil
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation
+
+_FACTOR = 1.25
+_AFFINITY = Rule("affinity", "ring 1 maps the key to it, and its load is within the bound")
+_BOUNDED = Rule("bounded", "it is the next on ring 1 after members whose load is at the bound")
+
+
+class Chwbl:
+    """The first member that the key meets on ring 1 whose requests would stay within 1.25 times the mean.
+
+    The bound is ``ceil(1.25 * requests / members)``, the request itself counted. It follows from the situation alone,
+    so nothing is remembered. Deviation: members of different weight have the same bound.
+    """
+
+    name: ClassVar[str] = "chwbl"
+    source: ClassVar[str] = "Mirrokni et al. 2018 (arXiv:1608.01350)"
+    summary: ClassVar[str] = "consistent hash of a fixed-length key, past members over 1.25 times the mean requests"
+    hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the first member on the key's way whose load is within the bound."""
+        everyone = situation.everyone
+        requests = everyone.requests()
+        most = ceil(_FACTOR * (sum(requests) + 1) / len(requests))
+        walk = enumerate(situation.ring_walk())
+        # The bound exceeds the mean, so somebody is below it.
+        step, position = next((step, position) for step, position in walk if requests[position] < most)
+        return Choice(everyone[position], _BOUNDED if step else _AFFINITY)

@@ -1,0 +1,43 @@
+"""llm-d's default scorers: queue, KV utilisation and prefix, weighted 2, 2 and 3."""
+
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation
+
+_QUEUE_WEIGHT = 2.0
+_KV_WEIGHT = 2.0
+_PREFIX_WEIGHT = 3.0
+_BEST_SCORE = Rule("best-score", "its weighted score of queue, KV utilisation and prefix is the highest")
+
+
+class LlmdDefault:
+    """The highest weighted sum of three scores between 0 and 1; equals by requests in flight, then by lot.
+
+    Queue: 1 at the member with the shortest queue, 0 at the longest. KV: the share of the cache not in use. Prefix:
+    the matched share of the prompt. Deviations: llm-d scrapes the number of waiting requests and the KV utilisation
+    from the engines; here the queue is the pending prefill tokens, and the KV that of the prompts placed at a member.
+    """
+
+    name: ClassVar[str] = "llmd_default"
+    source: ClassVar[str] = "llm-d inference scheduler, default profile"
+    summary: ClassVar[str] = "highest sum of queue (2), KV utilisation (2) and prefix (3) scores"
+    hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member with the highest score."""
+        everyone = situation.everyone
+        pending_tokens = everyone.pending_tokens()
+        shortest = min(pending_tokens)
+        # Costs are the scores' complements, so that equal queues all cost nothing.
+        queue = _QUEUE_WEIGHT / max(1, max(pending_tokens) - shortest)
+        room = max(1, situation.room_tokens)
+        kv, prefix = _KV_WEIGHT / room, _PREFIX_WEIGHT / max(1, situation.prompt_tokens)
+        columns = zip(pending_tokens, everyone.placed_tokens(), everyone.matched_tokens(), strict=True)
+        costs = [
+            (pending - shortest) * queue + (placed if placed < room else room) * kv - matched * prefix
+            for pending, placed, matched in columns
+        ]
+        return Choice(situation.cheapest(costs), _BEST_SCORE)

@@ -1,0 +1,36 @@
+"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, this request's included (seed 001)."""
+
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation
+
+_CACHE_AWARE_TOKENS = 1024
+_CACHE_AWARE = Rule("cache-aware", "what it would compute and what is pending there are together the fewest tokens")
+_SHORT = Rule("short-prompt", "the prompt is too short to look at caches, and no member has less prefill pending")
+
+
+class Llumnix:
+    """The least ``prefix_miss_tokens + all_prefill_tokens`` over all members; equals by requests in flight.
+
+    For prompts of fewer than 1024 tokens caches are not looked at. All prefill tokens are uncomputed ones: waiting,
+    running, and handed over. Deviations: hits come from the router's own index, counted from block 0, instead of a KVS
+    metadata service; and two defects of the original are not copied (PROTOCOLS section 3): a member without hits misses
+    the whole prompt, not nothing, and a run of hits begins at block 0.
+    """
+
+    name: ClassVar[str] = "llumnix"
+    source: ClassVar[str] = "Llumnix, cache-aware scheduling"
+    summary: ClassVar[str] = "fewest missed plus pending prefill tokens over all members"
+    hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member with the fewest uncomputed tokens."""
+        everyone, prompt = situation.everyone, situation.prompt_tokens
+        pending_tokens = everyone.pending_tokens()
+        if prompt < _CACHE_AWARE_TOKENS:
+            return Choice(situation.cheapest(pending_tokens), _SHORT)
+        columns = zip(pending_tokens, everyone.matched_tokens(), strict=True)
+        return Choice(situation.cheapest([pending + prompt - matched for pending, matched in columns]), _CACHE_AWARE)

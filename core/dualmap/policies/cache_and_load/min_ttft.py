@@ -1,0 +1,24 @@
+"""Min TTFT: the least predicted time to first token (Mooncake's rule; DualMap section 2.2, a baseline)."""
+
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation, Weights
+
+_MIN_TTFT = Rule("min-ttft", "its predicted TTFT is the least of all members")
+_TTFT = Weights(compute=1.0)
+
+
+class MinTtft:
+    """The least T_q + T_c over all members."""
+
+    name: ClassVar[str] = "min_ttft"
+    source: ClassVar[str] = "Mooncake; DualMap section 2.2, baseline"
+    summary: ClassVar[str] = "least predicted TTFT over all members"
+    hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member with the least predicted TTFT; of equals the one with fewer requests in flight."""
+        return Choice(situation.cheapest(situation.everyone.costs_s(_TTFT)), _MIN_TTFT)

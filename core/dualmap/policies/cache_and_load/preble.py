@@ -1,0 +1,40 @@
+"""Preble: exploit a cache that holds most of the prompt, else explore by cost (Srivatsa et al. 2024)."""
+
+from math import inf
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation, Weights
+
+_EXPLOITED_SHARE = 0.5
+_LOAD_AND_RECOMPUTE = Weights(compute=1.0)
+_EXPLOIT = Rule("exploit", "it holds more than half of the prompt, and no member holds more")
+_EXPLORE = Rule("explore", "no member holds half of the prompt, and its load and recomputation cost least")
+
+
+class Preble:
+    """The longest match where it exceeds half of the prompt, else the least cost of load and recomputation.
+
+    Of members that match equally long it is the one with the least pending prefill. Deviations: load is T_q, what a
+    member owes now, where Preble sums the work of the last minutes; the cost of evicting another prefix is not counted,
+    since the router cannot see it.
+    """
+
+    name: ClassVar[str] = "preble"
+    source: ClassVar[str] = "Preble (arXiv:2407.00023); DualMap section 2.2 and appendix B"
+    summary: ClassVar[str] = "longest match if over half of the prompt, else least load and recompute cost"
+    hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the member with the longest match, or of least cost."""
+        everyone = situation.everyone
+        matched_tokens = everyone.matched_tokens()
+        longest = max(matched_tokens)
+        if longest > _EXPLOITED_SHARE * situation.prompt_tokens:
+            loads = zip(everyone.pending_tokens(), matched_tokens, strict=True)
+            return Choice(
+                situation.cheapest([pending if matched == longest else inf for pending, matched in loads]), _EXPLOIT
+            )
+        return Choice(situation.cheapest(everyone.costs_s(_LOAD_AND_RECOMPUTE)), _EXPLORE)

@@ -1,0 +1,48 @@
+"""SMG's cache-aware routing with spill: affinity until its member stands out from the mean load."""
+
+from math import ceil, inf, sqrt
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation
+
+_RELATIVE = 1.5
+_ABSOLUTE_REQUESTS = 64
+_LEAST_MARGIN_REQUESTS = 4
+_CACHE_THRESHOLD = 0.3
+_MATCH = Rule("prefix-match", "it is not overloaded, and no member holds more of the prompt")
+_SPILL = Rule("spill", "all that hold most of the prompt are overloaded, and this member has the fewest requests")
+_NO_MATCH = Rule("no-match", "no member holds enough of the prompt, and it has the fewest requests")
+
+
+class SmgSpill:
+    """The longest match above 0.3 of the prompt, unless all that match so are overloaded; else the fewest requests.
+
+    A member is overloaded when its requests exceed both 1.5 times the mean and the mean by a margin: twice its square
+    root rounded up, at least 4 and at most 64. The margin keeps the ordinary spread of a busy pool from counting as
+    overload. Of equal matches that are not overloaded it is the one with the fewest requests. Deviation: SMG spills by
+    expected wait.
+    """
+
+    name: ClassVar[str] = "smg_spill"
+    source: ClassVar[str] = "Shepherd Model Gateway, cache_aware with spill"
+    summary: ClassVar[str] = "longest match above 0.3 unless it stands out from the mean load, else fewest requests"
+    hotness: ClassVar[HotnessRule | None] = None
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return the longest match, or the member with the fewest requests."""
+        everyone = situation.everyone
+        requests, matched_tokens = everyone.requests(), everyone.matched_tokens()
+        longest = max(matched_tokens)
+        if longest <= _CACHE_THRESHOLD * situation.prompt_tokens:
+            return Choice(situation.cheapest(requests), _NO_MATCH)
+        mean = sum(requests) / len(requests)
+        margin = min(_ABSOLUTE_REQUESTS, max(_LEAST_MARGIN_REQUESTS, ceil(2 * sqrt(mean))))
+        most = max(_RELATIVE * mean, mean + margin)
+        loads = zip(requests, matched_tokens, strict=True)
+        affine = [count if matched == longest and count <= most else inf for count, matched in loads]
+        if min(affine) == inf:
+            return Choice(situation.cheapest(requests), _SPILL)
+        return Choice(situation.cheapest(affine), _MATCH)

@@ -1,0 +1,23 @@
+"""Ablation of DualMap: the less loaded of the two candidates (paper section 4.3)."""
+
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation
+
+_LESS_LOADED = Rule("pair-less-loaded", "of its pair it has no more prefill pending")
+
+
+class DualMapLeastLoaded:
+    """The pair's member with less pending prefill, whatever it has cached. No rebalancing."""
+
+    name: ClassVar[str] = "dualmap_least_loaded"
+    source: ClassVar[str] = "DualMap section 4.3, ablation 2"
+    summary: ClassVar[str] = "the less loaded of the pair, whatever it has cached"
+    hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
+    rebalances: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return one of the pair."""
+        return Choice(situation.less_loaded(), _LESS_LOADED)

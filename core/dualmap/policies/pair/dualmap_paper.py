@@ -1,0 +1,30 @@
+"""DualMap as published: SLO-aware choice within the pair (paper section 3.2)."""
+
+from typing import ClassVar
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.policies.situation import Choice, Rule, Situation
+
+_LESS_LOADED = Rule("pair-less-loaded", "the warmer of the pair would miss the SLO, and it has no more prefill pending")
+
+
+class DualMapPaper:
+    """The pair's member with more reusable prefix while it meets the SLO; beyond that the less loaded of the pair.
+
+    Deviation: the paper compares pending tokens with ``ttft_slo_threshold``, the tokens an instance prefills within
+    the SLO; here the predicted TTFT is compared with the SLO itself, which is the same with a known speed.
+    """
+
+    name: ClassVar[str] = "dualmap_paper"
+    source: ClassVar[str] = "DualMap section 3.2"
+    summary: ClassVar[str] = "the warmer of the pair within the SLO, else the less loaded of the pair"
+    hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
+    rebalances: ClassVar[bool] = True
+    defers: ClassVar[bool] = False
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return one of the pair."""
+        warm, rule = situation.warmest()
+        if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
+            return Choice(warm, rule)
+        return Choice(situation.less_loaded(), _LESS_LOADED)

@@ -1,0 +1,214 @@
+"""What a policy may know when it chooses: read-only views of one request, its pair, and the whole pool.
+
+A view is made for one decision at one moment. Looking at every member costs time in proportion to their number, so
+each is looked at only when a policy asks for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from dualmap.keys.hotness import HotnessRule
+from dualmap.pools.pool import Spill
+
+
+class Candidate(NamedTuple):
+    """One member as it stands towards one request.
+
+    ``queue_s`` is T_q and ``compute_s`` T_c of paper eq. 7; the tokens are prompt tokens, ``matched_tokens`` those
+    believed cached there. (Named tuples are as unchangeable as frozen dataclasses and made in half the time; every
+    decision makes two or three.)
+    """
+
+    id: str
+    state: str
+    endpoint: str
+    matched_tokens: int
+    pending_tokens: int
+    in_flight: int
+    active_kv_tokens: int
+    tokens_per_second: float
+    queue_s: float
+    compute_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """The predicted time from a pick now to the first token: T_q + T_c."""
+        return self.queue_s + self.compute_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The cost of a member in seconds: ``T_q + compute * T_c + active_kv * active KV / speed``."""
+
+    compute: float
+    active_kv: float = 0.0
+
+    def cost_s(self, candidate: Candidate) -> float:
+        """Return a member's cost."""
+        active_kv_s = candidate.active_kv_tokens / candidate.tokens_per_second
+        return candidate.queue_s + self.compute * candidate.compute_s + self.active_kv * active_kv_s
+
+
+class Everyone(Protocol):
+    """Every member that takes new keys, by id: as candidates, each made when it is looked at, or as columns.
+
+    A column is a list with one number for each member, in the same order; it is far cheaper than the candidates.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int) -> Candidate: ...
+
+    def __iter__(self) -> Iterator[Candidate]: ...
+
+    def costs_s(self, weights: Weights) -> list[float]:
+        """Return what ``weights`` make of each member."""
+
+    def pending_tokens(self) -> list[int]:
+        """Return each member's pending prefill tokens."""
+
+    def in_flight(self) -> list[int]:
+        """Return each member's requests in flight."""
+
+    def requests(self) -> list[int]:
+        """Return each member's requests, in flight or held for it."""
+
+    def placed_tokens(self) -> list[int]:
+        """Return the KV that each member's requests in flight use and those held for it will add."""
+
+    def matched_tokens(self) -> list[int]:
+        """Return how much of the prompt each member is believed to have cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which part of a policy decided: a stable name for programs, and what it means, to follow "because"."""
+
+    name: str
+    meaning: str
+
+
+LONE = Rule("lone", "no other member may take it")
+PAIR_WARM = Rule("pair-warm", "of its pair it holds more of the prompt, and its predicted TTFT is within the limit")
+PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more to do")
+HOST_WARM = Rule("host-warm", "its session's last turn went there, it holds more of the prompt than either of its pair")
+
+
+class Situation:
+    """A request and the members it could go to.
+
+    ``pair`` holds the one or two candidates in ring order, ``host`` the member that holds the KV of the request's
+    session where that is known; the session ``may_move`` unless it did so lately. ``waited_s`` is how long the request
+    has waited already, which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0; an instance has
+    room for ``room_tokens`` of KV. ``everyone`` holds every member that takes new keys, by id, and is never empty;
+    ``ring_walk`` gives their positions in the order in which the request's key meets them on ring 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        waited_s: float,
+        sequence: int,
+        slo_ttft_s: float,
+        spill: Spill,
+        pair: tuple[Candidate, ...],
+        everyone: Everyone,
+        ring_walk: Callable[[], Iterable[int]],
+        room_tokens: int,
+        host: Candidate | None = None,
+        may_move: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.waited_s = waited_s
+        self.sequence = sequence
+        self.slo_ttft_s = slo_ttft_s
+        self.spill = spill
+        self.pair = pair
+        self.everyone = everyone
+        self.ring_walk = ring_walk
+        self.room_tokens = room_tokens
+        self.host = host
+        self.may_move = may_move
+
+    def least(
+        self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]
+    ) -> Candidate:
+        """Return the candidate of least cost; ties go by a stable hash of the request, never by the list's order."""
+        costed = [(cost(candidate), candidate) for candidate in candidates]
+        least = min(value for value, _ in costed)
+        equal = [candidate for value, candidate in costed if value == least]
+        if len(equal) == 1:
+            return equal[0]
+        equal.sort(key=lambda each: each.id)
+        return equal[self.lot(len(equal))]
+
+    def cheapest(self, column: Sequence[float]) -> Candidate:
+        """Return the member for which a column of ``everyone`` has the least number.
+
+        Of equals it is the one with the fewest requests in flight, then by a stable hash of the request.
+        """
+        everyone, least = self.everyone, min(column)
+        first = column.index(least)
+        if least not in column[first + 1 :]:
+            return everyone[first]
+        in_flight = everyone.in_flight()
+        equal = [position for position, cost in enumerate(column) if cost == least]
+        fewest = min([in_flight[position] for position in equal])
+        equal = [position for position in equal if in_flight[position] == fewest]
+        return everyone[equal[self.lot(len(equal))]]
+
+    def less_loaded(self) -> Candidate:
+        """Return the candidate of the pair with less pending prefill (paper section 3.2), then fewer in flight."""
+        return self.least(self.pair, lambda each: (each.pending_tokens, each.in_flight))
+
+    def warmest(self) -> tuple[Candidate, Rule]:
+        """Return the candidate of the pair with more reusable prefix, or with equal reuse the less loaded; and why.
+
+        The session's host comes before them only if it holds more than either.
+        """
+        first, last = self.pair[0], self.pair[-1]
+        warm = first if first.matched_tokens >= last.matched_tokens else last
+        if self.host is not None and self.host.matched_tokens > warm.matched_tokens:
+            return self.host, HOST_WARM
+        if first is last:
+            return first, LONE
+        if first.matched_tokens == last.matched_tokens:
+            return self.less_loaded(), PAIR_EQUAL
+        return warm, PAIR_WARM
+
+    def lot(self, among: int, draw: int = 0) -> int:
+        """Draw a number below ``among`` by the request's id; each ``draw`` is independent of the others."""
+        return xxh3_64_intdigest(self.request_id.encode(), draw) % among
+
+
+class Choice(NamedTuple):
+    """A policy's answer: the chosen candidate and the rule that fired."""
+
+    candidate: Candidate
+    rule: Rule
+
+
+class Policy(Protocol):
+    """How a request's instance is chosen. Policies hold no state: all they may know is in the situation.
+
+    ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length. ``rebalances`` says
+    whether held requests are moved within their pair (where the pool has that switched on): it belongs to DualMap, and
+    would move what another rule had sent elsewhere for its own reasons. ``defers`` says whether held requests that will
+    miss the SLO let those go first that can still make it; under other policies that takes the order ``Deadline``.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    summary: ClassVar[str]
+    hotness: ClassVar[HotnessRule | None]
+    rebalances: ClassVar[bool]
+    defers: ClassVar[bool]
+
+    def choose(self, situation: Situation) -> Choice:
+        """Return one candidate of the situation's pair or of everyone."""

@@ -1,0 +1,200 @@
+"""The InferencePool as the router and the operator see it: frozen values with units in their names.
+
+``dualmap.objects.pool_reader`` makes these from a Kubernetes object or a pool file; nothing else does. The defaults
+here are the schema's defaults (docs/pool.md); the fields mirror ``spec`` and ``status.ring`` of the v1alpha1 object.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from math import inf
+
+
+class MemberState(StrEnum):
+    """Where a member stands in its life: Joining (weight ramps up), Active, Draining (no new keys), then gone."""
+
+    JOINING = "Joining"
+    ACTIVE = "Active"
+    DRAINING = "Draining"
+
+
+class RingAlgorithm(StrEnum):
+    """How a key finds its member on one ring."""
+
+    RENDEZVOUS = "Rendezvous"
+    VIRTUAL_NODES = "VirtualNodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One instance of the pool. ``id`` is its identity on the rings and survives restarts; address and port do not.
+
+    ``incarnation`` names the life of the process behind it, where the operator knows it: another one has an empty cache
+    though it is at the same address. Empty where nobody knows.
+    """
+
+    id: str
+    address: str
+    port: int
+    state: MemberState = MemberState.ACTIVE
+    weight: int = 100
+    incarnation: str = ""
+
+    @property
+    def endpoint(self) -> str:
+        """``ip:port`` (``[ip]:port`` for IPv6), as the destination header and Envoy's hosts spell it."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+    @property
+    def takes_new_keys(self) -> bool:
+        """Whether the rings may map keys to this member."""
+        return self.state is not MemberState.DRAINING and self.weight > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The model a pool serves: ``name`` is what requests say in "model", ``aliases`` are accepted too."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvents:
+    """Where an engine publishes its KV cache events, if it does (ports)."""
+
+    enabled: bool = False
+    port: int = 5557
+    replay_port: int = 5558
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What runs on each instance. The speed is a first guess, learnt per instance afterwards.
+
+    ``cache_tokens`` is how much KV an instance keeps for reuse, ``kv_tokens`` how much the requests it works on may
+    hold together; None where that is not known, and then it bounds nothing.
+    """
+
+    type: str = "vLLM"
+    port: int = 8000
+    prefill_tokens_per_second: float = 7000.0
+    cache_tokens: int = 1_000_000
+    kv_tokens: int | None = None
+    kv_events: KvEvents = KvEvents()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """The objective: ``attainment`` of the requests get their first token within ``ttft_s`` seconds."""
+
+    ttft_s: float = 5.0
+    attainment: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """How keys map to members: the algorithm, anchors per member of full weight, and the seed both rings grow from."""
+
+    algorithm: RingAlgorithm = RingAlgorithm.RENDEZVOUS
+    virtual_nodes: int = 128
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """How prompts become keys: block length in tokens, key length in blocks, and the window of hotness in seconds."""
+
+    block_tokens: int = 128
+    initial_blocks: int = 2
+    max_blocks: int = 64
+    window_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spill:
+    """When and where the ``dualmap`` policy leaves the pair (see dualmap.policies.pair.dualmap)."""
+
+    slo_fraction: float = 0.5
+    prefill_weight: float = 3.0
+    active_kv_weight: float = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalance:
+    """Hotspot rebalancing; ``decode_stall_s`` is T of the paper's decode-bottleneck detection (section A.7)."""
+
+    enabled: bool = True
+    decode_stall_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Requests held by the router: beyond which backlog, how many, how long, in which order.
+
+    ``dispatch_window_s`` is how many seconds of prefill may wait at an instance before further requests for it wait in
+    the router; infinity never holds any back. ``max_overtaken`` is how many others may be served before a request that
+    came earlier; 0 is first come, first served.
+    """
+
+    dispatch_window_s: float = 0.25
+    max_held: int = 1000
+    max_wait_s: float = 30.0
+    order: str = "Fcfs"
+    max_overtaken: int = 8
+    hold_when_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionMigration:
+    """When a session may leave its host (EAR): the load ratio that triggers it and the pause between moves."""
+
+    enabled: bool = False
+    hot_ratio: float = 0.2
+    cooldown_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """How sessions are recognised and how long a binding lives."""
+
+    header: str = "x-session-id"
+    ttl_s: float = 1800.0
+    migration: SessionMigration = SessionMigration()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Everything that decides where a request goes. ``receipt_header`` switches x-dualmap-decision on."""
+
+    policy: str = "dualmap"
+    receipt_header: bool = True
+    ring: Ring = Ring()
+    prefix: Prefix = Prefix()
+    spill: Spill = Spill()
+    rebalance: Rebalance = Rebalance()
+    queue: Queue = Queue()
+    session: Session = Session()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """One InferencePool: what it serves, how it routes, and who its members are at ``ring_version``."""
+
+    namespace: str
+    name: str
+    model: Model
+    engine: Engine = field(default_factory=Engine)
+    slo: Slo = field(default_factory=Slo)
+    routing: Routing = field(default_factory=Routing)
+    members: tuple[Member, ...] = ()
+    ring_version: int = 0
+
+    @property
+    def id(self) -> str:
+        """``namespace/name``: how metrics, logs and URLs name the pool."""
+        return f"{self.namespace}/{self.name}"
+
+    def never_holding(self) -> "Pool":
+        """Return this pool with requests handed over whatever their instances have to do, and none waiting for one."""
+        queue = replace(self.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
+        return replace(self, routing=replace(self.routing, queue=queue))

@@ -1,0 +1,68 @@
+"""What the other router replicas owe the members: each one's share as it last said, summed.
+
+A replica's word is good for PEER_TTL_S; then it is taken to be gone, and its load with it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from dualmap.replicas.news import SharedLoad
+
+# Replicas speak at least once a second; three silences in a row mean that one is gone, or cut off.
+PEER_TTL_S = 3.0
+NO_LOAD = SharedLoad()
+
+
+class Peers:
+    """The other replicas of this pool's routers."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, Mapping[str, SharedLoad]] = {}
+        self._heard_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def hear(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> set[str]:
+        """Take a replica's loads as of ``said_s``; return the members whose sums may have changed."""
+        if said_s < self._heard_s.get(peer, said_s):
+            return set()
+        changed = set(loads) | set(self._loads.get(peer, ()))
+        self._loads[peer], self._heard_s[peer] = loads, said_s
+        return changed
+
+    def expire(self, now: float) -> set[str]:
+        """Forget the replicas that have fallen silent; return the members whose sums may have changed."""
+        changed: set[str] = set()
+        for peer in [peer for peer, heard_s in self._heard_s.items() if heard_s + PEER_TTL_S <= now]:
+            changed.update(self._loads.pop(peer))
+            del self._heard_s[peer]
+        return changed
+
+    def next_expiry(self) -> float | None:
+        """Return when the replica that was silent for longest expires, or None when there is none."""
+        return min(self._heard_s.values()) + PEER_TTL_S if self._heard_s else None
+
+    def load(self, member: str) -> SharedLoad:
+        """Return the sum of what all replicas owe a member."""
+        shares = [loads[member] for loads in self._loads.values() if member in loads]
+        if len(shares) == 1:
+            return shares[0]
+        return _sum(shares) if shares else NO_LOAD
+
+
+def _sum(shares: Sequence[SharedLoad]) -> SharedLoad:
+    # Spelt out, since it runs whenever a member is looked at after some replica has spoken.
+    pending_prefill_tokens, backlog_s, held_s, in_flight, active_kv_tokens = 0, 0.0, 0.0, 0, 0
+    for share in shares:
+        pending_prefill_tokens += share.pending_prefill_tokens
+        backlog_s += share.backlog_s
+        held_s += share.held_s
+        in_flight += share.in_flight
+        active_kv_tokens += share.active_kv_tokens
+    return SharedLoad(
+        pending_prefill_tokens=pending_prefill_tokens,
+        backlog_s=backlog_s,
+        held_s=held_s,
+        in_flight=in_flight,
+        active_kv_tokens=active_kv_tokens,
+    )

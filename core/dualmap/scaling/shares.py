@@ -1,0 +1,148 @@
+"""What a pool's traffic asks for, added up over its routers, so that an autoscaler reads one number per pool.
+
+Each router measures its own share (``dualmap.scaling.scaling``) and reports it to the others once a second.
+``PeerShares``
+keeps their reports and adds them up; how they travel is the driver's business. Times are monotonic seconds, as the
+router's.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.requests import PoolStatus
+from dualmap.scaling.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling, waiting_tokens
+
+REMEMBERED_S = WINDOW_S
+"""How long a report matters after its router has fallen silent: until the others have measured what moved to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One router's part of a pool's demand, or a sum of such parts.
+
+    ``pending_prefill_tokens`` wait for their first token, held ones included; ``first_tokens`` came within WINDOW_S,
+    ``slo_met`` of them in time. ``desired_replicas`` is to be rounded up when all parts are added.
+    """
+
+    desired_replicas: float = 0.0
+    pending_prefill_tokens: int = 0
+    in_flight: int = 0
+    held: int = 0
+    first_tokens: int = 0
+    slo_met: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is in flight or held, or arrived within WINDOW_S: any traffic asks for some instance."""
+        return self.desired_replicas > 0.0
+
+    @property
+    def slo_attainment(self) -> float:
+        """The share of first tokens that came in time; 1 without any, since none came late."""
+        return self.slo_met / self.first_tokens if self.first_tokens else 1.0
+
+
+NO_SHARE = Share()
+
+
+def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> Share:
+    """Return this router's own share, of a status of this moment; ``elsewhere`` as in ``Scaling.signals``."""
+    first_tokens = scaling.window.first_tokens(now)
+    return Share(
+        desired_replicas=scaling.signals(now, status, elsewhere=elsewhere).desired_replicas,
+        pending_prefill_tokens=waiting_tokens(status),
+        in_flight=sum(each.in_flight for each in status.endpoints),
+        held=status.held,
+        first_tokens=first_tokens.count,
+        slo_met=first_tokens.slo_met,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a router tells the others: its ``own`` share, and the sum with theirs as it knows it (``pool``)."""
+
+    own: Share
+    pool: Share
+
+
+class PeerShares:
+    """The reports of the other routers of one pool.
+
+    A router that falls silent leaves the sum at once, while the requests that went through it reach the others only
+    over the minute that these look back. So for REMEMBERED_S the sum is never less than the silent one last knew it to
+    be: a router that restarts or dies is no reason to scale down.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, Report]] = {}
+        self._met: dict[str, float] = {}
+
+    def meet(self, said_s: float, peer: str) -> None:
+        """Take note that a router was there at ``said_s``, whether or not it reports shares (older ones do not)."""
+        self._met[peer] = max(said_s, self._met.get(peer, said_s))
+
+    def hear(self, said_s: float, peer: str, report: Report) -> None:
+        """Take a router's report as of ``said_s``."""
+        known = self._reports.get(peer)
+        if known is None or known[0] <= said_s:
+            self._reports[peer] = said_s, report
+
+    def expire(self, now: float) -> None:
+        """Forget what matters no longer."""
+        self._reports = {peer: each for peer, each in self._reports.items() if each[0] + REMEMBERED_S > now}
+        self._met = {peer: said_s for peer, said_s in self._met.items() if said_s + PEER_TTL_S > now}
+
+    def mute(self, now: float) -> bool:
+        """Whether a router is there whose share is not known, so that no sum is the pool's."""
+        return any(said_s + PEER_TTL_S > now and peer not in self._reports for peer, said_s in self._met.items())
+
+    def elsewhere(self, now: float) -> tuple[Elsewhere, ...] | None:
+        """Return what each of the others reported, None where one is known of that has not, or not lately."""
+        if self.mute(now) or any(said_s + PEER_TTL_S <= now for said_s, _ in self._reports.values()):
+            return None
+        return tuple(
+            Elsewhere(
+                desired_replicas=own.desired_replicas,
+                first_tokens=FirstTokens(count=own.first_tokens, slo_met=own.slo_met),
+            )
+            for own in (report.own for _, report in self._reports.values())
+        )
+
+    def live(self, now: float, own: Share) -> Share:
+        """Return the sum of ``own`` and what the others reported who are there now."""
+        spoken = [report.own for said_s, report in self._reports.values() if said_s + PEER_TTL_S > now]
+        return _sum((own, *spoken)) if spoken else own
+
+    def total(self, now: float, own: Share) -> Share:
+        """Return the same sum, but no less than those knew it to be who have fallen silent within REMEMBERED_S."""
+        live = self.live(now, own)
+        silent = [
+            report.pool
+            for said_s, report in self._reports.values()
+            if said_s + PEER_TTL_S <= now < said_s + REMEMBERED_S
+        ]
+        if not silent:
+            return live
+        sums = (live, *silent)
+        return Share(
+            desired_replicas=max(each.desired_replicas for each in sums),
+            pending_prefill_tokens=max(each.pending_prefill_tokens for each in sums),
+            in_flight=max(each.in_flight for each in sums),
+            held=max(each.held for each in sums),
+            first_tokens=live.first_tokens,
+            slo_met=live.slo_met,
+        )
+
+
+def _sum(shares: Iterable[Share]) -> Share:
+    shares = tuple(shares)
+    return Share(
+        desired_replicas=sum(each.desired_replicas for each in shares),
+        pending_prefill_tokens=sum(each.pending_prefill_tokens for each in shares),
+        in_flight=sum(each.in_flight for each in shares),
+        held=sum(each.held for each in shares),
+        first_tokens=sum(each.first_tokens for each in shares),
+        slo_met=sum(each.slo_met for each in shares),
+    )

@@ -1,0 +1,249 @@
+"""The way to a Kubernetes API server: requests, lists and watches, JSON objects in and out, no generated models.
+
+The router's ``pools.reflector`` and the operator's ``mirror`` and ``api`` call through it. The ``kubernetes`` library
+finds the server and authenticates (PROTOCOLS section 4); it is imported when a client connects, in a thread, since it
+takes seconds that no request may wait for. What its watch leaves undone is done here: lines of any length, and an error
+for one gone silent. What to do after an error is the callers' business, since each has reasons of its own.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, Self
+
+import aiohttp
+
+from dualmap.objects.pods import mapping_in, mappings_in, text_in
+from dualmap_edge.kube.errors import KubeConfigError, KubeError, clipped
+from dualmap_edge.kube.library import Library
+
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "WATCH_INACTIVITY_S",
+    "WATCH_TIMEOUT_S",
+    "KubeClient",
+    "KubeConfigError",
+    "KubeError",
+    "Page",
+    "WatchEvent",
+    "pages",
+]
+
+CONNECT_TIMEOUT_S: Final = 5.0
+# How long the server keeps a watch open, and how much longer nothing may come before it is given up: a server that is
+# there ends it in time, so silence beyond that is a connection that was cut without a word.
+WATCH_TIMEOUT_S: Final = 45.0
+WATCH_INACTIVITY_S: Final = 55.0
+# Pages keep what is read at once, while a router routes nothing, to a few MB.
+_PAGE: Final = 250
+_LIST_TIMEOUT_S: Final = 30.0
+# What an API server has to say, beside the status 404, where it serves no such kind: in no Status object, unlike of one
+# object that is not there.
+_NOT_SERVED: Final = b"404 page not found"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of a watch: ``type`` is ADDED, MODIFIED, DELETED or BOOKMARK; of a bookmark only the version counts."""
+
+    type: str
+    object: dict[str, Any]
+
+    @property
+    def version(self) -> str:
+        """Where a watch goes on that has come so far, empty where the object does not say."""
+        return text_in(mapping_in(self.object, "metadata"), "resourceVersion")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Some of a collection's objects, and the version of it that a watch continues from."""
+
+    objects: Sequence[Mapping[str, Any]]
+    version: str
+
+
+class KubeClient:
+    """One API server. Belongs to the event loop that connected it; ``close`` it there."""
+
+    def __init__(self, library: "Library") -> None:
+        self._library = library
+
+    @classmethod
+    async def connect(cls, kubeconfig: Path | None = None) -> Self:
+        """Find the server by ``kubeconfig``, else by env KUBECONFIG or ``~/.kube/config``, else as a pod does.
+
+        Nothing is sent yet: a server that is away shows at the first request. Raises KubeConfigError.
+        """
+        return cls(await Library.load(kubeconfig))
+
+    @property
+    def server(self) -> str:
+        """The server's URL, for logs."""
+        return self._library.host
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        body: object = None,
+        content_type: str = "application/json",
+        timeout_s: float = 10.0,
+    ) -> dict[str, Any]:
+        """Return the answer to one request; ``path`` begins with ``/api``. Raises KubeError for every other outcome."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
+        try:
+            response = await self._library.send(
+                method, path, query=query, body=body, content_type=content_type, timeout=timeout
+            )
+            async with response:
+                text = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _not_reached(error, timeout_s) from error
+        if response.status >= 400:
+            raise _refusal(response.status, response.headers, text)
+        return _document(text)
+
+    async def watch(
+        self,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        timeout_s: float = WATCH_TIMEOUT_S,
+        inactivity_s: float = WATCH_INACTIVITY_S,
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Yield what happens to a collection after the ``resourceVersion`` in ``query``.
+
+        Ends when the server ends it (asked to after ``timeout_s``). Raises KubeError, also when nothing came for
+        ``inactivity_s``; its ``expired`` says that the version is gone. Close it (``contextlib.aclosing``) when done
+        early.
+        """
+        asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(inactivity_s):
+                response = await self._library.send("GET", path, query=asked, timeout=patience)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _not_reached(error, inactivity_s) from error
+        try:
+            if response.status >= 400:
+                async with asyncio.timeout(inactivity_s):
+                    raise _refusal(response.status, response.headers, await response.read())
+            lines = _Lines()
+            while True:
+                async with asyncio.timeout(inactivity_s):
+                    piece = await response.content.readany()
+                if not piece:
+                    break
+                for line in lines.split(piece):
+                    yield _event(line)
+            if lines.unfinished:
+                raise KubeError(0, "a watch ended within an event")
+        except TimeoutError as error:
+            raise KubeError(0, "a watch fell silent: nothing came, not even its end") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _not_reached(error, inactivity_s) from error
+        finally:
+            # Not returned to the pool of connections: what may still come on it is nobody's.
+            response.close()
+
+    async def close(self) -> None:
+        """End every request and watch, and close the connections."""
+        await self._library.close()
+
+
+async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[Page, None]:
+    """Yield all of a collection, page by page. Raises KubeError, also for an answer that is no list of an API's."""
+    rest = ""
+    while True:
+        asked = [*query, ("limit", str(_PAGE)), *([("continue", rest)] if rest else [])]
+        answer = await client.request("GET", path, query=asked, timeout_s=_LIST_TIMEOUT_S)
+        metadata = mapping_in(answer, "metadata")
+        version, rest = text_in(metadata, "resourceVersion"), text_in(metadata, "continue")
+        if not version:
+            raise KubeError(0, "a list without a version: that is no Kubernetes API")
+        yield Page(objects=mappings_in(answer, "items"), version=version)
+        if not rest:
+            return
+
+
+class _Lines:
+    """Bytes to lines: a watch sends one event per line, which may be several MB long and come in many pieces."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return any(piece.strip() for piece in self._pieces)
+
+    def split(self, piece: bytes) -> list[bytes]:
+        """Return the lines that ``piece`` completes."""
+        first, newline, rest = piece.partition(b"\n")
+        self._pieces.append(first)
+        if not newline:
+            return []
+        *whole, last = rest.split(b"\n")
+        lines = [b"".join(self._pieces), *whole]
+        self._pieces = [last]
+        return [line for line in lines if line.strip()]
+
+
+def _document(text: bytes) -> dict[str, Any]:
+    """Return a JSON object; raises KubeError for anything else."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise KubeError(0, f"an answer is no JSON: {clipped(text)}") from error
+    if not isinstance(document, dict):
+        raise KubeError(0, f"an answer is no JSON object: {clipped(text)}")
+    return document
+
+
+def _event(line: bytes) -> WatchEvent:
+    """Return one event; raises KubeError for one that says what went wrong."""
+    document = _document(line)
+    kind, value = document.get("type"), document.get("object")
+    if not isinstance(kind, str) or not isinstance(value, dict):
+        raise KubeError(0, f"a watch sent what is no event: {clipped(line)}")
+    if kind == "ERROR":
+        _raise_status(value)
+    return WatchEvent(kind, value)
+
+
+def _raise_status(status: Mapping[str, Any]) -> NoReturn:
+    """Raise the KubeError that a Status object within a watch stands for."""
+    code = status.get("code")
+    raise KubeError(
+        code if isinstance(code, int) else 500,
+        clipped(str(status.get("message", "a watch broke off"))),
+        reason=str(status.get("reason", "")),
+    )
+
+
+def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
+    """Return the error of an answer: its Status object's words, or what else stands in it."""
+    reason = ""
+    try:
+        document = _document(text)
+        message, reason = str(document.get("message", "")), str(document.get("reason", ""))
+    except KubeError:
+        not_served = text.strip() == _NOT_SERVED
+        message = "no such kind is served; is its CRD installed?" if not_served else text.decode(errors="replace")
+    wait = headers.get("Retry-After", "")
+    return KubeError(
+        status,
+        clipped(message or reason or "without a word"),
+        reason=reason,
+        retry_after_s=float(wait) if wait.isdecimal() else None,
+    )
+
+
+def _not_reached(error: Exception, timeout_s: float) -> KubeError:
+    if isinstance(error, TimeoutError):
+        return KubeError(0, f"the API server did not answer within {timeout_s:g} s")
+    return KubeError(0, f"the API server cannot be reached: {clipped(str(error) or repr(error))}")

@@ -1,0 +1,146 @@
+"""What ``kube.py`` has of the ``kubernetes`` library: where the server is, who we are, and the connections to it."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+from urllib.parse import urlencode
+
+import aiohttp
+
+from dualmap_edge.kube.errors import KubeConfigError, clipped
+
+_UNAUTHORIZED: Final = 401
+# A TLS connection that was given up before it stood closes itself, in so much time of its loop's.
+_GIVEN_UP_CLOSES_WITHIN_S: Final = 0.2
+
+
+class Library:
+    """What the kubernetes library does here: where the server is, who we are, and the connections to it."""
+
+    def __init__(self, configuration: Any, rest: Any, kubeconfig: Path | None) -> None:
+        self._configuration = configuration
+        self._rest = rest
+        self._kubeconfig = kubeconfig
+        self._gave_up = False
+
+    @classmethod
+    async def load(cls, kubeconfig: Path | None) -> Self:
+        """Read where the server is; raises KubeConfigError."""
+        await asyncio.to_thread(_import_library)
+        from kubernetes.aio.client.rest import RESTClientObject
+
+        configuration = await _configuration(kubeconfig)
+        try:
+            return cls(configuration, RESTClientObject(configuration), kubeconfig)
+        except (OSError, ValueError) as error:
+            raise KubeConfigError(
+                f"the certificates of the Kubernetes configuration cannot be used: {error}"
+            ) from error
+
+    @property
+    def host(self) -> str:
+        """The server's URL."""
+        return str(self._configuration.host)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]],
+        timeout: aiohttp.ClientTimeout,
+        body: object = None,
+        content_type: str = "application/json",
+    ) -> aiohttp.ClientResponse:
+        """Send one request and return its response with the body unread; asks who we are again after a 401."""
+        url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        response = await self._send(method, url, body, content_type, timeout)
+        if response.status != _UNAUTHORIZED:
+            return response
+        # A kubeconfig's token may have been exchanged since, or come from a plugin that must be asked again.
+        before = await self._token()
+        try:
+            renewed = await _configuration(self._kubeconfig)
+        except KubeConfigError:
+            return response
+        self._configuration.api_key = renewed.api_key
+        if await self._token() == before:
+            return response
+        response.close()
+        return await self._send(method, url, body, content_type, timeout)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._rest.close()
+        if self._gave_up:
+            await asyncio.sleep(_GIVEN_UP_CLOSES_WITHIN_S)
+
+    async def _send(
+        self, method: str, url: str, body: object, content_type: str, timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        token = await self._token()
+        if token is not None:
+            headers["Authorization"] = token
+        try:
+            answer = await self._rest.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+        except (asyncio.CancelledError, TimeoutError):
+            self._gave_up = True
+            raise
+        response: aiohttp.ClientResponse = answer.response
+        return response
+
+    async def _token(self) -> str | None:
+        """Return the Authorization header; a pod's token is read from its file again every minute (the library's)."""
+        token: str | None = await self._configuration.get_api_key_with_prefix("BearerToken")
+        return token
+
+
+def _import_library() -> None:
+    import kubernetes.aio.client.rest
+    import kubernetes.aio.config  # noqa: F401  # what is wanted is that it has been imported
+
+
+async def _configuration(kubeconfig: Path | None) -> Any:
+    """Return the library's Configuration for the server; raises KubeConfigError."""
+    import kubernetes.aio.config
+    from kubernetes.aio.client import Configuration
+
+    config: Any = kubernetes.aio.config  # Any, because it says nothing of its types.
+    configuration = Configuration()
+    # Each watch holds a connection, and there may be as many as there are pools.
+    configuration.connection_pool_maxsize = 0
+    # Env KUBECONFIG as the library read it, which may name several files.
+    location = str(kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION)
+    try:
+        if _has_kubeconfig(location, config.kube_config.ENV_KUBECONFIG_PATH_SEPARATOR):
+            await _load_kubeconfig(config, location, configuration)
+        else:
+            config.load_incluster_config(configuration)
+    except config.ConfigException as error:
+        raise KubeConfigError(
+            f"no way to a Kubernetes API server: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
+            "service account"
+        ) from error
+    return configuration
+
+
+def _has_kubeconfig(location: str, separator: str) -> bool:
+    """Return whether a kubeconfig is to be used; raises KubeConfigError for one that was asked for and is not there."""
+    files = [Path(each).expanduser() for each in location.split(separator) if each]
+    if any(file.exists() for file in files):
+        return True
+    if files and files != [Path.home() / ".kube" / "config"]:
+        raise KubeConfigError(f"kubeconfig {location} does not exist; set KUBECONFIG to a kubeconfig that does")
+    return False
+
+
+async def _load_kubeconfig(config: Any, location: str, configuration: object) -> None:
+    try:
+        await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
+    except Exception as error:  # the library raises whatever a file's wrong shape makes it stumble over
+        raise KubeConfigError(
+            f"kubeconfig {location} cannot be used: {clipped(str(error) or repr(error))}; set KUBECONFIG to one "
+            "that has clusters, users and a current-context, as `kubectl config view` shows them"
+        ) from error

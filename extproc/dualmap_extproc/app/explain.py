@@ -1,0 +1,110 @@
+"""``dualmap explain`` and ``dualmap policies``: a decision in words, and the rules there are to decide by.
+
+The commands alone; ``explanation`` takes the decision.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from dualmap.errors import PoolError
+from dualmap.policies.registry import POLICIES
+from dualmap_extproc.store.options import redis_options, redis_settings
+
+
+def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    headers = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not name or not separator:
+            raise click.BadParameter(f"{text!r} is not accepted; give NAME=VALUE")
+        headers[name.strip().lower()] = value
+    return headers
+
+
+@click.command(short_help="Say which instance a request would go to, and why.")
+@click.option(
+    "--pool",
+    "pool_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="A pool file; repeat for several.",
+)
+@click.option(
+    "--request",
+    "request_file",
+    type=click.File("rb"),
+    required=True,
+    metavar="FILE",
+    help="The request's JSON body; - reads standard input.",
+)
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_read_headers,
+    help="A header of the request, such as the one that names its session; repeat for several.",
+)
+@redis_options
+@click.option("--json", "as_json", is_flag=True, help="Print the receipt as JSON instead of words.")
+def explain(
+    pool_files: tuple[Path, ...],
+    request_file: BinaryIO,
+    headers: dict[str, str],
+    redis: str | None,
+    redis_password: str | None,
+    redis_password_file: Path | None,
+    redis_ca: Path | None,
+    as_json: bool,
+) -> None:
+    """Say which instance a request would go to on a router that has just started, and why.
+
+    With --redis it is a router that has just joined the others, and knows what they tell each other there.
+
+    \b
+    Example:
+        echo '{"model": "qwen", "prompt": "Once upon a time"}' | dualmap explain --pool pool.yaml --request -
+    """
+    shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
+    # Here, because gRPC and YAML take a second that --help need not.
+    from dualmap_extproc.app.explanation import decide, in_words
+    from dualmap_extproc.errors import Refused
+    from dualmap_extproc.pools.file import load_pool_files
+    from dualmap_extproc.store.contract import StoreError
+
+    try:
+        outcome = decide(load_pool_files(pool_files), request_file.read(), headers=headers, redis=shared)
+    except PoolError as error:
+        click.echo(f"dualmap explain: {error}", err=True)
+        sys.exit(2)
+    except StoreError as error:
+        click.echo(f"dualmap explain: --redis: nothing could be read there: {error}", err=True)
+        sys.exit(1)
+    if isinstance(outcome, Refused):
+        click.echo(f"dualmap explain: the router would answer {outcome.status}: {outcome.message}", err=True)
+        sys.exit(1 if outcome.status >= 500 else 2)
+    click.echo(json.dumps(outcome.as_json(), indent=2) if as_json else in_words(outcome))
+
+
+@click.command(short_help="List every routing policy with its source.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
+def policies(as_json: bool) -> None:
+    """List every routing policy, one line each with its source.
+
+    \b
+    Example:
+        dualmap policies --json
+    """
+    if as_json:
+        rows = [{"name": each.name, "summary": each.summary, "source": each.source} for each in POLICIES.values()]
+        click.echo(json.dumps(rows, indent=2))
+        return
+    width = max(len(name) for name in POLICIES)
+    for policy in POLICIES.values():
+        click.echo(f"{policy.name:<{width}}  {policy.summary} [{policy.source}]")

@@ -1,0 +1,167 @@
+"""A decision and its reasons, as a router that has just started would take it; ``explain`` is the command.
+
+The request walks the very path it would walk in a router: the same Picker, over routers that have seen nothing yet but,
+where there is a Redis, what the others tell there.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from dualmap.pools.pool import Pool
+from dualmap.receipt import Receipt
+from dualmap.requests import Completion, Decision, FirstToken
+from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
+from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.settings import Limits, RedisSettings
+from dualmap_extproc.store.contract import Failure, Question, StoreError
+from dualmap_extproc.store.exchange import Teller, history_s
+from dualmap_extproc.store.target import target_of
+
+# Any time will do that leaves room for the ages of what others have told.
+_NOW_S: Final = 86_400.0
+_NAME: Final = "explain"
+HEAR_S: Final = 2.0
+"""The longest wait for Redis."""
+
+
+class _Recorder:
+    """An observer that keeps the one decision it is told of."""
+
+    def __init__(self) -> None:
+        self.decision: Decision | None = None
+
+    def routed(self, pool: str, decision: Decision) -> None:
+        self.decision = decision
+
+    def routed_bodiless(self, pool: str) -> None: ...
+
+    def refused(self, refused: Refused) -> None: ...
+
+    def waited(self, pool: str, seconds: float) -> None: ...
+
+    def decided(self, seconds: float) -> None: ...
+
+    def first_token(self, pool: str, first_token: FirstToken) -> None: ...
+
+    def finished(self, pool: str, completion: Completion) -> None: ...
+
+    def rejected(self, pool: str, completion: Completion) -> None: ...
+
+    def aborted(self, pool: str, completion: Completion) -> None: ...
+
+    def failed(self, pool: str, completion: Completion) -> None: ...
+
+    def expired(self, pool: str, completion: Completion) -> None: ...
+
+    def measured(self, pool: str, completion: Completion) -> None: ...
+
+    def served_elsewhere(self, pool: str) -> None: ...
+
+
+def decide(
+    pools: tuple[Pool, ...],
+    body: bytes,
+    *,
+    headers: Mapping[str, str],
+    redis: RedisSettings | None = None,
+) -> Receipt | Refused:
+    """Return the receipt a router that has just started would give a request.
+
+    ``headers`` have lower-case names. With ``redis`` the router has heard what the others told there; StoreError says
+    that it could not.
+    """
+    limits = Limits()
+    if len(body) > limits.body_bytes:
+        return body_too_large(limits.body_bytes)
+    recorder = _Recorder()
+    outcome = _pick(_picker(pools, recorder), body, headers)
+    if redis is not None and not isinstance(outcome, Refused):
+        recorder = _Recorder()
+        picker = _picker(pools, recorder)
+        asyncio.run(_hear(picker, redis, _wanted(pools, body, headers)))
+        outcome = _pick(picker, body, headers)
+    if isinstance(outcome, Refused):
+        return outcome
+    assert recorder.decision is not None, "a pick is always reported"
+    return recorder.decision.receipt
+
+
+def _picker(pools: tuple[Pool, ...], recorder: _Recorder, *, shares: bool = False) -> Picker:
+    picker = Picker(Limits(), recorder, id_prefix=_NAME, shares=shares)
+    picker.set_pools(_NOW_S, pools)
+    # Where a request goes is asked, not when: however much the others have sent there, it does not wait here.
+    picker.hold_no_more(_NOW_S)
+    return picker
+
+
+def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
+    named = {name: value for name, value in headers.items() if name in picker.session_headers}
+    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None)
+    # Nothing is held, so it can only be the first member that it would wait for.
+    return no_endpoint("") if isinstance(outcome, Waiting) else outcome
+
+
+def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
+    picker = _picker(pools, _Recorder(), shares=True)
+    _pick(picker, body, headers)
+    return {pool: news.wanted for pool, news in picker.take_news(_NOW_S)}
+
+
+async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Have the picker told what a router that joins is told. Raises StoreError."""
+    from dualmap_extproc.store.redis import RedisStore  # Here, because it takes 0.4 s and is not always needed.
+
+    store = RedisStore(target_of(redis))
+    tellers = {pool.id: Teller(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
+    questions = [
+        Question(pool=pool.id, window_s=history_s(pool), wanted=wanted.get(pool.id, ())) for pool in picker.pools
+    ]
+    try:
+        while questions:
+            async with asyncio.timeout(HEAR_S):
+                answers = await store.hear(_NAME, questions)
+            answered = list(zip(questions, answers, strict=True))
+            for question, answer in answered:
+                await tellers[question.pool].tell(answer)
+            questions = [replace(each, cursor=answer.cursor, wanted=()) for each, answer in answered if answer.more]
+    except TimeoutError:
+        raise StoreError(Failure.TIMEOUT, f"no answer within {HEAR_S:g} s") from None
+    finally:
+        await store.close()
+
+
+def in_words(receipt: Receipt) -> str:
+    """Return a receipt as a short text for people."""
+    lines = [
+        f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
+        f"Because {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
+        f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
+        f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
+        "Candidates:",
+    ]
+    for each in receipt.candidates:
+        held = f" holds {_count(each.matched_tokens, 'token')} of the prompt," if receipt.prompt_tokens else ""
+        lines += [
+            f"  {each.id} ({each.state}):{held}",
+            f"    {_count(each.pending_tokens, 'prefill token')} pending,"
+            f" {_count(each.in_flight, 'request')} in flight; predicted TTFT {_duration(each.ttft_s)}",
+        ]
+    return "\n".join(lines)
+
+
+def _key(receipt: Receipt) -> str:
+    if not receipt.key.blocks:
+        return "no prompt, so the request's own id"
+    key = receipt.key
+    return f"{_count(key.blocks, 'block')}, {key.tokens} of the prompt's {_count(receipt.prompt_tokens, 'token')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"

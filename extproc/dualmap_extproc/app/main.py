@@ -1,0 +1,175 @@
+"""``dualmap router``: the command. Settings are parsed here, once; ``wiring`` runs what they describe."""
+
+import os
+import re
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import click
+
+from dualmap_edge import logs
+from dualmap_edge.options import PORT, Duration
+from dualmap_extproc.settings import REPLICA_ID_CHARACTERS, KubeSettings, Settings
+from dualmap_extproc.store.options import redis_options, redis_settings
+
+_DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+
+
+class _ReplicaId(click.ParamType[str]):
+    """A router's name: printable ASCII without spaces, no longer than a host name."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if not (text.isascii() and text.isprintable() and " " not in text and 0 < len(text) <= REPLICA_ID_CHARACTERS):
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            self.fail(f"{shown!r} is not accepted; give 1 to {REPLICA_ID_CHARACTERS} ASCII characters, no spaces")
+        return text
+
+
+class _Namespace(click.ParamType[str]):
+    """The name of a Kubernetes namespace."""
+
+    name = "namespace"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if not _DNS_LABEL.fullmatch(text):
+            self.fail(f"{text!r} is not accepted; give a DNS label of at most 63 characters", param, ctx)
+        return text
+
+
+class _OtlpEndpoint(click.ParamType[str]):
+    """Where an OpenTelemetry collector takes OTLP over gRPC."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        accepted = "give http://HOST:PORT, or https://HOST:PORT for TLS, such as http://collector:4317"
+        try:
+            url = urlsplit(str(value))
+            whole = url.scheme in ("http", "https") and bool(url.hostname) and bool(url.port)
+        except ValueError:
+            whole = False
+        if not whole or url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
+            self.fail(f"{value!r} is not accepted; {accepted}", param, ctx)
+        if not _installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"):
+            self.fail("what exports spans is not installed; give pip install 'dualmap[otlp]'", param, ctx)
+        return f"{url.scheme}://{url.netloc}"
+
+
+def _installed(*modules: str) -> bool:
+    """Whether all of these modules can be imported; none of them is."""
+    try:
+        return all(find_spec(module) is not None for module in modules)
+    except ModuleNotFoundError:
+        return False
+
+
+def _kube_settings(
+    pools: tuple[Path, ...], *, kube: bool, namespace: str | None, all_namespaces: bool
+) -> KubeSettings | None:
+    """Return where pools are watched, None where they come from files; raises UsageError for a mixture."""
+    if bool(pools) == kube:
+        wrong = "--pool and --kube exclude each other" if kube else "no pools"
+        raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --kube")
+    if namespace is not None and all_namespaces:
+        raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
+    if not kube and (namespace is not None or all_namespaces):
+        option = "--all-namespaces" if namespace is None else "--namespace"
+        raise click.UsageError(f"{option} means nothing without --kube; give both or neither")
+    return KubeSettings(namespace=namespace) if kube else None
+
+
+def _check_distinct(ports: dict[str, int]) -> None:
+    """Raise UsageError when two of the ports are one; 0 is any free port, as often as it is given."""
+    seen: dict[int, str] = {}
+    for name, port in ports.items():
+        option = f"--{name.replace('_', '-')}"
+        other = seen.setdefault(port, option)
+        if port and other != option:
+            raise click.UsageError(f"{other} and {option} are both {port}; give each a port of its own")
+
+
+@click.command(context_settings={"show_default": True})
+@click.option(
+    "--pool",
+    "pools",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Pool file (InferencePool as YAML); repeat for several.",
+)
+@click.option("--kube", is_flag=True, help="Watch the pools of a Kubernetes API: env KUBECONFIG, else in-cluster.")
+@click.option("--namespace", type=_Namespace(), help="With --kube: only the pools of this namespace.")
+@click.option("--all-namespaces", is_flag=True, help="With --kube: the pools of all namespaces; so without either.")
+@click.option("--host", default="0.0.0.0", help="Address that all ports are bound on.")
+@click.option("--grpc-port", default=9002, type=PORT, help="ext_proc, discovery, access log, health. 0: any.")
+@click.option("--health-port", default=9003, type=PORT, help="gRPC health in plain text. 0: any.")
+@click.option("--metrics-port", default=9090, type=PORT, help="/metrics, /pools and the dashboard over HTTP. 0: any.")
+@click.option("--dashboard/--no-dashboard", default=True, help="Serve the dashboard at / of the metrics port.")
+@click.option("--als-port", default=9004, type=PORT, help="Envoy's access log over gRPC. 0: any.")
+@click.option("--tls", default="off", metavar="off|self-signed|DIR", help="DIR holds tls.crt and tls.key.")
+@click.option(
+    "--tls-client-ca",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --tls: only who shows a certificate signed by one of these may connect.",
+)
+@redis_options
+@click.option(
+    "--replica-id",
+    default=socket.gethostname,
+    show_default="host name",
+    type=_ReplicaId(),
+    help="Name of this router, unlike any other's.",
+)
+@click.option(
+    "--otlp-endpoint",
+    type=_OtlpEndpoint(),
+    metavar="URL",
+    help="Send a span of each decision to this OpenTelemetry collector (OTLP over gRPC), e.g. http://collector:4317.",
+)
+@click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for requests at SIGTERM.")
+@click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
+@click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
+@click.option("--log-prompts", is_flag=True, help="Quote headers and prompts in debug lines; needs --log-level debug.")
+def router(
+    pools: tuple[Path, ...],
+    kube: bool,
+    namespace: str | None,
+    all_namespaces: bool,
+    drain_timeout: float,
+    redis: str | None,
+    redis_password: str | None,
+    redis_password_file: Path | None,
+    redis_ca: Path | None,
+    **options: Any,
+) -> None:
+    """Run the endpoint picker that Envoy asks where each request goes.
+
+    \b
+    Example:
+      dualmap router --pool pool.yaml --redis redis://redis:6379
+      dualmap router --kube --namespace llm
+      dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
+
+    SIGTERM turns readiness off first, serves what is open, and exits 0.
+    """
+    # Before gRPC is loaded: it would write a line of its own, past our logs, for every connection that TLS refuses, and
+    # whoever is refused may try all day. There is no other way to tell it.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
+    from dualmap_extproc.app.wiring import run  # Here, because gRPC and aiohttp take a second that --help need not.
+
+    watched = _kube_settings(pools, kube=kube, namespace=namespace, all_namespaces=all_namespaces)
+    _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})
+    if options["log_prompts"] and options["log_level"] != "debug":
+        raise click.UsageError("--log-prompts means nothing without --log-level debug; give both or neither")
+    shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
+    settings = Settings(pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, **options)
+    logs.configure(level=settings.log_level, log_format=settings.log_format)
+    sys.exit(run(settings))

@@ -1,0 +1,263 @@
+"""The composition root of ``dualmap router``: everything is wired here and nowhere else.
+
+``main`` parses the settings and calls ``run``; what is imported here takes more than a second, which its ``--help``
+need not take.
+"""
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+from dualmap_edge.kube.client import KubeClient, KubeConfigError
+from dualmap_edge.ports import AddressError, address, check_free
+from dualmap_extproc.app.adoption import Adoption
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.autoscaling.pool_demand import PoolDemand
+from dualmap_extproc.autoscaling.scaler import Scaler
+from dualmap_extproc.envoy.access_log.sink import AccessLogEntry, AccessLogSink
+from dualmap_extproc.envoy.discovery.service import Discovery
+from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
+from dualmap_extproc.pools.kube import KubePools
+from dualmap_extproc.pools.metrics import KubeMetrics
+from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.settings import RedisSettings, Settings, TracingError
+from dualmap_extproc.store.exchange import Exchange
+from dualmap_extproc.store.metrics import StoreMetrics
+from dualmap_extproc.store.target import target_of
+from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.routes import Dashboard
+from dualmap_extproc.telemetry.dashboard.snapshot import Source
+from dualmap_extproc.telemetry.dashboard.verdict import Reach
+from dualmap_extproc.telemetry.http_status import StatusServer
+from dualmap_extproc.telemetry.metrics import Metrics
+from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers, keep_deadlines
+from dualmap_extproc.transport.tls import TlsError, server_credentials
+
+
+def run(settings: Settings) -> int:
+    """Run the router until it is stopped; return its exit status: 1 for a failure, 2 for bad settings or pool files."""
+    try:
+        asyncio.run(serve(settings))
+    except (KubeConfigError, PoolFileError, TlsError, TracingError) as error:
+        click.echo(f"dualmap router: {error}", err=True)
+        return 2
+    except AddressError as error:
+        click.echo(f"dualmap router: {error}", err=True)
+        return 1
+    return 0
+
+
+async def serve(settings: Settings) -> None:
+    """Run the router until SIGTERM or SIGINT, then drain it.
+
+    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError for what keeps it from starting.
+    """
+    loop = asyncio.get_running_loop()
+    stop = _stop_signalled(loop)
+    demand = Demand()
+    metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id, demand=demand)
+    # Request ids come back in access logs, which may be another replica's or older than this process.
+    incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
+    recorder = Recorder(metrics) if settings.dashboard else None
+    picker, close_tracing = _picker(settings, recorder or metrics, incarnation)
+    picker.on_held(demand.held)
+    pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)
+    scaler = Scaler(pool_demand)
+    exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
+    discovery = Discovery(metrics)
+    adoption = Adoption(metrics, discovery, picker)
+
+    def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
+        for entry in entries:
+            picker.access_log(loop.time(), entry)
+
+    source = await _source(settings, metrics, adoption)
+    servers = GrpcServers(
+        ExternalProcessor(picker, metrics, settings.limits),
+        services=(*discovery.handlers(), scaler.handler()),
+        access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
+        limits=settings.limits,
+    )
+    status = StatusServer(
+        router=settings.replica_id,
+        statuses=picker.statuses,
+        metrics=metrics,
+        dashboard=None
+        if recorder is None
+        else _dashboard(settings.replica_id, picker, pool_demand, recorder, _reach(exchange, source.ages_s)),
+    )
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        ready_line = await _listen(settings, servers, status)
+        tasks += [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(source.run()),
+            asyncio.create_task(discovery.run()),
+            asyncio.create_task(keep_deadlines(picker)),
+        ]
+        if exchange is not None:
+            tasks.append(asyncio.create_task(exchange.run()))
+        done = await _first_ended(tasks, before=source.known())
+        if not done:
+            await servers.ready()
+            click.echo(ready_line, err=True)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        scaler.end_streams()
+        await servers.drain(settings.drain_timeout_s)
+        # Only `stop` may end; a watcher that died must not go unnoticed, and a supervisor starts the router again.
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if exchange is not None:
+            await exchange.leave()
+        await servers.close()
+        await status.close()
+        await source.close()
+        await asyncio.to_thread(close_tracing)
+
+
+def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[Picker, Callable[[], None]]:
+    """Return the picker, and what sends the last of its spans."""
+    shares, log_prompts = settings.redis is not None, settings.log_prompts
+    if settings.otlp_endpoint is None:
+        picker = Picker(settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts)
+        return picker, lambda: None
+    # Here, because OpenTelemetry is an extra, and nobody else shall pay for it.
+    try:
+        from dualmap_extproc.telemetry.tracing import TracedPicker, tracing_to
+    except ValueError as error:
+        # OpenTelemetry reads some of its settings as it is imported.
+        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
+
+    tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
+    traced = TracedPicker(
+        settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts, tracing=tracing
+    )
+    return traced, tracing.close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Where pools come from: ``run`` adopts them as they change, ``known`` waits for the first ones to be adopted.
+
+    ``ages_s`` is how long ago it gave word of each resource that it watches.
+    """
+
+    run: Callable[[], Coroutine[Any, Any, None]]
+    known: Callable[[], Coroutine[Any, Any, object]]
+    close: Callable[[], Coroutine[Any, Any, object]]
+    ages_s: Callable[[], Mapping[str, float]]
+
+
+async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _Source:
+    """Return the pools' source; those of files are adopted at once. Raises PoolFileError and KubeConfigError."""
+    if settings.kube is not None:
+        client = await KubeClient.connect()
+        observer = KubeMetrics(metrics.registry, metrics.pools_refused)
+        pools = KubePools(client, settings.kube.namespace, observer)
+        observer.show_ages(pools.ages_s)
+        return _Source(
+            run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close, ages_s=pools.ages_s
+        )
+    files = PoolFileWatcher(settings.pools)
+    adoption.adopt(files.load())
+    return _Source(
+        run=lambda: files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused),
+        known=_at_once,
+        close=_at_once,
+        ages_s=dict,
+    )
+
+
+async def _at_once() -> None:
+    """Nothing to wait for: the pools of files are known before any port is bound, and leave nothing to close."""
+
+
+async def _first_ended(
+    tasks: Sequence[asyncio.Task[Any]], *, before: Coroutine[Any, Any, object]
+) -> set[asyncio.Task[Any]]:
+    """Return which of the tasks ended ``before`` that did; none when it came first."""
+    awaited = asyncio.create_task(before)
+    try:
+        done, _ = await asyncio.wait([awaited, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        return set() if awaited in done else done
+    finally:
+        awaited.cancel()
+
+
+def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Return what is set by SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+def _dashboard(
+    router: str, picker: Picker, pool_demand: PoolDemand, recorder: Recorder, reach: Callable[[], Reach]
+) -> Dashboard:
+    """Return what shows what the router knows."""
+    source = Source(
+        router=router,
+        version=version("dualmap"),
+        pools=lambda: picker.pools,
+        statuses=picker.statuses,
+        demand=pool_demand.total,
+        recorder=recorder,
+        clock=time.time,
+        reach=reach,
+    )
+    return Dashboard(source)
+
+
+def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]]) -> Callable[[], Reach]:
+    """Return what tells how the router hears of the others and of its pools."""
+    return lambda: Reach(store_lost_s=None if exchange is None else exchange.lost_for_s, watch_ages_s=ages_s())
+
+
+def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:
+    """Return what carries news between this router and the others; ``peer`` is its name among them."""
+    from dualmap_extproc.store.redis import RedisStore  # Here, because a router that is alone need not take 0.4 s.
+
+    target = target_of(redis)
+    clock = asyncio.get_running_loop().time
+    observer = StoreMetrics(metrics.registry)
+    return Exchange(
+        picker, RedisStore(target), observer, reporter=pool_demand, peer=peer, clock=clock, shown=target.shown
+    )
+
+
+async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:
+    """Bind every port; return the line that tells which. Raises AddressError and TlsError."""
+    wanted = {
+        "--grpc-port": settings.grpc_port,
+        "--health-port": settings.health_port,
+        "--metrics-port": settings.metrics_port,
+        "--als-port": settings.als_port,
+    }
+    for option, port in wanted.items():
+        check_free(settings.host, port, option)
+    ports = await servers.start(
+        settings.host,
+        grpc_port=settings.grpc_port,
+        health_port=settings.health_port,
+        als_port=settings.als_port,
+        credentials=server_credentials(settings.tls, settings.tls_client_ca),
+    )
+    try:
+        metrics_port = await status.start(settings.host, settings.metrics_port)
+    except OSError as error:
+        raise AddressError(settings.host, settings.metrics_port, "--metrics-port", error) from error
+    bound = {"grpc": ports.grpc, "health": ports.health, "metrics": metrics_port, "als": ports.als}
+    return "dualmap router ready " + " ".join(f"{name}={address(settings.host, port)}" for name, port in bound.items())

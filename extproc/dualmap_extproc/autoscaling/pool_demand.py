@@ -1,0 +1,153 @@
+"""What each pool's traffic asks for, of all routers together: this router's own share and what the others report.
+
+``store.exchange`` carries the reports between the routers, ``scaler`` tells KEDA the sums. A router that has nobody to
+exchange with answers for itself; one that has, but has not heard from the store lately, does not know and says so: a
+sum that lacks somebody's share would scale down a pool that is busy. All of it belongs to the event loop.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
+from typing import Final
+
+from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.requests import PoolStatus
+from dualmap.scaling.scaling import Elsewhere
+from dualmap.scaling.shares import NO_SHARE, PeerShares, Report, Share
+from dualmap_extproc.autoscaling.demand import Demand
+
+REPORT_INTERVAL_S: Final = 1.0
+"""How often a router reports its share; one whose traffic begins reports at once."""
+
+Statuses = Callable[[Collection[str] | None], tuple[PoolStatus, ...]]
+
+
+class DemandUnknown(Exception):
+    """The sum over all routers is not known now; the message says why, for the on-call engineer."""
+
+
+class PoolDemand:
+    """The demand of all pools by ``namespace/name``.
+
+    ``statuses`` gives those of the named pools (``picker.Picker.statuses``); ``shares`` says that reports are exchanged
+    with other routers; ``clock`` gives monotonic seconds.
+    """
+
+    def __init__(
+        self, demand: Demand, statuses: Statuses, *, shares: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._demand = demand
+        self._statuses = statuses
+        self._shares = shares
+        self._clock = clock
+        self._peers: dict[str, PeerShares] = {}
+        self._reported_s: dict[str, float] = {}
+        self._exchanged_s: float | None = None
+        # Pools that were seen to have traffic: arrivals are news in the others only.
+        self._awake: set[str] = set()
+        self._on_change: Callable[[str], None] = _nobody_watches
+        demand.on_arrival(self._arrived)
+        demand.on_elsewhere(self._elsewhere)
+
+    def on_change(self, changed: Callable[[str], None]) -> None:
+        """Have ``changed`` called with a pool when its first request arrives, here or at another router."""
+        self._on_change = changed
+
+    def knows(self, pool: str) -> bool:
+        """Whether this router serves a pool."""
+        return bool(self._statuses((pool,)))
+
+    def total(self, pool: str) -> Share:
+        """Return the sum over all routers for a pool that is served here. Raises DemandUnknown."""
+        now = self._clock()
+        self._must_know(now, pool)
+        return self._peers_of(pool).total(now, self._own(pool))
+
+    def active(self, pool: str) -> bool:
+        """Whether a pool that is served here has traffic, at whichever router. Raises DemandUnknown."""
+        now, own = self._clock(), self._own(pool)
+        if own.active:
+            return True
+        self._must_know(now, pool)
+        return self._peers_of(pool).total(now, own).active
+
+    def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
+        """Return what it is time to tell the other routers of these pools, which are all that are served."""
+        now = self._clock()
+        for gone in (self._peers.keys() | self._reported_s.keys() | self._awake) - set(pools):
+            self._peers.pop(gone, None)
+            self._reported_s.pop(gone, None)
+            self._awake.discard(gone)
+        due = [pool for pool in pools if now - self._reported_s.get(pool, -inf) >= REPORT_INTERVAL_S]
+        return {pool: self._report(now, pool) for pool in due}
+
+    def reported(self, reports: Mapping[str, Report]) -> None:
+        """Take note that the other routers can hear of these reports."""
+        now = self._clock()
+        for pool, report in reports.items():
+            # Unless traffic has begun meanwhile, which is news.
+            if report.own.active or pool not in self._awake:
+                self._reported_s[pool] = now
+
+    def exchanged(self) -> None:
+        """Take note that all that the other routers reported has been heard, and that they can hear this one."""
+        self._exchanged_s = self._clock()
+
+    def on_peer(self, pool: str, peer: str, age_s: float) -> None:
+        """Take note that another router was there ``age_s`` ago."""
+        self._peers_of(pool).meet(self._clock() - age_s, peer)
+
+    def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
+        """Take what another router reported ``age_s`` ago."""
+        self._peers_of(pool).hear(self._clock() - age_s, peer, report)
+        if report.own.active:
+            self._on_change(pool)
+
+    def _report(self, now: float, pool: str) -> Report:
+        own, peers = self._own(pool), self._peers_of(pool)
+        if self._has_exchanged(now):
+            # While the store is away all are silent, and yet there.
+            peers.expire(now)
+        return Report(own=own, pool=peers.live(now, own))
+
+    def _elsewhere(self, pool: str) -> Sequence[Elsewhere] | None:
+        """Return what the other routers reported, None where that is not known of all that may be there."""
+        if self._shares and self._exchanged_s is None:
+            return None
+        peers = self._peers.get(pool)
+        return () if peers is None else peers.elsewhere(self._clock())
+
+    def _own(self, pool: str) -> Share:
+        for status in self._statuses((pool,)):
+            own = self._demand.share(status)
+            if not own.active:
+                self._awake.discard(pool)
+            return own
+        return NO_SHARE
+
+    def _arrived(self, pool: str) -> None:
+        if pool not in self._awake:
+            self._awake.add(pool)
+            self._reported_s.pop(pool, None)
+            self._on_change(pool)
+
+    def _peers_of(self, pool: str) -> PeerShares:
+        peers = self._peers.get(pool)
+        if peers is None:
+            peers = self._peers[pool] = PeerShares()
+        return peers
+
+    def _has_exchanged(self, now: float) -> bool:
+        return self._exchanged_s is not None and now - self._exchanged_s <= PEER_TTL_S
+
+    def _must_know(self, now: float, pool: str) -> None:
+        if not self._shares:
+            return
+        if not self._has_exchanged(now):
+            raise DemandUnknown("the other routers' shares are not known: shared state is out of reach")
+        if self._peers_of(pool).mute(now):
+            raise DemandUnknown("a router is there that does not report its share: an older version?")
+
+
+def _nobody_watches(_pool: str) -> None:
+    """Nobody has asked to hear of changes."""

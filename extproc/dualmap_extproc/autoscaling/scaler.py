@@ -1,0 +1,236 @@
+"""KEDA's external-push scaler: the router tells KEDA whether a pool has traffic and how many instances it asks for.
+
+KEDA's ``externalscaler.proto`` (2.20), on the router's gRPC port; docs/autoscaling.md says what to write in a
+ScaledObject. The upper half of the module reads its metadata, without gRPC; ``Scaler`` serves. What the numbers are is
+``pool_demand``'s business.
+"""
+
+import asyncio
+import contextlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeAlias
+
+import grpc
+
+from dualmap.scaling.shares import Share
+from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
+from dualmap_extproc.names import SCALER_SERVICE
+from dualmap_extproc.wire import external_scaler_pb2 as wire
+
+# That a pool has gone quiet is noticed so often; that it has traffic, at once.
+_LOOK_S: Final = 1.0
+# KEDA drops a word that it cannot act on at the moment, and polls after half a minute: traffic is told of again.
+_REPEAT_S: Final = 5.0
+_SHOWN_CHARACTERS: Final = 100
+_DEFAULT_METRIC: Final = "desired_replicas"
+_NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII)
+# KEDA has it as a whole number, too.
+_TARGET_MIN: Final = 0.001
+_TARGET_MAX: Final = 1e12
+_VALUES: Final[Mapping[str, Callable[[Share], float]]] = {
+    _DEFAULT_METRIC: lambda share: share.desired_replicas,
+    "pending_prefill_tokens": lambda share: share.pending_prefill_tokens,
+    "in_flight_requests": lambda share: share.in_flight,
+    "held_requests": lambda share: share.held,
+    "slo_attainment": lambda share: share.slo_attainment,
+}
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class MetadataError(Exception):
+    """A ScaledObject's metadata cannot be used; the message names the field, what it has and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trigger:
+    """What a ScaledObject asks for: a ``metric`` of a pool (``namespace/name``), None for ``target`` where it has none.
+
+    ``target`` is how much of the metric one instance shall have.
+    """
+
+    pool: str
+    metric: str
+    target: float | None
+
+    def value(self, share: Share) -> float:
+        """Return the metric's value."""
+        return _VALUES[self.metric](share)
+
+
+def read_trigger(reference: wire.ScaledObjectRef) -> Trigger:
+    """Return what a ScaledObject asks for; its namespace is the pool's unless that is named. Raises MetadataError."""
+    metadata = reference.scaler_metadata
+    metric = metadata.get("metric", _DEFAULT_METRIC)
+    if metric not in _VALUES:
+        raise _refused("metric", metric, f"give one of {', '.join(_VALUES)}")
+    return Trigger(
+        pool=_read_pool(metadata.get("pool", ""), reference.namespace),
+        metric=metric,
+        target=_read_target(metadata.get("target", "1" if metric == _DEFAULT_METRIC else None)),
+    )
+
+
+def _read_pool(given: str, namespace: str) -> str:
+    parts = given.split("/") if "/" in given else [namespace, given]
+    if len(parts) != 2 or not all(parts):
+        raise _refused("pool", given, "give NAME or NAMESPACE/NAME of an InferencePool")
+    return "/".join(parts)
+
+
+def _read_target(given: str | None) -> float | None:
+    if given is None:
+        return None
+    target = float(given) if _NUMBER.fullmatch(given) else math.nan
+    if not _TARGET_MIN <= target <= _TARGET_MAX:
+        accepted = (
+            f"give a number from {_TARGET_MIN:g} to {_TARGET_MAX:g}: how much of the metric one instance shall have"
+        )
+        raise _refused("target", given, accepted)
+    return target
+
+
+def _refused(field: str, given: str, accepted: str) -> MetadataError:
+    shown = given if len(given) <= _SHOWN_CHARACTERS else f"{given[:_SHOWN_CHARACTERS]}..."
+    return MetadataError(f"metadata {field}: {shown!r} is not accepted; {accepted}")
+
+
+class Scaler:
+    """The ExternalScaler service. ``demand`` has the numbers; streams are told by an event that it has changed.
+
+    A stream repeats every ``repeat_s`` seconds that its pool is active.
+    """
+
+    def __init__(self, demand: PoolDemand, *, repeat_s: float = _REPEAT_S) -> None:
+        self._demand = demand
+        self._repeat_s = repeat_s
+        self._watching: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._ended = False
+        demand.on_change(self._stir)
+
+    def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
+        """Return the service as grpc.aio registers it."""
+        reference, request = wire.ScaledObjectRef.FromString, wire.GetMetricsRequest.FromString
+        methods = {
+            "IsActive": grpc.unary_unary_rpc_method_handler(
+                self._is_active, reference, wire.IsActiveResponse.SerializeToString
+            ),
+            "StreamIsActive": grpc.unary_stream_rpc_method_handler(
+                self._stream_is_active, reference, wire.IsActiveResponse.SerializeToString
+            ),
+            "GetMetricSpec": grpc.unary_unary_rpc_method_handler(
+                self._get_metric_spec, reference, wire.GetMetricSpecResponse.SerializeToString
+            ),
+            "GetMetrics": grpc.unary_unary_rpc_method_handler(
+                self._get_metrics, request, wire.GetMetricsResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SCALER_SERVICE, methods)
+
+    @property
+    def streams(self) -> int:
+        """How many streams are open."""
+        return sum(len(streams) for streams in self._watching.values())
+
+    def end_streams(self) -> None:
+        """End the streams, and new ones after their first word: KEDA comes back in seconds, to a router that stays."""
+        self._ended = True
+        for pool in tuple(self._watching):
+            self._stir(pool)
+
+    async def _is_active(self, reference: wire.ScaledObjectRef, context: _Context) -> wire.IsActiveResponse:
+        trigger = await self._trigger(reference, context)
+        try:
+            return wire.IsActiveResponse(result=self._demand.active(trigger.pool))
+        except DemandUnknown as error:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def _stream_is_active(
+        self, reference: wire.ScaledObjectRef, context: _Context
+    ) -> AsyncIterator[wire.IsActiveResponse]:
+        """Say at once whether the pool is active, whenever that changes, and now and then while it is.
+
+        What is not known is taken to be as before, and before anything was known nothing is said: older KEDAs than 2.20
+        take "inactive" for a reason to scale to zero.
+        """
+        trigger = await self._trigger(reference, context)
+        said: bool | None = None
+        clock = asyncio.get_running_loop().time
+        said_s = clock()
+        with self._watched(trigger.pool) as changed:
+            while True:
+                changed.clear()
+                if not self._demand.knows(trigger.pool):
+                    await _abort_unknown(context, trigger.pool)
+                try:
+                    active: bool | None = self._demand.active(trigger.pool)
+                except DemandUnknown:
+                    active = said
+                if active is not None and (active != said or (active and clock() - said_s >= self._repeat_s)):
+                    said, said_s = active, clock()
+                    yield wire.IsActiveResponse(result=active)
+                if self._ended:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(_LOOK_S, self._repeat_s)):
+                        await changed.wait()
+
+    async def _get_metric_spec(self, reference: wire.ScaledObjectRef, context: _Context) -> wire.GetMetricSpecResponse:
+        trigger = await self._trigger(reference, context)
+        if trigger.target is None:
+            missing = f"metadata target: is missing; give how much {trigger.metric} one instance shall have"
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, missing)
+        spec = wire.MetricSpec(
+            metric_name=trigger.metric, target_size=math.ceil(trigger.target), target_size_float=trigger.target
+        )
+        return wire.GetMetricSpecResponse(metric_specs=[spec])
+
+    async def _get_metrics(self, request: wire.GetMetricsRequest, context: _Context) -> wire.GetMetricsResponse:
+        """Answer UNAVAILABLE where the sum is not known: a metric that is lost lets the HPA keep the size."""
+        trigger = await self._trigger(request.scaled_object_ref, context)
+        try:
+            value = trigger.value(self._demand.total(trigger.pool))
+        except DemandUnknown as error:
+            await _abort(context, grpc.StatusCode.UNAVAILABLE, str(error))
+        metric = wire.MetricValue(metric_name=trigger.metric, metric_value=math.ceil(value), metric_value_float=value)
+        return wire.GetMetricsResponse(metric_values=[metric])
+
+    async def _trigger(self, reference: wire.ScaledObjectRef, context: _Context) -> Trigger:
+        """Read the metadata of a call, or end it: INVALID_ARGUMENT or, for a pool that is not served, NOT_FOUND."""
+        try:
+            trigger = read_trigger(reference)
+        except MetadataError as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not self._demand.knows(trigger.pool):
+            await _abort_unknown(context, trigger.pool)
+        return trigger
+
+    @contextlib.contextmanager
+    def _watched(self, pool: str) -> Iterator[asyncio.Event]:
+        changed = asyncio.Event()
+        self._watching[pool].add(changed)
+        try:
+            yield changed
+        finally:
+            self._watching[pool].discard(changed)
+            if not self._watching[pool]:
+                del self._watching[pool]
+
+    def _stir(self, pool: str) -> None:
+        """Have the streams of a pool look again."""
+        for changed in self._watching.get(pool, ()):
+            changed.set()
+
+
+async def _abort(context: _Context, code: grpc.StatusCode, details: str) -> NoReturn:
+    """End a call with an error."""
+    await context.abort(code, details)
+
+
+async def _abort_unknown(context: _Context, pool: str) -> NoReturn:
+    known = "GET /pools on the metrics port lists those it does"
+    await _abort(context, grpc.StatusCode.NOT_FOUND, f"this router serves no pool {pool}; {known}")

@@ -1,0 +1,68 @@
+"""Envoy's bootstrap from settings: a pure function, and the YAML that Envoy reads.
+
+``clusters``, ``listeners``, ``filters`` and ``access_log`` write one part each. Everything here was exercised with
+Envoy 1.40; why a value is what it is stands beside it, with PROTOCOLS section 1 as the source of most.
+"""
+
+from typing import cast
+
+import betterproto2
+import yaml
+from envoy_data_plane.envoy.config.bootstrap.v3 import (
+    Admin,
+    Bootstrap,
+    BootstrapDynamicResources,
+    BootstrapStaticResources,
+)
+from envoy_data_plane.envoy.config.core.v3 import Node
+from envoy_data_plane.google.protobuf import Struct
+
+from dualmap_extproc.envoy.config.clusters import clusters
+from dualmap_extproc.envoy.config.extensions import socket_address
+from dualmap_extproc.envoy.config.http.listeners import listener
+from dualmap_extproc.envoy.config.settings import EnvoySettings
+from dualmap_extproc.envoy.config.sources import shared_stream, shared_stream_to
+from dualmap_extproc.envoy.config.status import admin_cluster, status_listener
+from dualmap_extproc.names import LONGEST_WAIT_KEY
+
+
+def bootstrap(settings: EnvoySettings) -> Bootstrap:
+    """Write the whole configuration of an Envoy that serves the pools."""
+    listeners, needed = [listener(settings)], clusters(settings)
+    if settings.status is not None:
+        listeners.append(status_listener(settings.status))
+        needed.append(admin_cluster(settings.admin))
+    node = Node(id="dualmap-envoy", cluster="dualmap")
+    dynamic = None
+    if settings.discover is not None:
+        # Routers are told, so that they can say which pool would hold requests for longer. As text: Envoy makes that of
+        # a number with a decimal point in YAML anyway.
+        node.metadata = Struct.from_dict({LONGEST_WAIT_KEY: str(settings.discover.longest_wait_s)})
+        dynamic = BootstrapDynamicResources(ads_config=shared_stream_to(), cds_config=shared_stream())
+    return Bootstrap(
+        node=node,
+        admin=Admin(address=socket_address(settings.admin)),
+        static_resources=BootstrapStaticResources(listeners=listeners, clusters=needed),
+        dynamic_resources=dynamic,
+    )
+
+
+def to_yaml(message: betterproto2.Message) -> str:
+    """Return a bootstrap as the YAML that ``envoy -c`` takes, or a discovery file as the YAML that Envoy reads.
+
+    The names are the proto's fields', as in Envoy's own examples.
+    """
+    # Any callable serves as a casing. The fields' names are the proto's already, and both of the library's own
+    # casings break "5xx" (5_xx, 5Xx), which Envoy then refuses as unknown.
+    document = message.to_dict(casing=cast(betterproto2.Casing, str))
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a literal block: the Lua script stays readable."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)

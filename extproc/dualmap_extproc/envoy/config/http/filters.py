@@ -1,0 +1,95 @@
+"""Envoy's HTTP filters: ext_proc, which asks the router, and after it the one of ``usage``."""
+
+from datetime import timedelta
+
+from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    ExtProcOverrides,
+    ExtProcPerRoute,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.google.protobuf import Any
+
+from dualmap_extproc.envoy.config.extensions import grpc_to, packed
+from dualmap_extproc.envoy.config.http.usage import usage_filter
+from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
+from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER
+from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
+
+# Envoy waits this much longer for an answer than the router may hold a request, then it fails open.
+ANSWER_MARGIN = timedelta(seconds=15)
+
+EXT_PROC = "envoy.filters.http.ext_proc"
+
+
+def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
+    """Write the filter chain; responses walk it from the end to the start.
+
+    ext_proc is off until a route is found (``ext_proc_enabled``). Envoy's refusal of what has none would else
+    wait for a router that never saw the request, and be lost when the connection closes meanwhile: no request with a
+    broken head got its 400, and CONNECT hung.
+    """
+    return [
+        HttpFilter(name=EXT_PROC, typed_config=packed(_ext_proc(settings)), disabled=True),
+        usage_filter(),
+        HttpFilter(name="envoy.filters.http.router", typed_config=packed(Router(suppress_envoy_headers=True))),
+    ]
+
+
+def ext_proc_enabled() -> dict[str, Any]:
+    """Switch ext_proc on, as a virtual host's ``typed_per_filter_config``."""
+    return {EXT_PROC: packed(ExtProcPerRoute(overrides=ExtProcOverrides()))}
+
+
+def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
+    """Write the filter that asks the router; the namespaces left out of metadata_options are dropped silently."""
+    timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
+    service = grpc_to(ROUTERS_CLUSTER)
+    service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
+    no_wait = settings.mode is Mode.STREAMED
+    return ExternalProcessor(
+        grpc_service=service,
+        failure_mode_allow=True,
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+        message_timeout=timeout,
+        max_message_timeout=timeout,
+        processing_mode=_processing_mode(settings.mode),
+        send_body_without_waiting_for_header_response=no_wait,
+        allow_content_length_header=no_wait,
+        metadata_options=MetadataOptions(
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, DUALMAP_NAMESPACE]),
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, SUBSET_NAMESPACE]),
+        ),
+    )
+
+
+def _processing_mode(mode: Mode) -> ProcessingMode:
+    """Say which messages Envoy sends; a FULL_DUPLEX body demands trailers.
+
+    Responses are STREAMED in every mode: the router lets go of them at the first chunk, and a response that it
+    need not send back survives its death (FULL_DUPLEX responses are cut, measured).
+    """
+    send = ProcessingModeHeaderSendMode.SEND
+    skip = ProcessingModeHeaderSendMode.SKIP
+    bodies = ProcessingModeBodySendMode
+    request_body = {
+        Mode.STREAMED: bodies.STREAMED,
+        Mode.FULL_DUPLEX: bodies.FULL_DUPLEX_STREAMED,
+        Mode.BUFFERED: bodies.BUFFERED,
+    }
+    return ProcessingMode(
+        request_header_mode=send,
+        request_body_mode=request_body[mode],
+        request_trailer_mode=send if mode is Mode.FULL_DUPLEX else skip,
+        response_header_mode=send,
+        response_body_mode=bodies.STREAMED,
+        response_trailer_mode=skip,
+    )

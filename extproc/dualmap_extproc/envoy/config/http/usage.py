@@ -1,0 +1,35 @@
+"""Envoy's filter that reads token usage from engines' answers into dynamic metadata, for the access log.
+
+The router thus learns what a prefix hit was really worth without seeing the answers. The reading is a script in
+Envoy's Lua filter, ``usage.lua``, because Envoy's own filters for it crash or refuse answers (ADR 6).
+"""
+
+from importlib.resources import files
+
+from envoy_data_plane.envoy.config.core.v3 import DataSource
+from envoy_data_plane.envoy.extensions.filters.http.lua.v3 import Lua
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+
+from dualmap_extproc.envoy.config.extensions import packed
+from dualmap_extproc.names import TAG_CACHED_TOKENS, TAG_COMPLETION_TOKENS, TAG_PROMPT_TOKENS, USAGE_NAMESPACE
+
+_NAMES = {
+    "NAMESPACE": USAGE_NAMESPACE,
+    "PROMPT": TAG_PROMPT_TOKENS,
+    "COMPLETION": TAG_COMPLETION_TOKENS,
+    "CACHED": TAG_CACHED_TOKENS,
+}
+
+
+def usage_filter() -> HttpFilter:
+    """Write the filter; an error of the script's ends its reading of that one response, and is logged by Envoy."""
+    return HttpFilter(
+        name="envoy.filters.http.lua",
+        typed_config=packed(Lua(default_source_code=DataSource(inline_string=_script()))),
+    )
+
+
+def _script() -> str:
+    """Return the script with the names it writes under."""
+    names = "".join(f'local {variable} = "{name}"\n' for variable, name in _NAMES.items())
+    return names + files("dualmap_extproc.envoy.config.http").joinpath("usage.lua").read_text(encoding="utf-8")

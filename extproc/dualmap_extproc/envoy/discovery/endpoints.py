@@ -1,0 +1,45 @@
+"""Pools as Envoy's endpoints: one ClusterLoadAssignment each, under its cluster's name. For ``discovery``; pure."""
+
+from collections.abc import Iterable
+
+from dualmap.pools.pool import MemberState, Pool
+from dualmap_extproc.names import cluster_name
+from dualmap_extproc.wire import base_pb2, discovery_pb2
+
+
+def load_assignment(pool: Pool) -> discovery_pb2.ClusterLoadAssignment:
+    """Return a pool's members as Envoy's hosts.
+
+    DRAINING hosts are reached when a request names them (bound sessions, retries) and never by the fallback policy;
+    Joining ones are whole hosts for Envoy, since how much they get is for the rings to say (measured, PROTOCOLS 1).
+    """
+    hosts = [
+        discovery_pb2.LbEndpoint(
+            endpoint=discovery_pb2.Endpoint(
+                address=base_pb2.Address(
+                    socket_address=base_pb2.SocketAddress(address=member.address, port_value=member.port)
+                )
+            ),
+            health_status=(
+                base_pb2.HealthStatus.DRAINING
+                if member.state is MemberState.DRAINING
+                else base_pb2.HealthStatus.HEALTHY
+            ),
+        )
+        for member in pool.members
+    ]
+    return discovery_pb2.ClusterLoadAssignment(
+        cluster_name=cluster_name(pool.namespace, pool.name),
+        endpoints=[discovery_pb2.LocalityLbEndpoints(lb_endpoints=hosts)] if hosts else [],
+    )
+
+
+def assignments_of(pools: Iterable[Pool]) -> dict[str, bytes]:
+    """Return all pools' assignments by cluster name, serialized once for every Envoy."""
+    assignments = [load_assignment(pool) for pool in pools]
+    return {each.cluster_name: each.SerializeToString() for each in assignments}
+
+
+def no_endpoints(cluster: str) -> bytes:
+    """Return the assignment of a cluster without endpoints."""
+    return discovery_pb2.ClusterLoadAssignment(cluster_name=cluster).SerializeToString()

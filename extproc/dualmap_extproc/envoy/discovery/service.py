@@ -1,0 +1,228 @@
+"""Discovery: the router tells every Envoy which instances each pool's cluster has, and which pools there are.
+
+``envoy/`` configures Envoys that ask; ``pools.adoption`` publishes the same pools here and to the picker, so that one
+membership decides and routes. A pushed endpoint is routable within milliseconds (PROTOCOLS section 1).
+
+What is said to whom is ``subscriptions``' business, and pure. Here it stands under grpc.aio: each stream has a task of
+its own and is told by an event, never a queue, that there is news, so that a slow or dead Envoy delays nobody and owes
+one push at most.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import grpc
+
+from dualmap.pools.pool import Pool
+from dualmap_edge.logs import get_logger
+from dualmap_extproc.envoy.discovery.endpoints import assignments_of
+from dualmap_extproc.envoy.discovery.subscriptions import Conversation, Snapshot, SubscriptionError
+from dualmap_extproc.names import (
+    ADS_METHOD,
+    ADS_SERVICE,
+    CLUSTER_LOAD_ASSIGNMENT_TYPE,
+    CLUSTER_TYPE,
+    EDS_METHOD,
+    EDS_SERVICE,
+    LONGEST_WAIT_KEY,
+    ROUTE_CONFIGURATION_TYPE,
+    ROUTES,
+)
+from dualmap_extproc.wire import discovery_pb2
+
+if TYPE_CHECKING:
+    from dualmap_extproc.envoy.config.discovered import Written
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[discovery_pb2.DiscoveryRequest, discovery_pb2.DiscoveryResponse]"
+_log = get_logger(__name__)
+
+
+class DiscoveryObserver(Protocol):
+    """Told what discovery does; implemented by ``metrics``."""
+
+    def discovery_streams(self, count: int) -> None:
+        """So many streams are open now."""
+
+    def discovery_pushed(self) -> None:
+        """A response was handed to a stream."""
+
+    def discovery_rejected(self) -> None:
+        """An Envoy refused a response (NACK)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One open stream: its conversation, and the event that says there may be something to send.
+
+    ``longest_wait_s`` is how long this Envoy lets a router hold a request; None where its configuration was made for
+    the pools it has.
+    """
+
+    conversation: Conversation
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    peer: str = ""
+    longest_wait_s: float | None = None
+
+
+class Discovery:
+    """The discovery services. ``publish`` whenever the pools change; streams that lack the change get it at once.
+
+    Before the first ``publish`` nothing is answered: an Envoy that outlived the last router keeps what it has until
+    this one knows better. Clusters and routes are answered while ``run`` runs.
+    """
+
+    def __init__(self, observer: DiscoveryObserver) -> None:
+        self._observer = observer
+        self._pools: tuple[Pool, ...] = ()
+        self._snapshot: Snapshot | None = None
+        self._streams: set[_Stream] = set()
+        # Clusters and routes are wanted, and those in the snapshot are not what they should be.
+        self._wanted = False
+        self._stale = asyncio.Event()
+        self._warned: set[tuple[str, float]] = set()
+
+    def handlers(self) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
+        """Return the services as grpc.aio registers them."""
+
+        async def endpoints(requests: AsyncIterator[discovery_pb2.DiscoveryRequest], context: _Context) -> None:
+            await self._serve(Conversation(only=CLUSTER_LOAD_ASSIGNMENT_TYPE), requests, context)
+
+        async def everything(requests: AsyncIterator[discovery_pb2.DiscoveryRequest], context: _Context) -> None:
+            await self._serve(Conversation(), requests, context)
+
+        served = ((EDS_SERVICE, EDS_METHOD, endpoints), (ADS_SERVICE, ADS_METHOD, everything))
+        return tuple(
+            grpc.method_handlers_generic_handler(
+                service,
+                {
+                    method: grpc.stream_stream_rpc_method_handler(
+                        serve,
+                        request_deserializer=discovery_pb2.DiscoveryRequest.FromString,
+                        response_serializer=discovery_pb2.DiscoveryResponse.SerializeToString,
+                    )
+                },
+            )
+            for service, method, serve in served
+        )
+
+    def publish(self, pools: Iterable[Pool]) -> None:
+        """Serve these pools from now on. Returns at once; each stream sends in its own task.
+
+        Which pools there are, unlike who their members are, is told when ``run`` has written it.
+        """
+        self._pools = tuple(pools)
+        known = self._snapshot or Snapshot(assignments={})
+        self._snapshot = Snapshot(assignments=assignments_of(self._pools), clusters=known.clusters, routes=known.routes)
+        if self._wanted:
+            self._stale.set()
+        self._warned &= {(pool.id, pool.routing.queue.max_wait_s) for pool in self._pools}
+        for stream in self._streams:
+            self._warn_of_long_waits(stream)
+        self._tell()
+
+    async def run(self) -> None:
+        """Write clusters and routes whenever an Envoy asks for them and the pools are others, until cancelled.
+
+        In a thread, and not before any asks: Envoy's types take 24 MB, and more than a second to import.
+        """
+        written: Written | None = None
+        while True:
+            await self._stale.wait()
+            self._stale.clear()
+            if written is None:
+                written = await asyncio.to_thread(_written)
+            if self._snapshot is None:
+                continue
+            names = tuple(sorted(self._snapshot.assignments))
+            if self._snapshot.clusters is not None and tuple(self._snapshot.clusters) == names:
+                continue
+            clusters = written.clusters(names)
+            # A request that no router picked can be for any pool; where there are several, only a router knows which.
+            routes = await asyncio.to_thread(written.routes, names[0] if len(names) == 1 else None)
+            self._snapshot = Snapshot(
+                assignments=self._snapshot.assignments, clusters=clusters, routes={ROUTES: routes}
+            )
+            self._tell()
+
+    def _tell(self) -> None:
+        for stream in self._streams:
+            stream.news.set()
+
+    async def _serve(
+        self,
+        conversation: Conversation,
+        requests: AsyncIterator[discovery_pb2.DiscoveryRequest],
+        context: _Context,
+    ) -> None:
+        """Serve one stream until the peer or the server ends it."""
+        stream = _Stream(conversation)
+        self._streams.add(stream)
+        self._observer.discovery_streams(len(self._streams))
+        reading = asyncio.create_task(self._read(stream, requests))
+        try:
+            while not reading.done():
+                await stream.news.wait()
+                stream.news.clear()
+                while self._snapshot is not None and (response := conversation.respond(self._snapshot)) is not None:
+                    await context.write(response)
+                    self._observer.discovery_pushed()
+            await reading
+        except SubscriptionError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            reading.cancel()
+            self._streams.discard(stream)
+            self._observer.discovery_streams(len(self._streams))
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[discovery_pb2.DiscoveryRequest]) -> None:
+        """Feed the peer's requests to its conversation, wake the sender for each, and once more at the end."""
+        try:
+            async for request in requests:
+                # Envoy describes itself on the first message only.
+                stream.peer = stream.peer or request.node.id[:200]
+                rejection = stream.conversation.on_request(request)
+                if rejection is not None:
+                    self._observer.discovery_rejected()
+                    _log.error(
+                        "refused by Envoy, it goes on with what it had",
+                        envoy=stream.peer,
+                        what=rejection.type_url.rpartition(".")[2],
+                        accepted_version=rejection.version,
+                        reason=rejection.reason,
+                    )
+                if LONGEST_WAIT_KEY in request.node.metadata.fields:
+                    with contextlib.suppress(ValueError):
+                        stream.longest_wait_s = float(request.node.metadata.fields[LONGEST_WAIT_KEY].string_value)
+                    self._warn_of_long_waits(stream)
+                if not self._wanted and stream.conversation.asks_for(CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE):
+                    self._wanted = True
+                    self._stale.set()
+                stream.news.set()
+        finally:
+            stream.news.set()
+
+    def _warn_of_long_waits(self, stream: _Stream) -> None:
+        """Say which pools may hold requests for longer than this Envoy waits: once for each, whoever asks again."""
+        if stream.longest_wait_s is None:
+            return
+        for pool in self._pools:
+            wait_s = pool.routing.queue.max_wait_s
+            if wait_s > stream.longest_wait_s and (pool.id, wait_s) not in self._warned:
+                self._warned.add((pool.id, wait_s))
+                _log.warning(
+                    "a pool may hold requests for longer than Envoy waits, which then sends them on unpicked: "
+                    "lower routing.queue.maxWait, or give envoy-config a higher --longest-wait",
+                    pool=pool.id,
+                    max_wait_s=wait_s,
+                    longest_wait_s=stream.longest_wait_s,
+                    envoy=stream.peer,
+                )
+
+
+def _written() -> "Written":
+    from dualmap_extproc.envoy.config.discovered import Written  # Here for what it costs, see ``run``.
+
+    return Written()

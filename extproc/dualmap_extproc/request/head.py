@@ -1,0 +1,113 @@
+"""What matters to routing of a request's headers and metadata, and of its response's: read once, for ``stream``.
+
+The message's headers themselves are let go: only those that a pool names its sessions by are kept, and nothing else of
+a header outlives its reading.
+"""
+
+from collections.abc import Container
+
+from dualmap_extproc.errors import (
+    Refused,
+    encoding_unsupported,
+    headers_too_large,
+    multipart_unsupported,
+    subset_too_large,
+    too_many_headers,
+)
+from dualmap_extproc.names import RESERVED_HEADER_PREFIXES
+from dualmap_extproc.request.ending import Ending, ending_of
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import answers
+from dualmap_extproc.wire import base_pb2 as base
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+# The headers that are read besides those that name sessions.
+_READ = frozenset({":method", "content-length", "content-encoding", "content-type"})
+_METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
+
+
+class RequestHead:
+    """One request's headers and the endpoints it may use.
+
+    ``content_length`` is 0 where it is not said. ``unacceptable`` is what to answer where the request cannot be served
+    at all, ``unreadable`` what to answer should a body come that the headers say cannot be read. ``strip`` names the
+    headers that only the router may set. ``kept`` are the session headers among them, by lower-case name.
+    """
+
+    __slots__ = ("content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.content_length = 0
+        self.unacceptable: Refused | None = None
+        self.unreadable: Refused | None = None
+        self.strip: list[str] = []
+        self.kept: dict[str, str] = {}
+        self.subset: frozenset[str] | None = None
+
+    def read(self, headers: base.HeaderMap, limits: Limits, session_headers: Container[str]) -> None:
+        """Take the request's headers; above the limits ``unacceptable`` says so and none is read."""
+        if len(headers.headers) > limits.headers:
+            self.unacceptable = too_many_headers(limits.headers)
+            return
+        if headers.ByteSize() > limits.header_bytes:
+            self.unacceptable = headers_too_large(limits.header_bytes)
+            return
+        for header in headers.headers:
+            key = header.key.lower()
+            if key in _READ:
+                self._take(key, answers.header_value(header))
+            elif key[:2] == "x-" and key.startswith(RESERVED_HEADER_PREFIXES):
+                self.strip.append(key)
+            if key in session_headers and key not in self.kept:
+                # Whatever bytes it holds: two values are one session only if they are the same.
+                self.kept[key] = answers.header_value(header).decode("utf-8", "surrogateescape")
+
+    def _take(self, key: str, value: bytes) -> None:
+        if key == ":method":
+            self.method = value
+        elif key == "content-length":
+            self.content_length = int(value) if value.isdigit() and len(value) < 20 else 0
+        elif key == "content-encoding":
+            encoding = value.decode("latin-1").strip().lower()
+            if encoding not in ("", "identity"):
+                self.unreadable = encoding_unsupported(encoding)
+        elif value.strip().lower().startswith(b"multipart/form-data"):
+            self.unreadable = multipart_unsupported()
+
+    def read_subset(self, message: wire.ProcessingRequest, limits: Limits) -> None:
+        """Take the endpoints a gateway allows; senders differ in which message says so (PROTOCOLS section 1)."""
+        if not message.HasField("metadata_context"):
+            return
+        said = answers.subset_metadata(message.metadata_context)
+        if said is None:
+            return
+        if said.ByteSize() > limits.subset_bytes:
+            self.unacceptable = subset_too_large(limits.subset_bytes)
+            return
+        subset = answers.subset_hint(said)
+        if subset is not None:
+            self.subset = subset
+
+    def expects_prompt(self, body_bytes: int) -> bool:
+        """Whether the request is one that has a prompt; ``body_bytes`` of its body have arrived."""
+        return self.method in _METHODS_WITH_PROMPT or (not self.method and body_bytes > 0)
+
+
+def read_response(headers: base.HeaderMap, ending: Ending) -> tuple[Ending, bool]:
+    """Return what a response's headers say: how the request ends, and whether the body comes in one go.
+
+    Without a status the ending is the one given.
+    """
+    whole = False
+    for header in headers.headers:
+        key = header.key.lower()
+        if key == ":status":
+            status = answers.header_value(header)
+            ending = ending_of(int(status[:4]) if status.isdigit() else None)
+            # A redirect or the like may have a body, but no tokens.
+            whole |= not status.startswith(b"2")
+        elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
+            # A JSON answer is written when all its tokens are there: its first chunk is no first token.
+            whole = True
+    return ending, whole

@@ -1,0 +1,109 @@
+"""The dashboard over HTTP: the page and what it is made of at ``/``, its snapshots at ``/events``.
+
+With ``http_status``, all that knows aiohttp. The files are read once, at the start; a browser may load nothing from
+anywhere else and run nothing that is not in them (Content-Security-Policy), so what a pool or an instance is called can
+do no harm even if the page had a mistake. Links are relative: the page works behind ``kubectl port-forward`` and below
+another path, as behind the API server's proxy.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Final
+
+from aiohttp import web
+
+from dualmap_extproc.telemetry.dashboard.feed import EVERY_S, Feed, TooManyWatchers, Watcher
+from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots, Source
+
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_PAGE: Final = "index.html"
+_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_WRITE_TIMEOUT_S: Final = 30.0
+"""A page that takes nothing for so long is taken for gone."""
+
+
+class Dashboard:
+    """The dashboard of one router; ``routes`` are to be added to the application that serves it."""
+
+    def __init__(self, source: Source, *, every_s: float = EVERY_S) -> None:
+        self._feed = Feed(Snapshots(source), every_s=every_s)
+        self._files = _read_files()
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Return the paths: ``/``, ``/dashboard/FILE`` and ``/events``."""
+        return [
+            web.get("/", self._get_file),
+            web.get("/dashboard/{name}", self._get_file),
+            web.get("/events", self._get_events, allow_head=False),
+        ]
+
+    def close(self) -> None:
+        """End the streams of snapshots, so that nobody need wait for them."""
+        self._feed.close()
+
+    async def _get_file(self, request: web.Request) -> web.Response:
+        file = self._files.get(request.match_info.get("name", _PAGE))
+        if file is None:
+            raise web.HTTPNotFound
+        body, content_type, tag = file
+        # Asked for again each time, so that a page never runs with another version's files, but sent only when changed.
+        headers = {**_HEADERS, "Cache-Control": "no-cache", "ETag": f'"{tag}"', "Content-Type": content_type}
+        if any(each.value == tag for each in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, headers=headers)
+
+    async def _get_events(self, request: web.Request) -> web.StreamResponse:
+        """Send a snapshot a second of the pool ``?pool=NAMESPACE/NAME`` (none: the first) until either side ends."""
+        headers = {**_HEADERS, "Cache-Control": "no-store"}
+        try:
+            with self._feed.watching(request.query.get("pool", "")) as watcher:
+                # Nginx in between would keep back what is to come at once.
+                headers |= {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+                response = web.StreamResponse(headers=headers)
+                await response.prepare(request)
+                await _stream(watcher, request, response)
+                return response
+        except TooManyWatchers:
+            text = "too many look at this dashboard already; try again later\n"
+            return web.Response(status=503, text=text, headers={**headers, "Retry-After": "10"})
+
+
+async def _stream(watcher: Watcher, request: web.Request, response: web.StreamResponse) -> None:
+    """Write snapshots until there will be none, or the page takes none."""
+    while (snapshot := await watcher.next()) is not None:
+        try:
+            async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                await response.write(b"data: " + snapshot + b"\n\n")
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            return
+        except ConnectionError:  # The page was closed, as pages are.
+            return
+
+
+def _read_files() -> dict[str, tuple[bytes, str, str]]:
+    """Return body, content type and tag of each file under ``static``, by name."""
+    found = {}
+    for each in (files(__package__) / "static").iterdir():
+        content_type = _TYPES.get(each.name[each.name.rfind(".") :])
+        if content_type is not None:
+            body = each.read_bytes()
+            found[each.name] = (body, content_type, hashlib.sha256(body).hexdigest()[:16])
+    return found

@@ -1,0 +1,258 @@
+"""What the page is told: one pool at one moment, as JSON values, and every pool's verdict for the list of pools.
+
+Each snapshot is whole, so that a page that missed some, or has just come back, needs no other. It tells loads, counts
+and reasons; never an address, a prompt, its hash, a session or a header.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from dualmap.keys.rings import DualRing
+from dualmap.pools.pool import Pool
+from dualmap.requests import Decision, PoolStatus
+from dualmap.scaling.shares import Share
+from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
+from dualmap_extproc.telemetry.dashboard.history import (
+    DECISIONS,
+    STEP_S,
+    TTFT_BOUNDS_S,
+    EndpointPast,
+    Happening,
+    HistoryView,
+    Recent,
+)
+from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_s, judge, telling
+
+_DIGITS: Final = 4
+"""After the point, of times in seconds and of shares: more mean nothing, and would be most of what is sent."""
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a snapshot comes from: this router's name and version, its pools and what it knows of them.
+
+    ``demand`` tells what a pool's traffic asks for, of all routers together, or raises DemandUnknown
+    (``pool_demand``). ``clock`` gives the time of day in seconds since 1970, ``reach`` whether what the router hears
+    from elsewhere still comes.
+    """
+
+    router: str
+    version: str
+    pools: Callable[[], Sequence[Pool]]
+    statuses: Callable[[], Sequence[PoolStatus]]
+    demand: Callable[[str], Share]
+    recorder: Recorder
+    clock: Callable[[], float]
+    reach: Callable[[], Reach] = Reach
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """All that is known of a pool at one moment.
+
+    ``share`` is None where all routers' demand is not known; ``unknown`` says why.
+    """
+
+    pool: Pool
+    status: PoolStatus
+    past: HistoryView
+    reach: Reach
+    share: Share | None
+    unknown: str
+
+    def verdict(self) -> Verdict:
+        """Return what to make of it."""
+        wanted = None if self.share is None else self.share.desired_replicas
+        return judge(self.pool, self.status, self.past, self.reach, wanted=wanted, unknown=self.unknown)
+
+
+class Snapshots:
+    """Makes snapshots in two parts: ``look`` is quick, ``tell`` takes longer and may be done in another thread.
+
+    It remembers ring shares, which change only with the members.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._shares: dict[str, tuple[Pool, frozenset[str], tuple[Mapping[str, float], Mapping[str, float]]]] = {}
+
+    def look(self) -> tuple[Moment, ...]:
+        """Return what is known of every pool now; belongs to the event loop."""
+        pools = {pool.id: pool for pool in self._source.pools()}
+        reach = self._source.reach()
+        return tuple(
+            self._moment(pools[status.pool], status, reach)
+            for status in self._source.statuses()
+            if status.pool in pools
+        )
+
+    def tell(self, moments: Sequence[Moment], wanted: Collection[str]) -> dict[str, bytes]:
+        """Return a JSON document for each of the ``wanted`` pools, those unknown included; in one thread at a time.
+
+        The empty name is the first pool's, for a page that has not chosen yet.
+        """
+        pools = {moment.pool.id: moment for moment in moments}
+        self._shares = {name: known for name, known in self._shares.items() if name in pools}
+        verdicts = {name: moment.verdict() for name, moment in pools.items()}
+        overview = [
+            {"pool": name, "level": verdict.level, "headline": verdict.headline} for name, verdict in verdicts.items()
+        ]
+        documents = {}
+        for asked in wanted:
+            name = asked or next(iter(pools), "")
+            document = {
+                "router": self._source.router,
+                "version": self._source.version,
+                "at": round(self._source.clock(), 1),
+                "pools": overview,
+                "asked": asked,
+                "pool": self._pool(pools[name], verdicts[name]) if name in pools else None,
+            }
+            documents[asked] = json.dumps(document, separators=(",", ":")).encode()
+        return documents
+
+    def _moment(self, pool: Pool, status: PoolStatus, reach: Reach) -> Moment:
+        past = self._source.recorder.view(pool.id)
+        share, unknown = None, ""
+        try:
+            share = self._source.demand(pool.id)
+        except DemandUnknown as error:
+            unknown = str(error)
+        return Moment(pool=pool, status=status, past=past, reach=reach, share=share, unknown=unknown)
+
+    def _pool(self, moment: Moment, verdict: Verdict) -> Json:
+        pool, status, past = moment.pool, moment.status, moment.past
+        return {
+            "name": pool.id,
+            "model": pool.model.name,
+            "policy": pool.routing.policy,
+            "algorithm": pool.routing.ring.algorithm.value,
+            "ring_version": status.ring_version,
+            "peers": status.peers,
+            "sessions": status.sessions,
+            "split_prefixes": status.split_prefixes,
+            "held": status.held,
+            "slo": asdict(pool.slo),
+            "verdict": asdict(verdict),
+            "all_routers": _share(moment.share),
+            "recent": _recent(telling(past)),
+            "minute": {"requests": past.minute.requests, "refused": past.minute.refused},
+            "hit_rate": {
+                "predicted": _short(past.total.hit_rate_predicted),
+                "measured": _short(past.total.hit_rate_measured),
+            },
+            "history": _history(past),
+            "ttfts": {"bounds_s": [_short(bound) for bound in TTFT_BOUNDS_S], "counts": past.window.ttfts},
+            "rules": past.rules,
+            "refusals": past.refusals,
+            "endpoints": self._endpoints(pool, status, past),
+            "kept_decisions": DECISIONS,
+            "decisions": [self._happening(each) for each in past.happenings],
+        }
+
+    def _endpoints(self, pool: Pool, status: PoolStatus, past: HistoryView) -> dict[str, list[object]]:
+        """Return the instances as columns: a row of names each would be most of what is sent."""
+        ring_1, ring_2 = self._ring_shares(pool, status)
+        nothing = EndpointPast()
+        endpoints = status.endpoints
+        pasts = [past.endpoints.get(each.id, nothing) for each in endpoints]
+        return {
+            "id": [each.id for each in endpoints],
+            "state": ["Suspended" if each.suspended else each.state for each in endpoints],
+            "weight": [each.weight for each in endpoints],
+            "ring_1": [_short(ring_1.get(each.id, 0.0)) for each in endpoints],
+            "ring_2": [_short(ring_2.get(each.id, 0.0)) for each in endpoints],
+            "in_flight": [each.in_flight for each in endpoints],
+            "held": [each.held for each in endpoints],
+            "pending_tokens": [each.pending_prefill_tokens + each.held_prefill_tokens for each in endpoints],
+            "backlog_s": [_short(backlog_s(each)) for each in endpoints],
+            "speed": [round(each.prefill_tokens_per_second) for each in endpoints],
+            "requests": [each.requests for each in pasts],
+            "hit_predicted": [_short(each.hit_rate_predicted) for each in pasts],
+            "hit_measured": [_short(each.hit_rate_measured) for each in pasts],
+            "attainment": [_short(each.attainment) for each in pasts],
+            "failed": [each.failed for each in pasts],
+        }
+
+    def _ring_shares(self, pool: Pool, status: PoolStatus) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        suspended = frozenset(each.id for each in status.endpoints if each.suspended)
+        known = self._shares.get(pool.id)
+        if known is None or known[0] is not pool or known[1] != suspended:
+            members = [member for member in pool.members if member.id not in suspended]
+            # As the router does: where all are suspended, none is.
+            shares = DualRing(members or pool.members, pool.routing.ring).shares()
+            known = self._shares[pool.id] = (pool, suspended, shares)
+        return known[2]
+
+    def _happening(self, happening: Happening) -> Json:
+        at = round(self._source.clock() - self._source.recorder.age_s(happening.at_s), 1)
+        what = happening.what
+        if isinstance(what, Decision):
+            return {"number": happening.number, "at": at, **_decision(what)}
+        return {"number": happening.number, "at": at, "refused": what.code, "reason": what.message}
+
+
+def _decision(decision: Decision) -> Json:
+    receipt = decision.receipt
+    return {
+        "chosen": receipt.chosen,
+        "rule": receipt.rule,
+        "reason": receipt.reason,
+        "pair": list(receipt.pair),
+        "key_blocks": receipt.key.blocks,
+        "prompt_tokens": receipt.prompt_tokens,
+        "matched_tokens": receipt.matched_tokens,
+        "ttft_s": _short(receipt.predicted_ttft_s),
+        "candidates": [
+            {
+                "id": each.id,
+                "matched_tokens": each.matched_tokens,
+                "pending_tokens": each.pending_tokens,
+                "ttft_s": _short(each.ttft_s),
+            }
+            for each in receipt.candidates
+        ],
+    }
+
+
+def _share(share: Share | None) -> Json | None:
+    """Return what all routers together see of the pool, None where that is not known."""
+    if share is None:
+        return None
+    attainment = share.slo_attainment if share.first_tokens else None
+    return {
+        "wanted": _short(share.desired_replicas),
+        "in_flight": share.in_flight,
+        "held": share.held,
+        "attainment": _short(attainment),
+    }
+
+
+def _recent(recent: Recent) -> Json:
+    return {
+        "seconds": recent.seconds,
+        "first_tokens": recent.first_tokens,
+        "attainment": _short(recent.attainment),
+        "ttft_p50_s": _short(recent.ttft_p50_s),
+        "ttft_p90_s": _short(recent.ttft_p90_s),
+    }
+
+
+def _history(past: HistoryView) -> Json:
+    return {
+        "step_s": STEP_S,
+        "requests": [step.requests for step in past.steps],
+        "refused": [step.refused for step in past.steps],
+        "attainment": [_short(step.slo_met / step.first_tokens) if step.first_tokens else None for step in past.steps],
+        "ttft_p50_s": [_short(step.ttft_p50_s) for step in past.steps],
+        "ttft_p90_s": [_short(step.ttft_p90_s) for step in past.steps],
+    }
+
+
+def _short(number: float | None) -> float | None:
+    return None if number is None else round(number, _DIGITS)

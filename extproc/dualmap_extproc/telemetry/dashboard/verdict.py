@@ -1,0 +1,263 @@
+"""Whether a pool keeps its SLO, and what is wrong if it does not: the dashboard's first lines, in words.
+
+Pure: made of one moment's pool, status and recent past. What is said is what this router sees.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import ceil
+from statistics import median
+from typing import Final
+
+from dualmap.pools.pool import MemberState, Pool
+from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
+
+_FEW_FIRST_TOKENS: Final = 20
+"""A minute with fewer first tokens says little about attainment: then five minutes are looked at."""
+_BELIEVED: Final = 0.7
+"""Less of the predicted cache hits than this were real: the router believes in blocks that are gone."""
+_CHECKED_TOKENS: Final = 10_000
+"""So many predicted tokens must have been checked before that is said."""
+_SLOW: Final = 0.5
+"""An instance that prefills at less than this share of the median speed is called slow."""
+_TOLERANCE: Final = 1.1
+"""A fleet this close to the wish is what was wished for, as for ``dualmap.scaling.scaling``."""
+_STALE_S: Final = 75.0
+"""An API server that is there gives word of everything every 45 s; after this long the alert DualMapMembershipStale
+thinks so, too."""
+_LOST_S: Final = 3.0
+"""A Redis that hands over to its replica is away for as long; the store is tried again every second."""
+_NAMED: Final = 3
+"""So many instances are named, the others counted."""
+
+
+class Level(StrEnum):
+    """How bad it is, best first: nothing to say, fine, look at it, users suffer."""
+
+    IDLE = "idle"
+    OK = "ok"
+    WARN = "warn"
+    BAD = "bad"
+
+
+_RANK: Final = {level: rank for rank, level in enumerate(Level)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something an on-call engineer should know; OK is merely for information."""
+
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How this router hears of what it does not see itself.
+
+    ``store_lost_s`` is for how long the shared state has been out of reach, None while it is there or not used;
+    ``watch_ages_s`` how long ago the Kubernetes API gave word, by resource, empty where pools come from files.
+    """
+
+    store_lost_s: float | None = None
+    watch_ages_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The first line, and what stands below it, worst first."""
+
+    level: Level
+    headline: str
+    problems: tuple[Problem, ...]
+
+
+def judge(
+    pool: Pool, status: PoolStatus, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
+) -> Verdict:
+    """Return the verdict; ``wanted`` is how many instances the traffic of all routers asks for.
+
+    None where that is not known; ``unknown`` says why.
+    """
+    level, headline = _objective(pool, status, past)
+    problems = [
+        *_refusals(pool, past),
+        *_hearing(reach),
+        *_capacity(pool, status, wanted),
+        *_instances(pool, status, past),
+        *_members(status),
+    ]
+    if unknown and not _redis_lost_s(reach):  # That says it already.
+        problems.append(Problem(level=Level.WARN, text=f"What all routers see together is not known: {unknown}."))
+    problems.sort(key=lambda problem: -_RANK[problem.level])
+    worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
+    if worst is Level.BAD and level is not Level.BAD:
+        headline = f"{pool.id} refuses requests. {headline}"
+    # News that is merely news does not make an idle pool look busy.
+    overall = level if worst is Level.OK else max(level, worst, key=_RANK.__getitem__)
+    return Verdict(level=overall, headline=headline, problems=tuple(problems))
+
+
+def telling(past: HistoryView) -> Recent:
+    """Return the newest stretch of time with enough first tokens to speak of attainment."""
+    return past.minute if past.minute.first_tokens >= _FEW_FIRST_TOKENS else past.window
+
+
+def _objective(pool: Pool, status: PoolStatus, past: HistoryView) -> tuple[Level, str]:
+    if not any(_serves(endpoint) for endpoint in status.endpoints):
+        has = f"none of its {len(status.endpoints)} instances takes requests" if status.endpoints else "it has none"
+        waiting = f"; {_count(status.held, 'request')} held until one comes" if status.held else ""
+        return Level.BAD, f"{pool.id} has no instance to send requests to: {has}{waiting}."
+    recent = telling(past)
+    attainment, slo = recent.attainment, pool.slo
+    if attainment is not None:
+        keeps = attainment >= slo.attainment
+        if keeps and not _busy(status) and not past.minute.requests + past.minute.refused:
+            return Level.IDLE, f"{pool.id} is idle: no request in the last minute. Before that it kept its SLO."
+        return (
+            Level.OK if keeps else Level.BAD,
+            f"{pool.id} {'keeps' if keeps else 'misses'} its SLO: {_percent(attainment)} of first tokens within "
+            f"{slo.ttft_s:g} s in the last {_span(recent.seconds)} (goal {_percent(slo.attainment)}).",
+        )
+    if _busy(status) or recent.requests:
+        return Level.IDLE, f"{pool.id} serves, but no first token was seen in the last 5 minutes (streams show them)."
+    return Level.IDLE, f"{pool.id} is idle: no request in the last 5 minutes."
+
+
+def _refusals(pool: Pool, past: HistoryView) -> Iterator[Problem]:
+    if not past.refusals:
+        return
+    codes = ", ".join(f"{number:,} {code}" for code, number in sorted(past.refusals.items(), key=lambda each: -each[1]))
+    minute = past.minute
+    felt = minute.refused > (1.0 - pool.slo.attainment) * (minute.requests + minute.refused)
+    total = sum(past.refusals.values())
+    yield Problem(
+        level=Level.BAD if felt else Level.WARN,
+        text=f"{_count(total, 'request')} refused in the last 5 minutes ({codes}), {minute.refused:,} in the last one.",
+    )
+
+
+def _hearing(reach: Reach) -> Iterator[Problem]:
+    stale = {resource: age_s for resource, age_s in reach.watch_ages_s.items() if age_s > _STALE_S}
+    if stale:
+        yield Problem(
+            level=Level.WARN,
+            text=f"The Kubernetes API has not told of {' and '.join(sorted(stale))} for {_lapse(max(stale.values()))}: "
+            "this router goes on with what it knew then.",
+        )
+    if lost_s := _redis_lost_s(reach):
+        yield Problem(
+            level=Level.WARN,
+            text=f"Redis has been out of reach for {_lapse(lost_s)}: this router goes on with what it sees itself.",
+        )
+
+
+def _redis_lost_s(reach: Reach) -> float:
+    """Return for how long Redis has been out of reach, 0 where that is no news."""
+    lost_s = reach.store_lost_s or 0.0
+    return lost_s if lost_s > _LOST_S else 0.0
+
+
+def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[Problem]:
+    serving = sum(endpoint.state != MemberState.DRAINING for endpoint in status.endpoints)
+    if wanted is not None and serving and wanted > serving * _TOLERANCE:
+        yield Problem(
+            level=Level.WARN,
+            text=f"The traffic asks for {ceil(wanted):,} instances to keep the SLO; there are {serving:,}.",
+        )
+    late = {each.id: wait for each in status.endpoints if (wait := backlog_s(each)) > pool.slo.ttft_s}
+    if late:
+        longest = max(late.values())
+        yield Problem(
+            level=Level.WARN,
+            text=f"{_names(late)} {_have(late)} more prefill waiting than the SLO's {pool.slo.ttft_s:g} s"
+            f" (up to {longest:.1f} s).",
+        )
+
+
+def _instances(pool: Pool, status: PoolStatus, past: HistoryView) -> Iterator[Problem]:
+    suspended = [each.id for each in status.endpoints if each.suspended]
+    if suspended:
+        yield Problem(
+            level=Level.WARN,
+            text=f"{_names(suspended)} {_be(suspended)} suspended after failing several requests in a row.",
+        )
+    present = {each.id for each in status.endpoints}
+    failed = {name: each.failed for name, each in past.endpoints.items() if each.failed and name in present}
+    if failed:
+        yield Problem(
+            level=Level.WARN,
+            text=f"{_names(failed)} failed {_count(sum(failed.values()), 'request')} in the last 5 minutes.",
+        )
+    speeds = {each.id: each.prefill_tokens_per_second for each in status.endpoints if _serves(each)}
+    typical = median(speeds.values()) if speeds else 0.0
+    slow = {name: speed for name, speed in speeds.items() if speed < typical * _SLOW}
+    if slow:
+        yield Problem(
+            level=Level.WARN,
+            text=f"{_names(slow)} {'prefills' if len(slow) == 1 else 'prefill'} at less than half of the others' "
+            f"{typical:,.0f} tokens/s (as slow as {min(slow.values()):,.0f}).",
+        )
+    checked, measured = past.total.checked_cached_tokens, past.total.measured_cached_tokens
+    if checked >= _CHECKED_TOKENS and measured < checked * _BELIEVED:
+        yield Problem(
+            level=Level.WARN,
+            text=f"Engines had only {_percent(measured / checked)} of the tokens cached that were expected there: "
+            "spec.engine.cacheTokens is too high, or an engine lost its cache.",
+        )
+
+
+def _members(status: PoolStatus) -> Iterator[Problem]:
+    for state, doing in ((MemberState.JOINING, "joining"), (MemberState.DRAINING, "draining")):
+        names = [each.id for each in status.endpoints if each.state == state]
+        if names:
+            yield Problem(level=Level.OK, text=f"{_names(names)} {_be(names)} {doing}.")
+
+
+def backlog_s(endpoint: EndpointStatus) -> float:
+    """Return how long an instance takes to prefill what waits for it, held requests included, in seconds."""
+    tokens = endpoint.pending_prefill_tokens + endpoint.held_prefill_tokens
+    return tokens / endpoint.prefill_tokens_per_second if endpoint.prefill_tokens_per_second > 0 else 0.0
+
+
+def _serves(endpoint: EndpointStatus) -> bool:
+    """Whether new requests may go there; a suspended one takes some where all are."""
+    return endpoint.state != MemberState.DRAINING and endpoint.weight > 0
+
+
+def _busy(status: PoolStatus) -> bool:
+    return status.held > 0 or any(endpoint.in_flight for endpoint in status.endpoints)
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent, rounded down: what misses its goal must not look as if it met it."""
+    return f"{int(share * 1000 + 1e-6) / 10:g}%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _span(seconds: int) -> str:
+    return "minute" if seconds == 60 else f"{seconds // 60} minutes"
+
+
+def _lapse(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 2 * 60 else f"{seconds // 60:.0f} minutes"
+
+
+def _names(names: Sequence[str] | Mapping[str, object]) -> str:
+    listed = sorted(names)
+    if len(listed) > _NAMED:
+        return f"{', '.join(listed[: _NAMED - 1])} and {len(listed) - _NAMED + 1} other instances"
+    return " and ".join(([", ".join(listed[:-1])] if len(listed) > 1 else []) + listed[-1:])
+
+
+def _have(names: Mapping[str, object]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _be(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"

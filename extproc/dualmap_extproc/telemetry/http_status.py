@@ -1,0 +1,168 @@
+"""The metrics port: ``GET /metrics`` for Prometheus and ``GET /pools`` for people and the operator's drain (CONTRACT).
+
+With ``dashboard.routes``, which it serves where it is given, all that knows aiohttp. It shares the event loop with
+routing, so it takes the statuses there, which is quick, and has the page written by a thread, which for a thousand
+endpoints is not.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Final
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from dualmap.requests import PoolStatus
+from dualmap_edge.ports import IDLE_TIMEOUT_S
+from dualmap_extproc.telemetry.counts import Traffic
+from dualmap_extproc.telemetry.dashboard.routes import Dashboard
+from dualmap_extproc.telemetry.metrics import CONTENT_TYPE, Metrics
+
+CONNECTIONS_MAX: Final = 256
+"""Open at a time: whoever opens more and asks nothing must not take the file descriptors that routing needs."""
+STALLED_TIMEOUT_S: Final = 30.0
+"""So long may a client take nothing of what it is sent."""
+
+
+class StatusServer:
+    """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name.
+
+    Without ``dashboard`` there is nothing at ``/``. Who has asked nothing whole for ``idle_timeout_s``, or takes
+    nothing of an answer for ``stalled_timeout_s``, is cut off: however many do so, Prometheus finds a connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: str,
+        statuses: Callable[[], tuple[PoolStatus, ...]],
+        metrics: Metrics,
+        dashboard: Dashboard | None = None,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        stalled_timeout_s: float = STALLED_TIMEOUT_S,
+    ) -> None:
+        self._router = router
+        self._statuses = statuses
+        self._metrics = metrics
+        self._dashboard = dashboard
+        self._stalled_timeout_s = stalled_timeout_s
+        # One page at a time: several threads that write one would leave the event loop little of the interpreter.
+        self._writing = asyncio.Lock()
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/metrics", self._get_metrics),
+                web.get("/pools", self._get_pools),
+                web.get("/pools/{namespace}/{name}", self._get_pool),
+            ]
+        )
+        if dashboard is not None:
+            application.add_routes(dashboard.routes())
+        # aiohttp's time for keeping a connection begins with it and after each answer, whatever part of a request
+        # comes, and stands still while one is answered. At the end none is worth waiting its usual minute for.
+        self._runner = web.AppRunner(
+            application, access_log=None, shutdown_timeout=1.0, logger=_logger(), keepalive_timeout=idle_timeout_s
+        )
+        self._listener: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen on ``host:port`` (0: any free port) and return the port. Raises OSError when it cannot be bound."""
+        await self._runner.setup()
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(self._admit, host, port)
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        if sys.platform == "linux":
+            # Connections inherit it. aiohttp waits for ever for a client that reads nothing, and asyncio with closing.
+            for listening in self._listener.sockets:
+                timeout_ms = int(self._stalled_timeout_s * 1000)
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        bound: int = self._listener.sockets[0].getsockname()[1]
+        return bound
+
+    def _admit(self) -> asyncio.Protocol:
+        """Return what speaks with a new connection."""
+        server = self._runner.server
+        assert server is not None
+        return server() if len(server.connections) < CONNECTIONS_MAX else _TurnedAway()
+
+    async def close(self) -> None:
+        """Stop listening and end what is open."""
+        if self._dashboard is not None:
+            self._dashboard.close()
+        if self._listener is not None:
+            self._listener.close()
+        await self._runner.cleanup()
+
+    async def _get_metrics(self, _request: web.Request) -> web.Response:
+        async with self._writing:
+            statuses = self._statuses()
+            page = await asyncio.to_thread(self._metrics.render, statuses, self._metrics.signals(statuses))
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _get_pools(self, _request: web.Request) -> web.Response:
+        pools = [
+            {"pool": status.pool, "ring_version": status.ring_version, "endpoints": len(status.endpoints)}
+            for status in self._statuses()
+        ]
+        return web.json_response({"router": self._router, "pools": pools})
+
+    async def _get_pool(self, request: web.Request) -> web.Response:
+        pool = f"{request.match_info['namespace']}/{request.match_info['name']}"
+        for status in self._statuses():
+            if status.pool == pool:
+                return web.json_response(pool_document(self._router, status, self._metrics.traffic(pool)))
+        return web.json_response(
+            {"router": self._router, "error": f"this router serves no pool {pool}; GET /pools lists those it does"},
+            status=404,
+        )
+
+
+class _TurnedAway(asyncio.Protocol):
+    """Closes a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+def _logger() -> logging.Logger:
+    """Return a log for what goes wrong here; what is no HTTP is answered 400, and is its sender's to mend."""
+    logger = logging.getLogger(f"{__name__}.aiohttp")
+    logger.addFilter(_by_us)
+    return logger
+
+
+def _by_us(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str, object]:
+    """Return what CONTRACT has at ``GET /pools/NAMESPACE/NAME``, as JSON values.
+
+    ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.
+    ``held`` counts requests that wait in this router: of the whole pool, those that wait for any first member too.
+    The ring version is the one by which requests are picked, which may be a moment behind the one that was read
+    (``pools.adoption``); an endpoint that is ``suspended`` failed several times and is left alone for a while.
+    """
+    return {
+        "router": router,
+        "ring_version": status.ring_version,
+        "held": status.held,
+        "traffic": asdict(traffic),
+        "endpoints": [
+            {
+                "id": endpoint.id,
+                "state": endpoint.state,
+                "in_flight": endpoint.in_flight,
+                "held": endpoint.held,
+                "pending_prefill_tokens": endpoint.pending_prefill_tokens,
+                "suspended": endpoint.suspended,
+            }
+            for endpoint in status.endpoints
+        ],
+    }

@@ -1,0 +1,176 @@
+"""A plan carried out: children, status, gates, restarts, Events, in this order, and nothing that is there already.
+
+One ``Applier`` for each pool, owned by its ``keeper``. The status is written over the version of the pool that the plan
+was made from, so a plan made from an older one never comes through; a restart of the operator at any point between two
+writes leaves a state from which the next plan goes on.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from dualmap_edge.logs import get_logger
+from dualmap_operator.act.events import Recorder
+from dualmap_operator.api import Api
+from dualmap_operator.decide.plan_values import Gate, Plan, Restart
+from dualmap_operator.decide.status import status_document
+from dualmap_operator.errors import ApiError, ConflictError, GoneError, NotLeadingError
+from dualmap_operator.names import EventReason
+from dualmap_operator.observe.mirror import Key
+from dualmap_operator.observe.watches import ChildObject, PoolObject, fingerprint, read_child
+
+_AT_A_TIME: Final = 16
+# Of a thousand gates that cannot be set, so many are told of in the status.
+_TOLD: Final = 3
+# What these say happens by the StatefulSet's new size.
+_SCALING: Final = (EventReason.SCALED_UP, EventReason.SCALED_DOWN, EventReason.DRAIN_TIMED_OUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """What became of a plan: what could not be done, in words, and whether the pool's status was written."""
+
+    refused: tuple[str, ...] = ()
+    wrote_status: bool = False
+
+
+class Sink(Protocol):
+    """Who carries a keeper's plans out."""
+
+    async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
+        """Carry ``plan`` out. Raises ApiError."""
+
+
+class Applier:
+    """Carries out one pool's plans. ``live`` shows a child as the watch does; ``now`` is seconds since the epoch."""
+
+    def __init__(
+        self,
+        api: Api,
+        recorder: Recorder,
+        *,
+        live: Callable[[str, Key], ChildObject | None],
+        now: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._recorder = recorder
+        self._live = live
+        self._now = now
+        self._log = get_logger(__name__)
+        self._applied: dict[str, tuple[str, str]] = {}
+
+    async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
+        """Carry ``plan`` out.
+
+        A child, gate or restart that fails, for whatever reason, is told of and keeps nothing else from being done: the
+        ring must follow the pods all the same. Raises ConflictError when the pool has changed since, GoneError when it
+        is no more, ApiError when its status cannot be written, NotLeadingError when nothing may be; what came before in
+        the plan's order is then done, and the rest is not.
+        """
+        metadata = pool.document["metadata"]
+        refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)
+        sized = not any(
+            words and child["kind"] == "StatefulSet" for child, words in zip(plan.children, refused, strict=True)
+        )
+        before, after = status_document(pool.status), status_document(plan.status)
+        if before != after:
+            await self._api.write_status(
+                metadata["namespace"],
+                metadata["name"],
+                merge_patch(before, after),
+                resource_version=pool.resource_version,
+            )
+        refused += _in_short(await self._set_gates(metadata["namespace"], plan.gates))
+        refused += [await self._restart(metadata["namespace"], restart) for restart in plan.restarts]
+        for event in plan.events:
+            if sized or event.reason not in _SCALING:
+                await self._recorder.post(pool, event)
+        return Applied(refused=tuple(words for words in refused if words), wrote_status=before != after)
+
+    async def _apply_child(self, child: Mapping[str, Any], uid: str) -> str:
+        """Apply one child unless it is as we made it; return why it could not be, in words."""
+        kind, metadata = child["kind"], child["metadata"]
+        wanted = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()
+        live = self._live(kind, (metadata["namespace"], metadata["name"]))
+        if live is not None and self._applied.get(kind) == (wanted, live.fingerprint):
+            return ""
+        try:
+            if live is None:
+                # Not there, or without our label: the watch shows what carries it alone.
+                found = await self._api.find_child(child)
+                live = None if found is None else read_child(found)
+            if live is not None and not live.belongs_to(uid):
+                return (
+                    f"{kind} {metadata['namespace']}/{metadata['name']} exists and is not controlled by this pool: it "
+                    "is left as it is; delete it, or give the pool another name"
+                )
+            made = await self._api.apply_child(child)
+        except ApiError as error:
+            return _refusal(error)
+        self._applied[kind] = (wanted, fingerprint(made))
+        return ""
+
+    async def _set_gates(self, namespace: str, gates: Sequence[Gate]) -> list[str]:
+        """Set gates, several at a time: a pool may have a thousand, and the next pass waits for them."""
+        turns = asyncio.Semaphore(_AT_A_TIME)
+
+        async def set_gate(gate: Gate) -> str:
+            async with turns:
+                try:
+                    await self._api.set_gate(namespace, gate, self._now())
+                except (ConflictError, GoneError):
+                    return ""  # Another pod by now, or none: the watch will show it.
+                except ApiError as error:
+                    return _refusal(error)
+                return ""
+
+        return await _all(set_gate(gate) for gate in gates)
+
+    async def _restart(self, namespace: str, restart: Restart) -> str:
+        self._log.info("deleting a pod, for its successor has another template", pod=f"{namespace}/{restart.pod}")
+        try:
+            await self._api.restart_pod(namespace, restart)
+        except (ConflictError, GoneError):
+            return ""  # Another pod by now, or none: the watch will show it.
+        except ApiError as error:
+            return _refusal(error)
+        return ""
+
+
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON merge patch that turns ``before`` into ``after``: fields that are no more become null."""
+    patch: dict[str, Any] = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = merge_patch(old, value)
+        patch[key] = value
+    return patch
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
+    """Return what each of ``works`` does; all of them end before the pass does, also when one raises."""
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    said: list[str] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        said.append(outcome)
+    return said
+
+
+def _in_short(refused: Iterable[str]) -> list[str]:
+    """Return the first few, and how many more there are."""
+    said = [words for words in refused if words]
+    more = len(said) - _TOLD
+    return [*said[:_TOLD], f"and {more} more of this kind"] if more > 0 else said
+
+
+def _refusal(error: ApiError) -> str:
+    """Return in words what went wrong; raises ``error`` when nothing else may be written either."""
+    if isinstance(error, NotLeadingError):
+        raise error
+    return str(error)

@@ -1,0 +1,264 @@
+"""One pass's decision: the spec and what was seen in, everything to do out; pure, and right from any state.
+
+Nothing is remembered between passes but what the API server publishes, so a restart at any step goes on where the last
+operator stopped. ``ring``, ``drain``, ``rollout`` and ``conditions`` hold the rules; here they are put together.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide import drain, ring, rollout
+from dualmap_operator.decide.conditions import conditions, named, no_member_due_s, refused
+from dualmap_operator.decide.observed import Condition, Observed, ObservedPod, PoolStatus, RingMember
+from dualmap_operator.decide.plan_values import Event, Gate, Plan, Restart
+from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, PoolSpec, TemplateWorkload, selector_text
+from dualmap_operator.decide.workload.checks import template_warnings
+from dualmap_operator.decide.workload.children import children
+from dualmap_operator.names import POOL_LABEL, ConditionType, EventReason
+
+# How soon to look again: while members drain, while routers take over a new ring, and at rest.
+DRAIN_LOOK_S: Final = 0.5
+SYNC_LOOK_S: Final = 1.0
+REST_LOOK_S: Final = 30.0
+
+
+def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
+    """Return what to do now; ``now_s`` is seconds since the epoch, as all times of ``observed`` are."""
+    observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.ended))
+    published = observed.published
+    replacing = None if spec.deleting else rollout.next_to_replace(spec, observed)
+    leaving = _leaving(spec, observed, replacing)
+    members = ring.next_members(spec, published.members, observed.pods, leaving=leaving, now_s=now_s)
+    replicas = _replicas(spec, observed, now_s)
+    warnings = template_warnings(spec)
+    status = PoolStatus(
+        observed_generation=spec.generation,
+        replicas=len(observed.pods),
+        ready_replicas=sum(pod.ready for pod in observed.pods),
+        in_ring=sum(member.state is MemberState.ACTIVE for member in members),
+        selector=selector_text(spec, POOL_LABEL),
+        ring_version=_version(observed, members),
+        members=members,
+        traffic=observed.traffic,
+        conditions=conditions(spec, observed, members, warnings, now_s, waits_for_survivors=_must_wait(spec, observed)),
+    )
+    restarts = _restarts(spec, observed, replacing, now_s)
+    return Plan(
+        children=() if spec.deleting else children(spec, replicas=replicas),
+        status=status,
+        gates=_gates(observed.pods, members),
+        restarts=restarts,
+        events=(
+            *_ring_events(published.members, members),
+            *_scaling_events(spec, observed, replicas),
+            *_drain_events(spec, observed, replicas, restarts, now_s),
+            *_condition_events(published.conditions, status.conditions),
+        ),
+        again_s=_again_s(observed, status, now_s),
+        finished=spec.deleting and _gone(observed, spec.drain_timeout_s, now_s),
+    )
+
+
+def plan_refused(observed: Observed, generation: int, error: str, now_s: float) -> Plan:
+    """Return what to do for a pool whose spec cannot be read: say so, and leave its children as they are.
+
+    Members whose pods are gone leave all the same, and all drain when the pool is being deleted.
+    """
+    published = observed.published
+    members = ring.surviving(published.members, observed.pods, leaving=observed.deleting, now_s=now_s)
+    after = refused(observed, generation, error, now_s)
+    status = PoolStatus(
+        observed_generation=generation,
+        replicas=published.replicas,
+        ready_replicas=published.ready_replicas,
+        in_ring=sum(member.state is MemberState.ACTIVE for member in members),
+        selector=published.selector,
+        ring_version=_version(observed, members),
+        members=members,
+        traffic=observed.traffic,
+        conditions=after,
+    )
+    return Plan(
+        status=status,
+        events=(*_ring_events(published.members, members), *_condition_events(published.conditions, after)),
+        again_s=_again_s(observed, status, now_s),
+        finished=observed.deleting and _gone(observed, DRAIN_TIMEOUT_S, now_s),
+    )
+
+
+def _version(observed: Observed, members: Sequence[RingMember]) -> int:
+    """Return the ring's version with ``members``; it never goes back, whoever has edited the status."""
+    published = observed.published
+    return ring.version_after(max(published.ring_version, observed.version_floor), published.members, members)
+
+
+def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) -> Collection[str]:
+    """Return the pods that are to be drained: all of a pool that is deleted, those beyond its size, one outdated."""
+    if spec.deleting:
+        return {pod.name for pod in observed.pods}
+    leaving = set() if _must_wait(spec, observed) else {pod.name for pod in _victims(spec, observed.pods)}
+    if replacing is not None:
+        leaving.add(replacing.name)
+    return leaving
+
+
+def _victims(spec: PoolSpec, pods: Iterable[ObservedPod]) -> tuple[ObservedPod, ...]:
+    """Return the pods beyond the wanted size: the highest ordinals, which a StatefulSet takes first."""
+    if not isinstance(spec.workload, TemplateWorkload):
+        return ()
+    return tuple(pod for pod in pods if pod.ordinal is not None and pod.ordinal >= spec.replicas)
+
+
+def _must_wait(spec: PoolSpec, observed: Observed) -> bool:
+    """Whether those that stay take no requests yet while those that are to go still do: nobody would be left."""
+    victims = {pod.name for pod in _victims(spec, observed.pods)}
+    serving = {pod.name for pod in observed.pods if pod.serving and not pod.terminating}
+    in_ring = {member.id: member.state for member in observed.published.members if member.id in serving}
+    survivors = [each for each, state in in_ring.items() if each not in victims and state is not MemberState.DRAINING]
+    return spec.replicas > 0 and not spec.deleting and not survivors and not victims.isdisjoint(in_ring)
+
+
+def _replicas(spec: PoolSpec, observed: Observed, now_s: float) -> int:
+    """Return the size to ask of the StatefulSet: it shrinks when every victim is seen to have drained, not before."""
+    staying = [pod for pod in _victims(spec, observed.pods) if not _may_go(spec, observed, pod, now_s)]
+    if not staying:
+        return spec.replicas
+    # Whoever has deleted the StatefulSet has left it no size, but pods that are busy.
+    size = 0 if observed.statefulset is None else observed.statefulset.replicas
+    return max(spec.replicas, size, *((pod.ordinal or 0) + 1 for pod in staying))
+
+
+def _may_go(spec: PoolSpec, observed: Observed, pod: ObservedPod, now_s: float) -> bool:
+    """Whether nothing is lost with a pod: it is not in the published ring, or it has drained or had its time."""
+    member = next((each for each in observed.published.members if each.id == pod.name), None)
+    if member is None:
+        return True
+    return _is_over(member, observed, spec.drain_timeout_s, now_s)
+
+
+def _is_over(member: RingMember, observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
+    """Whether a member's drain is over: it has drained, or had its time."""
+    return member.state is MemberState.DRAINING and (
+        drain.drained(member, observed) or drain.overdue(member, drain_timeout_s, now_s)
+    )
+
+
+def _restarts(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None, now_s: float) -> tuple[Restart, ...]:
+    if replacing is None or not _may_go(spec, observed, replacing, now_s):
+        return ()
+    return (Restart(pod=replacing.name, uid=replacing.uid),)
+
+
+def _gone(observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
+    """Whether a pool that is being deleted has drained: every member published is on its way out and may go."""
+    return all(_is_over(member, observed, drain_timeout_s, now_s) for member in observed.published.members)
+
+
+def _gates(pods: Iterable[ObservedPod], members: Iterable[RingMember]) -> tuple[Gate, ...]:
+    """Return the readiness gates to turn: true for whoever takes requests."""
+    states = {member.id: member.state for member in members}
+    gates = []
+    for pod in pods:
+        state = states.get(pod.name)
+        wanted = state in (MemberState.JOINING, MemberState.ACTIVE)
+        if pod.in_ring is not None and pod.in_ring != wanted:
+            gates.append(Gate(pod=pod.name, uid=pod.uid, in_ring=wanted, reason=state.value if state else "NotInRing"))
+    return tuple(gates)
+
+
+def _again_s(observed: Observed, status: PoolStatus, now_s: float) -> float:
+    due_s = [REST_LOOK_S]
+    if any(member.state is MemberState.DRAINING for member in status.members):
+        due_s.append(DRAIN_LOOK_S)
+    if status.ring_version != observed.published.ring_version or any(
+        each.type == ConditionType.RING_SYNCED and each.status is False for each in status.conditions
+    ):
+        due_s.append(SYNC_LOOK_S)
+    changes = (ring.next_change_s(status.members, observed.pods, now_s), no_member_due_s(observed, now_s))
+    return min(*due_s, *(each for each in changes if each is not None), REST_LOOK_S)
+
+
+def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> Iterable[Event]:
+    """Yield one event for each kind of change, however many members changed."""
+    was, now = ({member.id: member.state for member in members} for members in (before, after))
+    changed = {member: state for member, state in now.items() if was.get(member) is not state}
+    back = [
+        each for each, state in changed.items() if state is MemberState.ACTIVE and was.get(each) is MemberState.DRAINING
+    ]
+    kinds = (
+        (EventReason.MEMBER_JOINING, "joined, taking over keys by and by", _in_state(changed, MemberState.JOINING)),
+        (EventReason.DRAIN_CANCELLED, "taken back into the ring", back),
+        (
+            EventReason.MEMBER_ACTIVE,
+            "in the ring",
+            [each for each in _in_state(changed, MemberState.ACTIVE) if each not in back],
+        ),
+        (
+            EventReason.MEMBER_DRAINING,
+            "no new requests, waiting for those in flight",
+            _in_state(changed, MemberState.DRAINING),
+        ),
+        (EventReason.MEMBER_LEFT, "left the ring", [each for each in was if each not in now]),
+    )
+    for reason, what, who in kinds:
+        if who:
+            yield Event(reason=reason, message=f"{named(who)}: {what}")
+
+
+def _in_state(states: dict[str, MemberState], state: MemberState) -> list[str]:
+    return [member for member, has in states.items() if has is state]
+
+
+def _scaling_events(spec: PoolSpec, observed: Observed, replicas: int) -> Iterable[Event]:
+    if spec.deleting or observed.statefulset is None or not isinstance(spec.workload, TemplateWorkload):
+        return
+    before = observed.statefulset.replicas
+    if replicas != before:
+        reason = EventReason.SCALED_UP if replicas > before else EventReason.SCALED_DOWN
+        yield Event(reason=reason, message=f"StatefulSet from {before} to {replicas} replicas")
+
+
+def _drain_events(
+    spec: PoolSpec, observed: Observed, replicas: int, restarts: Sequence[Restart], now_s: float
+) -> Iterable[Event]:
+    """Yield what happens to pods that are given up on, or replaced."""
+    going = {each.pod for each in restarts}
+    if observed.statefulset is not None and replicas < observed.statefulset.replicas:
+        going |= {pod.name for pod in _victims(spec, observed.pods)}
+    late = [
+        member.id
+        for member in drain.draining(observed.published)
+        if member.id in going
+        and not drain.drained(member, observed)
+        and drain.overdue(member, spec.drain_timeout_s, now_s)
+    ]
+    if late:
+        message = f"{named(late)}: requests were still in flight after {spec.drain_timeout_s:g} s"
+        yield Event(reason=EventReason.DRAIN_TIMED_OUT, message=message, warning=True)
+    for restart in restarts:
+        yield Event(reason=EventReason.ROLLING_POD, message=f"{restart.pod}: replaced, its template has changed")
+
+
+def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> Iterable[Event]:
+    """Yield what somebody should see of conditions that turned."""
+    was, now = ({each.type: each for each in some} for some in (before, after))
+    accepted, earlier = now.get(ConditionType.ACCEPTED), was.get(ConditionType.ACCEPTED)
+    if accepted is not None and (
+        earlier is None or (accepted.reason, accepted.message) != (earlier.reason, earlier.message)
+    ):
+        if accepted.status is False:
+            yield Event(reason=EventReason.INVALID_SPEC, message=accepted.message, warning=True)
+        elif accepted.reason == "ModelConflict":
+            yield Event(reason=EventReason.MODEL_CONFLICT, message=accepted.message, warning=True)
+        elif accepted.reason == "AcceptedWithWarnings":
+            yield Event(reason=EventReason.TEMPLATE_WARNING, message=accepted.message, warning=True)
+        elif earlier is None or earlier.status is False or earlier.reason == "ModelConflict":
+            yield Event(reason=EventReason.ACCEPTED, message=accepted.message)
+    degraded, earlier = now.get(ConditionType.DEGRADED), was.get(ConditionType.DEGRADED)
+    available = ConditionType.AVAILABLE in now and now[ConditionType.AVAILABLE].status
+    if degraded is not None and degraded.status and (earlier is None or not earlier.status):
+        yield Event(reason=EventReason.POOL_DEGRADED, message=degraded.message, warning=True)
+    elif degraded is not None and not degraded.status and earlier is not None and earlier.status and available:
+        yield Event(reason=EventReason.POOL_RECOVERED, message=degraded.message)

@@ -1,0 +1,174 @@
+"""The API's objects as the control plane's values: pods, StatefulSets and the status we published ourselves.
+
+``watches`` and ``gather`` call it; ``status`` writes what ``read_status`` reads; ``spec`` reads what users wish.
+Bodies are the API's JSON. Nothing in them raises, since anybody may have made the pods, and a status may have been
+edited by hand or written by another version of us: what cannot be read counts as not there.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime
+from ipaddress import ip_address
+from typing import Any, Final
+
+from dualmap.objects.pods import mapping_in, mappings_in, pod_facts, text_in
+from dualmap.pools.pool import MemberState
+from dualmap_operator.decide.observed import Condition, ObservedPod, ObservedStatefulSet, PoolStatus, RingMember, Shown
+from dualmap_operator.names import ORDINAL_LABEL, REVISION_LABEL
+
+_CONDITION_STATUS: Final[Mapping[str, bool | None]] = {"True": True, "False": False, "Unknown": None}
+_MAX_INTEGER: Final = 2**53
+_MAX_ORDINAL_DIGITS: Final = 9
+_FULL_WEIGHT: Final = 100
+_MAX_WEIGHT: Final = 1000
+
+
+def read_pod(body: Mapping[str, Any]) -> ObservedPod:
+    """Read a pod; how often it lost readiness lately only who watches it knows."""
+    facts = pod_facts(body)
+    metadata = mapping_in(body, "metadata")
+    labels = mapping_in(metadata, "labels")
+    return ObservedPod(
+        name=facts.name,
+        uid=facts.uid,
+        address=facts.address,
+        serving=facts.serving,
+        # A pod that no kubelet has spoken of has not been serving since it was made.
+        serving_since_s=read_time(facts.serving_since) or read_time(text_in(metadata, "creationTimestamp")) or 0.0,
+        ready=facts.ready,
+        in_ring=facts.in_ring,
+        terminating=facts.terminating,
+        ended=facts.ended,
+        incarnation=facts.incarnation,
+        ordinal=_ordinal(body),
+        revision=text_in(labels, REVISION_LABEL),
+    )
+
+
+def read_statefulset(body: Mapping[str, Any]) -> ObservedStatefulSet:
+    """Read a StatefulSet."""
+    metadata, spec, status = (mapping_in(body, key) for key in ("metadata", "spec", "status"))
+    return ObservedStatefulSet(
+        replicas=_integer(spec, "replicas", 1),
+        update_revision=text_in(status, "updateRevision"),
+        generation=_integer(metadata, "generation", 0),
+        observed_generation=_integer(status, "observedGeneration", 0),
+    )
+
+
+def read_status(status: object) -> PoolStatus:
+    """Read an InferencePool's ``status``, the inverse of ``status.status_document``."""
+    if not isinstance(status, Mapping):
+        return PoolStatus()
+    ring, traffic = mapping_in(status, "ring"), mapping_in(status, "traffic")
+    members: dict[str, RingMember] = {}
+    for fields in mappings_in(ring, "members"):
+        member = _member(fields)
+        if member is not None:
+            members.setdefault(member.id, member)
+    conditions = (_condition(fields) for fields in mappings_in(status, "conditions"))
+    return PoolStatus(
+        observed_generation=_integer(status, "observedGeneration", 0),
+        replicas=_integer(status, "replicas", 0),
+        ready_replicas=_integer(status, "readyReplicas", 0),
+        in_ring=_integer(status, "inRing", 0),
+        selector=text_in(status, "selector"),
+        ring_version=_integer(ring, "version", 0),
+        members=tuple(members.values()),
+        traffic=Shown(
+            slo_attainment=text_in(traffic, "sloAttainment"),
+            cache_hit_rate=text_in(traffic, "cacheHitRate"),
+        ),
+        conditions=tuple(condition for condition in conditions if condition is not None),
+    )
+
+
+def read_time(text: str) -> float | None:
+    """Return an RFC 3339 time as seconds since the epoch; None for what is none."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return None if time.tzinfo is None else time.timestamp()
+
+
+def matches(selector: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
+    """Return whether a label selector (matchLabels and matchExpressions, all of them) selects these labels.
+
+    As in Kubernetes, NotIn and DoesNotExist select objects without the label too, and an empty selector selects all.
+    An expression that cannot be read selects nothing: adopting too few pods is mended, too many is not.
+    """
+    wanted = mapping_in(selector, "matchLabels")
+    expressions = selector.get("matchExpressions") or []
+    if not isinstance(expressions, list):
+        return False
+    return all(key in labels and labels[key] == value for key, value in wanted.items()) and all(
+        isinstance(each, Mapping) and _expression_matches(each, labels) for each in expressions
+    )
+
+
+def _expression_matches(expression: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
+    key, values = text_in(expression, "key"), expression.get("values") or []
+    if not key or not isinstance(values, list):
+        return False
+    match expression.get("operator"):
+        case "In":
+            return key in labels and labels[key] in values
+        case "NotIn":
+            return key not in labels or labels[key] not in values
+        case "Exists":
+            return key in labels
+        case "DoesNotExist":
+            return key not in labels
+        case _:
+            return False
+
+
+def _ordinal(body: Mapping[str, Any]) -> int | None:
+    """Return the pod's number in its StatefulSet; Kubernetes before 1.28 says it in the name alone."""
+    metadata = mapping_in(body, "metadata")
+    text = text_in(mapping_in(metadata, "labels"), ORDINAL_LABEL)
+    if not text and any(text_in(owner, "kind") == "StatefulSet" for owner in mappings_in(metadata, "ownerReferences")):
+        text = text_in(metadata, "name").rpartition("-")[2]
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_ORDINAL_DIGITS else None
+
+
+def _member(fields: Mapping[str, Any]) -> RingMember | None:
+    """Return a ring member; None without that by which routers find it."""
+    try:
+        state = MemberState(text_in(fields, "state"))
+        address = str(ip_address(text_in(fields, "address")))
+    except ValueError:
+        return None
+    member_id, port = text_in(fields, "id"), _integer(fields, "port", 0, high=65_535)
+    if not member_id or not port:
+        return None
+    return RingMember(
+        id=member_id,
+        address=address,
+        port=port,
+        state=state,
+        weight=_integer(fields, "weight", _FULL_WEIGHT, high=_MAX_WEIGHT),
+        since_s=read_time(text_in(fields, "since")) or 0.0,
+        incarnation=text_in(fields, "incarnation"),
+    )
+
+
+def _condition(fields: Mapping[str, Any]) -> Condition | None:
+    kind, status = text_in(fields, "type"), text_in(fields, "status")
+    if not kind or status not in _CONDITION_STATUS:
+        return None
+    return Condition(
+        type=kind,
+        status=_CONDITION_STATUS[status],
+        reason=text_in(fields, "reason"),
+        message=text_in(fields, "message"),
+        since_s=read_time(text_in(fields, "lastTransitionTime")) or 0.0,
+        observed_generation=_integer(fields, "observedGeneration", 0),
+    )
+
+
+def _integer(fields: Mapping[str, Any], name: str, default: int, *, high: int = _MAX_INTEGER) -> int:
+    value = fields.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= high:
+        return value
+    return default

@@ -1,0 +1,77 @@
+"""An InferencePool's status as the API's JSON: the inverse of ``reading.read_status``; ``apply`` sends it.
+
+The names are those of INFERENCEPOOL.md and crds/; conditions are Kubernetes' metav1.Condition. Times are written in
+whole seconds, so a status read back equals the one written when its times are whole.
+"""
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from math import floor
+from typing import Any, Final
+
+from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
+
+_CONDITION_STATUS: Final[Mapping[bool | None, str]] = {True: "True", False: "False", None: "Unknown"}
+_DIGITS: Final = re.compile(r"([0-9]+)")
+
+
+def status_document(status: PoolStatus) -> dict[str, Any]:
+    """Return the whole ``status``, its members in natural order of their ids; traffic that is not known is left out."""
+    document: dict[str, Any] = {
+        "observedGeneration": status.observed_generation,
+        "replicas": status.replicas,
+        "readyReplicas": status.ready_replicas,
+        "inRing": status.in_ring,
+        "selector": status.selector,
+        "ring": {
+            "version": status.ring_version,
+            "members": [_member(member) for member in sorted(status.members, key=_natural)],
+        },
+        "conditions": [_condition(condition) for condition in status.conditions],
+    }
+    traffic = _traffic(status.traffic)
+    if traffic:
+        document["traffic"] = traffic
+    return document
+
+
+def time_text(time_s: float) -> str:
+    """Return seconds since the epoch as the API writes times: RFC 3339, UTC, whole seconds (the fraction is cut)."""
+    return datetime.fromtimestamp(floor(time_s), UTC).isoformat().replace("+00:00", "Z")
+
+
+def _member(member: RingMember) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "id": member.id,
+        "address": member.address,
+        "port": member.port,
+        "state": member.state.value,
+        "weight": member.weight,
+        "since": time_text(member.since_s),
+    }
+    if member.incarnation:
+        document["incarnation"] = member.incarnation
+    return document
+
+
+def _condition(condition: Condition) -> dict[str, Any]:
+    return {
+        "type": condition.type,
+        "status": _CONDITION_STATUS[condition.status],
+        "reason": condition.reason,
+        "message": condition.message,
+        "lastTransitionTime": time_text(condition.since_s),
+        "observedGeneration": condition.observed_generation,
+    }
+
+
+def _traffic(shown: Shown) -> dict[str, str]:
+    fields = {"sloAttainment": shown.slo_attainment, "cacheHitRate": shown.cache_hit_rate}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _natural(member: RingMember) -> tuple[list[tuple[int, str]], str]:
+    """Return a key that puts qwen-2 before qwen-10, as a person reading the list expects."""
+    parts = _DIGITS.split(member.id)
+    return [(int(part), "") if position % 2 else (0, part) for position, part in enumerate(parts)], member.id

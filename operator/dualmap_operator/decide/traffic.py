@@ -1,0 +1,137 @@
+"""A pool's ``status.traffic``: what its routers' totals say of the last minutes, as the short decimals people see.
+
+``gather`` adds each router's totals (``asking``) at every look; ``plan`` publishes what is shown. Pure: times are
+passed in, of any clock that never goes back.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+from dualmap_operator.decide.observed import Shown
+
+_PAUSE_S: Final = 30.0
+"""What is shown changes at most this often (CONTRACT): every change is a write to the API."""
+_FEWEST: Final = 5
+"""A share of fewer requests than these says nothing."""
+_SLICES: Final = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Totals:
+    """The totals of ``GET /pools/NAMESPACE/NAME`` that shares are made of, or differences of such."""
+
+    requests: int = 0
+    refused: int = 0
+    first_tokens: int = 0
+    slo_met: int = 0
+    prompt_tokens: int = 0
+    predicted_cached_tokens: int = 0
+    measured_cached_tokens: int = 0
+
+    def plus(self, other: "_Totals") -> "_Totals":
+        return _Totals(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
+
+    def since(self, earlier: "_Totals") -> "_Totals":
+        """Return what was added since ``earlier``: all of it, if the router began anew in between."""
+        added = {name: getattr(self, name) - getattr(earlier, name) for name in _NAMES}
+        return self if min(added.values()) < 0 else _Totals(**added)
+
+
+_NAMES: Final = tuple(field.name for field in fields(_Totals))
+
+
+class TrafficWindow:
+    """The traffic of one pool's routers over the last ``window_s`` seconds.
+
+    ``published`` is what the status says already: it stays until there is something better to say, so that an operator
+    that has just begun, and knows nothing yet, does not take away what the last one knew.
+    """
+
+    def __init__(self, *, window_s: float = 300.0, published: Shown | None = None) -> None:
+        self._window_s = window_s
+        self._slices: deque[tuple[float, _Totals]] = deque()
+        self._last: dict[str, tuple[float, _Totals]] = {}
+        self._shown = published or Shown()
+        self._began_s: float | None = None
+        self._changed_s: float | None = None
+
+    def add(self, now_s: float, router: str, totals: Mapping[str, object]) -> None:
+        """Take in a router's totals. The first ones are only a beginning; what cannot be read is passed over."""
+        read = _read(totals)
+        if read is None:
+            return
+        self._forget(now_s)
+        last = self._last.get(router)
+        self._last[router] = (now_s, read)
+        if last is None:
+            return
+        added = read.since(last[1])
+        if self._slices and now_s - self._slices[-1][0] < self._window_s / _SLICES:
+            begin_s, sums = self._slices.pop()
+            self._slices.append((begin_s, sums.plus(added)))
+        else:
+            self._slices.append((now_s, added))
+
+    def shown(self, now_s: float) -> Shown:
+        """Return what the status should say now; another than before at most every 30 seconds."""
+        if self._began_s is None or self._changed_s is None:
+            self._began_s = self._changed_s = now_s
+        self._forget(now_s)
+        sums = _Totals()
+        for _, added in self._slices:
+            sums = sums.plus(added)
+        present = Shown(slo_attainment=_attainment(sums), cache_hit_rate=_hit_rate(sums))
+        if now_s - self._began_s < self._window_s:
+            # Not knowing counts for nothing before a whole window was watched.
+            present = Shown(
+                slo_attainment=present.slo_attainment or self._shown.slo_attainment,
+                cache_hit_rate=present.cache_hit_rate or self._shown.cache_hit_rate,
+            )
+        if present != self._shown and now_s - self._changed_s >= _PAUSE_S:
+            self._shown, self._changed_s = present, now_s
+        return self._shown
+
+    def _forget(self, now_s: float) -> None:
+        """Drop what is older than the window, and routers not heard of for as long: their next totals begin anew."""
+        oldest_s = now_s - self._window_s
+        while self._slices and self._slices[0][0] < oldest_s:
+            self._slices.popleft()
+        self._last = {router: last for router, last in self._last.items() if last[0] >= oldest_s}
+
+
+def _read(totals: Mapping[str, object]) -> _Totals | None:
+    values: dict[str, int] = {}
+    for name in _NAMES:
+        value = totals.get(name)
+        if not isinstance(value, int) or value < 0:
+            return None
+        values[name] = value
+    return _Totals(**values)
+
+
+def _attainment(sums: _Totals) -> str:
+    """Return the share of requests whose first token came in time; whoever was refused got none.
+
+    Of requests that ask for no stream nobody sees the first token; they do not count.
+    """
+    asked = sums.first_tokens + sums.refused
+    return _decimal(sums.slo_met, asked) if asked >= _FEWEST else ""
+
+
+def _hit_rate(sums: _Totals) -> str:
+    """Return the share of prompt tokens that were cached: as measured where any engine reports it, else as predicted.
+
+    The two are never added up. Engines that report for some requests only make the measured share too small, which is
+    the safe side for who buys capacity by it.
+    """
+    if sums.requests < _FEWEST or not sums.prompt_tokens:
+        return ""
+    cached = sums.measured_cached_tokens or sums.predicted_cached_tokens
+    # Prompt tokens are the router's estimate and measured ones the engine's count: the quotient may exceed one.
+    return _decimal(min(cached, sums.prompt_tokens), sums.prompt_tokens)
+
+
+def _decimal(part: int, whole: int) -> str:
+    return f"{part / whole:.2f}"

@@ -1,0 +1,113 @@
+"""What in a user's pod template works against the pool, though Kubernetes accepts it: warnings in words.
+
+``plan`` shows them in a condition and an Event. Only what harms requests or hides what the pool's figures need is worth
+one: engine flags are the user's, and a wrapper script may well do what cannot be read here. Each warning names the path
+in the pool, what stands there, and what is better.
+"""
+
+from typing import Final
+
+from dualmap_operator.decide.spec import PoolSpec, TemplateWorkload
+from dualmap_operator.decide.workload.arguments import (
+    PROMPT_TOKENS_DETAILS,
+    SHUTDOWN_TIMEOUT,
+    option,
+    runs_vllm,
+    switched_on,
+    whole_option,
+    words,
+)
+from dualmap_operator.decide.workload.template import (
+    TEMPLATE_PATH,
+    EngineContainer,
+    declared_ports,
+    engine_container,
+    mapping,
+    whole_number,
+)
+from dualmap_operator.decide.workload.termination import grace_period_s
+
+_VLLM: Final = "vLLM"
+_SHUTDOWN_S: Final = 20
+"""With ``--shutdown-timeout 20`` vLLM was seen to finish its streams on SIGTERM, with 0 to cut them (PROTOCOLS 2)."""
+
+
+def template_warnings(spec: PoolSpec) -> tuple[str, ...]:
+    """Return what should be better in the pod template, empty for a pool of adopted pods. Nothing in it raises."""
+    if not isinstance(spec.workload, TemplateWorkload):
+        return ()
+    found = [_grace_period(spec, spec.workload)]
+    engine = engine_container(spec.workload.template, spec.engine.port)
+    if engine is not None:
+        found += [_readiness(engine, spec), _undeclared_port(engine, spec)]
+        if spec.engine.type == _VLLM:
+            found += [_shutdown_timeout(engine), _other_port(engine, spec), _prompt_tokens_details(engine)]
+    return tuple(warning for warning in found if warning is not None)
+
+
+def _grace_period(spec: PoolSpec, workload: TemplateWorkload) -> str | None:
+    pod = mapping(workload.template.get("spec"))
+    own_s, needed_s = whole_number(pod.get("terminationGracePeriodSeconds")), grace_period_s(spec)
+    if own_s is None or own_s >= needed_s:
+        return None
+    return (
+        f"{TEMPLATE_PATH}.spec.terminationGracePeriodSeconds: {own_s} is shorter than a drain "
+        f"(spec.drain.timeout is {spec.drain_timeout_s:g}s), so {needed_s} is used instead; "
+        f"give {needed_s} or more, or a shorter spec.drain.timeout"
+    )
+
+
+def _readiness(engine: EngineContainer, spec: PoolSpec) -> str | None:
+    # A start-up probe alone holds readiness back too, until the engine has started.
+    if engine.written.get("readinessProbe") is not None or engine.written.get("startupProbe") is not None:
+        return None
+    return (
+        f"{engine.path}.readinessProbe: nothing is given, so a pod joins the ring before its engine serves; "
+        f"give a probe of what the engine answers once it has loaded, such as GET /health on port {spec.engine.port}"
+    )
+
+
+def _undeclared_port(engine: EngineContainer, spec: PoolSpec) -> str | None:
+    declared = declared_ports(engine.written)
+    if not declared or spec.engine.port in declared:
+        return None
+    return (
+        f"{engine.path}.ports: {', '.join(str(port) for port in declared)} where requests are sent to spec.engine.port "
+        f"{spec.engine.port}; declare that port on the engine's container, or correct spec.engine.port"
+    )
+
+
+def _shutdown_timeout(engine: EngineContainer) -> str | None:
+    given = words(engine.written)
+    if option(given, SHUTDOWN_TIMEOUT) is None:
+        if not runs_vllm(engine.written):
+            return None
+        stands = f"no {SHUTDOWN_TIMEOUT}, which means 0"
+    else:
+        shutdown_s = whole_option(given, SHUTDOWN_TIMEOUT)
+        if shutdown_s is None or shutdown_s >= _SHUTDOWN_S:
+            return None
+        stands = f"{SHUTDOWN_TIMEOUT} {shutdown_s}"
+    return (
+        f"{engine.path}.args: {stands}: on SIGTERM vLLM aborts the streams that have not ended within it; "
+        f"give {SHUTDOWN_TIMEOUT} {_SHUTDOWN_S} or more"
+    )
+
+
+def _other_port(engine: EngineContainer, spec: PoolSpec) -> str | None:
+    port = whole_option(words(engine.written), "--port")
+    if port is None or port == spec.engine.port:
+        return None
+    return (
+        f"{engine.path}.args: --port {port} where requests are sent to spec.engine.port {spec.engine.port}; "
+        "give both the same port"
+    )
+
+
+def _prompt_tokens_details(engine: EngineContainer) -> str | None:
+    if switched_on(words(engine.written), PROMPT_TOKENS_DETAILS) or not runs_vllm(engine.written):
+        return None
+    return (
+        f"{engine.path}.args: no {PROMPT_TOKENS_DETAILS}, without which vLLM does not say how much of a prompt was "
+        f"cached and the hit rate is not measured; give {PROMPT_TOKENS_DETAILS}"
+    )

@@ -1,0 +1,157 @@
+"""The objects the operator owns for a pool that is made from a template: whole manifests for server-side apply.
+
+A StatefulSet named as the pool, the headless Service it needs and a PodDisruptionBudget, all owned by the pool. The
+template stays what the user wrote; what a pool needs besides is added where the user has said nothing. ``plan`` decides
+how many replicas and ``apply`` sends them; how pods stop is decided in ``stopping``.
+"""
+
+from typing import Any, Final
+
+from dualmap.objects.pool_reader import API_VERSION
+from dualmap_operator.decide.spec import PoolSpec, TemplateWorkload
+from dualmap_operator.decide.workload.template import copied, engine_container, mapping, whole_number
+from dualmap_operator.decide.workload.termination import POD_IP_VARIABLE, grace_period_s, pre_stop_script
+from dualmap_operator.names import FIELD_MANAGER, IN_RING_GATE, KIND, POOL_LABEL
+
+_TOPOLOGY_KEYS: Final = ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+
+
+def children(spec: PoolSpec, *, replicas: int) -> tuple[dict[str, Any], ...]:
+    """Return StatefulSet, Service and PodDisruptionBudget of the pool, none for a pool of adopted pods.
+
+    They share nothing with ``spec``, and are equal for equal ``spec`` and ``replicas``: applying them again changes
+    nothing. ``replicas`` is the StatefulSet's size now, which a drain keeps above ``spec.replicas``.
+    """
+    if not isinstance(spec.workload, TemplateWorkload):
+        return ()
+    return (_stateful_set(spec, spec.workload, replicas), _headless_service(spec), _disruption_budget(spec))
+
+
+def _stateful_set(spec: PoolSpec, workload: TemplateWorkload, replicas: int) -> dict[str, Any]:
+    # OnDelete: the operator rolls out by itself, one pod after the other through the ring.
+    content = {
+        "replicas": replicas,
+        "serviceName": spec.name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": _selected(spec)},
+        "template": _pod_template(spec, workload),
+    }
+    return _child(spec, "apps/v1", "StatefulSet", content)
+
+
+def _headless_service(spec: PoolSpec) -> dict[str, Any]:
+    # A pod's name resolves from its start to its end, also while it loads its model or drains: the name serves people,
+    # scrapers and engines that look for their peers. Requests come by way of the routers, which know who is ready.
+    content = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _selected(spec),
+        "ports": [{"name": "http", "protocol": "TCP", "port": spec.engine.port, "targetPort": spec.engine.port}],
+    }
+    return _child(spec, "v1", "Service", content)
+
+
+def _disruption_budget(spec: PoolSpec) -> dict[str, Any]:
+    # A pod outside of the ring serves nobody new, so its not being ready must not keep a node from being emptied.
+    content = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": _selected(spec)},
+    }
+    return _child(spec, "policy/v1", "PodDisruptionBudget", content)
+
+
+def _child(spec: PoolSpec, api_version: str, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    labels = {
+        "app.kubernetes.io/name": "inference-engine",
+        "app.kubernetes.io/instance": spec.name,
+        "app.kubernetes.io/part-of": "dualmap",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        **_selected(spec),
+    }
+    owner = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": spec.name,
+        "uid": spec.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    metadata = {"name": spec.name, "namespace": spec.namespace, "labels": labels, "ownerReferences": [owner]}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": content}
+
+
+def _selected(spec: PoolSpec) -> dict[str, str]:
+    return {POOL_LABEL: spec.name}
+
+
+def _pod_template(spec: PoolSpec, workload: TemplateWorkload) -> dict[str, Any]:
+    """Return the user's template with what a pool needs. What is of the wrong type stays: the API server refuses it."""
+    template: dict[str, Any] = copied(workload.template)
+    labels = _object_at(_object_at(template, "metadata"), "labels")
+    if labels is not None:
+        labels |= _selected(spec)
+    pod = _object_at(template, "spec")
+    if pod is None:
+        return template
+    gates = _list_at(pod, "readinessGates")
+    if gates is not None and not any(mapping(gate).get("conditionType") == IN_RING_GATE for gate in gates):
+        gates.append({"conditionType": IN_RING_GATE})
+    if pod.get("topologySpreadConstraints") is None:
+        pod["topologySpreadConstraints"] = [_spread_over(key, spec) for key in _TOPOLOGY_KEYS]
+    _cover_drain(pod, spec)
+    _add_pre_stop(template, spec)
+    return template
+
+
+def _spread_over(topology_key: str, spec: PoolSpec) -> dict[str, Any]:
+    return {
+        "topologyKey": topology_key,
+        "maxSkew": 1,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": _selected(spec)},
+    }
+
+
+def _cover_drain(pod: dict[str, Any], spec: PoolSpec) -> None:
+    """Raise the grace period to what a drain needs; a longer one stays, a shorter one is raised (and warned of)."""
+    own, needed_s = pod.get("terminationGracePeriodSeconds"), grace_period_s(spec)
+    own_s = whole_number(own)
+    if own is None or (own_s is not None and own_s < needed_s):
+        pod["terminationGracePeriodSeconds"] = needed_s
+
+
+def _add_pre_stop(template: dict[str, Any], spec: PoolSpec) -> None:
+    """Give the engine's container the preStop script and the pod's address it asks for, unless it has a preStop."""
+    engine = engine_container(template, spec.engine.port)
+    if engine is None:
+        return
+    container: dict[str, Any] = template["spec"]["containers"][engine.position]
+    if mapping(container.get("lifecycle")).get("preStop") is not None:
+        return
+    lifecycle, variables = _object_at(container, "lifecycle"), _list_at(container, "env")
+    if lifecycle is None or variables is None:
+        return
+    lifecycle["preStop"] = {"exec": {"command": ["/bin/sh", "-c", pre_stop_script(spec)]}}
+    if not any(mapping(variable).get("name") == POD_IP_VARIABLE for variable in variables):
+        address = {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}
+        variables.append({"name": POD_IP_VARIABLE, "valueFrom": address})
+
+
+def _object_at(parent: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
+    """Return the object under ``key``, made where nothing stands; None where something else does."""
+    if parent is None:
+        return None
+    if parent.get(key) is None:
+        parent[key] = {}
+    value = parent[key]
+    return value if isinstance(value, dict) else None
+
+
+def _list_at(parent: dict[str, Any], key: str) -> list[Any] | None:
+    """Return the list under ``key``, made where nothing stands; None where something else does."""
+    if parent.get(key) is None:
+        parent[key] = []
+    value = parent[key]
+    return value if isinstance(value, list) else None

@@ -1,0 +1,119 @@
+"""How a pod of a pool stops: the preStop script of its engine, and the grace period around it.
+
+Kubernetes' order is preStop, then SIGTERM, then (when the grace period is over) SIGKILL. A pod the operator drains has
+nothing left to do when it is deleted, and the script takes a few seconds; a pod that somebody else deletes or evicts is
+drained by the script alone, since the routers stop sending requests to a terminating pod at once. ``children`` puts
+both into the pod template, ``checks`` warns where the user's own grace period is too short.
+"""
+
+import math
+from typing import Final
+
+from dualmap_operator.decide.spec import PoolSpec, TemplateWorkload
+from dualmap_operator.decide.workload.arguments import SHUTDOWN_TIMEOUT, whole_option, words
+from dualmap_operator.decide.workload.template import engine_container
+
+POD_IP_VARIABLE: Final = "DUALMAP_POD_IP"
+"""Where the script finds the pod's address: some engines listen there and not on 127.0.0.1."""
+
+_LAST_LOOK_S: Final = 10
+"""By how much the script may overrun drain.timeout: it looks once more, and two addresses may time out."""
+
+_ENGINE_STOP_S: Final = 30
+"""What an engine has from SIGTERM to SIGKILL, as in any pod that says nothing of it."""
+
+_SETTLE_S: Final = 5
+"""How long after its deletion a pod may still be sent requests (CONTRACT: it is not Active after 5 s)."""
+
+_METRICS_PATHS: Final = {"TensorRTLLM": "/prometheus/metrics"}
+"""Where an engine that differs from the others shows its metrics (PROTOCOLS section 2)."""
+
+_HEAD: Final = """\
+# Keeps the engine until it has nothing left to do, at most drain.timeout. By the DualMap operator.
+port={port} metrics={metrics} timeout={timeout} settle={settle}
+"""
+
+_BODY: Final = r"""
+# What the engine says of itself, with the tool that the image has; never by way of a proxy.
+unset http_proxy HTTP_PROXY all_proxy ALL_PROXY
+page() {
+  if command -v curl >/dev/null; then
+    curl -fgs -m 2 "$1"
+  elif command -v wget >/dev/null; then
+    wget -q -O - -T 2 -t 1 "$1"
+  else
+    python3 -I -c 'import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=2).read().decode())' "$1"
+  fi 2>/dev/null
+}
+
+# Is it idle? 0: nothing runs or waits. 1: something does. 2: it does not say.
+look() {
+  page "http://$1:$port$metrics" | (
+    said=2
+    while read -r line; do
+      case ${line%%[{ ]*} in
+        vllm:num_requests_running | vllm:num_requests_waiting) ;;
+        sglang:num_running_reqs | sglang:num_queue_reqs) ;;
+        trtllm_num_requests_running | trtllm_num_requests_waiting) ;;
+        *) continue ;;
+      esac
+      case ${line##* } in
+        *[!0.]*) exit 1 ;;
+        *) said=0 ;;
+      esac
+    done
+    exit $said
+  )
+}
+
+host=${DUALMAP_POD_IP:-127.0.0.1}
+case $host in *:*) host="[$host]" ;; esac
+
+# Routers and Envoy notice meanwhile that this pod is going.
+end=$(($(date +%s) + timeout))
+sleep $settle || exit 1
+
+# Done when idle twice in a row, when the time is up, or when the engine has not said anything for 30 s.
+idle=0 heard=$(date +%s)
+while :; do
+  look "$host"
+  said=$?
+  [ $said = 2 ] && { look 127.0.0.1; said=$?; }
+  now=$(date +%s)
+  case $said in
+    0) idle=$((idle + 1)) heard=$now ;;
+    1) idle=0 heard=$now ;;
+    *) idle=0 ;;
+  esac
+  [ $idle -lt 2 ] && [ $now -lt $end ] && [ $((now - heard)) -lt 30 ] || exit 0
+  sleep 2
+done
+"""
+
+
+def pre_stop_script(spec: PoolSpec) -> str:
+    """Return the script for ``/bin/sh -c`` that ends when the engine is idle, at the latest after ``drain.timeout``.
+
+    It needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. Where the engine
+    says nothing (no such tool, another kind of engine, TLS on its port) it waits 30 s without knowing.
+    """
+    timeout_s = math.ceil(spec.drain_timeout_s)
+    head = _HEAD.format(
+        port=spec.engine.port,
+        metrics=_METRICS_PATHS.get(spec.engine.type, "/metrics"),
+        timeout=timeout_s,
+        settle=min(_SETTLE_S, timeout_s),
+    )
+    return head + _BODY
+
+
+def grace_period_s(spec: PoolSpec) -> int:
+    """Return the shortest grace period that covers a whole drain and the engine's own stop, in seconds.
+
+    vLLM may take its ``--shutdown-timeout`` after SIGTERM; where that can be read it is covered too.
+    """
+    shutdown_s = None
+    if isinstance(spec.workload, TemplateWorkload):
+        engine = engine_container(spec.workload.template, spec.engine.port)
+        shutdown_s = whole_option(words(engine.written), SHUTDOWN_TIMEOUT) if engine else None
+    return math.ceil(spec.drain_timeout_s) + _LAST_LOOK_S + max(_ENGINE_STOP_S, shutdown_s or 0)

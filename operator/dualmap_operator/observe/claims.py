@@ -1,0 +1,85 @@
+"""Which of the watched pools claim one model name: an index, so that a change wakes those alone whom it concerns.
+
+``watches`` keeps it up to date and ``gather`` asks it. Who has a name is ``dualmap.pools.claims``' to say, as it is
+for the
+routers, which watch the same namespaces. They agree on pools that can be read: of one that no longer can, each goes on
+with what it last read, and who was started since has read nothing (docs/operator.md).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from dualmap.errors import PoolError
+from dualmap.objects.pods import mapping_in, text_in
+from dualmap.objects.pool_reader import read_pools
+from dualmap.pools.claims import Claimant, LostClaim, lost_claims
+from dualmap_operator.observe.mirror import Key
+
+
+class Claims:
+    """The names that pools claim, by pool and by name."""
+
+    def __init__(self) -> None:
+        self._claimants: dict[Key, Claimant] = {}
+        self._by_name: defaultdict[str, set[Key]] = defaultdict(set)
+
+    def changed(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> set[Key]:
+        """Take a pool's change from one document to another; return the other pools whose claims it may decide anew.
+
+        A spec that cannot be read goes on claiming what it last claimed, since routers serve on by it; one that could
+        not be read since the operator started claims nothing, as for a router that started then.
+        """
+        was = self._claimants.get(key)
+        if after is None:
+            now = None
+        elif before is None or _uid(before) != _uid(after):
+            now = _claimant(after)
+        elif before.get("spec") == after.get("spec"):
+            return set()  # The status has changed: nearly always it is that.
+        else:
+            now = _claimant(after) or was
+        if now == was:
+            return set()
+        concerned = self._rivals(was)
+        self._put(key, was, now)
+        return (concerned | self._rivals(now)) - {key}
+
+    def lost(self, key: Key) -> tuple[LostClaim, ...]:
+        """Return the names that a pool claims in vain."""
+        mine = self._claimants.get(key)
+        if mine is None:
+            return ()
+        rivals = [self._claimants[each] for each in self._rivals(mine)]
+        return tuple(lost for lost in lost_claims(rivals) if lost.pool == mine.pool)
+
+    def _rivals(self, claimant: Claimant | None) -> set[Key]:
+        """Return the pools that claim any of a claimant's names."""
+        if claimant is None:
+            return set()
+        return {key for name in claimant.names for key in self._by_name.get(name, ())}
+
+    def _put(self, key: Key, was: Claimant | None, now: Claimant | None) -> None:
+        for name in () if was is None else was.names:
+            self._by_name[name].discard(key)
+            if not self._by_name[name]:
+                del self._by_name[name]
+        self._claimants.pop(key, None)
+        if now is not None:
+            self._claimants[key] = now
+            for name in now.names:
+                self._by_name[name].add(key)
+
+
+def _claimant(document: Mapping[str, Any]) -> Claimant | None:
+    """Return what a pool claims, None for one whose spec cannot be read."""
+    try:
+        # The status is the operator's own, and long.
+        (pool,) = read_pools({name: value for name, value in document.items() if name != "status"})
+    except PoolError:
+        return None
+    return Claimant.of(pool, text_in(mapping_in(document, "metadata"), "creationTimestamp"))
+
+
+def _uid(document: Mapping[str, Any]) -> str:
+    return text_in(mapping_in(document, "metadata"), "uid")
