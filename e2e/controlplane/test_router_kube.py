@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from controlplane.between import Between
-from controlplane.cluster import Cluster
 from controlplane.product import Product
+from emulated_cluster.control_plane.between import Between
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.stack import Router
 from harness.waiting import until
 
