@@ -91,6 +91,7 @@ class FirstToken:
 class Completion:
     """A request ended. Cached tokens are None unless the engine reported usage for it."""
 
+    request_id: str
     member: str
     predicted_cached_tokens: int
     measured_cached_tokens: int | None

@@ -12,7 +12,7 @@ class Desk:
     def __init__(self, *pools, limits: Limits | None = None) -> None:
         self.observer = Recorder()
         self.resumed: list[Picked | Refused] = []
-        self.picker = Picker(limits or Limits(), self.observer, id_prefix="r1")
+        self.picker = Picker(limits or Limits(), self.observer.report, id_prefix="r1")
         self.picker.set_pools(0.0, pools or (pool(),))
 
     def ask(self, body: bytes = chat(), *, now=10.0, subset=None, headers=None) -> Picked | Refused | Waiting:

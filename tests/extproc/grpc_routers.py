@@ -59,9 +59,9 @@ class Running:
 async def running(*, ready=True, limits: Limits | None = None) -> AsyncIterator[Running]:
     observer = Recorder()
     limits = limits or Limits()
-    picker = Picker(limits, observer, id_prefix="r")
+    picker = Picker(limits, observer.report, id_prefix="r")
     picker.set_pools(0.0, (pool(),))
-    processor = ExternalProcessor(picker, observer, limits)
+    processor = ExternalProcessor(picker, observer.report, limits)
     servers = GrpcServers(processor, services=(), access_log=(), limits=limits)
     ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
     if ready:

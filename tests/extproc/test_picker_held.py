@@ -3,8 +3,9 @@
 import pytest
 
 from dualmap.router import PoolRouter
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
 from dualmap_extproc.errors import Refused
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.observations import Abandoned
 from dualmap_extproc.request.picker import Picked, Waiting
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
@@ -133,7 +134,7 @@ def test_who_gives_up_is_never_resumed():
 
     assert desk.resumed == []
     assert desk.observer.names() == ["routed", "waited", "first_token"]
-    assert desk.observer.events[1][1:] == ("llm/qwen", 1.0)
+    assert [(each.pool, each.queued_s) for each in desk.observer.of(Abandoned)] == [("llm/qwen", 1.0)]
 
 
 def test_who_waits_in_a_pool_that_goes_is_refused():

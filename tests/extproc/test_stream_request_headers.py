@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dualmap.pools.pool import Member, Session
+from dualmap_extproc.request.observations import Routed
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
@@ -127,7 +128,7 @@ def test_the_pick_carries_our_id_for_the_access_log():
     talk = Conversation()
     answers = talk.send(request_headers(NO_WAIT), request_body(chat()))
 
-    decision = talk.observer.events[0][2]
+    decision = talk.observer.of(Routed)[0].decision
     assert metadata_of(answers[0])["dualmap"] == {"id": decision.request_id}
     assert destination(answers[0]) == decision.destination
 
@@ -138,7 +139,7 @@ def test_the_destination_is_two_members_in_order_of_choice():
 
     first, second = destination(answers[0]).split(",")
     assert first != second
-    assert first == talk.observer.events[0][2].receipt.address
+    assert first == talk.observer.of(Routed)[0].decision.receipt.address
 
 
 def test_header_values_in_the_old_field_are_read():

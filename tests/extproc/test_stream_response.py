@@ -2,8 +2,8 @@
 
 import pytest
 
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
-from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.ending import AccessLogEntry, Ending
+from dualmap_extproc.request.observations import FirstTokenSeen, Routed
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
     BUFFERED,
@@ -43,7 +43,7 @@ def test_the_receipt_goes_on_the_response_headers_and_replaces_the_engines(confi
 
     answers = talk.send(response_headers(x_dualmap_decision="the engine's"))
 
-    receipt = talk.observer.events[0][2].receipt
+    receipt = talk.observer.of(Routed)[0].decision.receipt
     assert kinds(answers) == ["response_headers"]
     assert headers_set(answers[0]) == {"x-dualmap-decision": receipt.header()}
 
@@ -84,8 +84,8 @@ def test_the_time_to_first_token_begins_with_the_request_headers():
     talk = picked()
     talk.send(response_headers(), response_body())
 
-    (event,) = [event for event in talk.observer.events if event[0] == "first_token"]
-    assert event[2].ttft_s == pytest.approx(3.0)
+    (seen,) = talk.observer.of(FirstTokenSeen)
+    assert seen.first_token.ttft_s == pytest.approx(3.0)
 
 
 @every_mode
@@ -282,7 +282,7 @@ def test_a_second_request_on_a_stream_releases_the_first(config):
 
 def test_the_served_endpoint_is_reported_and_counted_where_it_is_another():
     talk = picked()
-    chosen = talk.observer.events[0][2].receipt.address
+    chosen = talk.observer.of(Routed)[0].decision.receipt.address
     other = next(f"10.0.0.{i}:8000" for i in range(4) if f"10.0.0.{i}:8000" != chosen)
 
     same = picked()

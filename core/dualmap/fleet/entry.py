@@ -50,6 +50,7 @@ class Entry:
     def completion(self, usage: Usage | None) -> Completion:
         """Return what is told of the request when its books are closed, with the engine's counts where known."""
         return Completion(
+            request_id=self.request_id,
             member=self.member,
             predicted_cached_tokens=self.matched_tokens,
             measured_cached_tokens=None if usage is None else usage.cached_tokens,

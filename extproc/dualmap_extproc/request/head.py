@@ -45,7 +45,7 @@ class RequestHead:
         self.kept: dict[str, str] = {}
         self.subset: frozenset[str] | None = None
 
-    def read(self, headers: base.HeaderMap, limits: Limits, session_headers: Container[str]) -> None:
+    def read(self, headers: base.HeaderMap, limits: Limits, kept_headers: Container[str]) -> None:
         """Take the request's headers; above the limits ``unacceptable`` says so and none is read."""
         if len(headers.headers) > limits.headers:
             self.unacceptable = too_many_headers(limits.headers)
@@ -59,7 +59,7 @@ class RequestHead:
                 self._take(key, answers.header_value(header))
             elif key[:2] == "x-" and key.startswith(RESERVED_HEADER_PREFIXES):
                 self.strip.append(key)
-            if key in session_headers and key not in self.kept:
+            if key in kept_headers and key not in self.kept:
                 # Whatever bytes it holds: two values are one session only if they are the same.
                 self.kept[key] = answers.header_value(header).decode("utf-8", "surrogateescape")
 

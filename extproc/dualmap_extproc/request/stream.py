@@ -184,14 +184,14 @@ class Stream:
     def _on_request_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
         headers = message.request_headers
         head = self._head
-        head.read(headers.headers, self._limits, self._picker.session_headers)
+        head.read(headers.headers, self._limits, self._picker.kept_headers)
         head.read_subset(message, self._limits)
         if head.unacceptable is not None:
-            return self._refuse(self._picker.refuse(head.unacceptable, head.kept))
+            return self._refuse(self._picker.refuse(now, head.unacceptable, head.kept))
         if head.content_length > self._limits.body_bytes:
-            return self._refuse_body()
+            return self._refuse_body(now)
         if head.unreadable is not None and self._expects_prompt() and not headers.end_of_stream and not self._no_body:
-            return self._refuse(self._picker.refuse(head.unreadable, head.kept))
+            return self._refuse(self._picker.refuse(now, head.unreadable, head.kept))
         self._headers_unanswered = True
         if headers.end_of_stream or self._no_body:
             return self._decide(now)
@@ -214,13 +214,13 @@ class Stream:
             return [] if self._held else [answers.PLAIN_REQUEST_BODY]
         self._head.read_subset(message, self._limits)
         if self._head.unacceptable is not None:
-            return self._refuse(self._picker.refuse(self._head.unacceptable, self._head.kept))
+            return self._refuse(self._picker.refuse(now, self._head.unacceptable, self._head.kept))
         body = message.request_body
         # Taken once: each access copies it.
         data = body.body
         self._size_bytes += len(data)
         if self._size_bytes > self._limits.body_bytes:
-            return self._refuse_body()
+            return self._refuse_body(now)
         if data:
             # Envoy says by an empty message that the body has ended; with it, joining would copy the only other one.
             self._chunks.append(data)
@@ -246,7 +246,7 @@ class Stream:
         if self._request_done:
             return [trailers]
         if self._mode is _Mode.WAITING and not self._whole_body and len(self._picker.pools) > 1:
-            return self._refuse(self._picker.refuse(trailers_unsupported(), self._head.kept))
+            return self._refuse(self._picker.refuse(now, trailers_unsupported(), self._head.kept))
         return self._decide(now, trailers, retries=self._mode is _Mode.WAITING)
 
     def _may_go_on(self) -> bool:
@@ -284,7 +284,7 @@ class Stream:
     def _pick(self, now: float, body: bytes) -> Picked | Refused | Waiting:
         """Ask the picker; by the body, or for any member where the request has none by its nature."""
         if self._no_body or not self._expects_prompt():
-            return self._picker.pick_bodiless(self._head.subset)
+            return self._picker.pick_bodiless(now, self._head.subset)
         self.decided = True
         return self._picker.pick(
             now, body, self._head.subset, self._arrived_s, headers=self._head.kept, resume=self._resume
@@ -327,8 +327,8 @@ class Stream:
         )
         return out
 
-    def _refuse_body(self) -> list[wire.ProcessingResponse]:
-        return self._refuse(self._picker.refuse(body_too_large(self._limits.body_bytes), self._head.kept))
+    def _refuse_body(self, now: float) -> list[wire.ProcessingResponse]:
+        return self._refuse(self._picker.refuse(now, body_too_large(self._limits.body_bytes), self._head.kept))
 
     def _refuse(self, refused: Refused) -> list[wire.ProcessingResponse]:
         self.ended = True

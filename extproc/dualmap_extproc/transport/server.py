@@ -20,7 +20,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from dualmap_edge.logs import get_logger
 from dualmap_edge.ports import AddressError, address
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
-from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.request.observations import Decided, Report
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
@@ -56,9 +56,9 @@ _log = get_logger(__name__)
 class ExternalProcessor:
     """The ext_proc service: one state machine per stream, driven by the loop's clock."""
 
-    def __init__(self, picker: Picker, observer: Observer, limits: Limits) -> None:
+    def __init__(self, picker: Picker, report: Report, limits: Limits) -> None:
         self._picker = picker
-        self._observer = observer
+        self._report = report
         self._limits = limits
         self._silences = _Silences()
         self._streams = 0
@@ -106,7 +106,8 @@ class ExternalProcessor:
                 undecided = not stream.decided
                 answers = stream.receive(now, message)
                 if undecided and stream.decided:
-                    self._observer.decided(clock() - now)
+                    done_s = clock()
+                    self._report(Decided(now=done_s, seconds=done_s - now))
                 for answer in answers:
                     await context.write(answer)
                 self._silences.watch(stream, voice)

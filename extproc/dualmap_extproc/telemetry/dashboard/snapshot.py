@@ -14,6 +14,7 @@ from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, PoolStatus
 from dualmap.scaling.shares import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
+from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.history import (
     DECISIONS,
     STEP_S,
@@ -23,7 +24,6 @@ from dualmap_extproc.telemetry.dashboard.history import (
     HistoryView,
     Recent,
 )
-from dualmap_extproc.telemetry.dashboard.recorder import Recorder
 from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_s, judge, telling
 
 _DIGITS: Final = 4
@@ -46,7 +46,7 @@ class Source:
     pools: Callable[[], Sequence[Pool]]
     statuses: Callable[[], Sequence[PoolStatus]]
     demand: Callable[[str], Share]
-    recorder: Recorder
+    histories: Histories
     clock: Callable[[], float]
     reach: Callable[[], Reach] = Reach
 
@@ -117,7 +117,7 @@ class Snapshots:
         return documents
 
     def _moment(self, pool: Pool, status: PoolStatus, reach: Reach) -> Moment:
-        past = self._source.recorder.view(pool.id)
+        past = self._source.histories.view(pool.id)
         share, unknown = None, ""
         try:
             share = self._source.demand(pool.id)
@@ -190,7 +190,7 @@ class Snapshots:
         return known[2]
 
     def _happening(self, happening: Happening) -> Json:
-        at = round(self._source.clock() - self._source.recorder.age_s(happening.at_s), 1)
+        at = round(self._source.clock() - self._source.histories.age_s(happening.at_s), 1)
         what = happening.what
         if isinstance(what, Decision):
             return {"number": happening.number, "at": at, **_decision(what)}
