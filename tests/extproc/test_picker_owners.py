@@ -55,10 +55,10 @@ def test_picker_forgets_a_request_that_expired():
 
 
 def test_picker_forgets_rejected_and_abandoned_requests():
-    desk = Desk(pool(members=0), crowded_pool("queue", model="q"))
-    desk.refused(chat())
-    first = desk.pick(chat("long " * 10_000, model="q"))
-    waiting = desk.ask(chat(model="q"))
+    desk = Desk(pool("empty", model="e", members=0), crowded_pool())
+    desk.refused(chat(model="e"))
+    first = desk.pick(chat("long " * 10_000))
+    waiting = desk.ask()
     assert isinstance(waiting, Waiting)
     desk.picker.aborted(12.0, waiting.request_id)
     assert set(desk.picker._owners) == {first.request_id}
