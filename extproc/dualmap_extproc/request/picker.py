@@ -4,8 +4,8 @@ Synchronous and without gRPC, asyncio or a clock: ``stream`` asks and reports, `
 other replicas' news, ``server`` drives the deadlines, and each pool's ``dualmap.router.PoolRouter`` decides and keeps
 the books. Everything worth counting goes to the observer.
 
-A pool's router may hold a request. Whatever a router is told may release requests it holds (a first token, a new
-member, the time), so after each such call the picker takes the outcomes and resumes who waits for them.
+A pool's router may queue a request. Later events release it (a first token, a new member, the time): their outcomes
+say so, and the picker then resumes the stream that waits.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.news import News, SharedBinding
-from dualmap.requests import Completion, Decision, Held, PoolStatus, Refusal, Request, Usage
+from dualmap.requests import Completion, Decision, Effects, Held, Outcome, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
@@ -117,13 +117,14 @@ class Picker:
         """
         routers: dict[str, PoolRouter] = {}
         models: dict[str, PoolRouter] = {}
+        effects: list[tuple[PoolRouter, tuple[Outcome, ...]]] = []
         for given in pools:
             pool = given if self._holds else given.never_holding()
             router = self._routers.get(pool.id)
             if router is None:
                 router = PoolRouter(pool, shares=self._shares)
             elif router.pool != pool:
-                router.on_pool(now, pool)
+                effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router
             for name in (pool.model.name, *pool.model.aliases):
                 models.setdefault(name, router)
@@ -134,8 +135,7 @@ class Picker:
             pool_id = held.router.pool.id
             if pool_id not in routers:
                 self._resume(now, request_id, self.refuse(no_endpoint(pool_id)))
-        for router in routers.values():
-            self._settle(now, router)
+        self._settle(now, *effects)
 
     def hold_no_more(self, now: float) -> None:
         """Send on what is held and hold nothing back any longer, since this router is about to end.
@@ -177,11 +177,12 @@ class Picker:
             session=self._session(headers.get(pool.routing.session.header.lower()) or prompt.session, root),
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
-        decision = router.on_request(now, request)
+        decision, outcomes = router.on_request(now, request)
         if isinstance(decision, Held):
-            return self._hold(now, request.id, _Held(router=router, since_s=now, resume=resume, quoted=quoted))
+            held = _Held(router=router, since_s=now, resume=resume, quoted=quoted)
+            return self._hold(now, request.id, held, outcomes)
         answer = self._answer(pool, decision, quoted)
-        self._settle(now, router)
+        self._settle(now, (router, outcomes))
         return answer
 
     def pick_bodiless(self, subset: frozenset[str] | None) -> Picked | Refused:
@@ -202,10 +203,10 @@ class Picker:
     def first_token(self, now: float, request_id: str) -> None:
         """Take note that the first chunk of a request's event stream came back."""
         for router in self._routers.values():
-            first_token = router.on_first_token(now, request_id)
+            first_token, outcomes = router.on_first_token(now, request_id)
             if first_token is not None:
                 self._observer.first_token(router.pool.id, first_token)
-                self._settle(now, router)
+                self._settle(now, (router, outcomes))
                 return
 
     def heard(self, now: float, request_id: str) -> None:
@@ -216,15 +217,16 @@ class Picker:
     def served(self, now: float, request_id: str, endpoint: str) -> None:
         """Take note of the endpoint that Envoy says served a request."""
         for router in self._routers.values():
-            if router.on_served(now, request_id, endpoint):
+            elsewhere, outcomes = router.on_served(now, request_id, endpoint)
+            if elsewhere:
                 self._observer.served_elsewhere(router.pool.id)
-                self._settle(now, router)
+                self._settle(now, (router, outcomes))
                 return
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Close a request whose response is complete. Usage may come now, later, or never."""
         for router in self._routers.values():
-            completion = router.on_finished(now, request_id, usage)
+            completion, outcomes = router.on_finished(now, request_id, usage)
             if completion is not None:
                 pool = router.pool.id
                 self._observer.finished(pool, completion)
@@ -232,7 +234,7 @@ class Picker:
                     self._remember(request_id, pool, completion)
                 else:
                     self._observer.measured(pool, completion)
-                self._settle(now, router)
+                self._settle(now, (router, outcomes))
                 return
         self._measure(request_id, usage)
 
@@ -243,10 +245,15 @@ class Picker:
     def aborted(self, now: float, request_id: str) -> None:
         """Close a request that was cancelled or broke off; one that is held gives up its place."""
         held = self._held.pop(request_id, None)
-        self._leave(now, request_id, PoolRouter.on_aborted, self._observer.aborted)
-        if held is not None:
-            self._observer.waited(held.router.pool.id, now - held.since_s)
-            self._settle(now, held.router)
+        if held is None:
+            self._leave(now, request_id, PoolRouter.on_aborted, self._observer.aborted)
+            return
+        pool, (completion, outcomes) = held.router.pool.id, held.router.on_aborted(now, request_id)
+        if completion is not None:
+            # It was released a moment ago, and its stream ends before it is resumed.
+            self._observer.aborted(pool, completion)
+        self._observer.waited(pool, now - held.since_s)
+        self._settle(now, (held.router, outcomes))
 
     def failed(self, now: float, request_id: str) -> None:
         """Close a request that its instance failed to serve."""
@@ -277,15 +284,13 @@ class Picker:
         """Take what replica ``peer`` told about a pool ``age_s`` ago; a pool not served here is nobody's business."""
         router = self._routers.get(pool)
         if router is not None:
-            router.on_news(now, peer, news, age_s)
-            self._settle(now, router)
+            self._settle(now, (router, router.on_news(now, peer, news, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         """Take what the store says of a pool's sessions."""
         router = self._routers.get(pool)
         if router is not None:
             router.on_bindings(now, bindings)
-            self._settle(now, router)
 
     def next_deadline(self) -> float | None:
         """Return when ``on_deadline`` wants to be called next, or None."""
@@ -308,9 +313,10 @@ class Picker:
     def on_deadline(self, now: float) -> None:
         """Do what is due: let held requests go or refuse them, forget requests of which nothing was heard for long."""
         for router in tuple(self._routers.values()):
-            for completion in router.on_deadline(now):
+            expired, outcomes = router.on_deadline(now)
+            for completion in expired:
                 self._observer.expired(router.pool.id, completion)
-            self._settle(now, router)
+            self._settle(now, (router, outcomes))
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolStatus, ...]:
         """Return what this router knows at this moment of each pool, or of those of ``pools`` that it serves."""
@@ -340,11 +346,16 @@ class Picker:
             decision=outcome,
         )
 
-    def _hold(self, now: float, request_id: str, held: _Held) -> Picked | Refused | Waiting:
-        """Keep a request that its router holds until the router decides, which it may have done meanwhile."""
+    def _hold(
+        self, now: float, request_id: str, held: _Held, outcomes: tuple[Outcome, ...]
+    ) -> Picked | Refused | Waiting:
+        """Keep a queued request until its router decides; resume the others that its arrival released.
+
+        A stream that is resumed may call the picker again and release this request, too: then its answer is known.
+        """
         at_once: list[Picked | Refused] = []
-        self._held[request_id] = replace(held, resume=at_once.append)
-        self._settle(now, held.router)
+        self._held[request_id] = replace(held, resume=at_once.append) if outcomes else held
+        self._settle(now, (held.router, outcomes))
         if at_once:
             return at_once[0]
         self._held[request_id] = held
@@ -355,15 +366,14 @@ class Picker:
             _log.debug("held", request_id=request_id, pool=held.router.pool.id)
         return Waiting(request_id=request_id)
 
-    def _settle(self, now: float, router: PoolRouter) -> None:
-        """Resume the held requests that a router has decided on by now."""
-        if not self._held:
-            return
+    def _settle(self, now: float, *effects: tuple[PoolRouter, tuple[Outcome, ...]]) -> None:
+        """Resume the queued requests that routers released or rejected."""
         answers = [
-            (outcome.request_id, self._answer(router.pool, outcome, self._held[outcome.request_id].quoted))
-            for outcome in router.take_outcomes()
+            (each.request_id, self._answer(router.pool, each, self._held[each.request_id].quoted))
+            for router, outcomes in effects
+            for each in outcomes
         ]
-        # All of them are in the books before anybody hears of it: whoever is told may come back to the picker.
+        # All are reported before the first is resumed: a stream that is resumed may call the picker again.
         for request_id, answer in answers:
             self._resume(now, request_id, answer)
 
@@ -377,15 +387,15 @@ class Picker:
         self,
         now: float,
         request_id: str,
-        end: Callable[[PoolRouter, float, str], Completion | None],
+        end: Callable[[PoolRouter, float, str], Effects[Completion | None]],
         report: Callable[[str, Completion], None],
     ) -> None:
         """Close a request that nothing good came of, and report it."""
         for router in self._routers.values():
-            completion = end(router, now, request_id)
+            completion, outcomes = end(router, now, request_id)
             if completion is not None:
                 report(router.pool.id, completion)
-                self._settle(now, router)
+                self._settle(now, (router, outcomes))
                 return
 
     def _remember(self, request_id: str, pool: str, completion: Completion) -> None:
