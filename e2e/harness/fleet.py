@@ -17,7 +17,8 @@ from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard

@@ -149,7 +149,7 @@ class TestRouters:
         router = PoolRouter(builders.pool(2))
         metrics = Metrics(version="1", replica_id="router-0")
         metrics.set_pools([router.pool])
-        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
+        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a"))).answer
         assert isinstance(decision, Decision)
         observations = FanOut()
         metrics.subscribe(observations)

@@ -1,7 +1,8 @@
 """A picker with its observer and short ways to ask it: for the tests of the picker."""
 
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import Recorder, chat, pool
 

@@ -10,7 +10,8 @@ from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.envoy_messages import chat, crowded_pool, pool

@@ -29,7 +29,11 @@ from extproc.metrics_pages import completion
 
 
 def decision(number: int = 0) -> Decision:
-    outcome = PoolRouter(builders.pool(2)).on_request(0.0, builders.request(f"r-{number}", builders.text_of(1000, "a")))
+    outcome = (
+        PoolRouter(builders.pool(2))
+        .on_request(0.0, builders.request(f"r-{number}", builders.text_of(1000, "a")))
+        .answer
+    )
     assert isinstance(outcome, Decision)
     return outcome
 

@@ -68,7 +68,7 @@ async def test_metrics_page_has_counters_and_loads() -> None:
     router = PoolRouter(builders.pool(2))
     metrics = fresh()
     async with serving(router, metrics=metrics) as session:
-        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
+        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a"))).answer
         assert isinstance(decision, Decision)
         observations = FanOut()
         metrics.subscribe(observations)

@@ -4,7 +4,7 @@ import pytest
 
 from dualmap.requests import Usage
 from dualmap_extproc.request.ending import AccessLogEntry
-from dualmap_extproc.request.picker import Picked
+from dualmap_extproc.request.picked import Picked
 from dualmap_extproc.settings import Limits
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, pool

@@ -4,7 +4,7 @@ import pytest
 
 from dualmap.router import PoolRouter
 from dualmap_extproc.request.ending import AccessLogEntry
-from dualmap_extproc.request.picker import Waiting
+from dualmap_extproc.request.picked import Waiting
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 

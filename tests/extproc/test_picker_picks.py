@@ -10,7 +10,7 @@ from dualmap_edge import logs
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.body import may_go_on
 from dualmap_extproc.request.observations import Rejected, Routed, RoutedBodiless
-from dualmap_extproc.request.picker import Picked
+from dualmap_extproc.request.picked import Picked
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, logging_as_it_was, pool
 

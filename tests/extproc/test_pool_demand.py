@@ -14,7 +14,8 @@ from dualmap.scaling.shares import REMEMBERED_S
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.store.contract import Answer, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, Exchange

@@ -18,7 +18,8 @@ from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import MetadataError, Scaler, Trigger, read_trigger
 from dualmap_extproc.names import SCALER_SERVICE
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picker import Picked, Picker, Refused, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker, Refused
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers
 from dualmap_extproc.wire import external_scaler_pb2 as wire

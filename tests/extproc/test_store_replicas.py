@@ -14,7 +14,8 @@ from dualmap.receipt import Receipt
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
 from dualmap_extproc.request.observations import FanOut, Routed
-from dualmap_extproc.request.picker import Picked, Picker
+from dualmap_extproc.request.picked import Picked
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics

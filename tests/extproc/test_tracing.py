@@ -18,7 +18,8 @@ from dualmap_extproc.app import main as main_module
 from dualmap_extproc.app.main import router
 from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.observations import Arrival, FanOut, Observation, Rejected
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry import tracing as tracing_module
 from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, Tracing, tracing_to

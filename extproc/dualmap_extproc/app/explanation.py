@@ -13,7 +13,8 @@ from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.contract import Failure, Question, StoreError
 from dualmap_extproc.store.exchange import Teller, history_s

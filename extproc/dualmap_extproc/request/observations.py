@@ -3,11 +3,13 @@
 ``picker`` and ``transport.server`` report each event once, on the event loop. Metrics, autoscaling demand, the
 dashboard and tracing subscribe to the types they need. ``now`` is the event's time in monotonic seconds, ``pool`` the
 pool's ``namespace/name``. Loads are not reported: they are read from the pools' statuses (``Picker.statuses``).
+
+Observations are named tuples: as unchangeable as frozen dataclasses, and made in half the time. Every request makes
+about five.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from dualmap.requests import Completion, Decision, FirstToken
 from dualmap_edge.logs import get_logger
@@ -17,16 +19,14 @@ from dualmap_extproc.request.ending import Ending
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(NamedTuple):
     """When a request reached the router, and those of its headers that the picker keeps (``Picker.kept_headers``)."""
 
     at_s: float
     headers: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
+class Routed(NamedTuple):
     """A request with a prompt was sent to a member; ``queued_s`` is how long it was queued, None where it was not."""
 
     now: float
@@ -36,16 +36,14 @@ class Routed:
     queued_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedBodiless:
+class RoutedBodiless(NamedTuple):
     """A request without a prompt was sent to any member."""
 
     now: float
     pool: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
+class Rejected(NamedTuple):
     """The router answered a request with an error; ``pool`` is empty where it reached no pool.
 
     ``arrival`` is None for a request without a prompt. ``queued_s`` is as in Routed.
@@ -58,16 +56,14 @@ class Rejected:
     queued_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
+class Queued(NamedTuple):
     """A request waits in the router. Routed, Rejected or Abandoned follows."""
 
     now: float
     pool: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
+class Abandoned(NamedTuple):
     """The client of a queued request left before the request was routed or rejected."""
 
     now: float
@@ -76,16 +72,14 @@ class Abandoned:
     queued_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class Decided(NamedTuple):
     """Reading a body, choosing a member and building the answer took ``seconds`` of this process."""
 
     now: float
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstTokenSeen:
+class FirstTokenSeen(NamedTuple):
     """The first chunk of an event stream came back."""
 
     now: float
@@ -93,8 +87,7 @@ class FirstTokenSeen:
     first_token: FirstToken
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(NamedTuple):
     """A request that was sent to a member ended."""
 
     now: float
@@ -103,8 +96,7 @@ class Ended:
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expired:
+class Expired(NamedTuple):
     """A request was removed because nothing was heard of it within the time to live of requests in flight."""
 
     now: float
@@ -112,8 +104,7 @@ class Expired:
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """The engine reported how many prompt tokens it had cached, at a request's end or a little later."""
 
     now: float
@@ -121,8 +112,7 @@ class Measured:
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedElsewhere:
+class ServedElsewhere(NamedTuple):
     """Envoy reported that another member than the chosen one served a request."""
 
     now: float

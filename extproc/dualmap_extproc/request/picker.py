@@ -4,26 +4,24 @@ Synchronous, without gRPC, asyncio or a clock. ``stream`` asks for picks and rep
 reports how they ended, ``store`` brings other replicas' updates, and ``transport.server`` drives the deadlines. Each
 pool's ``dualmap.router.PoolRouter`` decides and keeps the accounts. Every event is reported as an observation.
 
-A pool's router may queue a request. Any call may release queued requests (a first token, a new member, the time), so
-after each call the picker takes the outcomes and resumes those requests.
+A pool's router may queue a request. A later event releases it (a first token, a new member, the time): the event's
+outcomes say so, and the picker resumes the stream that waits.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
-from dualmap.keys.sessions import session_key
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.news import News, SharedBinding
-from dualmap.requests import Completion, Decision, Held, PoolStatus, Refusal, Request, Usage
+from dualmap.requests import Completion, Effects, Held, Outcome, PoolStatus, Refusal, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.names import cluster_name
-from dualmap_extproc.request.body import read_body
+from dualmap_extproc.request.body import quoted_of, read_body, session_of
+from dualmap_extproc.request.ended import EndedRequests
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.request.observations import (
     Abandoned,
@@ -39,49 +37,25 @@ from dualmap_extproc.request.observations import (
     RoutedBodiless,
     ServedElsewhere,
 )
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.served_pools import Outcomes, ServedPools
 from dualmap_extproc.settings import Limits
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picked:
-    """Where a request goes. ``destination`` is ``ip:port[,ip:port]``, ``cluster`` the pool's cluster in Envoy.
+class _Queued:
+    """A queued request, its router, the time since which it waits, and the stream to resume.
 
-    ``request_id`` is empty for a request without a prompt, of which the router keeps no account. ``receipt`` is the
-    value of the decision header, None where the response gets none. ``decision`` is None without a prompt.
+    ``quoted`` is what a debug line may quote of it.
     """
 
-    destination: str
-    cluster: str
-    request_id: str = ""
-    receipt: str | None = None
-    decision: Decision | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A queued request. Its outcome comes by ``resume``, unless it is aborted first."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A request that asked for a pick: its arrival, what the log may quote, and where a late answer goes."""
-
+    router: PoolRouter
+    since_s: float
     arrival: Arrival
     quoted: Mapping[str, object]
     resume: Callable[[Picked | Refused], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Queued:
-    """A queued request, its router, and the time from which it is queued."""
-
-    asked: _Asked
-    router: PoolRouter
-    since_s: float
 
 
 class Picker:
@@ -106,35 +80,29 @@ class Picker:
         self._report = report
         self._id_prefix = id_prefix
         self._trace_headers = trace_headers
-        self._shares = shares
         self._log_prompts = log_prompts
         self._sequence = count()
-        self._routers: dict[str, PoolRouter] = {}
-        self._models: dict[str, PoolRouter] = {}
+        self._served = ServedPools(shares=shares)
         # The router of every request that is queued or in flight, by request id.
         self._owners: dict[str, PoolRouter] = {}
-        self._kept_headers = trace_headers
-        self._max_wait_s = 0.0
-        self._queues = True
         self._queued: dict[str, _Queued] = {}
+        self._ended = EndedRequests(limits.ended_requests)
         self._on_first_held: Callable[[], None] = lambda: None
-        # Ended requests whose usage the access log may still report, oldest first.
-        self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools as last given, in their order."""
-        return tuple(router.pool for router in self._routers.values())
+        return self._served.pools
 
     @property
     def max_wait_s(self) -> float:
         """The longest time that any pool lets a request queue."""
-        return self._max_wait_s
+        return self._served.max_wait_s
 
     @property
     def kept_headers(self) -> frozenset[str]:
         """The lower-case names of the headers that ``pick`` takes: the pools' session headers and the trace's."""
-        return self._kept_headers
+        return self._served.session_headers | self._trace_headers
 
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Replace the pools. Accounts of pools that stay are kept; those of removed pools are dropped.
@@ -142,38 +110,22 @@ class Picker:
         A model that two pools name belongs to the first; the pool files' reader refuses such files. Requests queued in
         a removed pool are rejected.
         """
-        routers: dict[str, PoolRouter] = {}
-        models: dict[str, PoolRouter] = {}
-        for given in pools:
-            pool = given if self._queues else given.never_holding()
-            router = self._routers.get(pool.id)
-            if router is None:
-                router = PoolRouter(pool, shares=self._shares)
-            elif router.pool != pool:
-                router.on_pool(now, pool)
-            routers[pool.id] = router
-            for name in (pool.model.name, *pool.model.aliases):
-                models.setdefault(name, router)
-        removed = self._routers.keys() - routers.keys()
-        self._routers, self._models = routers, models
-        self._max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
-        self._kept_headers = self._trace_headers.union(pool.routing.session.header.lower() for pool in pools)
+        removed, effects = self._served.replace(now, pools)
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
-            for request_id, queued in tuple(self._queued.items()):
-                pool_id = queued.router.pool.id
-                if pool_id in removed:
-                    refused, waited_s = no_endpoint(pool_id), now - queued.since_s
-                    self._resume(request_id, self._reject(now, refused, queued.asked.arrival, waited_s))
-        for router in routers.values():
-            self._settle(now, router)
+        for request_id, queued in tuple(self._queued.items()):
+            pool_id = queued.router.pool.id
+            if pool_id in removed:
+                refused = self._reject(now, no_endpoint(pool_id), queued.arrival, now - queued.since_s)
+                self._resume(request_id, refused)
+        self._settle(now, *effects)
 
     def hold_no_more(self, now: float) -> None:
         """Release what is queued and queue nothing any longer, since this router is about to end.
 
         Requests of a pool without members are rejected: another router, or a later try, may serve them.
         """
-        self._queues = False
+        self._served.queue_no_more()
         self.set_pools(now, self.pools)
 
     def pick(
@@ -195,7 +147,7 @@ class Picker:
         prompt = read_body(body)
         if isinstance(prompt, Refused):
             return self._reject(now, prompt, arrival)
-        router = self._models.get(prompt.model)
+        router = self._served.of_model(prompt.model)
         if router is None:
             return self._reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
@@ -206,21 +158,21 @@ class Picker:
             arrived_s=arrived_s,
             subset=subset,
             streamed=prompt.streamed,
-            session=self._session(headers.get(pool.routing.session.header.lower()) or prompt.session, root),
+            session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
         )
-        quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
-        asked = _Asked(arrival=arrival, quoted=quoted, resume=resume)
+        quoted = quoted_of(prompt, headers, self._limits) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
-        decision = router.on_request(now, request)
+        decision, outcomes = router.on_request(now, request)
         if isinstance(decision, Held):
-            return self._hold(now, request.id, _Queued(asked=asked, router=router, since_s=now))
-        answer = self._answer(now, pool, decision, asked)
-        self._settle(now, router)
+            queued = _Queued(router=router, since_s=now, arrival=arrival, quoted=quoted, resume=resume)
+            return self._queue(now, request.id, queued, outcomes)
+        answer = self._answer(now, pool, decision, arrival, quoted)
+        self._settle(now, (router, outcomes))
         return answer
 
     def pick_bodiless(self, now: float, subset: frozenset[str] | None) -> Picked | Refused:
         """Choose any member for a request without a prompt: of the first pool that has one."""
-        for router in self._routers.values():
+        for router in self._served:
             endpoints = router.any_endpoints(subset)
             if endpoints:
                 pool = router.pool
@@ -235,10 +187,12 @@ class Picker:
     def first_token(self, now: float, request_id: str) -> None:
         """Record that the first chunk of a request's event stream came back."""
         router = self._owners.get(request_id)
-        first_token = None if router is None else router.on_first_token(now, request_id)
-        if router is not None and first_token is not None:
+        if router is None:
+            return
+        first_token, outcomes = router.on_first_token(now, request_id)
+        if first_token is not None:
             self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
-            self._settle(now, router)
+        self._settle(now, (router, outcomes))
 
     def heard(self, now: float, request_id: str) -> None:
         """Record that a request's response continues, so that the request does not expire."""
@@ -249,43 +203,30 @@ class Picker:
     def served(self, now: float, request_id: str, endpoint: str) -> None:
         """Record the endpoint that served a request, as Envoy reports it."""
         router = self._owners.get(request_id)
-        if router is not None and router.on_served(now, request_id, endpoint):
+        if router is None:
+            return
+        elsewhere, outcomes = router.on_served(now, request_id, endpoint)
+        if elsewhere:
             self._report(ServedElsewhere(now=now, pool=router.pool.id))
-            self._settle(now, router)
+        self._settle(now, (router, outcomes))
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Close a request whose response is complete. Usage may come now, later, or never."""
-        router = self._owners.get(request_id)
-        completion = None if router is None else router.on_finished(now, request_id, usage)
-        if router is None or completion is None:
+        if not self._end(now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED):
             self._measure(now, request_id, usage)
-            return
-        del self._owners[request_id]
-        pool = router.pool.id
-        self._report(Ended(now=now, pool=pool, ending=Ending.FINISHED, completion=completion))
-        if completion.measured_cached_tokens is None:
-            self._remember(pool, completion)
-        else:
-            self._report(Measured(now=now, pool=pool, completion=completion))
-        self._settle(now, router)
 
     def rejected(self, now: float, request_id: str) -> None:
         """Close a request that the engine rejected: it prefilled no more of it than of an aborted one."""
-        self._leave(now, request_id, PoolRouter.on_aborted, Ending.REJECTED)
+        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.REJECTED)
 
     def aborted(self, now: float, request_id: str) -> None:
         """Close a request that was cancelled or broke off; a queued one leaves its queue."""
         queued = self._queued.pop(request_id, None)
-        if self._leave(now, request_id, PoolRouter.on_aborted, Ending.ABORTED) or queued is None:
-            return
-        router, arrival = queued.router, queued.asked.arrival
-        self._owners.pop(request_id, None)
-        self._report(Abandoned(now=now, pool=router.pool.id, arrival=arrival, queued_s=now - queued.since_s))
-        self._settle(now, router)
+        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, queued)
 
     def failed(self, now: float, request_id: str) -> None:
         """Close a request that its member failed to serve."""
-        self._leave(now, request_id, PoolRouter.on_failed, Ending.FAILED)
+        self._end(now, request_id, lambda router: router.on_failed(now, request_id), Ending.FAILED)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
         """Close a request by its entry in Envoy's access log; ids that are unknown or already closed are ignored."""
@@ -294,38 +235,36 @@ class Picker:
             return
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
-        if entry.ending is Ending.FINISHED:
-            self.finished(now, entry.request_id, entry.usage)
-        elif entry.ending is Ending.REJECTED:
-            self.rejected(now, entry.request_id)
-        else:
-            end = self.failed if entry.ending is Ending.FAILED else self.aborted
-            end(now, entry.request_id)
-            # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
-            self._measure(now, entry.request_id, entry.usage)
+        match entry.ending:
+            case Ending.FINISHED:
+                self.finished(now, entry.request_id, entry.usage)
+            case Ending.REJECTED:
+                self.rejected(now, entry.request_id)
+            case Ending.ABORTED | Ending.FAILED:
+                end = self.failed if entry.ending is Ending.FAILED else self.aborted
+                end(now, entry.request_id)
+                # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
+                self._measure(now, entry.request_id, entry.usage)
 
     def take_news(self, now: float) -> tuple[tuple[str, News], ...]:
         """Return each pool's id and the replication update that this replica has for the others."""
-        return tuple((name, router.take_news(now)) for name, router in self._routers.items())
+        return tuple((router.pool.id, router.take_news(now)) for router in self._served)
 
     def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
         """Apply replica ``peer``'s update about a pool, ``age_s`` old; pools that are not served here are ignored."""
-        router = self._routers.get(pool)
+        router = self._served.router(pool)
         if router is not None:
-            router.on_news(now, peer, news, age_s)
-            self._settle(now, router)
+            self._settle(now, (router, router.on_news(now, peer, news, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         """Apply what the store has of a pool's sessions."""
-        router = self._routers.get(pool)
+        router = self._served.router(pool)
         if router is not None:
             router.on_bindings(now, bindings)
-            self._settle(now, router)
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``on_deadline`` is due next, or None."""
-        deadlines = [router.next_deadline() for router in self._routers.values()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        return self._served.next_deadline()
 
     @property
     def holding(self) -> bool:
@@ -338,35 +277,33 @@ class Picker:
 
     def on_deadline(self, now: float) -> None:
         """Do what is due: release or reject queued requests, and expire requests of which nothing was heard."""
-        for router in tuple(self._routers.values()):
-            for completion in router.on_deadline(now):
+        for router in self._served:
+            expired, outcomes = router.on_deadline(now)
+            for completion in expired:
                 del self._owners[completion.request_id]
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
-            self._settle(now, router)
+            self._settle(now, (router, outcomes))
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolStatus, ...]:
         """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
-        return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
-
-    def _session(self, name: str, root: int) -> int | None:
-        """Return the session that a request names; None for a name that is empty or too long."""
-        return session_key(name, root) if 0 < len(name) <= self._limits.session_characters else None
-
-    def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
-        """Return what a debug line quotes of a request."""
-        text = prompt.text.decode("utf-8", "replace")[: self._limits.quoted_characters]
-        return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}
+        return self._served.statuses(pools)
 
     def _answer(
-        self, now: float, pool: Pool, outcome: Decision | Refusal, asked: _Asked, queued_s: float | None = None
+        self,
+        now: float,
+        pool: Pool,
+        outcome: Outcome,
+        arrival: Arrival,
+        quoted: Mapping[str, object],
+        queued_s: float | None = None,
     ) -> Picked | Refused:
         """Report the outcome of a pool's router; return it as the stream's answer."""
         if isinstance(outcome, Refusal):
             del self._owners[outcome.request_id]
-            return self._reject(now, refused_by_router(pool.id, outcome), asked.arrival, queued_s)
-        self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=asked.arrival, queued_s=queued_s))
+            return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s)
+        self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=arrival, queued_s=queued_s))
         if _log.debugging:
-            _log.debug("Routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **asked.quoted)
+            _log.debug("Routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
         return Picked(
             destination=outcome.destination,
             cluster=cluster_name(pool.namespace, pool.name),
@@ -380,11 +317,16 @@ class Picker:
         self._report(Rejected(now=now, pool=refused.pool, refused=refused, arrival=arrival, queued_s=queued_s))
         return refused
 
-    def _hold(self, now: float, request_id: str, queued: _Queued) -> Picked | Refused | Waiting:
-        """Keep a queued request until its router decides, which the router may have done meanwhile."""
+    def _queue(
+        self, now: float, request_id: str, queued: _Queued, outcomes: tuple[Outcome, ...]
+    ) -> Picked | Refused | Waiting:
+        """Keep a queued request until its router decides; resume the others that its arrival released.
+
+        A resumed stream may call the picker again and release this request, too: then its answer is returned.
+        """
         at_once: list[Picked | Refused] = []
-        self._queued[request_id] = replace(queued, asked=replace(queued.asked, resume=at_once.append))
-        self._settle(now, queued.router)
+        self._queued[request_id] = replace(queued, resume=at_once.append) if outcomes else queued
+        self._settle(now, (queued.router, outcomes))
         if at_once:
             return at_once[0]
         self._queued[request_id] = queued
@@ -395,49 +337,55 @@ class Picker:
             _log.debug("Queued", request_id=request_id, pool=queued.router.pool.id)
         return Waiting(request_id=request_id)
 
-    def _settle(self, now: float, router: PoolRouter) -> None:
-        """Resume the queued requests that a router has decided on."""
-        if not self._queued:
-            return
+    def _settle(self, now: float, *effects: Outcomes) -> None:
+        """Resume the queued requests that routers released or rejected."""
         answers: list[tuple[str, Picked | Refused]] = []
-        for outcome in router.take_outcomes():
-            queued = self._queued[outcome.request_id]
-            answer = self._answer(now, router.pool, outcome, queued.asked, now - queued.since_s)
-            answers.append((outcome.request_id, answer))
-        # All accounts are opened before the first stream resumes: a resumed stream may call the picker.
+        for router, outcomes in effects:
+            for each in outcomes:
+                queued = self._queued[each.request_id]
+                waited_s = now - queued.since_s
+                answer = self._answer(now, router.pool, each, queued.arrival, queued.quoted, waited_s)
+                answers.append((each.request_id, answer))
+        # All are reported before the first is resumed: a stream that is resumed may call the picker again.
         for request_id, answer in answers:
             self._resume(request_id, answer)
 
     def _resume(self, request_id: str, answer: Picked | Refused) -> None:
         queued = self._queued.pop(request_id, None)
         if queued is not None:
-            queued.asked.resume(answer)
+            queued.resume(answer)
 
-    def _leave(
+    def _end(
         self,
         now: float,
         request_id: str,
-        end: Callable[[PoolRouter, float, str], Completion | None],
+        end: Callable[[PoolRouter], Effects[Completion | None]],
         ending: Ending,
+        queued: _Queued | None = None,
     ) -> bool:
-        """Close a request that did not finish, and report it; return whether it was in flight."""
-        router = self._owners.get(request_id)
-        completion = None if router is None else end(router, now, request_id)
-        if router is None or completion is None:
-            return False
-        del self._owners[request_id]
-        self._report(Ended(now=now, pool=router.pool.id, ending=ending, completion=completion))
-        self._settle(now, router)
-        return True
+        """End a request at its router and report it; return whether it was in flight.
 
-    def _remember(self, pool: str, completion: Completion) -> None:
-        self._ended[completion.request_id] = (pool, completion)
-        if len(self._ended) > self._limits.ended_requests:
-            self._ended.popitem(last=False)
+        One that was taken out of its queue may be in flight: released a moment ago, and its stream not yet resumed.
+        """
+        router = self._owners.get(request_id)
+        if router is None:
+            return False
+        pool, (completion, outcomes) = router.pool.id, end(router)
+        if completion is not None:
+            del self._owners[request_id]
+            self._report(Ended(now=now, pool=pool, ending=ending, completion=completion))
+            if completion.measured_cached_tokens is not None:
+                self._report(Measured(now=now, pool=pool, completion=completion))
+            elif ending is Ending.FINISHED:
+                self._ended.add(pool, completion)
+        elif queued is not None:
+            del self._owners[request_id]
+            self._report(Abandoned(now=now, pool=pool, arrival=queued.arrival, queued_s=now - queued.since_s))
+        self._settle(now, (router, outcomes))
+        return completion is not None
 
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Report the engine's measurement for a request that had ended before its usage was known."""
-        pool, completion = self._ended.pop(request_id, ("", None))
-        if completion is not None and usage is not None and usage.cached_tokens is not None:
-            measured = replace(completion, measured_cached_tokens=usage.cached_tokens)
-            self._report(Measured(now=now, pool=pool, completion=measured))
+        measured = self._ended.measure(request_id, usage)
+        if measured is not None:
+            self._report(Measured(now=now, pool=measured[0], completion=measured[1]))

@@ -33,7 +33,8 @@ from dualmap_extproc.names import DECISION_HEADER
 from dualmap_extproc.request.body import may_go_on
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead, read_response
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import answers
 from dualmap_extproc.wire import ext_proc_pb2 as wire

@@ -1,4 +1,4 @@
-"""A request that was handed over to its instance and has not ended: a line in the books of ``ledger``."""
+"""A request that was sent to a member and has not ended."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,22 +8,22 @@ from dualmap.requests import Completion, Usage
 
 
 class Stage(Enum):
-    """What an instance is believed to do with a request."""
+    """What a member is believed to do with a request."""
 
     PENDING = "its prefill has not ended"
     DECODING = "its answer is generated"
-    SILENT = "nothing, since nothing was heard of it for long: its end must have been missed"
+    SILENT = "nothing: no report of it came for so long that its end must have been missed"
 
 
 @dataclass(slots=True)
-class Entry:
-    """One live request.
+class InFlightRequest:
+    """A request in flight, as the ledger records it.
 
-    ``compute_s`` is what computing the uncached part of its prompt was expected to take. The end of a prefill is seen
-    only when the answer is ``streamed``; otherwise it is taken to end when it should. ``prefilled`` says that it was
-    seen to end, or taken to by that rule; one of which nothing was heard may be believed to be past it all the same
-    (``stage``). ``silent_since_s`` is when it was last heard of, or began to be decoded. ``alone`` says that no other
-    replica had prefills at the instance when this one was handed over.
+    ``compute_s`` is the expected time to compute the uncached part of its prompt. The router sees the end of a prefill
+    only when the answer is ``streamed``; otherwise it assumes that the prefill ends on time. ``prefilled`` is set when
+    the end was seen or assumed by that rule. A request without reports may reach a later ``stage`` without it.
+    ``silent_since_s`` is the time of the last report, or of the beginning of decoding. ``alone`` says that no other
+    replica had prefills at the member when this request was dispatched.
     """
 
     request_id: str
@@ -44,11 +44,11 @@ class Entry:
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens the instance has to compute."""
+        """Prompt tokens that the member has to compute."""
         return self.chain.tokens - self.matched_tokens
 
     def completion(self, usage: Usage | None) -> Completion:
-        """Return what is told of the request when its books are closed, with the engine's counts where known."""
+        """Return the completion that reports the request's end, with the engine's token counts where known."""
         return Completion(
             request_id=self.request_id,
             member=self.member,
