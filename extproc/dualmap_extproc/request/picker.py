@@ -79,7 +79,7 @@ class Picker:
         self._limits = limits
         self._report = report
         self._id_prefix = id_prefix
-        self._trace_headers = trace_headers
+        self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
         self._sequence = count()
         self._served = ServedPools(shares=shares)
@@ -102,7 +102,7 @@ class Picker:
     @property
     def kept_headers(self) -> frozenset[str]:
         """The lower-case names of the headers that ``pick`` takes: the pools' session headers and the trace's."""
-        return self._served.session_headers | self._trace_headers
+        return self._kept_headers
 
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Replace the pools. Accounts of pools that stay are kept; those of removed pools are dropped.
@@ -111,6 +111,7 @@ class Picker:
         a removed pool are rejected.
         """
         removed, effects = self._served.replace(now, pools)
+        self._kept_headers = self._served.session_headers | self._trace_headers
         if removed:
             self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
         for request_id, queued in tuple(self._queued.items()):
