@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from dualmap_extproc.transport import server
-from dualmap_extproc.transport.server import keep_deadlines
+from dualmap_extproc.transport.deadlines import keep_deadlines
 from extproc.envoy_messages import (
     BUFFERED,
     DUPLEX,
