@@ -6,7 +6,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from dualmap_extproc.transport import server
+from dualmap_extproc.transport import deadlines
 from dualmap_extproc.transport.deadlines import keep_deadlines
 from extproc.envoy_messages import (
     BUFFERED,
@@ -139,7 +139,7 @@ async def test_deadlines_are_kept():
 
 
 async def test_a_deadline_is_waited_for_and_a_first_held_request_noticed_at_once(monkeypatch):
-    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     task = asyncio.create_task(keep_deadlines(clockwork))
     await clockwork.asked.wait()
@@ -151,7 +151,7 @@ async def test_a_deadline_is_waited_for_and_a_first_held_request_noticed_at_once
 
 
 async def test_while_requests_are_held_deadlines_that_appear_are_noticed_by_themselves(monkeypatch):
-    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     clockwork.holding = True
     task = asyncio.create_task(keep_deadlines(clockwork))
@@ -164,8 +164,8 @@ async def test_while_requests_are_held_deadlines_that_appear_are_noticed_by_them
 
 
 async def test_a_deadline_that_does_not_go_away_does_not_keep_the_loop_busy(monkeypatch):
-    monkeypatch.setattr(server, "_DEADLINE_PAUSE_S", 3600.0)
-    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+    monkeypatch.setattr(deadlines, "_PAUSE_S", 3600.0)
+    monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     clockwork.deadline_s, clockwork.goes_away = 0.0, False
     task = asyncio.create_task(keep_deadlines(clockwork))

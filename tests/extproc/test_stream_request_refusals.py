@@ -162,7 +162,7 @@ def test_no_pools_at_all(config):
 @pytest.mark.parametrize(
     ("headers", "said"),
     [
-        ({"content_encoding": "gzip"}, "content-encoding gzip is not supported: send the body plain"),
+        ({"content_encoding": "gzip"}, "content-encoding gzip is not supported: send the body uncompressed"),
         ({"Content_Encoding": "identity, BR"}, "content-encoding identity, br is not supported"),
         ({"content_encoding": "x" * 5000}, "..."),
         ({"content_type": "Multipart/Form-Data; boundary=x"}, "content-type multipart/form-data is not supported"),

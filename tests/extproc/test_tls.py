@@ -19,8 +19,8 @@ from grpc_health.v1.health import aio as health_aio
 from certificates import Authority, mount_pair, write_pair
 from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_credentials
 
-TAKEN_UP = "changed certificate files taken up"
-REFUSED = "certificate files refused, the last good ones serve on"
+TAKEN_UP = "Loaded changed certificate files"
+REFUSED = "Keeping last valid certificates"
 
 
 class Serving:
@@ -105,7 +105,7 @@ def test_off_is_plain_text() -> None:
 
 
 def test_a_client_ca_in_plain_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TlsError, match="--tls-client-ca: means nothing in plain text; give --tls"):
+    with pytest.raises(TlsError, match="--tls-client-ca: requires TLS; also give --tls"):
         server_credentials("off", tmp_path)
 
 

@@ -1,33 +1,33 @@
-"""How a request ended, as its HTTP status tells: one rule for ``stream``, which sees the response, and ``access_log``.
+"""How a request ended according to its HTTP status: one rule for ``response`` and the access log.
 
-``picker`` closes a request's books by it, and ``metrics`` counts each kind by its name.
+``picker`` updates its accounts by it, and ``metrics`` counts requests by it.
 """
 
 from enum import Enum
 from typing import Final
 
-# Statuses below 500 by which an instance says that it is slow or full, not that the request is wrong.
+# Statuses below 500 that report a slow or saturated member, not a faulty request.
 _OVERLOAD_STATUSES: Final = (408, 429)
 
 
 class Ending(Enum):
-    """What became of a request that an instance was chosen for."""
+    """How a dispatched request ended."""
 
     FINISHED = "finished"
-    """The engine did what it was asked, and the response is complete."""
+    """The engine served the request, and the response is complete."""
     REJECTED = "rejected"
-    """The engine did not take the request, which it says is wrong; nothing was prefilled."""
+    """The engine rejected the request as faulty; nothing was prefilled."""
     ABORTED = "aborted"
-    """Cancelled by the client, broken off for no fault of the instance's, or put off by one that is full."""
+    """The client cancelled, the response broke off without a fault of the member, or the member was saturated."""
     FAILED = "failed"
-    """The instance failed: it answered 5xx, refused the connection, or broke off."""
+    """The member failed: it answered 5xx, refused the connection, or broke off."""
 
 
 def ending_of(status: int | None) -> Ending:
-    """Return what a response's HTTP status says; None stands for a response that had none.
+    """Return how a request ended by the HTTP status of its response; None stands for a response without a status.
 
-    Success (2xx) and redirection (3xx) is what was asked for; 4xx other than 408 and 429 is the client's doing; 5xx is
-    the instance's. Envoy answers 503 for an instance that it cannot reach or that breaks off before its response.
+    2xx and 3xx count as finished, 4xx as rejected except 408 and 429, and 5xx as failed. Envoy itself answers 503 for a
+    member that it cannot reach, or that breaks off before its response.
     """
     if status is None:
         return Ending.ABORTED
