@@ -108,7 +108,7 @@ async def test_server_invalid_protobuf_ends_only_its_stream(router, caplog):
 
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "Unexpected" not in caplog.text
-    await test_a_request_from_its_headers_to_the_first_chunk(router)
+    await test_server_request_is_served_to_its_first_chunk(router)
 
 
 async def test_server_complete_body_is_routed_after_silence(router):

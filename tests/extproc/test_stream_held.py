@@ -1,4 +1,4 @@
-"""Requests that are held: nothing is said before they are released, then everything, whatever arrived meanwhile."""
+"""Queued requests: the stream answers nothing until they are released, then all messages in order."""
 
 import json
 
@@ -167,7 +167,7 @@ def test_stream_closed_while_queued_leaves_the_queue(config, cancelled):
 
 @every_mode
 def test_stream_response_before_request_leaves_no_queued_request(config):
-    """No Envoy sends it; whatever it says, an end of the stream gives up the place."""
+    """Envoy sends no such response; the end of the stream still takes the request out of the queue."""
     crowd = Crowd()
     crowd.talk.send(response_headers(200))
     crowd.talk.send(request_body(SHORT))
@@ -181,7 +181,7 @@ def test_stream_response_before_request_leaves_no_queued_request(config):
 
 @every_mode
 def test_stream_response_while_queued_leaves_the_queue(config):
-    """As when a time limit of its own is over: the response it made passes us like any other."""
+    """As after a timeout in Envoy: its own response passes through the stream like any other."""
     crowd = Crowd()
     crowd.hold(config)
 
@@ -259,7 +259,7 @@ steps = st.tuples(st.integers(0, 4), st.one_of(whole, whole, st.lists(messages, 
 
 @given(st.lists(steps, max_size=30), st.sampled_from([0, 1, 3]), st.sampled_from([5.0, 1000.0]), st.booleans())
 def test_stream_any_steps_with_queueing_leave_nothing(steps, max_held, max_wait_s, empty):
-    """Each request gets one answer or none, none after its client has gone, and nothing is left of it."""
+    """Each request gets at most one pick, none after its stream is closed, and nothing of it stays in the picker."""
     queue = {"max_held": max_held, "max_wait_s": max_wait_s, "hold_when_empty": True}
     talk = Conversation(crowded_pool(members=0 if empty else 2, **queue))
     streams = [Conversation(picker=talk.picker) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Any messages in any order: the machine never raises, answers what it must, and leaves nothing in the books."""
+"""Any messages in any order: the stream never raises, and the picker keeps no request after its end."""
 
 from google.protobuf.message import DecodeError
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Requests on a stream that are refused, and odd ones that are not: bodies, limits, encodings, empty pools."""
+"""Requests that a stream refuses, and odd ones that it routes: bodies, limits, encodings, empty pools."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Requests on a stream whose bodies stall or whose end is never said: how long they are waited for, and what then."""
+"""Requests whose bodies stall or whose end Envoy does not report: when and how the stream decides."""
 
 import pytest
 
@@ -72,7 +72,7 @@ def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingRespons
     ],
 )
 def test_stalled_body_is_decided_before_envoy_times_out(length, half):
-    """Envoy's own patience is the pools' longest wait and 15 s (``envoy.filters``), anew with each message."""
+    """Envoy waits for the pools' longest queue.maxWait and 15 s, starting again with each message."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT, content_length=length))
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_stalled_body_time_follows_the_longest_max_wait():
     [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'"text"', b"5", b"\x1f\x8b\x08", b'{"model": "m"}}', b"{}"],
 )
 def test_paused_body_that_cannot_be_completed_is_refused(body):
-    """An HTTP/2 request with trailers: neither its end nor its trailers are said before the headers are answered."""
+    """Of an HTTP/2 request with trailers, Envoy reports no end before the headers are answered."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(body, end=False))
 

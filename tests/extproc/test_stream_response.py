@@ -1,4 +1,4 @@
-"""The response's half of the stream machine: the receipt, the first token, and how a request leaves the books."""
+"""The response half of a stream: the receipt, the first token, and the end of the request."""
 
 import pytest
 
