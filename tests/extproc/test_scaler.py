@@ -21,7 +21,8 @@ from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import Picked, Waiting
 from dualmap_extproc.request.picker import Picker, Refused
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers
+from dualmap_extproc.transport.processor import ExternalProcessor
+from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.wire import external_scaler_pb2 as wire
 from extproc.envoy_messages import crowded_pool
 from waiting import until

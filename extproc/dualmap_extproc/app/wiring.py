@@ -39,7 +39,9 @@ from dualmap_extproc.telemetry.dashboard.snapshot import Source
 from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers, keep_deadlines
+from dualmap_extproc.transport.deadlines import keep_deadlines
+from dualmap_extproc.transport.processor import ExternalProcessor
+from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.transport.tls import TlsError, server_credentials
 
 
