@@ -16,7 +16,7 @@ def test_the_first_to_open_is_the_first_of_all(seed: int) -> None:
     engine = Engine(prefill_tokens_per_second=1000.0, kv_tokens=20_000)
     routing = Routing(policy="round_robin", queue=Queue(dispatch_window_s=1.0, max_wait_s=1e9, max_held=10_000))
     router = PoolRouter(replace(pool(16, routing=routing, engine=engine)))
-    loads = dict(router._fleet._ledger.loads())
+    loads = dict(router._fleet._ledger.loads)
     seen = 0
     for number in range(600):
         now += chance.uniform(0.0, 0.5)
