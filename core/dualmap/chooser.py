@@ -24,9 +24,9 @@ from dualmap.requests import Request
 class Chooser:
     """Chooses for one pool; it remembers which prefixes are hot and where sessions have their KV."""
 
-    def __init__(self, pool: Pool, fleet: Fleet, *, shares: bool) -> None:
+    def __init__(self, pool: Pool, fleet: Fleet, *, replicated: bool) -> None:
         self._fleet = fleet
-        self.sessions = SessionTable(pool.routing.session.ttl_s, shares=shares)
+        self.sessions = SessionTable(pool.routing.session.ttl_s, replicated=replicated)
         self._sequence = 0
         self._pool = pool
         self._pool_id = pool.id

@@ -16,20 +16,20 @@ from dualmap.queue.rebalance import REBALANCED, relieve
 from dualmap.queue.request_queue import QueuedRequest, RequestQueue
 from dualmap.receipt import Key
 from dualmap.replicas.news import Placement
-from dualmap.requests import Decision, Effects, Held, Outcome, Reason, Refusal, Request
+from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request
 
 
 class Dispatcher:
     """Sends the requests of one pool to their members, and queues them while those are saturated.
 
-    ``shares`` makes it keep for ``take_placements`` where prompts were sent, for other replicas.
+    ``replicated`` makes it keep for ``take_placements`` where prompts were sent, for other replicas.
     """
 
-    def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, shares: bool) -> None:
+    def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, replicated: bool) -> None:
         self._pool = pool
         self._fleet = fleet
         self._chooser = chooser
-        self._shares = shares
+        self._replicated = replicated
         self._placements: list[Placement] = []
         self._queue = RequestQueue(fleet.queue)
         # When `release_all` was last called: an opening before that is kept closed by a stall.
@@ -49,7 +49,7 @@ class Dispatcher:
         """Take a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
         self._pool = pool
 
-    def place(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
+    def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Send a new request to its member, queue it, or reject it."""
         outcomes: list[Outcome] = []
         self._place(now, request, None, outcomes)
@@ -57,7 +57,7 @@ class Dispatcher:
             return Effects(outcomes[0])
         own = [each for each in outcomes if each.request_id == request.id]
         others = tuple([each for each in outcomes if each.request_id != request.id])
-        return Effects(own[0] if own else Held(request_id=request.id), others)
+        return Effects(own[0] if own else Queued(request_id=request.id), others)
 
     def release(self, now: float, member: str) -> tuple[Outcome, ...]:
         """Dispatch a member's queued requests for as long as it can take them."""
@@ -197,7 +197,7 @@ class Dispatcher:
         self._chooser.bind(now, self._fleet.dispatched(now, queued))
         endpoint = self._fleet.endpoint(queued.member)
         assert endpoint is not None, "requests are placed at members"
-        if self._shares and queued.new_tokens >= chain.block_tokens:
+        if self._replicated and queued.new_tokens >= chain.block_tokens:
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
         # Envoy tries the other member of the pair when the chosen one refuses the connection.
         others = [self._fleet.endpoint(each) for each in pair if each != queued.member]
@@ -207,8 +207,8 @@ class Dispatcher:
             receipt=queued.receipt,
         )
 
-    def _rejection(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Refusal:
-        return Refusal(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
+    def _rejection(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Rejection:
+        return Rejection(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
 
     def _withdraw(self, queued: QueuedRequest) -> None:
         """Take a request out of its member's queue, and back what the member was to have cached."""

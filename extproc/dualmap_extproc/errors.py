@@ -10,7 +10,7 @@ from typing import assert_never
 
 import orjson
 
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 
 # A client that is told to come back waits no longer than any pool lets a request wait (the schema's bound of maxWait).
 _RETRY_AFTER_MAX_S = 600
@@ -96,7 +96,7 @@ def no_endpoint(pool: str, *, retry_after_s: float | None = None) -> Refused:
     return Refused(status=503, code=Reason.NO_ENDPOINT.value, message=message, retry_after_s=wait_s, pool=pool)
 
 
-def refused_by_router(pool: str, refusal: Refusal) -> Refused:
+def refused_by_router(pool: str, refusal: Rejection) -> Refused:
     """Answer for ``pool``'s router: 503 where no member may take the request, 429 where it may not wait (longer)."""
     match refusal.reason:
         case Reason.NO_ENDPOINT:

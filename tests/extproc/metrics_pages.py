@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import builders
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.receipt import Key, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus
+from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolSnapshot
 from dualmap_extproc.errors import model_not_found, no_endpoint
 from dualmap_extproc.telemetry.metrics import Metrics
 
@@ -39,7 +39,7 @@ def completion(member: str = "m-0", *, measured: int | None = None) -> Completio
     return Completion(member=member, predicted_cached_tokens=60, measured_cached_tokens=measured)
 
 
-def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
+def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
     endpoints = tuple(
         EndpointStatus(
             id=f"m-{n}",
@@ -58,7 +58,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
         )
         for n, state in enumerate(states)
     )
-    return PoolStatus(
+    return PoolSnapshot(
         pool=pool,
         ring_version=7,
         held=13,
@@ -76,11 +76,11 @@ def metrics(*pools: Pool) -> Metrics:
     return made
 
 
-def families(made: Metrics, *statuses: PoolStatus) -> list[Metric]:
+def families(made: Metrics, *statuses: PoolSnapshot) -> list[Metric]:
     return list(text_string_to_metric_families(made.render(statuses, made.signals(statuses)).decode()))
 
 
-def samples(made: Metrics, *statuses: PoolStatus) -> dict[str, float]:
+def samples(made: Metrics, *statuses: PoolSnapshot) -> dict[str, float]:
     """Every sample as ``name{label=value,...}`` with sorted labels."""
     found = {}
     for family in families(made, *statuses):

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap_extproc.errors import (
     Refused,
     body_too_large,
@@ -53,7 +53,7 @@ def test_retry_after_is_sent_where_waiting_helps(retry_after_s, header):
 )
 @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
 def test_who_may_not_wait_is_told_to_come_back_after_whole_seconds(reason, retry_after_s, said):
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=reason, retry_after_s=retry_after_s))
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=reason, retry_after_s=retry_after_s))
 
     assert (refused.status, refused.code, refused.pool) == (429, reason.value, "llm/p")
     assert refused.retry_after_s == said
@@ -61,13 +61,13 @@ def test_who_may_not_wait_is_told_to_come_back_after_whole_seconds(reason, retry
 
 
 def test_where_there_is_no_member_nobody_knows_when_to_come_back():
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT))
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT))
 
     assert refused == no_endpoint("llm/p")
     assert refused.retry_after_s is None
 
 
 def test_where_an_instance_may_come_the_client_is_told_to_come_back():
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
 
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_endpoint", 3)

@@ -6,7 +6,7 @@ import pytest
 
 import builders
 from dualmap.pools.pool import Member
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap.router import PoolRouter
 from dualmap_extproc.envoy.access_log.sink import AccessLogObserver
 from dualmap_extproc.envoy.discovery.service import DiscoveryObserver
@@ -114,7 +114,7 @@ class TestCounting:
     @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
     def test_requests_that_may_not_wait_are_counted_by_why(self, reason: Reason) -> None:
         made = metrics()
-        made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+        made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert samples(made)[f"dualmap_refused_requests_total{{code={reason.value},pool={POOL}}}"] == 1
         assert made.traffic(POOL).refused == 1
 

@@ -62,7 +62,7 @@ class Router:
         metrics = Metrics(version="1", replica_id=name, demand=demand)
         metrics.set_pools((pool,))
         self.traffic = demand
-        self.picker = Picker(Limits(), metrics, id_prefix=name, shares=store is not None)
+        self.picker = Picker(Limits(), metrics, id_prefix=name, replicated=store is not None)
         self.picker.on_held(demand.held)
         self.picker.set_pools(clock(), (pool,))
         self.demand = PoolDemand(demand, self.picker.statuses, shares=store is not None, clock=clock)

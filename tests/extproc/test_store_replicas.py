@@ -53,7 +53,7 @@ class Router:
         self.demand = Demand()
         self.observer = Observer(name, self.demand)
         self.observer.set_pools((pool,))
-        self.picker = Picker(Limits(), self.observer, id_prefix=name, shares=True)
+        self.picker = Picker(Limits(), self.observer, id_prefix=name, replicated=True)
         self.clock = asyncio.get_running_loop().time
         self.picker.set_pools(self.clock(), (pool,))
         store = RedisStore(target_of(RedisSettings(url=server.url)))

@@ -46,11 +46,11 @@ def session_key(name: str, root: int) -> int:
 
 
 class SessionTable:
-    """The bindings this router knows; ``shares`` has it keep what ``take_changes`` and ``take_wanted`` return."""
+    """The bindings this router knows; ``replicated`` has it keep what ``take_changes`` and ``take_wanted`` return."""
 
-    def __init__(self, ttl_s: float, *, shares: bool) -> None:
+    def __init__(self, ttl_s: float, *, replicated: bool) -> None:
         self.ttl_s = ttl_s
-        self._shares = shares
+        self._replicated = replicated
         self._bindings: OrderedDict[int, Binding] = OrderedDict()
         self._changed: dict[int, None] = {}
         self._wanted: dict[int, None] = {}
@@ -62,7 +62,7 @@ class SessionTable:
         """Return a session's binding; an unknown one is remembered as wanted."""
         binding = self._bindings.get(session)
         if binding is None or now - binding.used_s > self.ttl_s:
-            if self._shares:
+            if self._replicated:
                 self._wanted[session] = None
             return None
         return binding
@@ -81,7 +81,7 @@ class SessionTable:
                 known.version += 1
             known.tokens, known.used_s, known.hint_tokens = tokens, now, 0
             self._bindings.move_to_end(session)
-        if self._shares:
+        if self._replicated:
             self._changed[session] = None
 
     def adopt(self, now: float, shared: SharedBinding, *, hinted: bool) -> None:
@@ -95,7 +95,7 @@ class SessionTable:
             return
         if known is not None and known.host != shared.host and hinted and now - known.guessed_s < GUESS_S:
             known.version, known.guessed_s = shared.version + 1, -inf
-            if self._shares:
+            if self._replicated:
                 self._changed[shared.session] = None
             return
         self._bindings[shared.session] = Binding(

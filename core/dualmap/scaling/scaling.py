@@ -12,7 +12,7 @@ from math import exp, inf, sqrt
 
 from dualmap.fleet.estimate import PrefillModel
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 
 WINDOW_S = 60.0
 """Traffic and attainment are looked at over so many seconds; the backlog shall be worked off in as many."""
@@ -54,13 +54,13 @@ class PoolSignals:
     desired_replicas: float
 
 
-def waiting_tokens(status: PoolStatus) -> int:
+def waiting_tokens(status: PoolSnapshot) -> int:
     """Return the tokens that wait for their first token, held ones included; those of members that leave are theirs."""
     waiting = sum(each.pending_prefill_tokens + each.held_prefill_tokens for each in _serving(status))
-    return waiting + status.homeless_prefill_tokens
+    return waiting + status.unplaced_prefill_tokens
 
 
-def _serving(status: PoolStatus) -> list[EndpointStatus]:
+def _serving(status: PoolSnapshot) -> list[EndpointStatus]:
     return [each for each in status.endpoints if each.state != MemberState.DRAINING]
 
 
@@ -247,7 +247,7 @@ class Scaling:
         """Take a new version of the pool: its objective and its guess of the speed."""
         self._pool = pool
 
-    def signals(self, now: float, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> PoolSignals:
+    def signals(self, now: float, status: PoolSnapshot, *, elsewhere: Sequence[Elsewhere] | None = ()) -> PoolSignals:
         """Return what autoscalers shall know, of a status of this moment.
 
         ``elsewhere`` is what the other routers said, each of them: what attainment asks for it asks for by the pool's,

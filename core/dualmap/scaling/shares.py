@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling, waiting_tokens
 
 REMEMBERED_S = WINDOW_S
@@ -46,7 +46,9 @@ class Share:
 NO_SHARE = Share()
 
 
-def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> Share:
+def share_of(
+    now: float, scaling: Scaling, status: PoolSnapshot, *, elsewhere: Sequence[Elsewhere] | None = ()
+) -> Share:
     """Return this router's own share, of a status of this moment; ``elsewhere`` as in ``Scaling.signals``."""
     first_tokens = scaling.window.first_tokens(now)
     return Share(

@@ -88,8 +88,8 @@ def decide(
     return recorder.decision.receipt
 
 
-def _picker(pools: tuple[Pool, ...], recorder: _Recorder, *, shares: bool = False) -> Picker:
-    picker = Picker(Limits(), recorder, id_prefix=_NAME, shares=shares)
+def _picker(pools: tuple[Pool, ...], recorder: _Recorder, *, replicated: bool = False) -> Picker:
+    picker = Picker(Limits(), recorder, id_prefix=_NAME, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
     # Where a request goes is asked, not when: however much the others have sent there, it does not wait here.
     picker.hold_no_more(_NOW_S)
@@ -105,7 +105,7 @@ def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | R
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
-    picker = _picker(pools, _Recorder(), shares=True)
+    picker = _picker(pools, _Recorder(), replicated=True)
     _pick(picker, body, headers)
     return {pool: news.wanted for pool, news in picker.take_news(_NOW_S)}
 

@@ -131,7 +131,7 @@ def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[P
     """Return the picker, and what sends the last of its spans."""
     shares, log_prompts = settings.redis is not None, settings.log_prompts
     if settings.otlp_endpoint is None:
-        picker = Picker(settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts)
+        picker = Picker(settings.limits, observer, id_prefix=incarnation, replicated=shares, log_prompts=log_prompts)
         return picker, lambda: None
     # Here, because OpenTelemetry is an extra, and nobody else shall pay for it.
     try:
@@ -142,7 +142,7 @@ def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[P
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
     traced = TracedPicker(
-        settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts, tracing=tracing
+        settings.limits, observer, id_prefix=incarnation, replicated=shares, log_prompts=log_prompts, tracing=tracing
     )
     return traced, tracing.close
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, FirstToken, PoolStatus, Reason
+from dualmap.requests import Decision, FirstToken, PoolSnapshot, Reason
 from dualmap.scaling.scaling import Elsewhere, PoolSignals, Scaling
 from dualmap.scaling.shares import NO_SHARE, Share, share_of
 from dualmap_extproc.errors import Refused
@@ -74,7 +74,7 @@ class Demand:
         if scaling is not None:
             scaling.window.first_token(self._clock(), within_slo=first_token.within_slo)
 
-    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+    def signals(self, statuses: Sequence[PoolSnapshot]) -> Mapping[str, PoolSignals]:
         """Return what autoscalers shall know of each pool, by statuses of this moment."""
         now = self._clock()
         return {
@@ -83,7 +83,7 @@ class Demand:
             if status.pool in self._pools
         }
 
-    def share(self, status: PoolStatus) -> Share:
+    def share(self, status: PoolSnapshot) -> Share:
         """Return this router's share of a pool's demand, by a status of this moment; none of a pool that is gone."""
         scaling = self._pools.get(status.pool)
         if scaling is None:

@@ -18,7 +18,7 @@ from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.news import News, SharedBinding
-from dualmap.requests import Completion, Decision, Effects, Held, Outcome, PoolStatus, Refusal, Request, Usage
+from dualmap.requests import Completion, Decision, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
@@ -71,16 +71,16 @@ class Picker:
     """The pools of this router, found by the models they serve.
 
     ``id_prefix`` makes request ids unique among router replicas and restarts, since access logs outlive both.
-    ``shares`` says that somebody takes the news for other replicas, ``log_prompts`` that debug lines may quote prompts.
+    ``replicated`` keeps replication updates for other replicas; ``log_prompts`` lets debug lines quote prompts.
     """
 
     def __init__(
-        self, limits: Limits, observer: Observer, *, id_prefix: str, shares: bool = False, log_prompts: bool = False
+        self, limits: Limits, observer: Observer, *, id_prefix: str, replicated: bool = False, log_prompts: bool = False
     ) -> None:
         self._limits = limits
         self._observer = observer
         self._id_prefix = id_prefix
-        self._shares = shares
+        self._replicated = replicated
         self._log_prompts = log_prompts
         self._sequence = count()
         self._routers: dict[str, PoolRouter] = {}
@@ -122,7 +122,7 @@ class Picker:
             pool = given if self._holds else given.never_holding()
             router = self._routers.get(pool.id)
             if router is None:
-                router = PoolRouter(pool, shares=self._shares)
+                router = PoolRouter(pool, replicated=self._replicated)
             elif router.pool != pool:
                 effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router
@@ -178,7 +178,7 @@ class Picker:
         )
         quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
         decision, outcomes = router.on_request(now, request)
-        if isinstance(decision, Held):
+        if isinstance(decision, Queued):
             held = _Held(router=router, since_s=now, resume=resume, quoted=quoted)
             return self._hold(now, request.id, held, outcomes)
         answer = self._answer(pool, decision, quoted)
@@ -318,7 +318,7 @@ class Picker:
                 self._observer.expired(router.pool.id, completion)
             self._settle(now, (router, outcomes))
 
-    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolStatus, ...]:
+    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return what this router knows at this moment of each pool, or of those of ``pools`` that it serves."""
         return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
 
@@ -331,9 +331,9 @@ class Picker:
         text = prompt.text.decode("utf-8", "replace")[: self._limits.quoted_characters]
         return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}
 
-    def _answer(self, pool: Pool, outcome: Decision | Refusal, quoted: Mapping[str, object]) -> Picked | Refused:
+    def _answer(self, pool: Pool, outcome: Decision | Rejection, quoted: Mapping[str, object]) -> Picked | Refused:
         """Report what a pool's router decided; return it as the stream wants it."""
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, Rejection):
             return self.refuse(refused_by_router(pool.id, outcome))
         self._observer.routed(pool.id, outcome)
         if _log.debugging:

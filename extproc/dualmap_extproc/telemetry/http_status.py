@@ -16,7 +16,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap_edge.ports import IDLE_TIMEOUT_S
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
@@ -39,7 +39,7 @@ class StatusServer:
         self,
         *,
         router: str,
-        statuses: Callable[[], tuple[PoolStatus, ...]],
+        statuses: Callable[[], tuple[PoolSnapshot, ...]],
         metrics: Metrics,
         dashboard: Dashboard | None = None,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
@@ -141,7 +141,7 @@ def _by_us(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str, object]:
+def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[str, object]:
     """Return what CONTRACT has at ``GET /pools/NAMESPACE/NAME``, as JSON values.
 
     ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.

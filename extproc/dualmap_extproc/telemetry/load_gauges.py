@@ -9,14 +9,14 @@ from typing import Final
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from dualmap.pools.pool import MemberState
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 
 _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
 
 _EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float]]
-_PoolGauge = tuple[str, str, Callable[[PoolStatus], float]]
+_PoolGauge = tuple[str, str, Callable[[PoolSnapshot], float]]
 _Signal = tuple[str, str, Callable[[PoolSignals], float | None]]
 
 # Name without its beginning ``dualmap_endpoint_``, what it says, and where it stands in a status.
@@ -87,7 +87,7 @@ _SIGNALS: Final[tuple[_Signal, ...]] = (
 )
 
 
-def load_gauges(statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
+def load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
     """Yield every gauge of these pools and their endpoints; ``signals`` by pool."""
     for name, text, endpoint_value in _ENDPOINT_GAUGES:
         family = GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
@@ -110,7 +110,7 @@ def load_gauges(statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignal
     yield _members(statuses)
 
 
-def _members(statuses: Sequence[PoolStatus]) -> Metric:
+def _members(statuses: Sequence[PoolSnapshot]) -> Metric:
     family = GaugeMetricFamily("dualmap_ring_members", "Members, by state.", labels=(*_POOL, "state"))
     for status in statuses:
         states = [endpoint.state for endpoint in status.endpoints]

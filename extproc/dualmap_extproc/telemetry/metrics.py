@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from dualmap.pools.pool import Pool
-from dualmap.requests import Completion, Decision, FirstToken, PoolStatus
+from dualmap.requests import Completion, Decision, FirstToken, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.errors import Refused
@@ -163,11 +163,11 @@ class Metrics:
         counters = self._pools.get(pool)
         return Traffic() if counters is None else counters.traffic
 
-    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+    def signals(self, statuses: Sequence[PoolSnapshot]) -> Mapping[str, PoolSignals]:
         """Return what autoscalers shall know of each pool (``namespace/name``), by statuses of this moment."""
         return self._demand.signals(statuses)
 
-    def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
+    def render(self, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> bytes:
         """Return everything in Prometheus' text format, with these loads and ``signals``; safe in any thread."""
         return generate_latest(_Scrape(self._registry, statuses, signals))
 
@@ -363,7 +363,7 @@ class _Scrape(Collector):
     """One scrape: what was counted, and the loads as the statuses and signals have them."""
 
     def __init__(
-        self, registry: CollectorRegistry, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]
+        self, registry: CollectorRegistry, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]
     ) -> None:
         self._registry = registry
         self._statuses = statuses

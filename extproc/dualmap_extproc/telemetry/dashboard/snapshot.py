@@ -11,7 +11,7 @@ from typing import Final
 
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, PoolStatus
+from dualmap.requests import Decision, PoolSnapshot
 from dualmap.scaling.shares import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
 from dualmap_extproc.telemetry.dashboard.history import (
@@ -44,7 +44,7 @@ class Source:
     router: str
     version: str
     pools: Callable[[], Sequence[Pool]]
-    statuses: Callable[[], Sequence[PoolStatus]]
+    statuses: Callable[[], Sequence[PoolSnapshot]]
     demand: Callable[[str], Share]
     recorder: Recorder
     clock: Callable[[], float]
@@ -59,7 +59,7 @@ class Moment:
     """
 
     pool: Pool
-    status: PoolStatus
+    status: PoolSnapshot
     past: HistoryView
     reach: Reach
     share: Share | None
@@ -116,7 +116,7 @@ class Snapshots:
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _moment(self, pool: Pool, status: PoolStatus, reach: Reach) -> Moment:
+    def _moment(self, pool: Pool, status: PoolSnapshot, reach: Reach) -> Moment:
         past = self._source.recorder.view(pool.id)
         share, unknown = None, ""
         try:
@@ -155,7 +155,7 @@ class Snapshots:
             "decisions": [self._happening(each) for each in past.happenings],
         }
 
-    def _endpoints(self, pool: Pool, status: PoolStatus, past: HistoryView) -> dict[str, list[object]]:
+    def _endpoints(self, pool: Pool, status: PoolSnapshot, past: HistoryView) -> dict[str, list[object]]:
         """Return the instances as columns: a row of names each would be most of what is sent."""
         ring_1, ring_2 = self._ring_shares(pool, status)
         nothing = EndpointPast()
@@ -179,7 +179,7 @@ class Snapshots:
             "failed": [each.failed for each in pasts],
         }
 
-    def _ring_shares(self, pool: Pool, status: PoolStatus) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
         suspended = frozenset(each.id for each in status.endpoints if each.suspended)
         known = self._shares.get(pool.id)
         if known is None or known[0] is not pool or known[1] != suspended:
