@@ -119,7 +119,7 @@ class Picker:
         models: dict[str, PoolRouter] = {}
         effects: list[tuple[PoolRouter, tuple[Outcome, ...]]] = []
         for given in pools:
-            pool = given if self._holds else given.never_holding()
+            pool = given if self._holds else given.never_queueing()
             router = self._routers.get(pool.id)
             if router is None:
                 router = PoolRouter(pool, replicated=self._replicated)

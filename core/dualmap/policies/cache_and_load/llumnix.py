@@ -14,7 +14,7 @@ class Llumnix:
     """The least ``prefix_miss_tokens + all_prefill_tokens`` over all members; equals by requests in flight.
 
     For prompts of fewer than 1024 tokens caches are not looked at. All prefill tokens are uncomputed ones: waiting,
-    running, and handed over. Deviations: hits come from the router's own index, counted from block 0, instead of a KVS
+    running, and dispatched. Deviations: hits come from the router's own index, counted from block 0, instead of a KVS
     metadata service; and two defects of the original are not copied (PROTOCOLS section 3): a member without hits misses
     the whole prompt, not nothing, and a run of hits begins at block 0.
     """
