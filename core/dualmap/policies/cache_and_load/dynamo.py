@@ -1,4 +1,4 @@
-"""Dynamo: the least of new prefill and active KV, in blocks (NVIDIA Dynamo's KV router; seed 004 section 2)."""
+"""Dynamo: the least of new prefill and active KV, in blocks (NVIDIA Dynamo's KV router)."""
 
 from typing import ClassVar
 
