@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from controlplane import crds, external_metrics
-from controlplane.cluster import Cluster
-from controlplane.programs import wait_until
 from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.telemetry.metrics import Metrics
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.programs import wait_until
 
 HPA = Path(__file__).parents[2] / "manifests" / "examples" / "hpa.yaml"
 POOL = f"{crds.NAME}/qwen"

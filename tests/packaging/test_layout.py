@@ -14,7 +14,11 @@ def test_operator_is_the_standard_librarys() -> None:
 
 
 def test_tests_are_no_packages() -> None:
-    assert not [*ROOT.glob("tests/**/__init__.py"), *ROOT.glob("e2e/**/__init__.py")]
+    assert not [
+        *ROOT.glob("tests/**/__init__.py"),
+        *ROOT.glob("e2e/**/__init__.py"),
+        *ROOT.glob("testing/tests/**/__init__.py"),
+    ]
 
 
 @pytest.mark.parametrize(
