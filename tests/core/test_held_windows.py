@@ -57,6 +57,15 @@ class TestWindow:
         (endpoint,) = router.status().endpoints
         assert endpoint.held_prefill_tokens == 2048
 
+    def test_on_request_returns_the_requests_it_released(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1")
+        assert ask(router, "2") == Queued(request_id="2")
+        # The window opened by time alone without a call of `on_deadline`.
+        effects = ask_all(router, "3", now=2.0)
+        assert decided(effects) == ["2"]
+        assert effects.answer == Queued(request_id="3")
+
     def test_a_stalled_instance_is_given_no_more(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
@@ -173,7 +182,9 @@ class TestKvMemory:
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         ask(router, "large", 5100, now=3.0)
-        assert isinstance(ask(router, "small", 1000, now=3.05), Decision)
+        answer, outcomes = ask_all(router, "small", 1000, now=3.05)
+        assert isinstance(answer, Decision)
+        assert outcomes == ()
 
     def test_one_that_was_moved_keeps_its_place_by_arrival(self) -> None:
         queue = MemberQueue(lambda: None)

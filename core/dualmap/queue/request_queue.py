@@ -47,7 +47,7 @@ class QueuedRequest:
 
 
 class MemberQueue:
-    """The requests queued for one member, and the prefill work they stand for; every change calls ``changed``."""
+    """The requests queued for one member, and their prefill work; every change calls ``changed``."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.tokens = 0
@@ -77,7 +77,7 @@ class MemberQueue:
         self._changed()
 
     def remove(self, queued: QueuedRequest) -> None:
-        """Remove a request, wherever it stands."""
+        """Remove a request, at any position."""
         del self.requests[queued.request.id]
         self._in_time.pop(queued.request.id, None)
         self.tokens -= queued.new_tokens
