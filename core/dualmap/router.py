@@ -22,10 +22,10 @@ from dualmap.requests import (
     Decision,
     Effects,
     FirstToken,
-    Held,
     Outcome,
-    PoolStatus,
-    Refusal,
+    PoolSnapshot,
+    Queued,
+    Rejection,
     Request,
     Usage,
 )
@@ -34,14 +34,14 @@ from dualmap.requests import (
 class PoolRouter:
     """Routes the requests of one pool and records what its members do.
 
-    ``shares`` makes it keep for ``take_news`` what other replicas need to know.
+    ``replicated`` makes it keep for ``take_news`` what other replicas need to know.
     """
 
-    def __init__(self, pool: Pool, *, shares: bool = False) -> None:
+    def __init__(self, pool: Pool, *, replicated: bool = False) -> None:
         self._pool = pool
         self._fleet = Fleet(pool)
-        self._chooser = Chooser(pool, self._fleet, shares=shares)
-        self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, shares=shares)
+        self._chooser = Chooser(pool, self._fleet, replicated=replicated)
+        self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
         self._bodiless_sequence = 0
 
     @property
@@ -49,7 +49,7 @@ class PoolRouter:
         """The current version of the pool."""
         return self._pool
 
-    def on_request(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
+    def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Choose the member of a new request; dispatch the request to it, queue it, or reject it."""
         self._fleet.resume(now)
         return self._dispatcher.place(now, request)
@@ -169,13 +169,13 @@ class PoolRouter:
         for binding in bindings:
             self._chooser.sessions.adopt(now, binding, hinted=True)
 
-    def status(self) -> PoolStatus:
+    def status(self) -> PoolSnapshot:
         """Return a snapshot of the pool as this router knows it."""
-        return PoolStatus(
+        return PoolSnapshot(
             pool=self._pool.id,
             ring_version=self._pool.ring_version,
             held=self._dispatcher.queued,
-            homeless_prefill_tokens=self._dispatcher.unplaced_tokens,
+            unplaced_prefill_tokens=self._dispatcher.unplaced_tokens,
             sessions=len(self._chooser.sessions),
             peers=self._fleet.peers,
             endpoints=self._fleet.statuses(),

@@ -8,7 +8,7 @@ from builders import pool, request, text_of
 from dualmap.pools.pool import Engine, Pool, Queue, Routing
 from dualmap.replicas.news import HotnessCounts, News, Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import Decision, Held, Outcome
+from dualmap.requests import Decision, Outcome, Queued
 from dualmap.router import PoolRouter
 
 SPEED = 1000.0
@@ -21,7 +21,7 @@ def slow_pool(count: int = 2, *, window_s: float = 1e9, policy: str = "dualmap")
 
 
 def replicas(of: Pool, count: int = 2) -> list[PoolRouter]:
-    return [PoolRouter(of, shares=True) for _ in range(count)]
+    return [PoolRouter(of, replicated=True) for _ in range(count)]
 
 
 def exchange(now: float, routers: list[PoolRouter], *, age_s: float = 0.0) -> list[Outcome]:
@@ -46,7 +46,7 @@ def candidates(decision: Decision) -> dict[str, int]:
 
 def test_a_quiet_router_has_nothing_to_tell() -> None:
     nothing = News(hotness=NOTHING, loads={})
-    router = PoolRouter(pool(), shares=True)
+    router = PoolRouter(pool(), replicated=True)
     assert router.take_news(0.0) == nothing
     decide(router, "1", text_of(500, "a"))
     assert router.take_news(1.0) != nothing
@@ -130,7 +130,7 @@ class TestLoads:
         mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
-        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)).answer == Held(request_id="2")
+        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)).answer == Queued(request_id="2")
         yours.on_first_token(2.0, "1")
         (outcome,) = exchange(2.1, routers)
         assert outcome.request_id == "2"
@@ -185,14 +185,14 @@ def test_replicas_agree_on_the_length_of_a_hot_key() -> None:
 
 
 def test_counts_from_before_this_router_began_make_it_agree_at_once() -> None:
-    warm = PoolRouter(slow_pool(8), shares=True)
+    warm = PoolRouter(slow_pool(8), replicated=True)
     told = []
     for n in range(200):
         now = n * 0.1
         decide(warm, str(n), text_of(1024, "hot") + text_of(256, f"tail {n % 16}"), now)
         warm.on_finished(now, str(n))
         told.append((now, warm.take_news(now)))
-    cold = PoolRouter(slow_pool(8), shares=True)
+    cold = PoolRouter(slow_pool(8), replicated=True)
     for said_s, news in told:
         cold.on_news(1000.0, "warm", news, 20.0 - said_s)
     key = decide(cold, "probe", text_of(1024, "hot") + text_of(256, "tail 3"), 1000.0).receipt.key

@@ -96,7 +96,7 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     members = fleet.ring(None).members
     assert len(everyone) == len(members)
     for position, member in enumerate(members):
-        load, index = fleet._ledger.load(member.id), fleet._instances[member.id].index
+        load, index = fleet._ledger.loads[member.id], fleet._instances[member.id].index
         load.end_overdue(now)
         cached_tokens = min(index.matched_blocks(chain.hashes) * BLOCK_TOKENS, chain.tokens)
         queue_s = load.queue_s(now, router.pool.routing.rebalance.decode_stall_s)
