@@ -16,7 +16,8 @@ FILE = ROOT / "docs" / "crd.md"
 _HEAD = """\
 # InferencePool: every field
 
-Generated from the schema in [crds/](../crds/) by `python crds/reference.py`. `kubectl explain dmpool.spec` shows the same texts.
+Generated from the schema in [crds/](../crds/) by `python crds/reference.py`.
+`kubectl explain dmpool.spec` shows the same texts.
 Pools with examples: [pool.md](pool.md).
 
 Group `{group}`, version `{version}`, kind `{kind}`; `kubectl get {short}`.

@@ -70,7 +70,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Predicted time to first token",
-            about="Prediction at the decision, for the same requests. If it is far below the measured time, engines are slower than expected.",
+            about="Predicted TTFT of the same requests. Far below the measured TTFT: engines are slower than expected.",
             unit="s",
             queries={
                 "{{pool}} p50": _quantile(0.5, "dualmap_predicted_ttft_seconds_bucket"),
@@ -87,7 +87,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Decisions by rule",
-            about="The pair serves requests while it keeps the TTFT objective. Rules outside the pair mean that the objective is at risk.",
+            about="The pair serves requests while it keeps the TTFT objective. Other rules: the objective is at risk.",
             unit="reqps",
             queries={"{{rule}}": f"sum by (rule) ({_rate('dualmap_decisions_total')})"},
         ),
@@ -105,7 +105,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Caches": (
         Panel(
             title="Cache hit rate",
-            about="Share of prompt tokens predicted to be cached, and the share of these that engines report as cached.",
+            about="Share of prompt tokens predicted as cached, and the part of these that engines confirm.",
             unit="percentunit",
             queries={
                 "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"

@@ -180,6 +180,4 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     )
 
 
-SECTION: Final = Section(
-    name="sessions", title="EAR's closed loop of agents", cells=_cells, page=_page, claims=_claims
-)
+SECTION: Final = Section(name="sessions", title="EAR's closed loop of agents", cells=_cells, page=_page, claims=_claims)
