@@ -1,6 +1,6 @@
 """One LLM engine as a function of time: what arrives goes in with ``now``, what happened comes out as events.
 
-The model is ALGORITHMS section 7: first come, first served; one prefill at a time, before any decode; a
+The model is that of docs/engine-model.md: first come, first served; one prefill at a time, before any decode; a
 request is admitted when its prompt and output fit into the KV memory beside those running, and until it is,
 it keeps everyone behind it waiting; then all running requests decode together, one token each per step. With
 ``chunk_tokens`` prompts are computed in pieces beside the decodes instead (``chunked.py``).

@@ -1,6 +1,6 @@
 """Goodput: the highest rate at which a share of the requests still gets its first token within the SLO.
 
-The paper's measure (section 5.1; ALGORITHMS section 6). Attainment falls as the rate rises, but not at every step: a
+The paper's measure (section 4.1). Attainment falls as the rate rises, but not at every step: a
 slightly higher rate is another run, in which chance puts other requests side by side. So there may be several rates
 where attainment crosses the wanted share, and what is found is one of them: a rate that attains it whose next higher
 one does not, a relative ``tolerance`` apart. Rates are those of one fixed grid whatever the search begins with, so

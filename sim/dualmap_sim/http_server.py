@@ -1,6 +1,6 @@
 """The simulated engine's HTTP surface: vLLM's endpoints, answered at the pace of the engine model.
 
-Behaves towards its peers as vLLM does (PROTOCOLS section 2): response headers leave when a request is
+Behaves towards its peers as vLLM does: response headers leave when a request is
 accepted, the first body chunk with the first token; a client that goes away aborts its request; ``/metrics``
 speaks vLLM's names. Unlike vLLM it takes prompts of any length and computes only the preset's longest input
 of them, as the paper does with its traces. Two headers are for tests: ``x-engine`` names the instance,

@@ -1,6 +1,6 @@
 """The simulated engine's ``/metrics``: vLLM's names, read off the engine model when scraped.
 
-Names and labels are those of vLLM 0.32 (PROTOCOLS section 2); only what routers and autoscalers read is
+Names and labels are those of vLLM 0.32; only what routers and autoscalers read is
 exported. Durations are wall-clock seconds, as an outside observer would measure them: model seconds over the
 server's speed.
 """

@@ -1,6 +1,6 @@
 """What an engine costs and holds: the parameters of the engine model, and its named presets.
 
-The formulas and the numbers are those of ALGORITHMS section 7: assumptions calibrated on the paper's prose,
+The formulas and the numbers (docs/engine-model.md) are assumptions calibrated on the paper's prose,
 so that results can be compared with others' of the same model. Every number is a field;
 ``dataclasses.replace`` makes a variant of a preset. ``engine.py`` spends these costs.
 """
@@ -160,4 +160,4 @@ PRESETS: Final[Mapping[str, EngineConfig]] = MappingProxyType(
         ),
     }
 )
-"""ALGORITHMS section 7, by name."""
+"""The presets by name."""

@@ -1,4 +1,4 @@
-"""What came of a run, in the figures of ALGORITHMS section 6: TTFT percentiles, SLO attainment, hit rate."""
+"""What came of a run, in the paper's figures (section 4.1): TTFT percentiles, SLO attainment, hit rate."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

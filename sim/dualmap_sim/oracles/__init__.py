@@ -115,13 +115,13 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
             ),
             OracleInfo(
                 name="full_scan_oracle",
-                source="ALGORITHMS section 5; DualMap, eq. 1, over all instances and without error",
+                source="DualMap, eq. 1, over all instances and without error",
                 summary="At once to the instance with the least true T_q + T_c, by its own cache and queue.",
                 build=lambda pool: FullScan(pool.members()),
             ),
             OracleInfo(
                 name="all_cached",
-                source="ALGORITHMS section 5 (no queue, all cached)",
+                source="a lower bound of TTFT: no queue, all cached",
                 summary="An engine for each request, which has its prompt cached: no TTFT is below this.",
                 build=lambda pool: AllCached(pool.engine),
             ),

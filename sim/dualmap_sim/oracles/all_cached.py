@@ -1,6 +1,6 @@
 """The floor of TTFT: every request has an engine to itself, which holds its prompt but for what is always computed.
 
-ALGORITHMS section 5: no queue, all cached. No cluster of these engines, however large, serves a request sooner.
+No queue, all cached. No cluster of these engines, however large, serves a request sooner.
 """
 
 from dualmap_sim.engine import Engine

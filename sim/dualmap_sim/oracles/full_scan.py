@@ -1,6 +1,6 @@
 """The router that knows everything and decides at once: what perfect knowledge alone is worth.
 
-ALGORITHMS section 5: each arrival goes to the instance with the least T_q + T_c (paper, eq. 1), both true: the engine's
+Each arrival goes to the instance with the least T_q + T_c (paper, eq. 1), both true: the engine's
 own backlog, and the cache it will have when the prefill begins, with the blocks of all that is prefilled before. It
 looks at each request by itself, so a policy that spreads prefixes with foresight, or holds requests back, does better.
 What it does not foresee is that requests end, what will be evicted, and who will wait for memory.

@@ -1,4 +1,4 @@
-"""An agentic workload in a closed loop, as EAR describes it (seed 003, section 2): a turn follows when the last ends.
+"""An agentic workload in a closed loop, as EAR describes it (section 2): a turn follows when the last ends.
 
 Nobody reads the answers: a tool's result is back at once, so how fast the system is decides when the next request
 comes, and only the sessions' starts are given (a Poisson process). Sessions are extremely unequal; with few of them
@@ -38,7 +38,7 @@ _REQUESTS_PER_S: Final = 2.0
 """Nominal; ``Trace.at_rate`` scales it."""
 
 TOP_SHARES: Final = ((0.01, 0.465), (0.05, 0.665), (0.10, 0.746), (0.25, 0.875), (0.50, 0.960), (1.0, 1.0))
-"""Largest sessions, as a share of all, and the share of all input tokens that they have (seed 003, section 2.1)."""
+"""Largest sessions, as a share of all, and the share of all input tokens that they have (EAR, section 2.1)."""
 _WITHIN_TOP: Final = 0.75
 """Within the top 1 % the tokens of the largest x grow as x to this power: no source says how unequal those are."""
 
