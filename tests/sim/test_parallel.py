@@ -85,6 +85,28 @@ def test_workers_are_stopped_when_their_results_are_no_longer_wanted() -> None:
     assert multiprocessing.active_children() == []
 
 
+def test_worker_stopped_before_it_begins_ends_with_the_failed_run() -> None:
+    """The second worker is held between its fork and its first line until the parent has sent it SIGTERM."""
+    script = """
+import os, signal, sys, time
+from dualmap_sim import parallel
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("the parent's handler ran in a worker"))
+forks = []
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: hold_the_second())
+def hold_the_second():
+    while len(forks) == 2 and signal.SIGTERM not in signal.sigpending():
+        time.sleep(0.01)
+def fail(item):
+    raise ValueError(item)
+try:
+    parallel.run_parallel(fail, range(2), processes=2)
+except parallel.WorkerError:
+    print("a run failed")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout, done.stderr) == ("a run failed\n", "")
+
+
 def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     """They end with the item they are at."""
     script = f"""
