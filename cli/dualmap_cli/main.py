@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
+from dualmap_cli.stderr import drop_what_stderr_refuses
 
 # Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -37,6 +38,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 class LazyGroup(click.Group):
     """A group whose subcommands live in modules that are imported on first use."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Parse the command line, run the subcommand and exit with its status, whatever becomes of stderr."""
+        drop_what_stderr_refuses()
+        return super().main(*arguments, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name every subcommand, in the order of COMMANDS."""

@@ -108,7 +108,9 @@ def test_the_router_starts_as_the_page_says(command: Command, folder: Path) -> N
                 pytest.fail("".join(lines))
         finally:
             router.send_signal(signal.SIGTERM)
-    assert router.returncode == 0
+        # To the end: test_stderr.py covers a router whose stderr nobody reads.
+        lines += [line.decode() for line in router.stderr]
+    assert router.returncode == 0, "".join(lines)
 
 
 def test_every_make_target_of_a_page_is_there() -> None:
