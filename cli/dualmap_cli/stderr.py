@@ -29,5 +29,6 @@ def drop_what_stderr_refuses() -> None:
     if stderr is None:  # The command was started with its stderr closed (2>&-).
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - It lasts as long as the process.
     else:
-        binary = io.BufferedWriter(_DroppingFile(stderr.fileno(), "w", closefd=False))
-        sys.stderr = io.TextIOWrapper(binary, encoding=stderr.encoding, errors=stderr.errors, line_buffering=True)
+        # Without a buffer: a signal handler that prints while a line is printed would find the buffer locked.
+        file = _DroppingFile(stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(file, encoding=stderr.encoding, errors=stderr.errors, write_through=True)
