@@ -19,19 +19,23 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "router": (
         "dualmap_extproc.app.main",
         "router",
-        "Run the endpoint picker that Envoy asks where each request goes.",
+        "Run the endpoint picker, which tells Envoy where to send each request.",
     ),
-    "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that keeps InferencePools."),
+    "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that reconciles InferencePools."),
     "envoy-config": (
         "dualmap_extproc.app.envoy_config",
         "envoy_config",
         "Print an Envoy bootstrap for the given pools.",
     ),
-    "explain": ("dualmap_extproc.app.explain", "explain", "Say which instance a request would go to, and why."),
+    "explain": ("dualmap_extproc.app.explain", "explain", "Print which instance a request would go to, and why."),
     "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its source."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
-    "goodput": ("dualmap_cli.simulate.goodput_command", "goodput", "Find the highest rate each policy copes with."),
+    "goodput": (
+        "dualmap_cli.simulate.goodput_command",
+        "goodput",
+        "Find the highest rate at which each policy meets the SLO.",
+    ),
     "demo": ("dualmap_cli.demo.command", "demo", "Replay a workload through a real Envoy, once per policy."),
 }
 

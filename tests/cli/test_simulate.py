@@ -220,7 +220,7 @@ def test_help_says_what_is_counted_and_what_each_bound_is(command: str) -> None:
     for each in (
         *(f"{info.name} {info.summary}" for info in ORACLES.values()),
         *("ONE router", "--routers 4 --view-delay 100ms --feedback-delay 20ms", "closed loop: its rate is nominal"),
-        *("refused", "warm-up", "limit_deadline serves by hope", "--no-sessions"),
+        *("rejected", "warm-up", "limit_deadline uses that order", "--no-sessions"),
     ):
         assert each in told
 

@@ -1,4 +1,4 @@
-"""CONTRACT's rows for ``dualmap simulate`` and ``dualmap goodput``: what scripts read, and how bad input ends."""
+"""The JSON of ``dualmap simulate`` and ``dualmap goodput``, and their exit status for bad input."""
 
 import json
 import math

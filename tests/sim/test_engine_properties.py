@@ -43,7 +43,7 @@ def arrivals(draw: st.DrawFn, *, aborts: bool) -> list[Arrival]:
 
 @dataclass(slots=True, kw_only=True)
 class Naive:
-    """ALGORITHMS section 7 written down once more: one list each, every step taken, no shortcut."""
+    """A second, simple implementation of docs/engine-model.md: plain lists, every step, no shortcut."""
 
     config: EngineConfig
     first: dict[str, float] = field(default_factory=dict)

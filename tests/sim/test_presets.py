@@ -1,4 +1,4 @@
-"""The cost formulas of ALGORITHMS section 7, against the numbers worked out by hand."""
+"""The cost formulas of docs/engine-model.md against numbers worked out by hand."""
 
 from dataclasses import FrozenInstanceError
 
