@@ -63,7 +63,7 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
         ("core/dualmap/replicas/news.py", "import redis", "The core is pure"),
     ],
 )
-def test_import_linter_sees_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
+def test_import_linter_finds_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
     path = copy / module
     path.write_text(path.read_text() + f"\n{line}\n")
     result = run(copy, "lint-imports", "--no-cache")
@@ -72,14 +72,14 @@ def test_import_linter_sees_a_planted_import(copy: Path, module: str, line: str,
     assert any(contract in row for row in broken), result.stdout
 
 
-def test_mypy_sees_a_planted_type_error(copy: Path) -> None:
+def test_mypy_finds_a_planted_type_error(copy: Path) -> None:
     (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\n\ndef double(x):\n    return x * 2\n')
     result = run(copy, "mypy", "-p", "dualmap")
     assert "planted.py" in result.stdout
     assert result.returncode != 0
 
 
-def test_ruff_sees_a_planted_environment_read(copy: Path) -> None:
+def test_ruff_finds_a_planted_environment_read(copy: Path) -> None:
     (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\nimport os\n\nHOME = os.environ["HOME"]\n')
     result = run(copy, "ruff", "check", "core")
     assert "TID251" in result.stdout

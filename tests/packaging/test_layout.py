@@ -26,7 +26,7 @@ def warn_of_long_files(folder: Path) -> None:
             warnings.warn(f"{path} has {lines} lines: split it if it holds two subjects", stacklevel=2)
 
 
-def test_operator_is_the_standard_librarys() -> None:
+def test_operator_module_is_the_standard_library() -> None:
     assert operator.add(1, 2) == 3
     assert not (ROOT / "operator" / "__init__.py").exists()
 

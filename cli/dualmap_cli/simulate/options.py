@@ -19,9 +19,9 @@ BOUNDS: Final = (
     "\b\nTheoretical bounds for --policy; they use knowledge that no router has:\n"
     + "\n".join(f"  {info.name:<16} {info.summary}" for info in ORACLES.values())
     + (
-        "\n\nlimit and limit_pooled are single queues, first come, first served. In overload, a router that first serves "
-        "requests that can still meet the SLO can exceed them. limit_deadline uses that order, too, and bounds the "
-        "share within the SLO near saturation."
+        "\n\nlimit and limit_pooled are single queues, first come, first served. In overload, a router that serves "
+        "first the requests that can still meet the SLO can exceed them. limit_deadline uses that order, too, and "
+        "bounds the share within the SLO near saturation."
     )
 )
 """The help text of the bounds."""

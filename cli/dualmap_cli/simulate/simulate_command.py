@@ -39,10 +39,10 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     The production code routes the requests, and a model of the engine serves them in virtual time. Equal options give
     equal results on any machine. The table has one row for each policy and rate.
 
-    All figures leave out warm-up requests. Percentiles cover the requests that were served; the share within the SLO covers all,
-    with rejected ones as misses. By default there is ONE router with immediate feedback. For several behind one
-    gateway, use --routers 4 --view-delay 100ms --feedback-delay 20ms. The workload agentic is a closed loop: its rate
-    is nominal, because sessions wait for their answers.
+    All figures leave out warm-up requests. Percentiles cover served requests; the share within the SLO
+    covers all, with rejected ones as misses. By default there is ONE router with immediate feedback. For
+    several behind one gateway, use --routers 4 --view-delay 100ms --feedback-delay 20ms. The workload agentic is a
+    closed loop: its rate is nominal, because sessions wait for their answers.
 
     --plot with one rate draws TTFT percentiles and the share within the SLO as bars; with several rates it draws both
     over the rate. It always adds the hit rate against the load imbalance, and each instance's load over time at the
