@@ -16,9 +16,9 @@ from typing import Any, Self
 import aiohttp
 
 from controlplane import crds
-from controlplane.cluster import Cluster
 from controlplane.history import History
 from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
 from harness.stack import Router
