@@ -82,7 +82,7 @@ def breaks(copy: Path, module: str, line: str, contract: str) -> bool:
         ("core/dualmap/replicas/news.py", "import redis", "The core is pure"),
     ],
 )
-def test_import_linter_sees_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
+def test_import_linter_finds_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
     assert breaks(copy, module, line, contract)
 
 
@@ -153,14 +153,14 @@ def test_import_linter_sees_a_room_without_a_layer(copy: Path) -> None:
     assert "attic" in run(copy, "lint-imports", "--no-cache").stdout
 
 
-def test_mypy_sees_a_planted_type_error(copy: Path) -> None:
+def test_mypy_finds_a_planted_type_error(copy: Path) -> None:
     (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\n\ndef double(x):\n    return x * 2\n')
     result = run(copy, "mypy", "-p", "dualmap")
     assert "planted.py" in result.stdout
     assert result.returncode != 0
 
 
-def test_ruff_sees_a_planted_environment_read(copy: Path) -> None:
+def test_ruff_finds_a_planted_environment_read(copy: Path) -> None:
     (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\nimport os\n\nHOME = os.environ["HOME"]\n')
     result = run(copy, "ruff", "check", "core")
     assert "TID251" in result.stdout
