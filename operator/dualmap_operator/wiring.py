@@ -138,6 +138,7 @@ class _Control:
     def __init__(self, settings: Settings, client: KubeClient, api: Api, metrics: Metrics) -> None:
         loop = asyncio.get_running_loop()
         self._settings = settings
+        self._client = client
         self._metrics = metrics
         self._clock = loop.time
         self._stopping = asyncio.Event()
@@ -228,7 +229,7 @@ class _Control:
         telling = asyncio.create_task(_after(ready, started))
         try:
             await kopf.operator(
-                registry=make_registry(self._keepers, self._clock),
+                registry=make_registry(self._keepers, self._clock, connection=self._client.connection),
                 settings=make_settings(),
                 standalone=True,
                 clusterwide=self._settings.namespace is None,

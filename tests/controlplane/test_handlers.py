@@ -9,6 +9,7 @@ import pytest
 
 from controlplane.fake_kube import Clock
 from controlplane.operator_objects import pool_body
+from dualmap_edge.kube.client import Connection
 from dualmap_operator.run.handlers import longest_drain_s, make_registry, make_settings
 from dualmap_operator.run.reconciler import Keepers
 
@@ -40,11 +41,15 @@ class FakeKeeper:
         self._stopped.set()
 
 
+async def no_connection() -> Connection:
+    raise AssertionError("no test logs in here")
+
+
 class Scene:
     def __init__(self, how: str) -> None:
         self.clock = Clock()
         self.keepers = Keepers(lambda *_: FakeKeeper(how))  # type: ignore[arg-type,return-value]  # stands for it
-        registry = make_registry(self.keepers, self.clock)
+        registry = make_registry(self.keepers, self.clock, connection=no_connection)
         (self._drain,) = registry._changing.get_all_handlers()
         (self._keep,) = registry._spawning.get_all_handlers()
         self._memo = kopf.Memo()
@@ -119,7 +124,9 @@ def test_kopf_never_gives_up_on_the_api_server() -> None:
 
 
 def test_pools_alone_have_handlers() -> None:
-    registry = make_registry(Keepers(lambda *_: None), Clock())  # type: ignore[arg-type,return-value]  # unused
+    registry = make_registry(  # type: ignore[arg-type,return-value]  # unused
+        Keepers(lambda *_: None), Clock(), connection=no_connection
+    )
     registries = (registry._indexing, registry._watching, registry._spawning, registry._changing)
     selectors = {selector for each in registries for selector in each.get_all_selectors()}
 

@@ -17,12 +17,13 @@ import aiohttp
 
 from dualmap.objects.pods import mapping_in, mappings_in, text_in
 from dualmap_edge.kube.errors import KubeConfigError, KubeError, clipped
-from dualmap_edge.kube.library import Library
+from dualmap_edge.kube.library import Connection, Library
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
     "WATCH_INACTIVITY_S",
     "WATCH_TIMEOUT_S",
+    "Connection",
     "KubeClient",
     "KubeConfigError",
     "KubeError",
@@ -83,6 +84,10 @@ class KubeClient:
     def server(self) -> str:
         """The server's URL, for logs."""
         return self._library.host
+
+    async def connection(self) -> Connection:
+        """Return where the server is and how this client authenticates, with fresh tokens; raises KubeConfigError."""
+        return await self._library.connection()
 
     async def request(
         self,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlencode
@@ -13,6 +14,22 @@ from dualmap_edge.kube.errors import KubeConfigError, clipped
 _UNAUTHORIZED: Final = 401
 # A TLS connection that was given up before it stood closes itself, in so much time of its loop's.
 _GIVEN_UP_CLOSES_WITHIN_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Where the API server is and how a client authenticates, for another library that talks to the same server.
+
+    ``authorization`` is the HTTP header's value. Empty texts are not set; without ``ca_file`` the system's CAs count.
+    """
+
+    server: str
+    ca_file: str = ""
+    verify_tls: bool = True
+    certificate_file: str = ""
+    key_file: str = ""
+    authorization: str = ""
+    proxy: str = ""
 
 
 class Library:
@@ -42,6 +59,20 @@ class Library:
     def host(self) -> str:
         """The server's URL."""
         return str(self._configuration.host)
+
+    async def connection(self) -> Connection:
+        """Read the configuration again, tokens included, and return it; raises KubeConfigError."""
+        configuration = await _configuration(self._kubeconfig)
+        token: str | None = await configuration.get_api_key_with_prefix("BearerToken")
+        return Connection(
+            server=str(configuration.host),
+            ca_file=configuration.ssl_ca_cert or "",
+            verify_tls=bool(configuration.verify_ssl),
+            certificate_file=configuration.cert_file or "",
+            key_file=configuration.key_file or "",
+            authorization=(token or "").strip(),
+            proxy=configuration.proxy or "",
+        )
 
     async def send(
         self,

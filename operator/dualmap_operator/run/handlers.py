@@ -5,13 +5,14 @@ kopf's indexes, also lose what was deleted while nobody was watching. ``wiring``
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Final
 
 import kopf
 
 from dualmap.errors import PoolError
 from dualmap.objects.pool_reader import GROUP
+from dualmap_edge.kube.client import Connection
 from dualmap_edge.logs import get_logger
 from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, read_spec
 from dualmap_operator.names import FINALIZER, PLURAL, VERSION
@@ -34,17 +35,19 @@ class _Backoffs:
         return itertools.chain((0.5, 1.0), itertools.repeat(2.0))
 
 
-def make_registry(keepers: Keepers, clock: Callable[[], float]) -> kopf.OperatorRegistry:
+def make_registry(
+    keepers: Keepers, clock: Callable[[], float], *, connection: Callable[[], Awaitable[Connection]]
+) -> kopf.OperatorRegistry:
     """Return the handlers, by which ``keepers`` keep a pool from its first appearance until it has drained.
 
-    ``clock`` is monotonic, in seconds.
+    ``clock`` is monotonic, in seconds. ``connection`` returns the connection that the operator's own client uses.
     """
     registry, log = kopf.OperatorRegistry(), get_logger(__name__)
 
-    @kopf.on.login(registry=registry)
-    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        # In the order of dualmap_edge.kube.client: a kubeconfig where there is one, else as a pod does.
-        return kopf.login_with_kubeconfig(**kwargs) or kopf.login_with_service_account(**kwargs)
+    @kopf.on.login(registry=registry, backoff=_POLL_S)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        # kopf's own login in a pod uses https://kubernetes.default.svc, which needs the cluster's DNS.
+        return kopf_connection(await connection())
 
     @kopf.daemon(GROUP, VERSION, PLURAL, registry=registry, id="keep", cancellation_polling=_POLL_S)
     async def keep(namespace: str | None, name: str, uid: str, stopped: kopf.DaemonStopped, **_: Any) -> None:
@@ -70,6 +73,21 @@ def make_registry(keepers: Keepers, clock: Callable[[], float]) -> kopf.Operator
             log.warning("a deleted pool is let go, though its drain has not ended", pool=f"{namespace}/{name}")
 
     return registry
+
+
+def kopf_connection(connection: Connection) -> kopf.ConnectionInfo:
+    """Return a connection in kopf's terms."""
+    scheme, _, token = connection.authorization.partition(" ")
+    return kopf.ConnectionInfo(
+        server=connection.server,
+        ca_path=connection.ca_file or None,
+        insecure=not connection.verify_tls,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=connection.certificate_file or None,
+        private_key_path=connection.key_file or None,
+        proxy_url=connection.proxy or None,
+    )
 
 
 def longest_drain_s(body: Mapping[str, Any]) -> float:
