@@ -18,7 +18,7 @@ from dualmap_operator.decide.observed import (
     RingMember,
     RouterReport,
 )
-from dualmap_operator.decide.plan import REST_LOOK_S, plan
+from dualmap_operator.decide.plan import REST_INTERVAL_S, plan
 from dualmap_operator.decide.plan_values import Plan
 from dualmap_operator.decide.pod_reading import read_pod
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
@@ -114,7 +114,7 @@ def seen(
     version: int = 5,
     routers: Sequence[RouterReport] = (),
     engines: Mapping[str, int | None] | None = None,
-    idle_looks: Mapping[str, int] | None = None,
+    idle_checks: Mapping[str, int] | None = None,
     revision: str = REVISION,
 ) -> Observed:
     """Return what is observed, refused when it could not be."""
@@ -124,7 +124,7 @@ def seen(
         pods=tuple(pods),
         routers=tuple(routers),
         engine_requests=engines or {},
-        idle_looks=idle_looks or {},
+        idle_checks=idle_checks or {},
     )
     check(observed)
     return observed
@@ -150,7 +150,7 @@ def check(observed: Observed) -> None:
     if observed.published.members and observed.published.ring_version < 1:
         wrong.append("members in a ring that never had a version")
     draining = {each.id for each in drain.draining(observed.published)}
-    if observed.idle_looks.keys() - draining:
+    if observed.idle_checks.keys() - draining:
         wrong.append("looks at members that do not drain")
     if any(report.ring_version > observed.published.ring_version for report in observed.routers):
         wrong.append("a router is ahead of the published ring")
@@ -184,7 +184,7 @@ class World:
     pods: dict[str, ObservedPod] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
     lives: int = 0
-    idle_looks: dict[str, int] = field(default_factory=dict)
+    idle_checks: dict[str, int] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     revision: str = REVISION
     kubelet_gives_reasons: bool = True
@@ -201,11 +201,11 @@ class World:
             routers=(report,),
             engine_requests=dict(self.busy),
         )
-        self.idle_looks = {
-            each.id: self.idle_looks.get(each.id, 0) + 1 if drain.idle(each, observed) else 0
+        self.idle_checks = {
+            each.id: self.idle_checks.get(each.id, 0) + 1 if drain.idle(each, observed) else 0
             for each in drain.draining(observed.published)
         }
-        observed = replace(observed, idle_looks=self.idle_looks)
+        observed = replace(observed, idle_checks=self.idle_checks)
         check(observed)
         return observed
 
@@ -235,7 +235,7 @@ class World:
         """Make passes until one finds nothing to do and nothing to wait for."""
         for _ in range(steps):
             before = self.published
-            if self.step().again_s == REST_LOOK_S and self.published == before:
+            if self.step().requeue_after_s == REST_INTERVAL_S and self.published == before:
                 return
 
     def terminate(self, name: str) -> None:

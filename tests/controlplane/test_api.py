@@ -91,7 +91,7 @@ async def test_nothing_is_written_by_an_operator_that_does_not_lead() -> None:
     scene = Scene()
     scene.leads = False
 
-    with pytest.raises(ApiError, match="leads no more"):
+    with pytest.raises(ApiError, match="is not the leader"):
         await scene.api.apply_child(SERVICE)
 
     assert scene.kube.requests == []

@@ -8,7 +8,7 @@ from controlplane.fake_kube import Clock, Counts, FakeKube, Request
 from controlplane.operator_objects import member, pool_object
 from dualmap_edge.kube.client import KubeError
 from dualmap_operator.act.apply import Applied, Applier, merge_patch
-from dualmap_operator.act.events import Recorder
+from dualmap_operator.act.events import EventRecorder
 from dualmap_operator.api import Api
 from dualmap_operator.decide.observed import PoolStatus
 from dualmap_operator.decide.plan_values import Event, Gate, Plan, Restart
@@ -53,7 +53,7 @@ class Scene:
         self.clock = Clock()
         self.leads = True
         api = Api(self.kube, Counts(), lambda: self.leads)  # type: ignore[arg-type]  # stands for it
-        recorder = Recorder(api, identity="operator-1", clock=self.clock)
+        recorder = EventRecorder(api, identity="operator-1", clock=self.clock)
         self.applier = Applier(api, recorder, live=self._live, now=lambda: 0.0)
 
     def _apply(self, request: Request) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from controlplane.fake_kube import Clock, Counts, FakeKube
 from controlplane.operator_objects import pool_object
 from dualmap_edge.kube.client import KubeError
-from dualmap_operator.act.events import Recorder
+from dualmap_operator.act.events import EventRecorder
 from dualmap_operator.api import Api
 from dualmap_operator.decide.plan_values import Event
 from dualmap_operator.names import EventReason
@@ -20,7 +20,7 @@ class Scene:
         self.clock = Clock()
         api = Api(self.kube, Counts(), lambda: True)  # type: ignore[arg-type]  # stands for it
         now = datetime(2026, 11, 20, 8, 0, 0, 500_000, tzinfo=UTC)
-        self.recorder = Recorder(api, identity="operator-1", clock=self.clock, now=lambda: now)
+        self.recorder = EventRecorder(api, identity="operator-1", clock=self.clock, now=lambda: now)
 
     async def post(self, event: Event = DRAINING) -> None:
         await self.recorder.post(pool_object(), event)

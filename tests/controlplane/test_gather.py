@@ -107,7 +107,7 @@ async def test_while_a_member_drains_its_engine_and_the_routers_are_asked_at_eac
     assert scene.routers.asked == 2
     assert scene.engines.asked == [("vLLM", "10.0.0.1", 8000)] * 2
     assert observed.engine_requests == {"qwen-1": 0}
-    assert observed.idle_looks == {"qwen-1": 2}
+    assert observed.idle_checks == {"qwen-1": 2}
 
 
 async def test_passes_right_after_each_other_are_one_look() -> None:
@@ -116,7 +116,7 @@ async def test_passes_right_after_each_other_are_one_look() -> None:
     observed = await scene.look(published("Active", "Draining"), after_s=0.05)
 
     assert scene.routers.asked == 1
-    assert observed.idle_looks == {"qwen-1": 1}
+    assert observed.idle_checks == {"qwen-1": 1}
 
 
 async def test_a_request_in_flight_starts_the_count_again() -> None:
@@ -124,11 +124,11 @@ async def test_a_request_in_flight_starts_the_count_again() -> None:
     await scene.look(published("Active", "Draining"))
     scene.routers.in_flight = 1
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
-    assert observed.idle_looks == {"qwen-1": 0}
+    assert observed.idle_checks == {"qwen-1": 0}
 
     scene.routers.in_flight = 0
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
-    assert observed.idle_looks == {"qwen-1": 1}
+    assert observed.idle_checks == {"qwen-1": 1}
 
 
 async def test_a_member_that_was_taken_back_and_drains_again_is_counted_anew() -> None:
@@ -137,17 +137,17 @@ async def test_a_member_that_was_taken_back_and_drains_again_is_counted_anew() -
     await scene.look(published("Active", "Active"), after_s=0.1)
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
 
-    assert observed.idle_looks == {"qwen-1": 1}
+    assert observed.idle_checks == {"qwen-1": 1}
 
 
 async def test_a_member_taken_back_and_drained_again_between_two_looks_is_looked_at_twice_anew() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     await scene.look(published("Active", "Active"), after_s=0.1)
-    assert (await scene.look(published("Active", "Draining"), after_s=0.1)).idle_looks == {}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.1)).idle_checks == {}
 
-    assert (await scene.look(published("Active", "Draining"), after_s=0.3)).idle_looks == {"qwen-1": 1}
-    assert (await scene.look(published("Active", "Draining"), after_s=0.5)).idle_looks == {"qwen-1": 2}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.3)).idle_checks == {"qwen-1": 1}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.5)).idle_checks == {"qwen-1": 2}
 
 
 async def test_a_router_that_is_behind_is_asked_every_second() -> None:

@@ -11,7 +11,7 @@ from controlplane.fake_kube import Clock
 from controlplane.operator_objects import pool_body
 from dualmap_edge.kube.client import Connection
 from dualmap_operator.run.handlers import longest_drain_s, make_registry, make_settings
-from dualmap_operator.run.reconciler import Keepers
+from dualmap_operator.run.reconciler import Reconcilers
 
 
 def deleted(**spec: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def deleted(**spec: Any) -> dict[str, Any]:
     return {"apiVersion": "serving.dualmap.dev/v1alpha1", "kind": "InferencePool", **body}
 
 
-class FakeKeeper:
+class FakeReconciler:
     """A pool's loop that ends as the test says: it drains, or breaks, or goes on and on."""
 
     def __init__(self, how: str) -> None:
@@ -48,8 +48,8 @@ async def no_connection() -> Connection:
 class Scene:
     def __init__(self, how: str) -> None:
         self.clock = Clock()
-        self.keepers = Keepers(lambda *_: FakeKeeper(how))  # type: ignore[arg-type,return-value]  # stands for it
-        registry = make_registry(self.keepers, self.clock, connection=no_connection)
+        self.reconcilers = Reconcilers(lambda *_: FakeReconciler(how))  # type: ignore[arg-type,return-value]  # stands for it
+        registry = make_registry(self.reconcilers, self.clock, connection=no_connection)
         (self._drain,) = registry._changing.get_all_handlers()
         (self._keep,) = registry._spawning.get_all_handlers()
         self._memo = kopf.Memo()
@@ -78,7 +78,7 @@ async def test_a_pool_that_has_drained_is_let_go() -> None:
 @pytest.mark.parametrize("how", ["breaks", "goes on"])
 async def test_a_pool_whose_drain_was_broken_off_is_held(how: str) -> None:
     scene = Scene(how)
-    scene.keepers.closing.set()
+    scene.reconcilers.closing.set()
 
     with pytest.raises(kopf.TemporaryError, match="has not drained yet"):
         await scene.drain()
@@ -96,7 +96,7 @@ async def test_a_pool_is_let_go_in_the_end_whenever_it_was_deleted() -> None:
 
 
 async def test_a_pools_loop_that_broke_is_begun_anew() -> None:
-    with pytest.raises(kopf.TemporaryError, match="begun anew"):
+    with pytest.raises(kopf.TemporaryError, match="is restarted"):
         await Scene("breaks").keep()
 
 
@@ -125,7 +125,7 @@ def test_kopf_never_gives_up_on_the_api_server() -> None:
 
 def test_pools_alone_have_handlers() -> None:
     registry = make_registry(  # type: ignore[arg-type,return-value]  # unused
-        Keepers(lambda *_: None), Clock(), connection=no_connection
+        Reconcilers(lambda *_: None), Clock(), connection=no_connection
     )
     registries = (registry._indexing, registry._watching, registry._spawning, registry._changing)
     selectors = {selector for each in registries for selector in each.get_all_selectors()}

@@ -145,7 +145,7 @@ async def test_a_lease_that_is_not_renewed_is_taken_after_its_time(server: Lease
 async def test_a_renewed_lease_is_not_taken_however_long(server: LeaseServer) -> None:
     first, second = server.candidate("first"), server.candidate("second")
     await first.acquire()
-    keeping = asyncio.create_task(first.keep())
+    renewing = asyncio.create_task(first.renew())
     waiting = asyncio.create_task(second.acquire())
     for _ in range(20):
         seen, asked = server.writes, len(server.kube.requests)
@@ -154,7 +154,7 @@ async def test_a_renewed_lease_is_not_taken_however_long(server: LeaseServer) ->
 
     assert first.leading
     assert not waiting.done()
-    assert not keeping.done()
+    assert not renewing.done()
 
 
 async def test_a_clock_in_another_zone_is_no_reason_to_take_a_lease(server: LeaseServer) -> None:
@@ -186,13 +186,13 @@ async def test_who_cannot_renew_in_time_has_lost(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     server.away = True
-    keeping = asyncio.create_task(first.keep())
+    renewing = asyncio.create_task(first.renew())
     await until(lambda: len(server.kube.requests) > 5)
-    assert not keeping.done(), "there is time to try again"
+    assert not renewing.done(), "there is time to try again"
 
     server.clock.now_s += 8
     with pytest.raises(LeadershipLostError, match="not renewed within 8 s"):
-        await keeping
+        await renewing
     assert not first.leading
 
 
@@ -205,8 +205,8 @@ async def test_who_finds_anothers_name_has_lost_at_once(server: LeaseServer) -> 
         "spec": {**server.spec, "holderIdentity": "second"},
     }
 
-    with pytest.raises(LeadershipLostError, match="another's now"):
-        await first.keep()
+    with pytest.raises(LeadershipLostError, match="another operator holds"):
+        await first.renew()
     assert server.spec["holderIdentity"] == "second"
 
 
@@ -214,13 +214,13 @@ async def test_a_lost_answer_to_a_renewal_loses_nothing(server: LeaseServer) -> 
     first = server.candidate("first")
     await first.acquire()
     server.lose_answers = True
-    keeping = asyncio.create_task(first.keep())
+    renewing = asyncio.create_task(first.renew())
     server.clock.now_s += 5
     await until(lambda: server.writes > 3)
     server.clock.now_s += 5
 
     assert first.leading
-    assert not keeping.done()
+    assert not renewing.done()
 
 
 async def test_an_absent_server_is_waited_for(server: LeaseServer) -> None:
@@ -259,7 +259,7 @@ async def test_a_loss_is_noticed_when_the_time_is_up_and_not_at_the_next_attempt
     await first.acquire()
 
     with pytest.raises(LeadershipLostError, match="not renewed within"):
-        await asyncio.wait_for(first.keep(), timeout=10.0)
+        await asyncio.wait_for(first.renew(), timeout=10.0)
     assert not first.leading
 
 

@@ -13,12 +13,12 @@ from certificates import Authority, write_pair
 from controlplane.fake_kube import Clock
 from dualmap_edge.kube.client import KubeClient
 from dualmap_operator.run.handlers import make_registry, make_settings
-from dualmap_operator.run.reconciler import Keepers
+from dualmap_operator.run.reconciler import Reconcilers
 
 
 async def login(client: KubeClient) -> kopf.ConnectionInfo:
     """Return what kopf's login handler returns."""
-    registry = make_registry(Keepers(lambda *_: None), Clock(), connection=client.connection)  # type: ignore[arg-type,return-value]  # unused
+    registry = make_registry(Reconcilers(lambda *_: None), Clock(), connection=client.connection)  # type: ignore[arg-type,return-value]  # unused
     (handler,) = registry._activities.get_all_handlers()
     info = await handler.fn(settings=make_settings(), logger=None)  # type: ignore[call-arg]
     assert isinstance(info, kopf.ConnectionInfo)
@@ -55,7 +55,7 @@ async def test_login_again_reads_the_token_file_again(pod: Path) -> None:
     client = await KubeClient.connect()
     try:
         await login(client)
-        pod.write_text("second\n")
+        pod.write_text("second\n")  # noqa: ASYNC240  # a small file
         assert (await login(client)).as_http_headers() == {"Authorization": "bearer second"}
     finally:
         await client.close()
@@ -92,7 +92,7 @@ async def test_login_with_a_kubeconfig_uses_its_server_and_user(
         info = await login(client)
         assert (info.server, info.proxy_url, info.insecure) == ("https://127.0.0.1:6443", "http://proxy:3128", False)
         assert info.as_http_headers() == header
-        assert Path(str(info.ca_path)).read_bytes() == authority.pem
+        assert Path(str(info.ca_path)).read_bytes() == authority.pem  # noqa: ASYNC240  # a small file
         assert (info.certificate_path, info.private_key_path) == (str(pair / "tls.crt"), str(pair / "tls.key"))
         info.as_ssl_context()
     finally:

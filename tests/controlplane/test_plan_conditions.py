@@ -37,7 +37,7 @@ def test_at_rest_a_second_pass_changes_nothing() -> None:
     second = plan(template_spec(), after(first, observed), NOW_S + 3600)
     assert second.status == first.status
     assert second.events == ()
-    assert second.again_s == 30
+    assert second.requeue_after_s == 30
     told = {each.type: each.status for each in first.status.conditions}
     assert told == {
         "Accepted": True, "Available": True, "RingSynced": True, "Progressing": False, "Draining": False,
@@ -90,8 +90,8 @@ def test_a_pool_that_starts_is_given_time_before_it_is_degraded() -> None:
     observed = seen(pods, version=0)
     first = plan(template_spec(), observed, NOW_S)
     assert (condition(first, "Available").status, condition(first, "Degraded").status) == (False, False)
-    waited = plan(template_spec(), after(first, observed), NOW_S + first.again_s)
-    assert first.again_s <= 30
+    waited = plan(template_spec(), after(first, observed), NOW_S + first.requeue_after_s)
+    assert first.requeue_after_s <= 30
     assert condition(waited, "Degraded").reason == "NoReadyMember"
     assert EventReason.POOL_DEGRADED in {event.reason for event in waited.events}
 
@@ -194,7 +194,7 @@ class TestRefusedSpec:
         made = plan_refused(observed, 7, self.ERROR, NOW_S)
         assert {each.state for each in made.status.members} == {MemberState.DRAINING}
         assert not made.finished
-        drained = replace(after(made, observed), idle_looks={each.name: 2 for each in PODS})
+        drained = replace(after(made, observed), idle_checks={each.name: 2 for each in PODS})
         assert plan_refused(drained, 7, self.ERROR, NOW_S).finished
 
 
@@ -209,14 +209,14 @@ class TestModelConflict:
         made = plan(selector_spec(), lost, NOW_S + 5)
         accepted = condition(made, "Accepted")
         assert (accepted.status, accepted.reason, accepted.since_s) == (True, "ModelConflict", NOW_S)
-        assert accepted.message == "requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
+        assert accepted.message == "Requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
         assert [(each.reason, each.message, each.warning) for each in made.events] == [
             (EventReason.MODEL_CONFLICT, accepted.message, True)
         ]
         assert replace(made.status, conditions=()) == replace(settled.published, conditions=())
         assert made.status.conditions[1:] == settled.published.conditions[1:]
         again = plan(selector_spec(), after(made, lost), NOW_S + 3600)
-        assert (again.status, again.events, again.again_s) == (made.status, (), 30)
+        assert (again.status, again.events, again.requeue_after_s) == (made.status, (), 30)
 
     def test_it_clears_when_the_name_is_the_pools_own_again(self) -> None:
         lost = replace(self.SEEN, lost_claims=self.LOST)
@@ -234,8 +234,8 @@ class TestModelConflict:
         said = condition(plan(spec, replace(seen(PODS, ACTIVE), lost_claims=lost), NOW_S), "Accepted")
         assert said.reason == "ModelConflict"
         assert said.message == (
-            "requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
-            f"requests for 'small' go to the older pool other/first; {warned.message}"
+            "Requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
+            f"Requests for 'small' go to the older pool other/first; {warned.message}"
         )
 
     def test_the_longest_names_of_as_many_pools_as_there_may_be_fit_into_a_status(self) -> None:
