@@ -42,7 +42,7 @@ class LostLeadership:
         raise LeadershipLostError("the lease was not renewed")
 
 
-async def test_nothing_is_written_any_more_once_the_lease_is_lost(
+async def test_process_lost_lease_exits_before_any_write(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control = FakeControl()
@@ -62,7 +62,7 @@ async def test_nothing_is_written_any_more_once_the_lease_is_lost(
     assert "the lease was not renewed" in capsys.readouterr().err
 
 
-def test_an_end_for_want_of_the_crd_says_so_and_any_other_what_it_was() -> None:
+def test_control_error_names_missing_crd_or_the_cause() -> None:
     gone = APINotFoundError("404 page not found", status=404, headers={})
 
     assert str(ended(gone)).startswith("the API server no longer serves InferencePools; has their CRD been deleted?")

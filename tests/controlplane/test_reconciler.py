@@ -102,7 +102,7 @@ async def running(scene: Scene) -> AsyncIterator[asyncio.Task[None]]:
     await task
 
 
-async def test_it_looks_at_once_and_again_when_woken(scene: Scene) -> None:
+async def test_reconciler_runs_at_once_and_when_woken(scene: Scene) -> None:
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
         scene.reconciler.wake()
@@ -114,7 +114,7 @@ async def test_it_looks_at_once_and_again_when_woken(scene: Scene) -> None:
     assert scene.waits == 0
 
 
-async def test_events_that_come_together_are_one_pass(scene: Scene) -> None:
+async def test_reconciler_simultaneous_events_cause_one_reconcile(scene: Scene) -> None:
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
         for _ in range(10):
@@ -128,19 +128,19 @@ async def test_events_that_come_together_are_one_pass(scene: Scene) -> None:
     assert len(scene.results) == 2
 
 
-async def test_it_looks_again_when_the_plan_says_so(scene: Scene) -> None:
+async def test_reconciler_requeues_when_the_plan_asks(scene: Scene) -> None:
     scene.requeue_after_s = 0.001
     async with running(scene):
         await until(lambda: len(scene.results) == 3)
 
 
-async def test_what_comes_during_a_pass_has_a_pass_of_its_own(scene: Scene) -> None:
+async def test_reconciler_event_during_reconcile_causes_another(scene: Scene) -> None:
     scene.applying = lambda: scene.reconciler.wake() if len(scene.plans) == 1 else None
     async with running(scene):
         await until(lambda: len(scene.results) == 2)
 
 
-async def test_after_its_own_write_it_waits_until_the_watch_shows_it(scene: Scene) -> None:
+async def test_reconciler_waits_for_the_watch_after_own_write(scene: Scene) -> None:
     scene.outcomes = [Applied(wrote_status=True)]
     scene.requeue_after_s = 0.001
     async with running(scene):
@@ -154,16 +154,14 @@ async def test_after_its_own_write_it_waits_until_the_watch_shows_it(scene: Scen
         await until(lambda: len(scene.plans) >= 2)
 
 
-async def test_a_write_that_never_shows_is_not_waited_for_for_good(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reconciler_own_write_never_shown_continues(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_ECHO_S", 0.01)
     scene.outcomes = [Applied(wrote_status=True)]
     async with running(scene):
         await until(lambda: len(scene.plans) == 2)
 
 
-async def test_a_conflict_is_no_failure_and_soon_looked_at_again(scene: Scene) -> None:
+async def test_reconciler_conflict_is_retried_soon(scene: Scene) -> None:
     scene.outcomes = [ConflictError("changed", status=409)]
     async with running(scene):
         await until(lambda: len(scene.results) == 2)
@@ -172,7 +170,7 @@ async def test_a_conflict_is_no_failure_and_soon_looked_at_again(scene: Scene) -
 
 
 @pytest.mark.parametrize("error", [ApiError("away"), ValueError("a defect")])
-async def test_failures_are_backed_off_from_and_outlived(
+async def test_reconciler_failures_back_off_and_continue(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
@@ -189,7 +187,7 @@ async def test_failures_are_backed_off_from_and_outlived(
     assert pauses == [0.02, 0.04, 0.08, 0.01]
 
 
-async def test_an_event_ends_the_pause_after_a_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_event_ends_pause_after_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", LONG_S)
     scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [ApiError("away")]
@@ -199,7 +197,7 @@ async def test_an_event_ends_the_pause_after_a_failure(scene: Scene, monkeypatch
         await until(lambda: scene.results == ["failed", "done"])
 
 
-async def test_what_the_server_refused_is_in_the_next_look_and_so_is_that_it_no_more_does(scene: Scene) -> None:
+async def test_reconciler_refusals_are_observed_next_time_and_cleared(scene: Scene) -> None:
     scene.outcomes = [Applied(refused=("no",)), Applied()]
     async with running(scene):
         await until(lambda: len(scene.observed) == 3)
@@ -207,9 +205,7 @@ async def test_what_the_server_refused_is_in_the_next_look_and_so_is_that_it_no_
     assert scene.observed == [(), ("no",), ()]
 
 
-async def test_a_server_that_refuses_in_other_words_each_time_is_backed_off_from(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reconciler_varying_refusals_back_off(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
     scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [Applied(refused=(f"request {number} failed",)) for number in range(4)]
@@ -219,7 +215,7 @@ async def test_a_server_that_refuses_in_other_words_each_time_is_backed_off_from
     assert scene.results[:5] == ["done", "failed", "failed", "failed", "done"]
 
 
-async def test_a_spec_that_cannot_be_read_is_published_as_refused(scene: Scene) -> None:
+async def test_reconciler_invalid_spec_is_refused(scene: Scene) -> None:
     scene.pool = pool_object(workload={})
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
@@ -231,13 +227,13 @@ async def test_a_spec_that_cannot_be_read_is_published_as_refused(scene: Scene) 
     assert len(scene.plans) == 1
 
 
-async def test_a_pool_that_has_drained_is_finished(scene: Scene) -> None:
+async def test_reconciler_drained_pool_is_finished(scene: Scene) -> None:
     scene.finished = True
     async with running(scene):
         await scene.reconciler.finished.wait()
 
 
-async def test_another_pool_of_the_same_name_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_other_uid_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "_GONE_S", 0.01)
     scene.pool = pool_object(uid="another")
     async with running(scene):
@@ -246,7 +242,7 @@ async def test_another_pool_of_the_same_name_is_left_alone(scene: Scene, monkeyp
     assert scene.plans == []
 
 
-async def test_a_pass_that_hangs_is_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reconciler_long_reconcile_is_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler_module, "STUCK_S", -1.0)
     states: list[bool] = []
     scene.applying = lambda: states.append(scene.reconciler.stuck)
@@ -257,7 +253,7 @@ async def test_a_pass_that_hangs_is_stuck(scene: Scene, monkeypatch: pytest.Monk
     assert not scene.reconciler.stuck
 
 
-async def test_keepers_run_one_until_it_may_end(scene: Scene) -> None:
+async def test_reconcilers_run_until_the_end_condition(scene: Scene) -> None:
     reconcilers = Reconcilers(scene.make)
     end = asyncio.Event()
 
@@ -277,7 +273,7 @@ async def test_keepers_run_one_until_it_may_end(scene: Scene) -> None:
     assert scene.forgotten == ["llm/qwen"]
 
 
-async def test_keepers_say_whether_the_pool_has_drained(scene: Scene) -> None:
+async def test_reconcilers_return_whether_the_pool_drained(scene: Scene) -> None:
     scene.finished = True
 
     async def drained(reconciler: Reconciler) -> None:
@@ -286,7 +282,7 @@ async def test_keepers_say_whether_the_pool_has_drained(scene: Scene) -> None:
     assert await Reconcilers(scene.make).run(KEY, UID, drained)
 
 
-async def test_keepers_end_when_the_operator_stops_or_the_time_is_over(scene: Scene) -> None:
+async def test_reconcilers_end_at_stop_or_timeout(scene: Scene) -> None:
     reconcilers = Reconcilers(scene.make)
 
     async def never(_reconciler: Reconciler) -> None:
