@@ -17,7 +17,7 @@ import aiohttp
 
 from controlplane import crds
 from controlplane.history import History
-from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.api.client import ApiClient
 from emulated_cluster.control_plane.cluster import Cluster
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
@@ -119,7 +119,7 @@ class Product:
         self.namespace = ""
         self.routers: list[Router] = []
         self.envoy: Envoy | None = None
-        self._client: KubeClient
+        self._client: ApiClient
         self._audited = 0
         self._count = routers
         self._stack = AsyncExitStack()
@@ -127,7 +127,7 @@ class Product:
     async def __aenter__(self) -> Self:
         self._audited = len(self.cluster.audit())
         await asyncio.to_thread(self._install)
-        self._client = await self.cluster.client()
+        self._client = self.cluster.client()
         self._stack.push_async_callback(self._client.close)
         if self._count:
             redis = self._stack.enter_context(redis_server(self.directory / "redis"))
