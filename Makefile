@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 IMAGE ?= ghcr.io/dualmap/dualmap:0.1.0
+# Certificates as the machine has them: a company's proxy may have its own.
+export UV_SYSTEM_CERTS := 1
 INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
 $(BIN)/python:

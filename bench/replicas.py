@@ -11,9 +11,8 @@ from itertools import product
 import click
 from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
 
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Routing, Session, SessionMigration
-from dualmap.replicas.news import News
+from dualmap.replicas.news import HotnessCounts, News
 from dualmap_extproc.store.codec import encode_news
 from dualmap_sim.cluster import Exchange, Record, Replica, everything
 from dualmap_sim.summary import Summary, summarise

@@ -7,8 +7,8 @@ from functools import partial
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.fleet.entry import Entry
 from dualmap.fleet.fleet import Fleet
+from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.keys.hotness import HotnessTree
 from dualmap.keys.rings import DualRing
 from dualmap.keys.sessions import Binding, SessionTable
@@ -16,7 +16,7 @@ from dualmap.policies.migration import session_choice
 from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import Candidate, Choice, Situation
 from dualmap.pools.pool import Pool
-from dualmap.queue.held import Waiting
+from dualmap.queue.request_queue import QueuedRequest
 from dualmap.receipt import CandidateReceipt, Key, Receipt
 from dualmap.requests import Request
 
@@ -44,7 +44,7 @@ class Chooser:
     def key(self, now: float, request: Request) -> Key:
         """Return the key of a request, counting it for hotness: to be asked once for each."""
         # Shares are judged by the whole ring, also for a request that may use only part of it: keys are the pool's.
-        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.membership.size
+        hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:
             # A prompt without text has no prefix to share; its own id spreads such requests over the pool.
@@ -90,12 +90,12 @@ class Chooser:
             may_move=binding is None or self._may_move(now, binding),
         )
 
-    def choose(self, now: float, request: Request, key: Key, situation: Situation) -> Waiting:
+    def choose(self, now: float, request: Request, key: Key, situation: Situation) -> QueuedRequest:
         """Choose, and return the request as placed at the member of choice."""
         choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
         chosen, receipt = choice.candidate, self._receipt(key, situation, choice)
-        return Waiting(
+        return QueuedRequest(
             request=request,
             key=key,
             pair=receipt.pair,
@@ -116,16 +116,16 @@ class Chooser:
         """Whether held requests that will miss the SLO let those go first that can still make it."""
         return self._policy.defers or self._pool.routing.queue.order == "Deadline"
 
-    def bind(self, now: float, entry: Entry) -> None:
+    def bind(self, now: float, request: InFlightRequest) -> None:
         """Remember where the KV of a request's session lies from now on."""
-        if entry.session is not None:
-            self.sessions.bind(now, entry.session, host=entry.member, tokens=entry.chain.tokens)
+        if request.session is not None:
+            self.sessions.bind(now, request.session, host=request.member, tokens=request.chain.tokens)
 
-    def alternative(self, now: float, waiting: Waiting) -> Candidate | None:
+    def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
         """Return the other member of a held request's pair, if it may take requests."""
-        ring = self._fleet.membership.ring(waiting.request.subset)
-        view = self._fleet.view(now, waiting.request.chain)
-        others = [each for each in waiting.pair if each != waiting.member and each in ring.ids]
+        ring = self._fleet.ring(queued.request.subset)
+        view = self._fleet.view(now, queued.request.chain)
+        others = [each for each in queued.pair if each != queued.member and each in ring.ids]
         candidates = [view.candidate(each) for each in others]
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 

@@ -1,12 +1,13 @@
-"""What goes into a pool's router and what comes out of it, as values.
+"""The values that go into a pool's router and come out of it.
 
-``PoolRouter`` (dualmap.router) consumes a Request and answers with a Decision, a Refusal, or Held: then the decision or
-refusal comes later, by ``take_outcomes``. The drivers (the ext_proc server, the simulator) tell it afterwards how the
-request went and get values back to count and log.
+``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Refusal, or Held. The decision or rejection of a
+queued request is an outcome of a later event. The drivers (the ext_proc server, the simulator) report to the router how
+requests go on, and get values back to count and log.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, NamedTuple, TypeVar
 
 from dualmap.prompts.blocks import BlockChain
 from dualmap.receipt import Receipt
@@ -63,9 +64,25 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A request that waits in the router: its Decision or Refusal comes by ``take_outcomes``, unless it is aborted."""
+    """A request that is queued in the router: a later event has its outcome, unless the request is aborted first."""
 
     request_id: str
+
+
+Outcome = Decision | Refusal
+AnswerT = TypeVar("AnswerT", covariant=True)
+
+
+class Effects(NamedTuple, Generic[AnswerT]):
+    """What one event of a router did.
+
+    ``answer`` belongs to the event itself. ``outcomes`` are, in order, the decisions and rejections of queued requests
+    that the event released or gave up. (Named tuples are as unchangeable as frozen dataclasses and made in half the
+    time; every event makes one.)
+    """
+
+    answer: AnswerT
+    outcomes: tuple[Outcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +108,7 @@ class FirstToken:
 class Completion:
     """A request ended. Cached tokens are None unless the engine reported usage for it."""
 
+    request_id: str
     member: str
     predicted_cached_tokens: int
     measured_cached_tokens: int | None

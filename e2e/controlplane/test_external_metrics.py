@@ -99,7 +99,8 @@ class Router(ThreadingHTTPServer):
     def __init__(self, pool: str) -> None:
         super().__init__(("127.0.0.1", 0), _MetricsPage)
         self._demand = Wish(pool)
-        self.metrics = Metrics(version="1", replica_id="router", demand=self._demand)
+        self.signals = self._demand.signals
+        self.metrics = Metrics(version="1", replica_id="router")
 
     @property
     def wish(self) -> float:
@@ -126,7 +127,7 @@ class _MetricsPage(BaseHTTPRequestHandler):
     server: Router
 
     def do_GET(self) -> None:
-        body = self.server.metrics.render([], self.server.metrics.signals([]))
+        body = self.server.metrics.render([], self.server.signals([]))
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -21,7 +21,7 @@ from harness.stack import Router
 from harness.waiting import until
 
 POOLS = "inferencepools"
-# A watch that is cut without a word is given up after 55 s of silence (``reflector.Patience``).
+# A watch that is cut without a word is given up after 55 s of silence (``edge.kube.watch.WatchPolicy``).
 NOTICED_S = 90.0
 SOON_S = 30.0
 

@@ -75,7 +75,7 @@ def _check_routes(pool: Pool) -> None:
     router = PoolRouter(pool)
     root = chain_root(model=pool.model.name)
     chain = chain_blocks(_TEXT, root=root, block_tokens=pool.routing.prefix.block_tokens)
-    outcome = router.on_request(1.0, Request(id="r", chain=chain, arrived_s=1.0))
+    outcome = router.on_request(1.0, Request(id="r", chain=chain, arrived_s=1.0)).answer
     endpoints = {member.endpoint for member in pool.members}
     match outcome:
         case Decision():
@@ -83,7 +83,7 @@ def _check_routes(pool: Pool) -> None:
             assert set(outcome.endpoints) <= endpoints
             outcome.receipt.header()
             router.on_first_token(1.5, "r")
-            assert router.on_finished(2.0, "r", None) is not None
+            assert router.on_finished(2.0, "r", None).answer is not None
         case Held():
             assert router.status().held == 1
             router.on_aborted(1.5, "r")

@@ -25,8 +25,7 @@ class TestBounds:
         for n in range(2):
             ask(router, str(n), 40_000)
         full = ask(router, "full")
-        router.on_deadline(3.0)
-        (late,) = router.take_outcomes()
+        (late,) = router.on_deadline(3.0).outcomes
         for refusal in (full, late):
             assert isinstance(refusal, Refusal)
             assert refusal.retry_after_s == 3.0
@@ -37,12 +36,10 @@ class TestBounds:
         ask(router, "2")
         ask(router, "3", now=1.0)
         assert router.next_deadline() == 3.0
-        router.on_deadline(3.0)
-        (refusal,) = router.take_outcomes()
+        (refusal,) = router.on_deadline(3.0).outcomes
         assert isinstance(refusal, Refusal)
         assert (refusal.request_id, refusal.reason) == ("2", Reason.WAITED_TOO_LONG)
-        router.on_deadline(4.0)
-        assert [each.request_id for each in router.take_outcomes()] == ["3"]
+        assert [each.request_id for each in router.on_deadline(4.0).outcomes] == ["3"]
         assert held(router) == 0
 
     def test_a_client_that_goes_away_frees_its_place(self) -> None:
@@ -50,18 +47,16 @@ class TestBounds:
         ask(router, "1")
         ask(router, "2")
         assert isinstance(ask(router, "3"), Refusal)
-        assert router.on_aborted(0.5, "2") is None
+        assert router.on_aborted(0.5, "2").answer is None
         assert held(router) == 0
         assert isinstance(ask(router, "4"), Held)
-        router.on_first_token(2.0, "1")
-        assert decided(router) == ["4"]
+        assert decided(router.on_first_token(2.0, "1")) == ["4"]
 
     def test_an_abort_at_the_instance_makes_room(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1", 20_000)
         ask(router, "2")
-        router.on_aborted(0.5, "1")
-        assert decided(router) == ["2"]
+        assert decided(router.on_aborted(0.5, "1")) == ["2"]
 
 
 class TestEmptyPool:
@@ -70,16 +65,16 @@ class TestEmptyPool:
         for n in range(3):
             assert isinstance(ask(router, str(n)), Held)
         assert held(router) == 3
-        router.on_pool(5.0, replace(router.pool, members=members(2)))
-        first = decided(router)
+        first = decided(router.on_pool(5.0, replace(router.pool, members=members(2))))
         assert first
         assert held(router) == 3 - len(first)
 
     def test_they_wait_only_so_long(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
         ask(router, "1")
-        router.on_deadline(2.0)
-        assert router.take_outcomes() == (Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=2.0),)
+        assert router.on_deadline(2.0).outcomes == (
+            Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=2.0),
+        )
 
     def test_and_only_so_many(self) -> None:
         routing = slow_pool(hold_when_empty=True, max_held=1, max_wait_s=9.0).routing
@@ -105,11 +100,13 @@ class TestEmptyPool:
 
     def test_a_request_that_may_use_only_others_is_refused(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True).routing))
-        refusal = router.on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"})))
+        refusal = router.on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"}))).answer
         assert refusal == Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
 
     def test_a_request_that_may_use_no_member_of_those_there_are_need_not_come_back(self) -> None:
-        refusal = PoolRouter(slow_pool()).on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"})))
+        refusal = (
+            PoolRouter(slow_pool()).on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"}))).answer
+        )
         assert refusal == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
 
     def test_when_the_last_member_drains_its_requests_and_new_ones_wait_for_another(self) -> None:
@@ -121,5 +118,4 @@ class TestEmptyPool:
         assert isinstance(ask(router, "3", now=1.5), Held)
         assert held(router) == 2
         assert [each.in_flight for each in router.status().endpoints] == [1]
-        router.on_pool(2.0, slow_pool(2, hold_when_empty=True))
-        assert decided(router) == ["2", "3"]
+        assert decided(router.on_pool(2.0, slow_pool(2, hold_when_empty=True))) == ["2", "3"]

@@ -16,7 +16,7 @@ def test_the_first_to_open_is_the_first_of_all(seed: int) -> None:
     engine = Engine(prefill_tokens_per_second=1000.0, kv_tokens=20_000)
     routing = Routing(policy="round_robin", queue=Queue(dispatch_window_s=1.0, max_wait_s=1e9, max_held=10_000))
     router = PoolRouter(replace(pool(16, routing=routing, engine=engine)))
-    loads = dict(router._fleet.ledger.items())
+    loads = dict(router._fleet._ledger.loads())
     seen = 0
     for number in range(600):
         now += chance.uniform(0.0, 0.5)
@@ -25,9 +25,9 @@ def test_the_first_to_open_is_the_first_of_all(seed: int) -> None:
         event(now, str(chance.randint(0, number)))
         if not number % 7:
             router.on_deadline(now)
-        router.take_outcomes()
-        asked = [load.opens_s(1.0, after_s=router._pumped_s) for load in loads.values() if load.held]
+        released_s = router._dispatcher._released_s
+        asked = [load.dispatches_s(1.0, after_s=released_s) for load in loads.values() if load.queue]
         expected = min((each for each in asked if each is not None), default=None)
-        assert router._openings.first_s(1.0, after_s=router._pumped_s) == expected
+        assert router._fleet.next_dispatch_s(after_s=released_s) == expected
         seen += expected is not None
     assert seen > 100

@@ -20,7 +20,7 @@ def turn(id: str, text: str, *, now: float = 0.0, session: int | None = NAME) ->
 
 
 def decide(router: PoolRouter, asked: Request) -> Decision:
-    outcome = router.on_request(asked.arrived_s, asked)
+    outcome = router.on_request(asked.arrived_s, asked).answer
     assert isinstance(outcome, Decision), outcome
     return outcome
 

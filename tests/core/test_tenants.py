@@ -13,7 +13,7 @@ TEXT = text_of(2048, "the same words")
 
 def ask(router: PoolRouter, id: str, *, salt: str, session: str | None = None, now: float = 0.0) -> Decision:
     name = None if session is None else session_key(session, chain_root(model="m", cache_salt=salt))
-    outcome = router.on_request(now, Request(id=id, chain=chain(TEXT, salt=salt), arrived_s=now, session=name))
+    outcome = router.on_request(now, Request(id=id, chain=chain(TEXT, salt=salt), arrived_s=now, session=name)).answer
     assert isinstance(outcome, Decision)
     return outcome
 

@@ -16,10 +16,9 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Engine, Queue
-from dualmap.replicas.news import News, SharedBinding
-from dualmap.requests import Decision, Held, Reason, Request
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding
+from dualmap.requests import Decision, Effects, Held, Reason, Refusal, Request
 from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module
 from dualmap_sim.cluster import Cluster, Exchange, Record, Replica
@@ -156,8 +155,8 @@ def test_equal_configurations_give_equal_records() -> None:
 
 def test_a_request_that_a_router_loses_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loses(PoolRouter):
-        def on_request(self, now: float, request: Request) -> Decision | Held:
-            return Held(request_id=request.id)
+        def on_request(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
+            return Effects(Held(request_id=request.id))
 
     monkeypatch.setattr(cluster_module, "PoolRouter", Loses)
     with pytest.raises(AssertionError, match="1 requests never end"):

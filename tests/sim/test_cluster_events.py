@@ -16,7 +16,7 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
-from dualmap.fleet.ledger import ENTRY_TTL_S
+from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.pools.pool import MemberState, Pool, Queue
 from dualmap_sim.cluster import Cluster, Record
 from dualmap_sim.events import Event, Fail, PoolChange, Recover, Speed
@@ -181,7 +181,7 @@ def test_every_request_ends_once_whatever_happens(happens: str, routers: int, re
     assert any(record.failed for record in records) == (happens in ("fail", "all fail", "drain, then leave dead"))
     for router in cluster.routers:
         # What was never reported is forgotten with time.
-        router.on_deadline(1000.0 + ENTRY_TTL_S)
+        router.on_deadline(1000.0 + IN_FLIGHT_TTL_S)
     assert_books_empty(cluster)
 
 

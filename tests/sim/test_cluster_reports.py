@@ -16,7 +16,7 @@ from clusters import (
     one_block_prompts,
     small_pool,
 )
-from dualmap.fleet.ledger import ENTRY_TTL_S
+from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.pools.pool import Queue
 from dualmap_sim.arrivals import Arrival, arrivals
 from dualmap_sim.cluster import Cluster, Record
@@ -40,7 +40,7 @@ def test_lost_reports_are_a_share_and_are_forgotten_with_time() -> None:
     (router,) = cluster.routers
     router.on_deadline(last_s)
     assert in_flight(cluster) > 0
-    router.on_deadline(last_s + ENTRY_TTL_S + 1.0)
+    router.on_deadline(last_s + IN_FLIGHT_TTL_S + 1.0)
     assert_books_empty(cluster)
 
 
@@ -56,11 +56,11 @@ def test_lost_reports_do_not_shut_instances(kv_tokens: int | None) -> None:
 
 def test_a_router_that_never_hears_of_an_end_goes_by_the_ttl() -> None:
     cluster = Cluster(replace(config(small_pool(1)), report_loss=1.0))
-    records = cluster.run(one_block_prompts(0.0, 100.0, ENTRY_TTL_S + 50.0))
+    records = cluster.run(one_block_prompts(0.0, 100.0, IN_FLIGHT_TTL_S + 50.0))
     assert [record.finished_s is not None for record in records] == [True] * 3
     # The first is forgotten by the time the third comes.
     assert in_flight(cluster) == 2
-    cluster.routers[0].on_deadline(2 * ENTRY_TTL_S + 50.0)
+    cluster.routers[0].on_deadline(2 * IN_FLIGHT_TTL_S + 50.0)
     assert_books_empty(cluster)
 
 

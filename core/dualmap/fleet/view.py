@@ -28,12 +28,12 @@ class Instance:
 
 
 class Roster:
-    """The instances that a ring's keys may go to, by id; the standings are good once the ledger is up to date."""
+    """The instances that a ring's keys may go to, by id; the summaries are good once the ledger is up to date."""
 
     def __init__(self, instances: tuple[Instance, ...]) -> None:
         self.instances = instances
         self.positions = {each.index: position for position, each in enumerate(instances)}
-        self.standings = [each.load.standing for each in instances]
+        self.summaries = [each.load.summary for each in instances]
 
 
 class View:
@@ -55,22 +55,22 @@ class View:
 
     def look(self, instance: Instance, hint_tokens: int = 0) -> Candidate:
         """Return an instance as it stands; ``hint_tokens`` of the prompt are known to be cached there."""
-        chain, standing = self.chain, instance.load.update(self.now, self.stall_s)
+        chain, load = self.chain, instance.load.update(self.now, self.stall_s)
         blocks = instance.index.matched_on(self.path)
         if hint_tokens:
             blocks = max(blocks, min(hint_tokens, chain.tokens) // chain.block_tokens)
         matched_tokens = chain.tokens_of(blocks)
-        speed = instance.load.speed
+        speed = instance.load.speed.current
         return Candidate(
             id=instance.member.id,
             state=instance.state,
             endpoint=instance.endpoint,
             matched_tokens=matched_tokens,
-            pending_tokens=standing.pending_tokens,
-            in_flight=standing.in_flight,
-            active_kv_tokens=standing.active_kv_tokens,
+            pending_tokens=load.pending_tokens,
+            in_flight=load.in_flight,
+            active_kv_tokens=load.active_kv_tokens,
             tokens_per_second=speed.tokens_per_second,
-            queue_s=standing.queue_s(self.now),
+            queue_s=load.queue_s(self.now),
             compute_s=speed.compute_s(chain.tokens - matched_tokens, matched_tokens),
         )
 
@@ -98,38 +98,38 @@ class Everyone:
 
     def costs_s(self, weights: Weights) -> list[float]:
         """Return what ``weights`` make of each member."""
-        now, tokens, standings = self._view.now, self._view.chain.tokens, self._roster.standings
+        now, tokens, summaries = self._view.now, self._view.chain.tokens, self._roster.summaries
         # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n: first without any.
         kv, linear, quadratic = weights.active_kv, weights.compute * tokens, weights.compute * tokens**2
         costs_s = [
             (left_s if (left_s := each.ends_s - now) > each.least_queue_s else each.least_queue_s)
             + each.linear_s * (linear + kv * each.active_kv_tokens)
             + each.quadratic_s * quadratic
-            for each in standings
+            for each in summaries
         ]
         positions, chain = self._roster.positions, self._view.chain
         for index, blocks in self._view.tree.holders(self._view.path).items():
             position = positions.get(index)
             if position is not None:
-                each, cached = standings[position], chain.tokens_of(blocks)
+                each, cached = summaries[position], chain.tokens_of(blocks)
                 costs_s[position] -= weights.compute * cached * (each.linear_s + each.quadratic_s * cached)
         return costs_s
 
     def pending_tokens(self) -> list[int]:
         """Return each member's pending prefill tokens."""
-        return [each.pending_tokens for each in self._roster.standings]
+        return [each.pending_tokens for each in self._roster.summaries]
 
     def in_flight(self) -> list[int]:
         """Return each member's requests in flight."""
-        return [each.in_flight for each in self._roster.standings]
+        return [each.in_flight for each in self._roster.summaries]
 
     def requests(self) -> list[int]:
         """Return each member's requests, in flight or held for it."""
-        return [each.requests for each in self._roster.standings]
+        return [each.requests for each in self._roster.summaries]
 
     def placed_tokens(self) -> list[int]:
         """Return the KV that each member's requests in flight use and those held for it will add."""
-        return [each.placed_tokens for each in self._roster.standings]
+        return [each.placed_tokens for each in self._roster.summaries]
 
     def matched_tokens(self) -> list[int]:
         """Return how much of the prompt each member is believed to have cached."""

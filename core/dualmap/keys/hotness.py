@@ -20,6 +20,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dualmap.replicas.news import HotnessCounts
+
 # A bucket is a twelfth of the window, but never longer than this: recent traffic is the newest two buckets.
 BUCKETS = 12
 LONGEST_BUCKET_S = 5.0
@@ -34,19 +36,6 @@ class HotnessRule:
 
     split: float
     merge: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HotnessCounts:
-    """What router replicas send each other: requests counted since the last time, in all and per node.
-
-    ``split`` are the nodes that are split, told when they have changed and once a bucket: a node whose share lies
-    between the thresholds is split by its past, which a replica that began later has not seen.
-    """
-
-    requests: int
-    nodes: Mapping[int, int]
-    split: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

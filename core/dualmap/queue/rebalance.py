@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from dualmap.policies.situation import Candidate, Rule
-from dualmap.queue.held import HeldQueue, Waiting
+from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 
 MAX_CONSIDERED = 64
 
@@ -20,13 +20,13 @@ REBALANCED = Rule("rebalanced", "it waited at an overloaded instance, and this o
 
 def relieve(
     now: float,
-    queue: HeldQueue,
+    queue: MemberQueue,
     *,
     ahead_s: float,
     slo_ttft_s: float,
     queue_s: Callable[[str], float],
-    alternative: Callable[[Waiting], Candidate | None],
-    move: Callable[[Waiting, Candidate], None],
+    alternative: Callable[[QueuedRequest], Candidate | None],
+    move: Callable[[QueuedRequest, Candidate], None],
 ) -> int:
     """Run one round over the queue of an overloaded instance; return how many requests moved.
 
@@ -36,48 +36,48 @@ def relieve(
     """
     ttfts_s = _ttfts_s(now, queue, ahead_s)
     benefits_s = []
-    for waiting, ttft_s in ttfts_s:
+    for queued, ttft_s in ttfts_s:
         # In a pool that is overloaded as a whole, nearly all others are out of the question by their queue alone.
-        if all(queue_s(each) >= slo_ttft_s for each in waiting.pair if each != waiting.member):
+        if all(queue_s(each) >= slo_ttft_s for each in queued.pair if each != queued.member):
             continue
-        benefit_s, other = _benefit(now, waiting, ttft_s, alternative, slo_ttft_s)
+        benefit_s, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
         if other is not None:
-            benefits_s.append((benefit_s, waiting))
+            benefits_s.append((benefit_s, queued))
     benefits_s.sort(key=lambda each: -each[0])
     moved = 0
-    for _, waiting in benefits_s:
+    for _, queued in benefits_s:
         if all(ttft_s <= slo_ttft_s for _, ttft_s in ttfts_s):
             break
-        ttft_s = next(ttft_s for each, ttft_s in ttfts_s if each is waiting)
-        _, other = _benefit(now, waiting, ttft_s, alternative, slo_ttft_s)
+        ttft_s = next(ttft_s for each, ttft_s in ttfts_s if each is queued)
+        _, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
         if other is not None:
-            move(waiting, other)
+            move(queued, other)
             moved += 1
             ttfts_s = _ttfts_s(now, queue, ahead_s)
     return moved
 
 
-def _ttfts_s(now: float, queue: HeldQueue, ahead_s: float) -> list[tuple[Waiting, float]]:
+def _ttfts_s(now: float, queue: MemberQueue, ahead_s: float) -> list[tuple[QueuedRequest, float]]:
     """Return the requests at the head of a queue with the TTFT each is expected to have where it is."""
     expected = []
-    for waiting in islice(queue, MAX_CONSIDERED):
-        ahead_s += waiting.compute_s
-        expected.append((waiting, now - waiting.request.arrived_s + ahead_s))
+    for queued in islice(queue, MAX_CONSIDERED):
+        ahead_s += queued.compute_s
+        expected.append((queued, now - queued.request.arrived_s + ahead_s))
     return expected
 
 
 def _benefit(
     now: float,
-    waiting: Waiting,
+    queued: QueuedRequest,
     ttft_s: float,
-    alternative: Callable[[Waiting], Candidate | None],
+    alternative: Callable[[QueuedRequest], Candidate | None],
     slo_ttft_s: float,
 ) -> tuple[float, Candidate | None]:
     """Return B of eq. 6 and where the request gains it; None where it may not move or gains nothing."""
-    other = None if waiting.moved else alternative(waiting)
+    other = None if queued.moved else alternative(queued)
     if other is None:
         return 0.0, None
-    other_ttft_s = now - waiting.request.arrived_s + other.ttft_s
+    other_ttft_s = now - queued.request.arrived_s + other.ttft_s
     if other_ttft_s >= min(slo_ttft_s, ttft_s):
         return 0.0, None
     return ttft_s - other_ttft_s, other

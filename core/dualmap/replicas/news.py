@@ -8,7 +8,18 @@ or not at all. Times are ages, since replicas share no clock.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dualmap.keys.hotness import HotnessCounts
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotnessCounts:
+    """The requests that one replica counted since its last update: in all, and per node of its hotness tree.
+
+    ``split`` are the nodes that are split, sent when they change and once per bucket: a node whose share lies between
+    the thresholds is split because of its past, which a replica that started later has not seen.
+    """
+
+    requests: int
+    nodes: Mapping[int, int]
+    split: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
