@@ -3,6 +3,7 @@
 It reads the kubeconfig files that ``control_plane/kubeconfigs.py`` writes. Retries are up to the callers.
 """
 
+import asyncio
 import base64
 import json
 import ssl
@@ -20,6 +21,8 @@ _WATCH_TIMEOUT_S: Final = 45
 _WATCH_SILENCE_S: Final = 55.0
 # A watch sends one event per line, and an object may have some megabytes.
 _LONGEST_LINE: Final = 1 << 24
+# A TLS connection that was interrupted closes itself within this time of its event loop.
+_INTERRUPTED_CLOSES_WITHIN_S: Final = 0.2
 
 
 class ApiError(Exception):
@@ -55,6 +58,7 @@ class ApiClient:
     def __init__(self, server: str, *, tls: ssl.SSLContext | None = None, token: str | None = None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._server = server
+        self._interrupted = False
         # Each watch holds a connection, so their number has no limit.
         connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True, limit=0)
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_LONGEST_LINE)
@@ -88,7 +92,11 @@ class ApiClient:
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 return _document(response.status, await response.read())
+        except asyncio.CancelledError:
+            self._interrupted = True
+            raise
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._interrupted = True
             raise _unreachable(error) from error
 
     async def watch(self, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[WatchEvent, None]:
@@ -97,6 +105,7 @@ class ApiClient:
         Returns when the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(_WATCH_TIMEOUT_S))]
+        self._interrupted = True
         silence = aiohttp.ClientTimeout(total=None, sock_read=_WATCH_SILENCE_S)
         try:
             async with self._session.get(self._server + path, params=asked, timeout=silence) as response:
@@ -110,6 +119,8 @@ class ApiClient:
     async def close(self) -> None:
         """End every request and watch, and close the connections."""
         await self._session.close()
+        if self._interrupted:
+            await asyncio.sleep(_INTERRUPTED_CLOSES_WITHIN_S)
 
 
 def _tls(cluster: Mapping[str, str], user: Mapping[str, str]) -> ssl.SSLContext | None:
