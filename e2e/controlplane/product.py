@@ -262,6 +262,20 @@ class Product:
         wanted = {f"{name}-{number}": "Active" for number in range(count)}
         await self.until(lambda status: _states(status) == wanted and status.get("replicas") == count, name, timeout_s)
 
+    async def until_in_ring(self, count: int, name: str = "qwen") -> None:
+        """Wait until exactly the first ``count`` ordinals take requests: Active, or Joining, which lasts 30 s."""
+        wanted = {f"{name}-{number}" for number in range(count)}
+
+        def in_ring(status: dict[str, Any]) -> bool:
+            states = _states(status)
+            return (
+                states.keys() == wanted
+                and set(states.values()) <= {"Active", "Joining"}
+                and (status.get("replicas") == count)
+            )
+
+        await self.until(in_ring, name)
+
     async def until(
         self, holds: Callable[[dict[str, Any]], bool], name: str = "qwen", timeout_s: float = _WAIT_S
     ) -> None:
