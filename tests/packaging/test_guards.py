@@ -51,8 +51,8 @@ def breaks(copy: Path, module: str, line: str, contract: str) -> bool:
         ("core/dualmap/keys/hotness.py", "import random", "The core is pure"),
         ("core/dualmap/router.py", "import grpc", "The core is pure"),
         ("core/dualmap/queue/request_queue.py", "import dualmap.fleet.load", "The core's folders"),
-        ("core/dualmap/replicas/news.py", "import dualmap.keys.hotness", "The core's folders"),
-        ("core/dualmap/replicas/news.py", "import dualmap.pools.pool", "The core's folders"),
+        ("core/dualmap/replicas/update.py", "import dualmap.keys.hotness", "The core's folders"),
+        ("core/dualmap/replicas/update.py", "import dualmap.pools.pool", "The core's folders"),
         ("core/dualmap/policies/situation.py", "import dualmap.requests", "The core's folders"),
         ("core/dualmap/fleet/fleet.py", "import dualmap.chooser", "The core's folders"),
         ("core/dualmap/scaling/shares.py", "import dualmap.objects.pods", "The core's folders"),
@@ -90,7 +90,7 @@ def breaks(copy: Path, module: str, line: str, contract: str) -> bool:
         ("extproc/dualmap_extproc/request/stream.py", "import aiohttp", "aiohttp serves"),
         ("extproc/dualmap_extproc/request/stream.py", "import orjson", "orjson reads"),
         ("extproc/dualmap_extproc/store/exchange.py", "import redis", "Redis is spoken"),
-        ("core/dualmap/replicas/news.py", "import redis", "The core is pure"),
+        ("core/dualmap/replicas/update.py", "import redis", "The core is pure"),
     ],
 )
 def test_import_linter_finds_a_planted_import(copy: Path, module: str, line: str, contract: str) -> None:
