@@ -42,7 +42,7 @@ def first_token(ttft_s: float, *, within_slo: bool = True, member: str = "m-0") 
     return FirstToken(member=member, ttft_s=ttft_s, predicted_ttft_s=ttft_s, within_slo=within_slo)
 
 
-def test_a_minute_and_five_minutes_are_summed_apart() -> None:
+def test_history_sums_one_and_five_minutes_separately() -> None:
     history = PoolHistory()
     history.routed(0.0, decision())
     history.refused(150.0, no_endpoint("llm/qwen"))
@@ -57,7 +57,7 @@ def test_a_minute_and_five_minutes_are_summed_apart() -> None:
     assert (later.window.requests, later.rules, later.endpoints, later.refusals) == (0, {}, {}, {})
 
 
-def test_lines_have_a_point_for_every_step_and_gaps_where_nothing_came() -> None:
+def test_history_lines_have_a_point_per_step_and_gaps() -> None:
     history = PoolHistory()
     history.first_token(1000.0, first_token(0.5))
     history.first_token(1001.0, first_token(9.0, within_slo=False))
@@ -69,7 +69,7 @@ def test_lines_have_a_point_for_every_step_and_gaps_where_nothing_came() -> None
     assert steps[-3].ttft_p90_s == pytest.approx(9.0, rel=0.3)
 
 
-def test_hits_are_counted_for_the_instance_and_for_all() -> None:
+def test_history_counts_hits_per_member_and_in_total() -> None:
     history = PoolHistory()
     sent = decision()
     history.routed(0.0, sent)
@@ -80,7 +80,7 @@ def test_hits_are_counted_for_the_instance_and_for_all() -> None:
     assert (view.total.requests, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 300, 150)
 
 
-def test_measured_hit_rates_are_the_predicted_ones_corrected_by_what_was_reported() -> None:
+def test_history_measured_hit_rate_corrects_the_predicted_one() -> None:
     # Of 1000 tokens 600 were said to be cached; of 300 of those an engine has reported, and had half.
     past = EndpointPast(
         prompt_tokens=1000, predicted_cached_tokens=600, checked_cached_tokens=300, measured_cached_tokens=150
@@ -89,7 +89,7 @@ def test_measured_hit_rates_are_the_predicted_ones_corrected_by_what_was_reporte
     assert EndpointPast(prompt_tokens=1000, predicted_cached_tokens=600).hit_rate_measured is None
 
 
-def test_attainment_is_told_per_instance() -> None:
+def test_history_attainment_is_kept_per_member() -> None:
     history = PoolHistory()
     history.first_token(0.0, first_token(1.0, member="m-1"))
     history.first_token(0.0, first_token(9.0, within_slo=False, member="m-1"))
@@ -98,7 +98,7 @@ def test_attainment_is_told_per_instance() -> None:
     assert (past.attainment, past.failed) == (0.5, 1)
 
 
-def test_only_so_many_decisions_and_steps_are_kept() -> None:
+def test_history_keeps_a_bounded_number_of_decisions_and_steps() -> None:
     history = PoolHistory()
     sent = decision()
     for number in range(3 * DECISIONS):
@@ -110,7 +110,7 @@ def test_only_so_many_decisions_and_steps_are_kept() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
-def test_percentiles_are_within_their_bound(share: float) -> None:
+def test_history_percentiles_are_within_their_bucket(share: float) -> None:
     history = PoolHistory()
     values = [0.02 * 1.07**index for index in range(100)]
     for value in values:
@@ -119,7 +119,7 @@ def test_percentiles_are_within_their_bound(share: float) -> None:
     assert found == pytest.approx(values[round(share * 100) - 1], rel=0.27)
 
 
-def test_ttfts_beyond_all_bounds_are_counted_too() -> None:
+def test_history_ttft_above_all_bounds_is_counted() -> None:
     history = PoolHistory()
     history.first_token(0.0, first_token(1e-6))
     history.first_token(0.0, first_token(1e6))
@@ -144,7 +144,7 @@ class Recorded:
         self.report(Routed(now=self.now, pool=pool, decision=decision(), arrival=arrival))
 
 
-def test_histories_keep_each_observation_at_its_own_time() -> None:
+def test_histories_keep_each_observation_at_its_time() -> None:
     desk = Recorded()
     pool, refused = "llm/qwen", no_endpoint("llm/qwen")
     ended = completion("m-0", predicted=3, measured=1)
@@ -160,7 +160,7 @@ def test_histories_keep_each_observation_at_its_own_time() -> None:
     assert (view.total.failed, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 3, 1)
 
 
-def test_histories_keep_pools_apart_and_forget_old_ones() -> None:
+def test_histories_separate_pools_and_drop_old_ones() -> None:
     desk = Recorded()
     desk.routed("llm/old")
     assert desk.histories.view("llm/old").minute.requests == 1
@@ -170,7 +170,7 @@ def test_histories_keep_pools_apart_and_forget_old_ones() -> None:
     assert list(desk.histories._pools) == ["llm/new"]
 
 
-def test_rejections_without_a_pool_are_in_no_history() -> None:
+def test_histories_ignore_rejections_without_a_pool() -> None:
     desk = Recorded()
     desk.report(Rejected(now=0.0, pool="", refused=model_not_found("<img src=x>"), arrival=None))
     assert not desk.histories._pools

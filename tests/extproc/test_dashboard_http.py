@@ -118,7 +118,7 @@ def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "WATCHERS", 1)
 
 
-async def test_the_page_loads_nothing_but_its_own_files() -> None:
+async def test_dashboard_page_loads_only_its_own_files() -> None:
     async with serving(Router(builders.pool(2))) as session, session.get("/") as response:
         page = await response.text()
         assert response.status == 200
@@ -132,7 +132,7 @@ async def test_the_page_loads_nothing_but_its_own_files() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-async def test_every_file_is_served_and_imports_only_others(name: str) -> None:
+async def test_dashboard_files_are_served_and_import_only_each_other(name: str) -> None:
     async with serving(Router(builders.pool(2))) as session:
         async with session.get(f"/dashboard/{name}") as response:
             text = await response.text()
@@ -149,18 +149,18 @@ async def test_every_file_is_served_and_imports_only_others(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/dashboard/", "/dashboard/feed.py", "/dashboard/..%2Ffeed.py", "/dashboard/none.js"])
-async def test_nothing_else_is_served(path: str) -> None:
+async def test_dashboard_other_paths_are_not_found(path: str) -> None:
     async with serving(Router(builders.pool(1))) as session, session.get(path) as response:
         assert response.status == 404
 
 
 @pytest.mark.parametrize("path", ["/", "/events", "/dashboard/app.js"])
-async def test_it_can_only_be_read(path: str) -> None:
+async def test_dashboard_rejects_writing_methods(path: str) -> None:
     async with serving(Router(builders.pool(1))) as session, session.post(path) as response:
         assert response.status == 405
 
 
-async def test_snapshots_go_on_coming_and_tell_what_happens() -> None:
+async def test_dashboard_snapshots_continue_and_show_events() -> None:
     router = Router(builders.pool(3))
     async with serving(router) as session, session.get("/events") as response:
         assert response.content_type == "text/event-stream"
@@ -177,7 +177,7 @@ async def test_snapshots_go_on_coming_and_tell_what_happens() -> None:
     assert last["pool"]["minute"]["requests"] == 1
 
 
-async def test_who_looks_stays_while_the_idle_are_turned_out() -> None:
+async def test_dashboard_open_page_outlives_the_idle_timeout() -> None:
     async with serving(Router(builders.pool(3)), idle_timeout_s=0.05) as session, session.get("/events") as response:
         await next_snapshot(response)
         url = session._base_url
@@ -191,7 +191,7 @@ async def test_who_looks_stays_while_the_idle_are_turned_out() -> None:
         assert (await next_snapshot(response))["pools"] == before
 
 
-async def test_nothing_is_made_while_nobody_looks() -> None:
+async def test_dashboard_without_pages_makes_no_snapshots() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=0.001)
     await asyncio.sleep(0.01)
@@ -203,7 +203,7 @@ async def test_nothing_is_made_while_nobody_looks() -> None:
     assert router.taken == taken > 0
 
 
-async def test_a_reader_that_goes_away_is_noticed() -> None:
+async def test_dashboard_closed_page_ends_its_stream() -> None:
     router = Router(builders.pool(2))
     dashboard = Dashboard(router.source(), every_s=0.02)
     server = StatusServer(
@@ -220,7 +220,7 @@ async def test_a_reader_that_goes_away_is_noticed() -> None:
     await server.close()
 
 
-async def test_a_page_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dashboard_page_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_WRITE_TIMEOUT_S", 0.1)
     router = Router(builders.pool(200))
     dashboard = Dashboard(router.source(), every_s=0.001)
@@ -247,7 +247,7 @@ async def test_a_page_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.M
     await server.close()
 
 
-async def test_those_who_look_share_a_snapshot_a_second() -> None:
+async def test_dashboard_pages_share_one_snapshot_per_second() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=0.01)
     with watched.watching("") as one, watched.watching("") as another:
@@ -255,7 +255,7 @@ async def test_those_who_look_share_a_snapshot_a_second() -> None:
         assert router.taken == 1
 
 
-async def test_who_comes_and_goes_does_not_make_more_snapshots() -> None:
+async def test_dashboard_reconnects_make_no_more_snapshots() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=3600)
     with watched.watching("") as watcher:
@@ -266,7 +266,7 @@ async def test_who_comes_and_goes_does_not_make_more_snapshots() -> None:
     assert router.taken == 1
 
 
-async def test_who_is_slow_gets_the_newest_and_nothing_queues_up() -> None:
+async def test_dashboard_slow_page_gets_only_the_newest_snapshot() -> None:
     router = Router(builders.pool(2))
     watched = Feed(Snapshots(router.source()), every_s=0.005)
     with watched.watching("") as watcher, watched.watching("") as quick:
@@ -277,7 +277,7 @@ async def test_who_is_slow_gets_the_newest_and_nothing_queues_up() -> None:
         assert await watcher.next() is None
 
 
-async def test_only_so_many_may_look(no_room: None) -> None:
+async def test_dashboard_pages_above_the_limit_are_rejected(no_room: None) -> None:
     async with serving(Router(builders.pool(1))) as session, session.get("/events") as response:
         await next_snapshot(response)
         async with session.get("/events") as refused:
@@ -288,7 +288,7 @@ async def test_only_so_many_may_look(no_room: None) -> None:
             assert pools.status == 200
 
 
-async def test_a_place_is_given_back(no_room: None) -> None:
+async def test_dashboard_closed_page_frees_its_place(no_room: None) -> None:
     watched = Feed(Snapshots(Router(builders.pool(1)).source()))
     with watched.watching(""), pytest.raises(TooManyWatchers), watched.watching(""):
         pass
@@ -296,7 +296,7 @@ async def test_a_place_is_given_back(no_room: None) -> None:
         assert await watcher.next()
 
 
-async def test_a_failing_snapshot_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dashboard_failed_snapshot_ends_all_streams(caplog: pytest.LogCaptureFixture) -> None:
     router = Router(builders.pool(1))
     source = router.source()
 
@@ -309,7 +309,7 @@ async def test_a_failing_snapshot_leaves_nobody_waiting(caplog: pytest.LogCaptur
         assert isinstance(watched._sending.exception(), ValueError)
 
 
-async def test_the_end_of_the_router_ends_the_streams() -> None:
+async def test_dashboard_stop_ends_the_streams() -> None:
     server = server_of(Router(builders.pool(1)), every_s=3600)
     port = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
@@ -319,7 +319,7 @@ async def test_the_end_of_the_router_ends_the_streams() -> None:
         assert await response.content.read() == b""
 
 
-def test_a_pool_that_is_asked_for_and_those_there_are() -> None:
+def test_snapshot_shows_the_wanted_pool_and_lists_all() -> None:
     other = replace(builders.pool(2), name="other", model=Model(name="o"))
     router = Router(builders.pool(3), other)
     assert router.document("")["pool"]["name"] == "llm/qwen"
@@ -330,7 +330,7 @@ def test_a_pool_that_is_asked_for_and_those_there_are() -> None:
     assert Router().document()["pools"] == []
 
 
-def test_what_all_routers_ask_for() -> None:
+def test_snapshot_shows_demand_over_all_routers() -> None:
     router = Router(builders.pool(3))
     assert router.document()["pool"]["all_routers"] == {"wanted": 2.4, "in_flight": 7, "held": 1, "attainment": 0.9}
     router.unknown = "shared state is unreachable"
@@ -339,7 +339,7 @@ def test_what_all_routers_ask_for() -> None:
     assert "unreachable" in pool["verdict"]["problems"][0]["text"]
 
 
-def test_a_refusal_is_told_with_its_reason() -> None:
+def test_snapshot_shows_a_rejection_with_its_reason() -> None:
     router = Router(builders.pool(0))
     router.send("hello")
     (refused,) = router.document()["pool"]["decisions"]
@@ -348,7 +348,7 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("algorithm", list(RingAlgorithm))
-def test_shares_of_the_rings_are_those_of_the_keys(algorithm: RingAlgorithm) -> None:
+def test_snapshot_ring_shares_are_those_of_the_keys(algorithm: RingAlgorithm) -> None:
     pool = builders.pool(4)
     light = replace(pool.members[0], weight=25, state=MemberState.JOINING)
     draining = replace(pool.members[3], state=MemberState.DRAINING)
@@ -362,7 +362,7 @@ def test_shares_of_the_rings_are_those_of_the_keys(algorithm: RingAlgorithm) -> 
         assert shares[0] == pytest.approx(25 / 225, rel=0.5)
 
 
-def test_shares_follow_the_members() -> None:
+def test_snapshot_ring_shares_follow_the_members() -> None:
     router = Router(builders.pool(2))
     snapshots = Snapshots(router.source())
 
@@ -374,7 +374,7 @@ def test_shares_follow_the_members() -> None:
     assert shares() == [0.25] * 4
 
 
-def test_neither_prompts_nor_sessions_nor_addresses_are_told() -> None:
+def test_snapshot_has_no_prompts_sessions_or_addresses() -> None:
     pool = builders.pool(2)
     router = Router(pool)
     router.send("a very secret prompt " * 100, session="secret-session")
@@ -386,6 +386,6 @@ def test_neither_prompts_nor_sessions_nor_addresses_are_told() -> None:
     assert "hash" not in text
 
 
-def test_a_hostile_name_is_told_as_it_is() -> None:
+def test_snapshot_contains_a_hostile_name_unchanged() -> None:
     pool = replace(builders.pool(2), model=Model(name=HOSTILE))
     assert Router(pool).document()["pool"]["model"] == HOSTILE

@@ -103,7 +103,7 @@ async def service() -> AsyncIterator[Service]:
 
 
 class TestServing:
-    async def test_nothing_is_answered_before_the_first_publish(self, service: Service) -> None:
+    async def test_discovery_before_first_publish_answers_nothing(self, service: Service) -> None:
         async with service.envoy() as opened:
             call = opened()
             await call.write(request(QWEN))
@@ -114,7 +114,7 @@ class TestServing:
             service.discovery.publish([pool(count=1)])
             assert hosts(await reading) == {QWEN: ["10.0.0.1:8000"]}
 
-    async def test_a_change_goes_to_every_envoy_and_the_same_again_to_none(self, service: Service) -> None:
+    async def test_discovery_sends_a_change_to_every_envoy_once(self, service: Service) -> None:
         service.discovery.publish([pool(count=1)])
         async with service.envoy() as one, service.envoy() as two:
             calls = [one(), two(), two()]
@@ -128,7 +128,7 @@ class TestServing:
                 assert hosts(await receive(call)) == {QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"]}
             assert service.counts.pushed == 6
 
-    async def test_an_envoy_that_does_not_read_holds_up_nobody_and_gets_the_latest(self, service: Service) -> None:
+    async def test_discovery_slow_envoy_delays_none_and_gets_the_latest(self, service: Service) -> None:
         """Its flow-control window fills with responses that it does not take."""
         big = pool(count=0)
         members = tuple(Member(id=f"m-{n}", address=f"10.1.{n // 250}.{n % 250}", port=8000) for n in range(2000))
@@ -147,7 +147,7 @@ class TestServing:
                 seen.append(len(hosts(await receive(stuck))[QWEN]))
             assert len(seen) < 100
 
-    async def test_an_envoy_that_breaks_off_is_forgotten(
+    async def test_discovery_aborted_stream_is_removed(
         self, service: Service, caplog: pytest.LogCaptureFixture
     ) -> None:
         service.discovery.publish([pool()])
@@ -167,7 +167,7 @@ class TestServing:
         assert not service.discovery._streams
         assert not caplog.records
 
-    async def test_a_peer_that_is_done_gets_an_ordinary_end(self, service: Service) -> None:
+    async def test_discovery_finished_stream_ends_with_ok(self, service: Service) -> None:
         service.discovery.publish([pool()])
         async with service.envoy() as opened:
             call = opened()
@@ -176,7 +176,7 @@ class TestServing:
             await call.done_writing()
             assert await status_of(call) is grpc.StatusCode.OK
 
-    async def test_a_rejection_is_counted_and_logged_once(
+    async def test_discovery_rejection_is_counted_and_logged_once(
         self, service: Service, caplog: pytest.LogCaptureFixture
     ) -> None:
         service.discovery.publish([pool(count=1)])
@@ -199,7 +199,7 @@ class TestServing:
             "reason": "malformed",
         }
 
-    async def test_a_request_for_something_else_ends_its_stream_with_the_reason(self, service: Service) -> None:
+    async def test_discovery_unknown_type_ends_the_stream_with_a_reason(self, service: Service) -> None:
         async with service.envoy() as opened:
             call = opened()
             await call.write(discovery_pb2.DiscoveryRequest(type_url="type.googleapis.com/other"))
@@ -207,7 +207,7 @@ class TestServing:
             assert "ClusterLoadAssignment" in (await call.details() or "")
         await service.counts.until_streams(0)
 
-    async def test_bytes_that_are_no_request_end_their_stream_only(self, service: Service) -> None:
+    async def test_discovery_invalid_bytes_end_only_their_stream(self, service: Service) -> None:
         service.discovery.publish([pool()])
         async with service.envoy() as opened:
             good = opened()
@@ -236,7 +236,7 @@ class TestEverything:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def test_pools_come_and_go(self, service: Service, ads: Call) -> None:
+    async def test_ads_sends_added_and_removed_pools(self, service: Service, ads: Call) -> None:
         service.discovery.publish([pool("qwen")])
         await ads.write(request(of=CLUSTER_TYPE))
         response = await receive(ads)
@@ -251,7 +251,7 @@ class TestEverything:
         assert clusters(await receive(ads)) == set()
         assert service.counts.pushed == 3
 
-    async def test_routes_name_the_only_pool_for_what_no_router_picked(self, service: Service, ads: Call) -> None:
+    async def test_ads_routes_without_pick_name_the_only_pool(self, service: Service, ads: Call) -> None:
         await ads.write(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
         for pools, named in ([pool("qwen")], True), ([pool("qwen"), pool("llama")], False), ([pool("qwen")], True):
             service.discovery.publish(pools)
@@ -261,7 +261,7 @@ class TestEverything:
             assert (QWEN.encode() in resource.value) == named
             await ads.write(answer_to(response, ROUTES))
 
-    async def test_each_pool_that_holds_for_longer_than_envoy_waits_is_warned_of_once(
+    async def test_ads_warns_once_of_each_pool_with_too_long_max_wait(
         self, service: Service, ads: Call, caplog: pytest.LogCaptureFixture
     ) -> None:
         patient = pool("llama", routing=Routing(queue=Queue(max_wait_s=31.0)))
@@ -287,6 +287,6 @@ def clusters(response: discovery_pb2.DiscoveryResponse) -> set[str]:
     return {discovery_pb2.Cluster.FromString(each.value).name for each in response.resources}
 
 
-def test_a_router_that_nobody_asks_for_pools_has_not_imported_envoy_s_types() -> None:
+def test_discovery_without_ads_does_not_import_envoys_types() -> None:
     check = "import sys, dualmap_extproc.app.wiring; sys.exit('envoy_data_plane' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0

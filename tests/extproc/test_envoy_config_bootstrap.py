@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 @pytest.mark.parametrize(
     ("mode", "tls", "endpoints"), list(itertools.product(Mode, ["off", "on"], ["eds", "--static-endpoints"]))
 )
-def test_real_envoy_takes_every_combination(tmp_path: Path, mode: Mode, tls: str, endpoints: str) -> None:
+def test_real_envoy_accepts_every_combination(tmp_path: Path, mode: Mode, tls: str, endpoints: str) -> None:
     pools = ["--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other")]
     arguments = [*pools, "--mode", mode, "--tls", tls]
     arguments += ["--router", "127.0.0.1:9002,[::1]:9002,router.example:9002", "--als", "127.0.0.1:9004"]
@@ -31,27 +31,27 @@ def test_real_envoy_takes_every_combination(tmp_path: Path, mode: Mode, tls: str
     validate(tmp_path, result.stdout)
 
 
-def test_where_envoy_listens(tmp_path: Path) -> None:
+def test_bootstrap_listens_on_the_given_address(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--listen", "127.0.0.1:0", "--admin", "[::1]:9999")
     (listener,) = document["static_resources"]["listeners"]
     assert listener["address"]["socket_address"] == {"address": "127.0.0.1", "port_value": 0}
     assert document["admin"]["address"]["socket_address"] == {"address": "::1", "port_value": 9999}
 
 
-def test_the_ipv6_wildcard_takes_ipv4_clients_too(tmp_path: Path) -> None:
+def test_bootstrap_ipv6_wildcard_accepts_ipv4_clients(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--listen", "[::]:8080")
     (listener,) = document["static_resources"]["listeners"]
     address = {"address": "::", "port_value": 8080, "ipv4_compat": True}
     assert listener["address"]["socket_address"] == address
 
 
-def test_defaults_fit_the_router_s_own(tmp_path: Path) -> None:
+def test_bootstrap_defaults_match_the_routers(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     assert hosts(clusters(document)["dualmap-routers"]) == ["127.0.0.1 9002"]
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9002"]
 
 
-def test_several_routers_share_a_cluster_and_each_gets_the_whole_access_log(tmp_path: Path) -> None:
+def test_bootstrap_routers_share_a_cluster_with_a_sink_each(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--router", "10.1.0.1:9002, 10.1.0.2:9002,10.1.0.1:9002")
     found = clusters(document)
     assert hosts(found["dualmap-routers"]) == ["10.1.0.1 9002", "10.1.0.2 9002"]
@@ -60,13 +60,13 @@ def test_several_routers_share_a_cluster_and_each_gets_the_whole_access_log(tmp_
     assert [hosts(found[name]) for name in named] == [["10.1.0.1 9002"], ["10.1.0.2 9002"]]
 
 
-def test_a_router_by_name_is_looked_up(tmp_path: Path) -> None:
+def test_bootstrap_router_by_name_is_resolved_by_dns(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--router", "dualmap-router.llm.svc:9002", "--als", "localhost:9")
     assert clusters(document)["dualmap-routers"]["cluster_type"]["name"] == "envoy.cluster.dns"
     assert hosts(clusters(document)["dualmap-access-log-0"]) == ["127.0.0.1 9"]
 
 
-def test_names_are_looked_up_every_second(tmp_path: Path) -> None:
+def test_bootstrap_names_are_resolved_every_second(tmp_path: Path) -> None:
     routers = "router-0.routers.llm:9004,router-1.routers.llm:9004"
     found = clusters(config("--pool", pool_file(tmp_path), "--router", routers))
     for name in ("dualmap-routers", "dualmap-access-log-0", "dualmap-access-log-1"):
@@ -76,7 +76,7 @@ def test_names_are_looked_up_every_second(tmp_path: Path) -> None:
     assert "cluster_type" not in clusters(config("--pool", pool_file(tmp_path)))["dualmap-access-log-0"]
 
 
-def test_the_router_names_the_pool_and_the_first_takes_what_has_no_name(tmp_path: Path) -> None:
+def test_routes_lead_to_the_named_cluster_or_the_first_pool(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--pool", pool_file(tmp_path, "other"))
     *named, default = routes(document)
     for route, without_retries in zip(named, (True, False), strict=True):
@@ -91,14 +91,14 @@ def test_the_router_names_the_pool_and_the_first_takes_what_has_no_name(tmp_path
         assert route["request_headers_to_remove"] == [names.CLUSTER_HEADER, names.NO_RETRY_HEADER]
 
 
-def test_a_request_that_nothing_was_answered_of_is_tried_once_more(tmp_path: Path) -> None:
+def test_routes_retry_an_unanswered_request_once(tmp_path: Path) -> None:
     policies = [route["route"].get("retry_policy") for route in routes(config("--pool", pool_file(tmp_path)))]
     (policy,) = [policy for policy in policies if policy is not None]
     assert policy["retry_on"] == "connect-failure,refused-stream,reset,retriable-status-codes"
     assert (policy["retriable_status_codes"], policy["num_retries"]) == ([503], 1)
 
 
-def test_a_router_that_hangs_is_noticed_and_its_access_log_is_kept_for_it(tmp_path: Path) -> None:
+def test_bootstrap_hung_router_is_detected_and_keeps_its_log(tmp_path: Path) -> None:
     found = clusters(config("--pool", pool_file(tmp_path)))
     (check,) = found["dualmap-routers"]["health_checks"]
     assert "grpc_health_check" in check
@@ -112,7 +112,7 @@ def http2_options(cluster: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_router_is_asked_only_about_requests_with_a_route(tmp_path: Path) -> None:
+def test_filters_ask_the_router_only_with_a_route(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     first = manager(document)["http_filters"][0]
     (host,) = manager(document)["route_config"]["virtual_hosts"]
@@ -120,12 +120,12 @@ def test_the_router_is_asked_only_about_requests_with_a_route(tmp_path: Path) ->
     assert list(host["typed_per_filter_config"]) == ["envoy.filters.http.ext_proc"]
 
 
-def test_long_answers_meet_no_timeout(tmp_path: Path) -> None:
+def test_routes_have_no_timeout_for_long_answers(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     assert {route["route"]["timeout"] for route in routes(document)} == {"0s"}
 
 
-def test_endpoints_come_from_the_routers_unless_static(tmp_path: Path) -> None:
+def test_bootstrap_endpoints_come_from_eds_unless_static(tmp_path: Path) -> None:
     cluster = clusters(config("--pool", pool_file(tmp_path)))["llm/qwen"]
     assert cluster["type"] == "EDS"
     assert "load_assignment" not in cluster
@@ -135,7 +135,7 @@ def test_endpoints_come_from_the_routers_unless_static(tmp_path: Path) -> None:
     assert "service_name" not in cluster["eds_cluster_config"]
 
 
-def test_static_endpoints_are_the_members_draining_ones_marked(tmp_path: Path) -> None:
+def test_static_endpoints_mark_draining_members(tmp_path: Path) -> None:
     cluster = clusters(config("--pool", pool_file(tmp_path), "--static-endpoints"))["llm/qwen"]
     assert "eds_cluster_config" not in cluster
     assert hosts(cluster) == ["10.0.0.1 8000", "10.0.0.2 8000", "fd00::3 8000"]
@@ -143,7 +143,7 @@ def test_static_endpoints_are_the_members_draining_ones_marked(tmp_path: Path) -
     assert [host.get("health_status") for host in listed] == [None, "DRAINING", None]
 
 
-def test_a_pool_s_cluster_takes_the_router_s_word_and_reports_what_served(tmp_path: Path) -> None:
+def test_pool_cluster_uses_named_hosts_and_reports_the_server(tmp_path: Path) -> None:
     cluster = clusters(config("--pool", pool_file(tmp_path)))["llm/qwen"]
     (policy,) = cluster["load_balancing_policy"]["policies"]
     typed = policy["typed_extension_config"]["typed_config"]
@@ -160,7 +160,9 @@ def test_a_pool_s_cluster_takes_the_router_s_word_and_reports_what_served(tmp_pa
         ("buffered", "BUFFERED", "SKIP", False),
     ],
 )
-def test_mode(tmp_path: Path, mode: str, body: str, trailers: str, no_wait: bool) -> None:
+def test_filters_mode_sets_the_processing_mode(
+    tmp_path: Path, mode: str, body: str, trailers: str, no_wait: bool
+) -> None:
     ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--mode", mode), "ext_proc")
     sent = ext_proc["processing_mode"]
     assert (sent["request_body_mode"], sent["request_trailer_mode"]) == (body, trailers)
@@ -170,26 +172,26 @@ def test_mode(tmp_path: Path, mode: str, body: str, trailers: str, no_wait: bool
     assert ext_proc["failure_mode_allow"] is True
 
 
-def test_both_sides_metadata_is_let_through(tmp_path: Path) -> None:
+def test_filters_pass_metadata_of_both_sides(tmp_path: Path) -> None:
     options = http_filter(config("--pool", pool_file(tmp_path)), "ext_proc")["metadata_options"]
     assert options["receiving_namespaces"]["untyped"] == ["envoy.lb", "dualmap"]
     assert options["forwarding_namespaces"]["untyped"] == ["envoy.lb", "envoy.lb.subset_hint"]
 
 
-def test_envoy_waits_longer_than_the_router_may_hold_a_request(tmp_path: Path) -> None:
+def test_filters_timeout_exceeds_the_longest_max_wait(tmp_path: Path) -> None:
     patient = pool_file(tmp_path, "patient", routing={"queue": {"maxWait": "10m"}})
     ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--pool", patient), "ext_proc")
     assert ext_proc["message_timeout"] == "615s"
 
 
-def test_what_only_the_router_may_set_is_taken_off_first(tmp_path: Path) -> None:
+def test_listener_removes_reserved_headers_first(tmp_path: Path) -> None:
     (early,) = manager(config("--pool", pool_file(tmp_path)))["early_header_mutation_extensions"]
     removed = [m["remove_on_match"]["key_matcher"]["prefix"] for m in early["typed_config"]["mutations"]]
     for header in (names.DESTINATION_HEADER, names.SERVED_KEY, names.CLUSTER_HEADER, names.DECISION_HEADER):
         assert any(header.startswith(prefix) for prefix in removed), header
 
 
-def test_http1_trailers_stay_off(tmp_path: Path) -> None:
+def test_listener_keeps_http1_trailers_off(tmp_path: Path) -> None:
     assert "enable_trailers" not in manager(config("--pool", pool_file(tmp_path)))["http_protocol_options"]
 
 
@@ -199,7 +201,7 @@ def test_access_log_tags_are_those_the_router_reads(tmp_path: Path) -> None:
     assert tags == {value for name, value in vars(names).items() if name.startswith("TAG_")}
 
 
-def test_usage_is_read_by_a_script_that_writes_what_the_access_log_reads(tmp_path: Path) -> None:
+def test_usage_filter_writes_what_the_access_log_reads(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path))
     script = http_filter(document, "lua")["default_source_code"]["inline_string"]
     (log,) = manager(document)["access_log"]
@@ -214,14 +216,14 @@ def test_usage_is_read_by_a_script_that_writes_what_the_access_log_reads(tmp_pat
         assert tags[tag] == f"%DYNAMIC_METADATA({names.USAGE_NAMESPACE}:{tag})%"
 
 
-def test_the_script_is_written_line_by_line(tmp_path: Path) -> None:
+def test_usage_script_is_written_line_by_line(tmp_path: Path) -> None:
     result = run("--pool", pool_file(tmp_path))
     (script,) = [line for line in result.stdout.splitlines() if "inline_string" in line and line.endswith(" |")]
     lines = [line.strip() for line in result.stdout.splitlines()]
     assert lines.index("function envoy_on_response(handle)") > lines.index(script.strip())
 
 
-def test_no_filter_collects_or_parses_responses(tmp_path: Path) -> None:
+def test_filters_neither_buffer_nor_parse_responses(tmp_path: Path) -> None:
     """What stands between ext_proc and the router must neither crash on an answer nor wait for its end (ADR 6)."""
     filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == ["ext_proc", "lua", "router"]
@@ -230,7 +232,7 @@ def test_no_filter_collects_or_parses_responses(tmp_path: Path) -> None:
     assert "handle:body()" not in script
 
 
-def test_readiness_and_statistics_are_shown_apart_from_the_administration_when_asked(tmp_path: Path) -> None:
+def test_status_listener_serves_only_readiness_and_statistics(tmp_path: Path) -> None:
     document = config("--pool", pool_file(tmp_path), "--status", "0.0.0.0:9902")
     _, status = document["static_resources"]["listeners"]
     assert status["address"]["socket_address"] == {"address": "0.0.0.0", "port_value": 9902}
@@ -240,7 +242,7 @@ def test_readiness_and_statistics_are_shown_apart_from_the_administration_when_a
     assert "envoy-admin" not in clusters(config("--pool", pool_file(tmp_path)))
 
 
-def test_without_sinks_there_is_no_access_log(tmp_path: Path) -> None:
+def test_bootstrap_without_sinks_has_no_access_log(tmp_path: Path) -> None:
     somewhere = Address(host="127.0.0.1", port=0)
     router = Address(host="127.0.0.1", port=9002)
     pools = load_pool_files([pool_file(tmp_path)])

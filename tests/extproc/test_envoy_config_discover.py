@@ -23,13 +23,13 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.parametrize(("mode", "tls"), list(itertools.product(Mode, ["off", "on"])))
-def test_real_envoy_takes_a_configuration_without_pools(tmp_path: Path, mode: Mode, tls: str) -> None:
+def test_real_envoy_accepts_a_bootstrap_without_pools(tmp_path: Path, mode: Mode, tls: str) -> None:
     result = run("--discover", "--mode", mode, "--tls", tls, "--status", "127.0.0.1:9902")
     assert result.exit_code == 0, result.output
     validate(tmp_path, result.stdout)
 
 
-def test_with_discover_routes_and_clusters_come_from_the_routers_on_one_stream() -> None:
+def test_discover_gets_routes_and_clusters_on_one_stream() -> None:
     document = config("--discover", "--router", "127.0.0.1:1", "--als", "127.0.0.1:2")
     assert set(clusters(document)) == {"dualmap-routers", "dualmap-access-log-0"}
     dynamic = document["dynamic_resources"]
@@ -42,7 +42,7 @@ def test_with_discover_routes_and_clusters_come_from_the_routers_on_one_stream()
         assert source["initial_fetch_timeout"] == "5s", "Envoy opens its listener without routers too"
 
 
-def test_longest_wait_bounds_what_envoy_waits_for_and_routers_are_told() -> None:
+def test_longest_wait_sets_envoys_timeout_and_node_metadata() -> None:
     for options, wait_s in ([], 30), (["--longest-wait", "2m"], 120):
         document = config("--discover", *options)
         assert http_filter(document, "ext_proc")["message_timeout"] == f"{wait_s + 15}s"
@@ -60,14 +60,14 @@ def test_longest_wait_bounds_what_envoy_waits_for_and_routers_are_told() -> None
         (["--discover", "--longest-wait", "soon"], "'soon' is not accepted"),
     ],
 )
-def test_what_does_not_go_with_discover_is_bad_usage(options: list[str], reason: str) -> None:
+def test_discover_with_conflicting_options_is_a_usage_error(options: list[str], reason: str) -> None:
     result = run(*options)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert reason in result.stderr
 
 
-def test_discovered_clusters_and_routes_are_those_of_the_generator() -> None:
+def test_discovered_resources_equal_the_generators() -> None:
     written = Written()
     found = written.clusters(["llm/qwen", "llm/llama"])
     assert list(found) == ["llm/qwen", "llm/llama"]
@@ -77,7 +77,7 @@ def test_discovered_clusters_and_routes_are_those_of_the_generator() -> None:
         assert RouteConfiguration.parse(written.routes(unpicked)) == written_routes(unpicked=unpicked)
 
 
-def test_what_no_router_picked_is_refused_where_it_may_be_for_any_of_several_pools() -> None:
+def test_discovered_routes_of_several_pools_reject_without_pick() -> None:
     (host,) = written_routes(unpicked=None).virtual_hosts
     last = host.routes[-1]
     assert last.direct_response is not None

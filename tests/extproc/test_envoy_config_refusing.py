@@ -28,7 +28,7 @@ from extproc.envoy_configs import pool_file, run
         ("--als", "127.0.0.1:\u0661"),
     ],
 )
-def test_a_bad_address_names_flag_value_and_what_is_accepted(tmp_path: Path, flag: str, value: str) -> None:
+def test_envoy_config_invalid_address_names_option_and_value(tmp_path: Path, flag: str, value: str) -> None:
     result = run("--pool", pool_file(tmp_path), flag, value)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -37,7 +37,7 @@ def test_a_bad_address_names_flag_value_and_what_is_accepted(tmp_path: Path, fla
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--mode", "grpc"), ("--tls", "self-signed")])
-def test_a_bad_choice_is_bad_usage(tmp_path: Path, flag: str, value: str) -> None:
+def test_envoy_config_invalid_choice_is_a_usage_error(tmp_path: Path, flag: str, value: str) -> None:
     result = run("--pool", pool_file(tmp_path), flag, value)
     assert result.exit_code == 2
     assert flag in result.stderr
@@ -52,26 +52,28 @@ def test_a_bad_choice_is_bad_usage(tmp_path: Path, flag: str, value: str) -> Non
         (("--status", "envoy:1"), "--status"),
     ],
 )
-def test_a_status_address_that_cannot_serve_is_refused(tmp_path: Path, arguments: tuple[str, ...], field: str) -> None:
+def test_envoy_config_unusable_status_address_is_rejected(
+    tmp_path: Path, arguments: tuple[str, ...], field: str
+) -> None:
     result = run("--pool", pool_file(tmp_path), *arguments)
     assert result.exit_code == 2
     assert f"{field}: " in result.stderr
 
 
-def test_one_address_for_clients_and_administration_is_refused(tmp_path: Path) -> None:
+def test_envoy_config_same_address_for_listen_and_admin_is_rejected(tmp_path: Path) -> None:
     result = run("--pool", pool_file(tmp_path), "--listen", "127.0.0.1:1", "--admin", "127.0.0.1:1")
     assert result.exit_code == 2
     assert "admin" in result.stderr
 
 
-def test_a_refused_pool_file_is_bad_input(tmp_path: Path) -> None:
+def test_envoy_config_invalid_pool_file_is_an_input_error(tmp_path: Path) -> None:
     result = run("--pool", tmp_path / "missing.yaml")
     assert result.exit_code == 2
     assert "missing.yaml" in result.stderr
     assert run().exit_code == 2
 
 
-def test_settings_refuse_what_envoy_could_not_run_with(tmp_path: Path) -> None:
+def test_envoy_settings_reject_what_envoy_cannot_use(tmp_path: Path) -> None:
     somewhere = Address(host="127.0.0.1", port=1)
     pools = load_pool_files([pool_file(tmp_path)])
     with pytest.raises(EnvoySettingsError, match="pools"):

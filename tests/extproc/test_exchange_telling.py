@@ -40,7 +40,7 @@ class TestWhatIsTold:
         store = MemoryStore(clock)
         return Joined("one", store, clock), Joined("other", store, clock)
 
-    async def test_a_report_reaches_the_other_replica_once_and_everybody_is_told_who_is_there(self, pair, clock):
+    async def test_report_is_sent_once_and_shows_the_replica(self, pair, clock):
         one, other = pair
         one.replica.due[POOL.id] = REPORT
         for _ in range(3):
@@ -53,7 +53,7 @@ class TestWhatIsTold:
         assert {(pool, peer) for pool, peer, _ in other.replica.peers} == {(POOL.id, "one")}
         assert one.replica.exchanges == 3
 
-    async def test_a_report_that_the_store_did_not_take_is_due_as_before(self, clock):
+    async def test_report_that_failed_is_due_again(self, clock):
         store = Refusing(clock)
         one = Joined("one", store, clock)
         one.replica.due[POOL.id] = REPORT
@@ -65,7 +65,7 @@ class TestWhatIsTold:
         assert one.replica.due == {}
         assert one.replica.exchanges == 1
 
-    async def test_news_reaches_the_other_replica_and_not_its_teller(self, pair):
+    async def test_update_reaches_only_the_other_replica(self, pair):
         one, other = pair
         one.replica.tell(placements=(Placement(endpoint="10.0.0.1:8000", hashes=(1, 2)),), loads=LOADS)
         one.replica.tell_requests(3)
@@ -81,7 +81,7 @@ class TestWhatIsTold:
         assert update.placements[0].hashes == (1, 2)
         assert all(peer == "other" for _, peer, _, _ in one.replica.heard)
 
-    async def test_a_replica_that_joins_hears_the_news_of_minutes_and_the_loads_of_seconds(self, pair, clock):
+    async def test_joining_replica_reads_minutes_of_updates_and_fresh_loads(self, pair, clock):
         one, other = pair
         for number in range(1, 7):
             one.replica.tell(placements=(Placement(endpoint=f"10.0.0.{number}:8000", hashes=(number,)),), loads=LOADS)
@@ -99,7 +99,7 @@ class TestWhatIsTold:
         await late.exchange.exchange()
         assert all(not update.loads for _, _, update, _ in late.replica.heard)
 
-    async def test_a_longer_window_of_hotness_is_read_back_whole(self, clock):
+    async def test_joining_replica_reads_a_longer_hotness_window_whole(self, clock):
         routing = replace(POOL.routing, prefix=replace(POOL.routing.prefix, window_s=2 * SHORTEST_HISTORY_S))
         pool = replace(POOL, routing=routing)
         store = MemoryStore(clock)
@@ -115,7 +115,7 @@ class TestWhatIsTold:
         await late.exchange.exchange()
         assert late.replica.requests == 2 + 3
 
-    async def test_silence_is_told_once_a_second(self, pair, clock):
+    async def test_idle_replica_sends_a_heartbeat_every_second(self, pair, clock):
         one, other = pair
         for _ in range(20):
             await one.exchange.exchange()
@@ -124,7 +124,7 @@ class TestWhatIsTold:
             clock.now += HEARTBEAT_S / 8
         assert len(other.replica.heard) == 3
 
-    async def test_loads_are_told_when_they_change_and_as_heartbeats(self, pair, clock):
+    async def test_loads_are_sent_on_change_and_as_heartbeats(self, pair, clock):
         one, other = pair
         for loads in (LOADS, LOADS, {}, {}, LOADS):
             one.replica.tell(loads=loads)
@@ -133,7 +133,7 @@ class TestWhatIsTold:
             clock.now += LOADS_INTERVAL_S
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, {}, LOADS]
 
-    async def test_loads_are_not_told_more_often_than_every_quarter_of_a_second(self, pair, clock):
+    async def test_loads_are_sent_at_most_four_times_a_second(self, pair, clock):
         one, other = pair
         told_s: list[float] = []
         for tick in range(64):
@@ -148,7 +148,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert other.replica.requests == 64
 
-    async def test_news_between_two_words_on_loads_says_nothing_of_them(self, pair, clock):
+    async def test_update_between_loads_keeps_the_loads(self, pair, clock):
         one, other = pair
         one.replica.tell(loads=LOADS)
         for _ in range(3):
@@ -158,7 +158,7 @@ class TestWhatIsTold:
             clock.now += LOADS_INTERVAL_S / 4
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, None, None, None]
 
-    async def test_a_binding_that_holds_is_told_and_one_that_lost_is_replaced(self, pair):
+    async def test_binding_that_wins_is_sent_and_a_lost_one_replaced(self, pair):
         one, other = pair
         one.replica.tell(bindings=(binding("m-0"),))
         other.replica.tell(bindings=(binding("m-1"), binding("m-1", session=2)))
@@ -171,7 +171,7 @@ class TestWhatIsTold:
         assert told == [(2, "m-1")]
         assert [each.host for _, _, update, _ in other.replica.heard for each in update.bindings] == ["m-0"]
 
-    async def test_the_last_of_several_moves_is_the_one_that_is_claimed(self, pair):
+    async def test_binding_moved_twice_claims_the_last_move(self, pair):
         one, other = pair
         one.replica.tell(bindings=(binding("m-0"), binding("m-2", version=1)))
         await one.exchange.exchange()
@@ -188,7 +188,7 @@ class TestWhatIsTold:
             await other.exchange.exchange()
         assert other.replica.hosts == ["m-0"]
 
-    async def test_pools_come_and_go(self, clock):
+    async def test_exchange_follows_added_and_removed_pools(self, clock):
         store = MemoryStore(clock)
         a, b = replace(POOL, name="a"), replace(POOL, name="b")
         one, other = Joined("one", store, clock, a, b), Joined("other", store, clock, b)
@@ -202,7 +202,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert {pool for pool, *_ in other.replica.heard} == {b.id, a.id}
 
-    async def test_one_who_leaves_says_that_no_load_is_left(self, pair):
+    async def test_leaving_replica_publishes_empty_loads(self, pair):
         one, other = pair
         one.replica.tell(loads=LOADS)
         await one.exchange.exchange()
@@ -211,7 +211,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, {}]
 
-    async def test_requests_have_their_turn_while_a_long_history_is_taken(self, pair):
+    async def test_long_history_is_applied_between_requests(self, pair):
         one, other = pair
         turns = 0
 
@@ -230,7 +230,7 @@ class TestWhatIsTold:
         assert other.replica.requests == 200
         assert turns >= 200 // 4
 
-    async def test_a_history_of_many_pages_is_read_at_once_where_there_is_time(self, pair):
+    async def test_history_of_many_pages_is_read_in_one_exchange(self, pair):
         one, other = pair
         for _ in range(3 * PAGE_ENTRIES + 1):
             one.replica.tell_requests(1)
@@ -238,7 +238,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert other.replica.requests == 3 * PAGE_ENTRIES + 1
 
-    async def test_a_router_that_reads_a_long_history_tells_its_own_news_meanwhile(self, pair, clock):
+    async def test_router_reading_a_long_history_sends_its_own_updates(self, pair, clock):
         one, other = pair
         for _ in range(3 * PAGE_ENTRIES):
             one.replica.tell_requests(1)

@@ -37,7 +37,7 @@ def pool_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_receipt_as_json_has_the_contracts_fields(pool_file: str) -> None:
+def test_explain_json_has_all_receipt_fields(pool_file: str) -> None:
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-", "--json"], input=BODY)
     assert result.exit_code == 0
     receipt = json.loads(result.stdout)
@@ -52,7 +52,7 @@ def test_the_receipt_as_json_has_the_contracts_fields(pool_file: str) -> None:
     assert receipt["candidates"][0].keys() == {"id", "state", "matched_tokens", "pending_tokens", "in_flight", "ttft_s"}
 
 
-def test_words_name_the_choice_the_reason_and_the_pair(pool_file: str, tmp_path: Path) -> None:
+def test_explain_text_names_choice_reason_and_pair(pool_file: str, tmp_path: Path) -> None:
     body = tmp_path / "request.json"
     body.write_text(BODY)
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", str(body)])
@@ -66,28 +66,28 @@ def test_words_name_the_choice_the_reason_and_the_pair(pool_file: str, tmp_path:
     ("body", "said"),
     [("{", "400"), ("", "400"), ('{"model": "llama"}', "404"), ("[]", "400"), ('{"model": 3}', "model")],
 )
-def test_a_request_that_would_be_refused_is_bad_input(pool_file: str, body: str, said: str) -> None:
+def test_explain_rejected_request_is_an_input_error(pool_file: str, body: str, said: str) -> None:
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body)
     assert result.exit_code == 2
     assert said in result.stderr
     assert not result.stdout
 
 
-def test_a_body_above_the_routers_limit_is_refused_as_there(pool_file: str) -> None:
+def test_explain_body_above_the_limit_is_rejected(pool_file: str) -> None:
     body = json.dumps({"model": "qwen", "prompt": "x" * 16 * 1024 * 1024})
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=body)
     assert result.exit_code == 2
     assert "413" in result.stderr
 
 
-def test_an_empty_pool_fails(tmp_path: Path) -> None:
+def test_explain_empty_pool_fails(tmp_path: Path) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(POOL.split("status:")[0])
     result = CliRunner().invoke(explain, ["--pool", str(path), "--request", "-"], input=BODY)
     assert (result.exit_code, "503" in result.stderr) == (1, True)
 
 
-def test_a_bad_pool_file_is_bad_input_and_named(tmp_path: Path) -> None:
+def test_explain_invalid_pool_file_is_an_input_error(tmp_path: Path) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(POOL.replace("10.0.0.2", "nowhere"))
     result = CliRunner().invoke(explain, ["--pool", str(path), "--request", "-"], input=BODY)
@@ -96,7 +96,7 @@ def test_a_bad_pool_file_is_bad_input_and_named(tmp_path: Path) -> None:
         assert part in result.stderr
 
 
-def test_policies_are_listed_with_their_sources() -> None:
+def test_policies_lists_each_policy_with_its_source() -> None:
     lines = CliRunner().invoke(policies).stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(POLICIES)
     rows = json.loads(CliRunner().invoke(policies, ["--json"]).stdout)
@@ -109,17 +109,17 @@ def words(pool_file: str, **body: object) -> str:
     return CliRunner().invoke(explain, ["--pool", pool_file, "--request", "-"], input=request).stdout
 
 
-def test_words_count_as_people_do(pool_file: str) -> None:
+def test_explain_text_uses_singular_and_plural(pool_file: str) -> None:
     assert "Key: 1 block, 1 of the prompt's 1 token (" in words(pool_file, prompt="hi")
     assert "Key: 2 blocks, 256 of the prompt's 300 tokens (" in words(pool_file, prompt="x" * 1200)
 
 
-def test_words_give_milliseconds_below_a_second(pool_file: str) -> None:
+def test_explain_text_shows_milliseconds_below_a_second(pool_file: str) -> None:
     assert re.search(r"predicted TTFT \d+ ms$", words(pool_file, prompt="x" * 2000), re.MULTILINE)
     assert re.search(r"predicted TTFT \d+\.\d{3} s$", words(pool_file, prompt="x" * 200_000), re.MULTILINE)
 
 
-def test_words_say_where_there_is_no_prompt(pool_file: str) -> None:
+def test_explain_text_names_a_missing_prompt(pool_file: str) -> None:
     said = words(pool_file)
     assert "Key: no prompt, so the request's own id (" in said
     assert "tokens of the prompt" not in said
@@ -148,7 +148,7 @@ class TestWithRedis:
             admin.flushall()
         asyncio.run(publish())
 
-    def test_the_others_loads_are_known(self, pool_file: str, server: RedisServer) -> None:
+    def test_explain_redis_loads_of_other_routers_are_used(self, pool_file: str, server: RedisServer) -> None:
         alone = json.loads(self.explained(pool_file).stdout)
         # So much that a router would hold the request back for a while: where it goes is said all the same.
         busy = SharedLoad(pending_prefill_tokens=5000, backlog_s=60.0, in_flight=3)
@@ -163,9 +163,7 @@ class TestWithRedis:
         assert [each["in_flight"] for each in receipt["candidates"]] == [3, 3, 3]
         assert [each["pending_tokens"] for each in receipt["candidates"]] == [5000, 5000, 5000]
 
-    def test_the_binding_of_the_session_that_a_header_names_is_looked_up(
-        self, tmp_path: Path, server: RedisServer
-    ) -> None:
+    def test_explain_redis_session_binding_is_looked_up(self, tmp_path: Path, server: RedisServer) -> None:
         path = tmp_path / "pool.yaml"
         session = "routing: {session: {header: x-chat, migration: {enabled: true}}}"
         path.write_text(POOL.replace("aliases: [qwen]}}", f"aliases: [qwen]}}, {session}}}"))
@@ -182,7 +180,7 @@ class TestWithRedis:
             chosen.add(another["chosen"])
         assert len(chosen) == 1
 
-    def test_a_redis_that_cannot_be_reached_is_a_failure(self, pool_file: str, tmp_path: Path) -> None:
+    def test_explain_redis_unreachable_fails(self, pool_file: str, tmp_path: Path) -> None:
         gone = RedisServer(tmp_path / "redis")
         result = self.explained(pool_file, "--redis", gone.url.replace("redis://", "redis://:hidden-word@"))
         assert result.exit_code == 1
@@ -191,14 +189,14 @@ class TestWithRedis:
         assert "hidden-word" not in result.stderr
         assert not result.stdout
 
-    def test_a_redis_that_hangs_is_a_failure_soon(self, pool_file: str, tmp_path: Path) -> None:
+    def test_explain_redis_that_hangs_fails_soon(self, pool_file: str, tmp_path: Path) -> None:
         with redis_server(tmp_path / "redis") as server:
             server.pause()
             result = self.explained(pool_file, "--redis", server.url)
             server.resume()
         assert (result.exit_code, result.stdout) == (1, "")
 
-    def test_a_wrong_password_is_a_failure_and_not_quoted(self, pool_file: str, server: RedisServer) -> None:
+    def test_explain_redis_wrong_password_fails_without_quoting_it(self, pool_file: str, server: RedisServer) -> None:
         result = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-ward")
         assert result.exit_code == 1
         assert "hidden" not in result.stderr
@@ -213,7 +211,9 @@ class TestWithRedis:
             (("--redis", "redis://c", "--redis-password", "x"), "every user of this machine can read a password"),
         ],
     )
-    def test_bad_usage_is_said(self, pool_file: str, options: tuple[str, ...], said: str) -> None:
+    def test_explain_redis_invalid_options_are_usage_errors(
+        self, pool_file: str, options: tuple[str, ...], said: str
+    ) -> None:
         result = self.explained(pool_file, *options)
         assert result.exit_code == 2
         assert said in result.stderr

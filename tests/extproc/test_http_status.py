@@ -85,7 +85,7 @@ async def test_metrics_page_has_counters_and_loads() -> None:
     assert float(wish.rsplit(" ", 1)[1]) > 0
 
 
-async def test_a_pool_as_the_contract_has_it() -> None:
+async def test_pool_page_has_the_documented_fields() -> None:
     router = PoolRouter(builders.pool(2))
     metrics = fresh()
     async with serving(router, metrics=metrics) as session:
@@ -110,7 +110,7 @@ async def test_a_pool_as_the_contract_has_it() -> None:
     ]
 
 
-def test_what_is_held_shows_per_endpoint_and_in_the_pool() -> None:
+def test_pool_page_shows_queued_requests_per_endpoint_and_pool() -> None:
     status = PoolRouter(builders.pool(1)).status()
     (endpoint,) = status.endpoints
     status = replace(status, held=5, endpoints=(replace(endpoint, held=3, suspended=True),))
@@ -120,7 +120,7 @@ def test_what_is_held_shows_per_endpoint_and_in_the_pool() -> None:
     assert (shown["held"], shown["suspended"]) == (3, True)
 
 
-async def test_the_list_of_pools() -> None:
+async def test_pools_page_lists_the_pools() -> None:
     async with serving(PoolRouter(builders.pool(3))) as session, session.get("/pools") as response:
         assert await response.json() == {
             "router": "router-0",
@@ -129,24 +129,24 @@ async def test_the_list_of_pools() -> None:
 
 
 @pytest.mark.parametrize("path", ["/pools/llm/other", "/pools/other/qwen"])
-async def test_an_unknown_pool_is_a_404_in_json(path: str) -> None:
+async def test_pool_page_of_unknown_pool_is_a_json_404(path: str) -> None:
     async with serving(PoolRouter(builders.pool(1))) as session, session.get(path) as response:
         assert response.status == 404
         assert path.removeprefix("/pools/") in (await response.json())["error"]
 
 
 @pytest.mark.parametrize("path", ["/", "/pools/llm", "/pools/llm/qwen/m-0"])
-async def test_other_paths_are_not_found(path: str) -> None:
+async def test_status_other_paths_are_not_found(path: str) -> None:
     async with serving(PoolRouter(builders.pool(1))) as session, session.get(path) as response:
         assert response.status == 404
 
 
-async def test_nothing_here_can_be_written_to() -> None:
+async def test_status_rejects_writing_methods() -> None:
     async with serving(PoolRouter(builders.pool(1))) as session, session.post("/pools/llm/qwen") as response:
         assert response.status == 405
 
 
-async def test_what_is_no_http_is_refused_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+async def test_status_invalid_http_is_rejected_without_a_log(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as session:
         url = session._base_url
         assert url is not None
@@ -157,7 +157,7 @@ async def test_what_is_no_http_is_refused_without_a_word(caplog: pytest.LogCaptu
     assert caplog.records == []
 
 
-async def test_connections_beyond_a_bound_are_turned_away_until_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_connections_above_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 3)
     async with serving(PoolRouter(builders.pool(1))) as session:
         url = session._base_url
@@ -185,7 +185,7 @@ WHOLE = b"GET /pools HTTP/1.1\r\nHost: router\r\n\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: r", WHOLE, WHOLE + b"GET / HT"])
-async def test_who_asks_nothing_whole_keeps_nobody_out_for_long(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+async def test_status_incomplete_request_is_disconnected(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(http_status, "CONNECTIONS_MAX", 1)
     async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.05) as session:
         url = session._base_url
@@ -200,7 +200,7 @@ async def test_who_asks_nothing_whole_keeps_nobody_out_for_long(monkeypatch: pyt
             assert response.status == 200
 
 
-async def test_parts_of_a_request_do_not_put_off_the_end() -> None:
+async def test_status_parts_of_a_request_do_not_extend_its_time() -> None:
     async with serving(PoolRouter(builders.pool(1)), idle_timeout_s=0.2) as session:
         url = session._base_url
         assert url is not None
@@ -217,7 +217,7 @@ async def test_parts_of_a_request_do_not_put_off_the_end() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
-async def test_who_takes_nothing_of_what_was_asked_for_is_cut_off() -> None:
+async def test_status_client_that_reads_nothing_is_disconnected() -> None:
     server = StatusServer(
         router="router-0",
         statuses=tuple,
@@ -242,7 +242,7 @@ async def test_who_takes_nothing_of_what_was_asked_for_is_cut_off() -> None:
     await server.close()
 
 
-async def test_a_page_that_takes_long_holds_up_nobody() -> None:
+async def test_metrics_page_that_takes_long_delays_no_other() -> None:
     metrics = Held()
     async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:
         page = asyncio.create_task(session.get("/metrics"))
@@ -255,7 +255,7 @@ async def test_a_page_that_takes_long_holds_up_nobody() -> None:
             assert response.status == 200
 
 
-async def test_pages_are_written_one_after_another() -> None:
+async def test_metrics_pages_are_written_one_at_a_time() -> None:
     metrics = Held()
     async with serving(PoolRouter(builders.pool(1)), metrics=metrics) as session:
         pages = [asyncio.create_task(session.get("/metrics")) for _ in range(5)]
@@ -271,7 +271,7 @@ async def test_pages_are_written_one_after_another() -> None:
     assert metrics.pages == 5
 
 
-async def test_a_port_in_use_is_an_error() -> None:
+async def test_status_port_in_use_raises_an_error() -> None:
     first, second = (StatusServer(router="r", statuses=tuple, signals=lambda _: {}, metrics=fresh()) for _ in range(2))
     port = await first.start("127.0.0.1", 0)
     try:

@@ -38,7 +38,7 @@ async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     raise AssertionError(f"it ended without saying {words!r}")
 
 
-async def test_pools_of_a_kubernetes_api_are_routed_to_once_it_has_told_of_them(tmp_path):
+async def test_router_kube_is_ready_once_pools_are_listed(tmp_path):
     async with kube_api(tmp_path) as api:
         await api.put(pool_body("qwen", version=3, model="m"))
         api.hold_lists()
@@ -58,7 +58,7 @@ async def test_pools_of_a_kubernetes_api_are_routed_to_once_it_has_told_of_them(
             assert await served.exited() == 0
 
 
-async def test_a_router_that_waits_for_the_api_server_can_be_stopped_and_never_says_ready(tmp_path):
+async def test_router_kube_waiting_for_api_server_can_be_stopped(tmp_path):
     async with kube_api(tmp_path) as api:
         await api.stop()
         async with on_kubernetes(api, "--drain-timeout", "1s") as process:

@@ -21,12 +21,12 @@ async def store_is_up(served: Router) -> bool:
     return b"dualmap_store_up 1.0" in await served.get("/metrics")
 
 
-async def test_without_redis_nothing_is_said_of_a_store(tmp_path):
+async def test_router_without_redis_exports_no_store_metrics(tmp_path):
     async with running(write_pool(tmp_path / "pool.yaml")) as served:
         assert b"dualmap_store" not in await served.get("/metrics")
 
 
-async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
+async def test_router_redis_may_start_later_and_hides_the_password(tmp_path):
     redis = RedisServer(tmp_path / "redis", password="hidden-word")
     password = tmp_path / "password"
     password.write_text("hidden-word\n")
@@ -62,7 +62,7 @@ async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
     assert decode_update(last[b"n"]).loads == {}
 
 
-async def test_two_routers_know_of_each_other(tmp_path):
+async def test_two_routers_share_loads(tmp_path):
     file = write_pool(tmp_path / "pool.yaml")
     with redis_server(tmp_path / "redis") as redis:
         options = ("--redis", redis.url)
@@ -75,7 +75,7 @@ async def test_two_routers_know_of_each_other(tmp_path):
                 await until(knows)
 
 
-async def test_a_request_at_one_router_wakes_the_pool_at_the_other_which_says_goodbye_when_it_ends(tmp_path):
+async def test_queued_request_activates_the_pool_at_the_other_router(tmp_path):
     document = pool_document(members=0)
     document["spec"] |= {"routing": {"queue": {"holdWhenEmpty": True}}}
     file = tmp_path / "pool.yaml"
@@ -108,7 +108,7 @@ async def test_a_request_at_one_router_wakes_the_pool_at_the_other_which_says_go
             assert destination(await asyncio.wait_for(call.read(), WAIT_S)) == "10.0.0.0:8000"
 
 
-async def test_a_redis_that_hangs_does_not_keep_a_router_from_ending(tmp_path):
+async def test_redis_that_hangs_does_not_delay_the_routers_end(tmp_path):
     with redis_server(tmp_path / "redis") as redis:
         async with running(write_pool(tmp_path / "pool.yaml"), options=("--redis", redis.unix_url)) as served:
             await until(lambda: store_is_up(served))

@@ -18,7 +18,7 @@ from extproc.envoy_messages import NO_WAIT, chat, destination, request_body, req
 from extproc.router_processes import WAIT_S, picked, running, stream, write_pool
 
 
-async def test_a_router_of_two_pools_serves_all_its_ports_and_stops_at_once_when_idle(tmp_path):
+async def test_router_with_two_pools_serves_all_ports_and_stops(tmp_path):
     files = write_pool(tmp_path / "a.yaml", "a", model="a"), write_pool(tmp_path / "b.yaml", "b", model="b", members=3)
     async with running(*files) as served:
         async with grpc.aio.insecure_channel(served.grpc) as channel:
@@ -33,7 +33,7 @@ async def test_a_router_of_two_pools_serves_all_its_ports_and_stops_at_once_when
         assert await served.exited() == 0
 
 
-async def test_an_open_discovery_stream_learns_of_a_changed_file_and_does_not_delay_the_stop(tmp_path):
+async def test_discovery_stream_gets_a_changed_file_and_delays_no_stop(tmp_path):
     file = write_pool(tmp_path / "pool.yaml", members=2)
     async with (
         running(file, options=("--drain-timeout", "600s")) as served,
@@ -60,7 +60,7 @@ def hosts(response: discovery_pb2.DiscoveryResponse) -> int:
     return sum(len(locality.lb_endpoints) for locality in assignment.endpoints)
 
 
-async def test_a_half_read_request_gets_its_pick_after_sigterm(tmp_path):
+async def test_router_half_read_request_gets_its_pick_after_sigterm(tmp_path):
     async with (
         running(write_pool(tmp_path / "pool.yaml")) as served,
         grpc.aio.insecure_channel(served.grpc) as channel,
@@ -80,7 +80,7 @@ async def test_a_half_read_request_gets_its_pick_after_sigterm(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_a_refused_change_is_counted_and_the_last_good_pools_serve_on(tmp_path):
+async def test_router_invalid_change_is_counted_and_last_pools_kept(tmp_path):
     file = write_pool(tmp_path / "pool.yaml")
     async with (
         running(file) as served,
@@ -98,7 +98,7 @@ async def test_a_refused_change_is_counted_and_the_last_good_pools_serve_on(tmp_
         assert await picked(channel, chat())
 
 
-async def test_deadlines_are_kept_while_it_serves(tmp_path, monkeypatch):
+async def test_router_keeps_deadlines_while_it_serves(tmp_path, monkeypatch):
     """Else requests of which nothing is heard would stay in the books for ever."""
     kept: asyncio.Queue[object] = asyncio.Queue()
 
@@ -118,7 +118,7 @@ async def test_deadlines_are_kept_while_it_serves(tmp_path, monkeypatch):
     await asyncio.wait_for(serving, WAIT_S)
 
 
-async def test_the_drain_timeout_ends_the_wait_for_a_stream_that_stays(tmp_path):
+async def test_router_drain_timeout_ends_an_open_stream(tmp_path):
     options = ("--drain-timeout", "600ms")
     async with (
         running(write_pool(tmp_path / "pool.yaml"), options=options) as served,
@@ -134,7 +134,7 @@ async def test_the_drain_timeout_ends_the_wait_for_a_stream_that_stays(tmp_path)
         assert await asyncio.wait_for(served.exited(), 20.0) == 0
 
 
-async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_plain(tmp_path):
+async def test_router_self_signed_tls_covers_only_the_grpc_port(tmp_path):
     async with running(write_pool(tmp_path / "pool.yaml"), options=("--tls", "self-signed")) as served:
         assert await served.ready() == health_pb2.HealthCheckResponse.SERVING
         assert b"dualmap_" in await served.get("/metrics")
@@ -145,7 +145,7 @@ async def test_self_signed_covers_the_grpc_port_and_leaves_health_and_metrics_pl
         assert await served.exited() == 0
 
 
-async def test_a_stop_says_what_it_waits_for_how_long_and_that_it_is_over(tmp_path):
+async def test_router_stop_logs_open_requests_and_the_end(tmp_path):
     options = ("--drain-timeout", "600ms", "--log-format", "json")
     async with (
         running(write_pool(tmp_path / "pool.yaml"), options=options) as served,

@@ -32,7 +32,7 @@ from extproc.metrics_pages import (
 
 
 class TestCounting:
-    def test_it_is_what_the_data_path_reports_to(self) -> None:
+    def test_metrics_implements_the_data_paths_observers(self) -> None:
         made = metrics().metrics
         ports: tuple[DiscoveryObserver, AccessLogObserver] = (made, made)
         for port in (DiscoveryObserver, AccessLogObserver):
@@ -50,7 +50,7 @@ class TestCounting:
         assert kinds == set(get_args(Observation)) - {Enqueued}
 
     @pytest.mark.parametrize("queued_s", [None, 3.0])
-    def test_time_in_the_queue_is_counted_only_for_queued_requests(self, queued_s: float | None) -> None:
+    def test_metrics_queue_time_counts_only_queued_requests(self, queued_s: float | None) -> None:
         made = metrics()
         made.routed(POOL, decision(), queued_s=queued_s)
         made.refused(no_endpoint(POOL), queued_s=queued_s)
@@ -59,7 +59,7 @@ class TestCounting:
         assert got[f"dualmap_held_seconds_count{{pool={POOL}}}"] == count
         assert got[f"dualmap_held_seconds_sum{{pool={POOL}}}"] == 3.0 * count
 
-    def test_each_event_counts_where_it_belongs(self) -> None:
+    def test_metrics_each_event_increments_its_counter(self) -> None:
         made = metrics()
         before = samples(made)
         everything(made)
@@ -100,7 +100,7 @@ class TestCounting:
         assert changed[f"dualmap_held_seconds_bucket{{le=2.0,pool={POOL}}}"] == 1
         assert changed["dualmap_decision_seconds_sum{}"] == pytest.approx(0.0003)
 
-    def test_first_tokens_in_time_and_late(self) -> None:
+    def test_metrics_first_tokens_within_and_beyond_the_slo_are_counted(self) -> None:
         made = metrics()
         made.first_token(POOL, first_token("m-1", within_slo=True))
         made.first_token(POOL, first_token("m-1", within_slo=False, ttft_s=7))
@@ -110,42 +110,42 @@ class TestCounting:
         assert got[f"dualmap_first_tokens_total{{endpoint=m-1,pool={POOL},slo=missed}}"] == 2
         assert got[f"dualmap_ttft_seconds_bucket{{le=5.0,pool={POOL}}}"] == 1
 
-    def test_a_completion_without_a_measurement_measures_nothing(self) -> None:
+    def test_metrics_completion_without_usage_measures_nothing(self) -> None:
         made = metrics()
         before = samples(made)
         made.measured(POOL, completion(measured=None))
         assert samples(made) == before
 
-    def test_series_of_an_endpoint_exist_before_its_first_request(self) -> None:
+    def test_metrics_endpoint_series_exist_before_its_first_request(self) -> None:
         """So that a rate over the first request is not lost."""
         got = samples(metrics())
         assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 0
         assert got[f"dualmap_completions_total{{endpoint=m-1,outcome=aborted,pool={POOL}}}"] == 0
 
-    def test_two_of_them_share_nothing(self) -> None:
+    def test_metrics_instances_share_no_state(self) -> None:
         one, other = metrics(), metrics()
         everything(one)
         assert samples(other) == samples(metrics())
 
-    def test_the_page_says_who_speaks_and_not_when_series_were_made(self) -> None:
+    def test_metrics_page_names_the_router_and_no_creation_times(self) -> None:
         got = samples(metrics())
         assert got["dualmap_build_info{replica=router-0,version=1.2.3}"] == 1
         assert not [name for name in got if "_created" in name]
 
     @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
-    def test_requests_that_may_not_wait_are_counted_by_why(self, reason: Reason) -> None:
+    def test_metrics_rejections_are_counted_by_reason(self, reason: Reason) -> None:
         made = metrics()
         made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert samples(made)[f"dualmap_refused_requests_total{{code={reason.value},pool={POOL}}}"] == 1
         assert made.traffic(POOL).refused == 1
 
-    def test_a_pool_that_holds_nothing_says_so(self) -> None:
+    def test_metrics_pool_without_queue_shows_zero(self) -> None:
         """A gauge that is absent cannot be told from a router that is."""
         assert (
             samples(metrics(), PoolRouter(builders.pool(2)).status())[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 0
         )
 
-    def test_traffic_totals(self) -> None:
+    def test_metrics_traffic_totals_are_sums(self) -> None:
         made = metrics()
         everything(made)
         made.first_token(POOL, first_token(within_slo=False))
@@ -161,7 +161,7 @@ class TestCounting:
         assert made.traffic("llm/unknown") == Traffic()
 
 
-def test_the_objective_is_shown_as_the_pool_has_it_now() -> None:
+def test_metrics_slo_follows_the_pool() -> None:
     pool = builders.pool(2)
     made = metrics(pool)
     made.set_pools([replace(pool, slo=replace(pool.slo, ttft_s=2.5, attainment=0.95))])
@@ -171,7 +171,7 @@ def test_the_objective_is_shown_as_the_pool_has_it_now() -> None:
 
 
 class TestVanishing:
-    def test_a_member_that_leaves_takes_its_series_along_and_the_others_keep_theirs(self) -> None:
+    def test_metrics_removed_member_loses_its_series(self) -> None:
         whole = builders.pool(2)
         made = metrics(whole)
         for member in ("m-0", "m-1"):
@@ -183,7 +183,7 @@ class TestVanishing:
         assert got[f"dualmap_requests_total{{endpoint=m-1,pool={POOL}}}"] == 1
         assert made.traffic(POOL).requests == 2
 
-    def test_news_of_a_member_that_left_does_not_bring_its_series_back(self) -> None:
+    def test_metrics_late_event_does_not_restore_removed_series(self) -> None:
         whole = builders.pool(2)
         made = metrics(whole)
         made.set_pools([replace(whole, members=whole.members[1:])])
@@ -191,7 +191,7 @@ class TestVanishing:
         assert not [name for name in samples(made) if "endpoint=m-0" in name]
         assert made.traffic(POOL).requests == 1
 
-    def test_a_pool_that_leaves_takes_everything_along(self) -> None:
+    def test_metrics_removed_pool_loses_all_series(self) -> None:
         made = metrics()
         everything(made)
         made.set_pools([])
@@ -199,7 +199,7 @@ class TestVanishing:
         everything(made)
         assert not [name for name in samples(made) if POOL in name]
 
-    def test_who_comes_back_begins_at_zero(self) -> None:
+    def test_metrics_member_that_returns_starts_at_zero(self) -> None:
         made = metrics()
         everything(made)
         made.set_pools([])
@@ -207,14 +207,14 @@ class TestVanishing:
         assert samples(made)[f"dualmap_requests_total{{endpoint=m-0,pool={POOL}}}"] == 0
         assert made.traffic(POOL) == Traffic()
 
-    def test_being_told_the_same_again_changes_nothing(self) -> None:
+    def test_metrics_same_pools_again_change_nothing(self) -> None:
         made = metrics()
         everything(made)
         before = samples(made)
         made.set_pools([builders.pool(2)])
         assert samples(made) == before
 
-    def test_ids_of_any_printable_kind_are_written_so_that_they_can_be_read(self) -> None:
+    def test_metrics_printable_ids_are_escaped(self) -> None:
         odd = 'a/b:c@d"e\\f'
         made = metrics(replace(builders.pool(0), members=(Member(id=odd, address="10.0.0.1", port=1),)))
         assert [
@@ -225,7 +225,7 @@ class TestVanishing:
         ] == [odd]
 
 
-def test_how_the_shared_state_fares_is_counted() -> None:
+def test_store_metrics_count_exchanges_and_failures() -> None:
     made = metrics()
     assert not any("dualmap_store" in name for name in samples(made))
     store: StoreObserver = StoreMetrics(made.metrics.registry)

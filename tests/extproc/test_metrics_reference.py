@@ -33,10 +33,10 @@ class TestReference:
         assert len(rows) == len({name for name, _, _ in rows})
         return {name: (kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
 
-    def test_the_reference_lists_exactly_what_is_exported(self) -> None:
+    def test_metrics_reference_lists_exactly_the_exported_metrics(self) -> None:
         assert self.documented() == self.exported()
 
-    def test_the_names_of_the_contract_are_there(self) -> None:
+    def test_metrics_reference_has_the_guaranteed_names(self) -> None:
         assert self.exported().keys() >= {
             "dualmap_endpoint_pending_prefill_tokens",
             "dualmap_endpoint_in_flight_requests",

@@ -10,7 +10,7 @@ from extproc.desks import Desk
 from extproc.envoy_messages import chat, pool
 
 
-def test_the_first_token_is_reported_once():
+def test_picker_first_token_is_reported_once():
     desk = Desk()
     picked = desk.pick()
 
@@ -21,7 +21,7 @@ def test_the_first_token_is_reported_once():
 
 
 @pytest.mark.parametrize("end", ["finished", "rejected", "aborted", "failed"])
-def test_a_request_ends_once(end):
+def test_picker_request_ends_once(end):
     desk = Desk()
     picked = desk.pick()
     getattr(desk.picker, end)(12.0, picked.request_id, *([None] if end == "finished" else []))
@@ -37,7 +37,7 @@ def entry(picked: Picked, **fields) -> AccessLogEntry:
     return AccessLogEntry(request_id=picked.request_id, **({"status": 200} | fields))
 
 
-def test_the_access_log_ends_a_request_and_brings_its_usage():
+def test_picker_access_log_ends_a_request_with_its_usage():
     desk = Desk()
     picked = desk.pick()
 
@@ -48,7 +48,7 @@ def test_the_access_log_ends_a_request_and_brings_its_usage():
     assert desk.in_flight == 0
 
 
-def test_usage_that_comes_after_the_end_is_still_measured_once():
+def test_picker_usage_after_the_end_is_measured_once():
     desk = Desk()
     picked = desk.pick()
     desk.picker.finished(12.0, picked.request_id, None)
@@ -61,7 +61,7 @@ def test_usage_that_comes_after_the_end_is_still_measured_once():
     assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
-def test_only_so_many_ended_requests_are_remembered():
+def test_picker_remembers_a_bounded_number_of_ended_requests():
     desk = Desk(limits=Limits(ended_requests=2))
     picks = [desk.pick() for _ in range(3)]
     for picked in picks:
@@ -86,7 +86,7 @@ def test_only_so_many_ended_requests_are_remembered():
         ({"status": 200, "flags": ("upstream_connection_termination",)}, "failed"),
     ],
 )
-def test_the_access_log_tells_who_broke_it_off(fields, end):
+def test_picker_access_log_tells_which_side_aborted(fields, end):
     desk = Desk()
     picked = desk.pick()
 
@@ -97,7 +97,7 @@ def test_the_access_log_tells_who_broke_it_off(fields, end):
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_a_request_the_engine_rejects_is_no_abort_and_leaves_no_prefix_behind(status):
+def test_picker_engine_rejection_is_no_abort_and_removes_the_prefix(status):
     desk = Desk()
     text = "a long shared prefix " * 200
     picked = desk.pick(chat(text))
@@ -109,7 +109,7 @@ def test_a_request_the_engine_rejects_is_no_abort_and_leaves_no_prefix_behind(st
     assert "matched=0" in (desk.pick(chat(text)).receipt or "")
 
 
-def test_usage_counts_though_the_client_closed_as_soon_as_it_had_the_answer():
+def test_picker_usage_counts_despite_early_client_close():
     desk = Desk()
     picked = desk.pick()
     desk.picker.finished(12.0, picked.request_id, None)
@@ -121,7 +121,7 @@ def test_usage_counts_though_the_client_closed_as_soon_as_it_had_the_answer():
     assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
-def test_the_access_log_reports_another_server_than_the_chosen_one():
+def test_picker_access_log_reports_another_server_than_chosen():
     desk = Desk()
     picked = desk.pick()
     other = picked.destination.split(",")[1]
@@ -131,7 +131,7 @@ def test_the_access_log_reports_another_server_than_the_chosen_one():
     assert desk.observer.names() == ["routed", "served_elsewhere", "finished"]
 
 
-def test_other_routers_entries_are_nobodys_business():
+def test_picker_ignores_other_routers_entries():
     desk = Desk()
     desk.pick()
 
@@ -141,7 +141,7 @@ def test_other_routers_entries_are_nobodys_business():
     assert desk.in_flight == 1
 
 
-def test_requests_that_nothing_is_heard_of_expire():
+def test_picker_silent_requests_expire():
     desk = Desk(pool("a", model="a"), pool("b", model="b"))
     assert desk.picker.next_deadline() is None
     desk.pick(chat(model="b"), now=20.0)

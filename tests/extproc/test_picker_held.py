@@ -50,7 +50,7 @@ class Queue(Desk):
     ],
     ids=["first_token", "finished", "rejected", "aborted", "failed", "access_log", "deadline", "hold_no_more", "pools"],
 )
-def test_whatever_makes_room_resumes_who_waits_once(event):
+def test_picker_any_event_that_makes_room_resumes_once(event):
     desk = Queue(max_wait_s=10_000.0)
     waiting = desk.hold()
     assert desk.resumed == []
@@ -64,7 +64,7 @@ def test_whatever_makes_room_resumes_who_waits_once(event):
     assert desk.observer.names().count("waited") == 1
 
 
-def test_a_request_that_makes_another_move_does_not_lose_it():
+def test_picker_request_moved_by_another_is_not_lost():
     """Room that comes by time alone is first seen when somebody else asks."""
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold()
@@ -75,7 +75,7 @@ def test_a_request_that_makes_another_move_does_not_lose_it():
     assert later.request_id != waiting
 
 
-def test_held_requests_are_resumed_in_the_order_they_came():
+def test_picker_resumes_queued_requests_in_order():
     desk = Queue(dispatch_window_s=1.0)
     waiting = [desk.hold() for _ in range(5)]
 
@@ -84,7 +84,7 @@ def test_held_requests_are_resumed_in_the_order_they_came():
     assert desk.ids_resumed() == waiting
 
 
-def test_who_is_resumed_may_come_back_to_the_picker_at_once():
+def test_picker_resumed_request_may_call_the_picker():
     """The next one in turn is given up from within the resumption of the one before: it is never resumed."""
     desk = Queue(dispatch_window_s=1.0)
     asked_again = []
@@ -108,7 +108,7 @@ def test_who_is_resumed_may_come_back_to_the_picker_at_once():
     assert desk.in_flight == 3
 
 
-def test_a_request_queued_and_released_during_its_pick_is_answered_by_it():
+def test_picker_request_released_during_its_pick_is_answered():
     """Its arrival releases another request, whose stream ends as it is resumed and so makes room for this one."""
     desk = Queue(dispatch_window_s=1.0)
     ended: list[str] = []
@@ -127,7 +127,7 @@ def test_a_request_queued_and_released_during_its_pick_is_answered_by_it():
     assert desk.held == 0
 
 
-def test_a_request_that_is_queued_while_its_arrival_releases_another_waits():
+def test_picker_queued_request_that_releases_another_waits():
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold(LONG)
 
@@ -138,7 +138,7 @@ def test_a_request_that_is_queued_while_its_arrival_releases_another_waits():
     assert desk.held == 1
 
 
-def test_who_gives_up_is_never_resumed():
+def test_picker_aborted_queued_request_is_never_resumed():
     desk = Queue()
     waiting = desk.hold()
 
@@ -151,7 +151,7 @@ def test_who_gives_up_is_never_resumed():
     assert [(each.pool, each.queued_s) for each in desk.observer.of(Abandoned)] == [("llm/qwen", 1.0)]
 
 
-def test_who_waits_in_a_pool_that_goes_is_refused():
+def test_picker_queued_request_of_a_removed_pool_is_rejected():
     desk = Queue(crowded_pool(), pool("other", model="o"))
     desk.hold()
 
@@ -164,7 +164,7 @@ def test_who_waits_in_a_pool_that_goes_is_refused():
     assert desk.picker.next_deadline() is None
 
 
-def test_who_waits_too_long_is_told_when_to_come_back_in_whole_seconds():
+def test_picker_queued_too_long_is_rejected_with_retry_after():
     desk = Queue(max_wait_s=30.0)
     desk.hold(now=10.0)
 
@@ -179,7 +179,7 @@ def test_who_waits_too_long_is_told_when_to_come_back_in_whole_seconds():
     assert refused.retry_after_s >= 1
 
 
-def test_the_first_member_takes_who_waited_for_it():
+def test_picker_first_member_gets_the_waiting_requests():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
     outcome = desk.ask()
     assert isinstance(outcome, Waiting)
@@ -191,7 +191,7 @@ def test_the_first_member_takes_who_waited_for_it():
     assert picked.request_id == outcome.request_id
 
 
-def test_once_nothing_is_held_nothing_is_again():
+def test_picker_stopped_queueing_queues_nothing_again():
     desk = Queue(crowded_pool(hold_when_empty=True), crowded_pool("empty", members=0, hold_when_empty=True))
     desk.picker.hold_no_more(11.0)
 
@@ -204,7 +204,7 @@ def test_once_nothing_is_held_nothing_is_again():
     assert isinstance(desk.ask(), Picked)
 
 
-def test_who_waits_for_a_first_member_is_told_when_the_router_ends():
+def test_picker_waiting_for_a_first_member_is_rejected_at_the_end():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
     assert isinstance(desk.ask(), Waiting)
 
@@ -215,7 +215,7 @@ def test_who_waits_for_a_first_member_is_told_when_the_router_ends():
     assert refused.status == 503
 
 
-def test_the_first_request_that_is_held_is_announced_with_its_deadline():
+def test_picker_first_queued_request_announces_its_deadline():
     desk = Queue(max_wait_s=50.0)
     announced: list[float | None] = []
     desk.picker.on_first_held(lambda: announced.append(desk.picker.next_deadline()))
@@ -233,7 +233,7 @@ def test_the_first_request_that_is_held_is_announced_with_its_deadline():
 
 
 @pytest.mark.parametrize("status", [None, 200, 400, 503])
-def test_an_entry_that_names_a_held_request_is_none_of_envoys(status):
+def test_picker_access_log_of_a_queued_request_is_ignored(status):
     desk = Queue()
     waiting = desk.hold()
 
@@ -244,7 +244,7 @@ def test_an_entry_that_names_a_held_request_is_none_of_envoys(status):
     assert desk.ids_resumed() == [waiting]
 
 
-def test_news_goes_to_its_pool_and_may_make_room():
+def test_picker_update_reaches_its_pool_and_may_make_room():
     desk = Queue(crowded_pool(), pool("other", model="o"))
     teller = Desk(crowded_pool(), pool("other", model="o"))
     waiting = desk.hold()

@@ -15,7 +15,7 @@ from extproc.desks import Desk
 from extproc.envoy_messages import chat, logging_as_it_was, pool
 
 
-def test_a_pick_names_destination_cluster_id_and_receipt():
+def test_pick_has_destination_cluster_id_and_receipt():
     desk = Desk()
 
     picked = desk.pick()
@@ -32,13 +32,13 @@ def test_a_pick_names_destination_cluster_id_and_receipt():
     )
 
 
-def test_ids_are_never_given_twice():
+def test_pick_ids_are_never_repeated():
     desk = Desk()
 
     assert len({desk.pick().request_id for _ in range(50)}) == 50
 
 
-def test_names_and_aliases_of_all_pools_lead_to_their_pool():
+def test_pick_names_and_aliases_lead_to_their_pool():
     desk = Desk(pool("a", model="big", aliases=["b1", "b2"]), pool("c", model="small"))
 
     clusters = [desk.pick(chat(model=name)).cluster for name in ("big", "b1", "b2", "small")]
@@ -47,7 +47,7 @@ def test_names_and_aliases_of_all_pools_lead_to_their_pool():
     assert desk.refused(chat(model="llm/a")) == 404
 
 
-def test_an_alias_shares_the_models_prefixes():
+def test_pick_alias_shares_the_models_prefixes():
     desk = Desk(pool(aliases=["alias"]))
     text = "a long shared prefix " * 200
     desk.pick(chat(text))
@@ -55,7 +55,7 @@ def test_an_alias_shares_the_models_prefixes():
     assert "matched=0" not in (desk.pick(chat(text, model="alias")).receipt or "")
 
 
-def test_nothing_matches_across_cache_salts():
+def test_pick_cache_salts_share_no_prefix():
     desk = Desk()
     text = "a long shared prefix " * 200
     desk.pick(chat(text, cache_salt="one"))
@@ -64,7 +64,7 @@ def test_nothing_matches_across_cache_salts():
     assert "matched=0" not in (desk.pick(chat(text, cache_salt="one")).receipt or "")
 
 
-def test_nothing_matches_across_lora_adapters():
+def test_pick_lora_adapters_share_no_prefix():
     desk = Desk()
     text = "a long shared prefix " * 200
     desk.pick(chat(text, lora_path="one"))
@@ -74,7 +74,7 @@ def test_nothing_matches_across_lora_adapters():
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_the_pools_router_learns_whether_the_first_token_will_be_seen(monkeypatch, streamed):
+def test_pick_tells_the_router_whether_a_first_token_will_be_seen(monkeypatch, streamed):
     asked = []
     real = PoolRouter.on_request
     monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: asked.append(each) or real(self, now, each))
@@ -92,7 +92,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_every_beginning_of_a_body_may_go_on_and_the_whole_may_not(body):
+def test_body_prefix_may_continue_and_the_whole_may_not(body):
     whole = body.encode()
 
     assert [cut for cut in range(len(whole)) if not may_go_on(whole[:cut])] == []
@@ -116,18 +116,18 @@ def test_every_beginning_of_a_body_may_go_on_and_the_whole_may_not(body):
         b"\xef\xbb\xbf{",
     ],
 )
-def test_what_no_bytes_can_complete_may_not_go_on(body):
+def test_body_that_no_bytes_complete_may_not_continue(body):
     assert not may_go_on(body)
 
 
-def test_the_first_of_two_pools_that_name_one_model_keeps_it():
+def test_pools_naming_one_model_leave_it_to_the_first():
     desk = Desk(pool("a", model="m"), pool("b", model="m", aliases=["other"]))
 
     assert desk.pick(chat(model="m")).cluster == "llm/a"
     assert desk.pick(chat(model="other")).cluster == "llm/b"
 
 
-def test_a_pool_that_changes_keeps_its_books_and_one_that_goes_loses_them():
+def test_pools_changed_keep_accounts_and_removed_lose_them():
     desk = Desk(pool("a", model="a"), pool("b", model="b"))
     kept, lost = desk.pick(chat(model="a")), desk.pick(chat(model="b"))
     assert desk.in_flight == 2
@@ -142,7 +142,7 @@ def test_a_pool_that_changes_keeps_its_books_and_one_that_goes_loses_them():
     assert desk.in_flight == 0
 
 
-def test_a_get_goes_to_the_first_pool_that_has_a_member():
+def test_pick_get_goes_to_the_first_pool_with_a_member():
     desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
 
     picked = desk.picker.pick_bodiless(1.0, None)
@@ -152,7 +152,7 @@ def test_a_get_goes_to_the_first_pool_that_has_a_member():
     assert desk.observer.events == [RoutedBodiless(now=1.0, pool="llm/full")]
 
 
-def test_refusals_are_reported_with_their_pool_where_there_is_one():
+def test_pick_rejections_are_reported_with_their_pool():
     desk = Desk(pool(members=0))
 
     desk.refused(chat())
@@ -166,14 +166,14 @@ def test_refusals_are_reported_with_their_pool_where_there_is_one():
     ]
 
 
-def test_the_reason_of_a_400_names_the_field():
+def test_pick_400_names_the_field():
     refused = Desk().ask(b'{"model": 1}')
 
     assert isinstance(refused, Refused)
     assert refused.param == "model"
 
 
-def test_the_whole_receipt_goes_to_the_debug_log(capsys):
+def test_pick_receipt_is_in_the_debug_log(capsys):
     with logging_as_it_was():
         logs.configure(level="info", log_format="json")
         Desk().pick()
@@ -195,7 +195,7 @@ def sessions(monkeypatch, desk: Desk, *asked) -> list[int | None]:
     return [each.session for each in seen]
 
 
-def test_a_session_is_named_by_the_header_before_the_body(monkeypatch):
+def test_session_header_precedes_the_body(monkeypatch):
     desk = Desk(pool(session=Session(header="X-My-Session")))
     named = {"x-my-session": "one"}
 
@@ -217,7 +217,7 @@ def test_a_session_is_named_by_the_header_before_the_body(monkeypatch):
     assert none is None
 
 
-def test_tenants_and_models_never_share_a_session(monkeypatch):
+def test_session_is_never_shared_by_tenants_or_models(monkeypatch):
     desk = Desk(pool("a", model="a"), pool("b", model="b"))
     bodies = [chat(model="a"), chat(model="b"), chat(model="a", cache_salt="x"), chat(model="a", lora_path="y")]
 
@@ -228,7 +228,7 @@ def test_tenants_and_models_never_share_a_session(monkeypatch):
 
 @pytest.mark.parametrize(("length", "known"), [(1024, True), (1025, False), (1_000_000, False)])
 @pytest.mark.parametrize("where", ["header", "body"])
-def test_an_endless_session_name_names_none(monkeypatch, length, known, where):
+def test_session_name_above_the_limit_is_ignored(monkeypatch, length, known, where):
     name = "s" * length
     asked = (chat(), {"x-session-id": name}) if where == "header" else (chat(session_id=name), {})
 
@@ -245,7 +245,7 @@ def test_an_endless_session_name_names_none(monkeypatch, length, known, where):
     ],
     ids=["unclosed", "parser", "spelling"],
 )
-def test_a_body_that_is_nested_too_deeply_is_a_bad_request(body, why):
+def test_body_nested_too_deeply_is_a_bad_request(body, why):
     refused = Desk().ask(body)
 
     assert isinstance(refused, Refused)
@@ -253,7 +253,7 @@ def test_a_body_that_is_nested_too_deeply_is_a_bad_request(body, why):
     assert refused.message.startswith(why)
 
 
-def test_an_endless_model_name_is_not_sent_back_whole():
+def test_model_name_that_is_too_long_is_truncated():
     refused = Desk().ask(chat(model="m" * 1_000_000))
 
     assert isinstance(refused, Refused)

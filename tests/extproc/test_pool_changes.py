@@ -19,7 +19,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, dict[str, obj
     return [(each.levelname, each.getMessage(), each.__dict__["details"]) for each in caplog.records]
 
 
-def test_the_members_that_came_went_and_changed_are_named(caplog):
+def test_log_changes_names_added_removed_and_changed_members(caplog):
     before = pool(members=3)
     moved = replace(before.members[1], address="10.9.9.9")
     new = Member(id="qwen-9", address="10.0.0.9", port=8000)
@@ -31,7 +31,7 @@ def test_the_members_that_came_went_and_changed_are_named(caplog):
     assert said(caplog) == [("INFO", "Reloaded pool", details | {"changed": ["qwen-1"], "settings": []})]
 
 
-def test_changed_settings_are_named_and_pools_that_stayed_are_not(caplog):
+def test_log_changes_names_changed_settings_of_changed_pools(caplog):
     before = pool("a"), pool("b")
 
     log_changes(before, (before[0], replace(before[1], slo=Slo(ttft_s=1.0))))
@@ -41,7 +41,7 @@ def test_changed_settings_are_named_and_pools_that_stayed_are_not(caplog):
     assert details["settings"] == ["slo"]
 
 
-def test_pools_that_appear_and_vanish_need_envoy_config_again(caplog):
+def test_log_changes_added_and_removed_pools_need_envoy_config(caplog):
     log_changes((pool("old"),), (pool("new", members=1),))
 
     lines = said(caplog)
@@ -50,7 +50,7 @@ def test_pools_that_appear_and_vanish_need_envoy_config_again(caplog):
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(4, 1), (6, 0), (0, 0)])
-def test_a_ring_version_that_goes_backwards_is_warned_of(caplog, version, warnings):
+def test_log_changes_warns_of_a_decreased_ring_version(caplog, version, warnings):
     before = replace(pool(), ring_version=5)
 
     log_changes((before,), (replace(before, ring_version=version),))
@@ -60,7 +60,7 @@ def test_a_ring_version_that_goes_backwards_is_warned_of(caplog, version, warnin
     assert all("Ring version decreased" in sentence and details["before"] == 5 for sentence, details in warned)
 
 
-def test_a_long_list_is_cut(caplog):
+def test_log_changes_shortens_a_long_list(caplog):
     log_changes((pool(members=0),), (pool(members=50),))
 
     ((_, _, details),) = said(caplog)
@@ -71,7 +71,7 @@ def test_a_long_list_is_cut(caplog):
 
 
 @pytest.mark.parametrize(("max_wait_s", "warnings"), [(31.0, 1), (30.0, 0), (1.0, 0)])
-def test_a_longer_wait_needs_envoy_config_again(caplog, max_wait_s, warnings):
+def test_log_changes_longer_max_wait_needs_envoy_config(caplog, max_wait_s, warnings):
     before = pool()
     queue = replace(before.routing.queue, max_wait_s=max_wait_s)
 

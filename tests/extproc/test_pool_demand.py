@@ -129,7 +129,7 @@ async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[R
 
 
 class TestOneNumber:
-    async def test_each_of_three_routers_says_what_all_of_them_have(self, clock, store):
+    async def test_demand_of_three_routers_is_their_sum_at_each(self, clock, store):
         routers = [Router(name, clock, store, POOL) for name in "abc"]
         for router, requests in zip(routers, (1, 2, 3), strict=True):
             for _ in range(requests):
@@ -141,7 +141,7 @@ class TestOneNumber:
         assert totals[0].in_flight == 6
         assert totals[0].pending_prefill_tokens == 6000
 
-    async def test_it_is_what_one_router_with_all_of_the_traffic_would_say(self, clock, store):
+    async def test_demand_sum_equals_that_of_one_router_with_all_traffic(self, clock, store):
         alone = Router("alone", clock, None, POOL)
         pair = [Router(name, clock, store, POOL) for name in "ab"]
         await pass_time(clock, 70.0, *pair, load={alone: 40, pair[0]: 10, pair[1]: 30})
@@ -149,7 +149,7 @@ class TestOneNumber:
         assert pair[0].desired == pytest.approx(pair[1].desired, rel=0.02)
         assert pair[0].desired == pytest.approx(alone.desired, rel=0.05)
 
-    async def test_attainment_is_weighted_by_first_tokens(self, clock, store):
+    async def test_demand_attainment_is_weighted_by_first_tokens(self, clock, store):
         one, other = (Router(name, clock, store, POOL) for name in "ab")
         for late, number, router in ((False, 3, one), (True, 1, other)):
             asked = [router.ask() for _ in range(number)]
@@ -159,7 +159,7 @@ class TestOneNumber:
         await pass_time(clock, 1.5, one, other)
         assert one.demand.total(POOL.id).slo_attainment == other.demand.total(POOL.id).slo_attainment == 0.75
 
-    async def test_routers_of_few_first_tokens_notice_together_that_the_slo_is_missed(self, clock, store):
+    async def test_demand_few_first_tokens_per_router_still_show_a_missed_slo(self, clock, store):
         routers = [Router(name, clock, store, POOL) for name in "ab"]
         late: list[tuple[float, Router, str]] = []
         for second in range(150):
@@ -173,7 +173,7 @@ class TestOneNumber:
         # Twelve a minute through each: alone neither would say that four instances are too few.
         assert all(router.desired > len(POOL.members) for router in routers)
 
-    async def test_it_is_reported_once_a_second_and_the_rest_of_the_exchange_costs_nothing(self, clock, store):
+    async def test_demand_is_reported_once_a_second(self, clock, store):
         router = Router("a", clock, store, POOL)
         told: list[Post] = []
 
@@ -184,7 +184,7 @@ class TestOneNumber:
         await pass_time(clock, 10 * REPORT_INTERVAL_S, router)
         assert sum(post.report is not None for post in told) == 10
 
-    async def test_a_pool_that_is_gone_is_reported_no_more(self, clock, store):
+    async def test_demand_of_a_removed_pool_is_not_reported(self, clock, store):
         router, other = Router("a", clock, store, POOL), Router("b", clock, store, POOL)
         await pass_time(clock, 0.1, router, other)
         router.picker.set_pools(clock(), ())
@@ -218,28 +218,28 @@ class TestWhileTheStoreIsAway:
 
     @pytest.mark.parametrize("trouble", ["down", "full"])
     @pytest.mark.parametrize("away_s", [5.0, 80.0])
-    async def test_nothing_is_added_for_it(self, clock, store, away_s, trouble):
+    async def test_demand_lost_store_adds_nothing(self, clock, store, away_s, trouble):
         wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
         assert 4.0 <= wishes[119] < 4.2
         assert max(wishes[120:]) <= wishes[119] * 1.02
 
-    async def test_nor_by_those_that_have_started_meanwhile(self, clock, store):
+    async def test_demand_lost_store_adds_nothing_for_new_routers(self, clock, store):
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)
         assert max(wishes) < 3.0
 
-    async def test_a_router_that_has_never_heard_of_another_is_alone(self, clock, store):
+    async def test_demand_single_router_without_peers_answers_alone(self, clock, store):
         assert (await self.late(clock, store, "a", away_s=80.0))[-1] > len(POOL.members)
 
 
 class TestWhatCannotBeKnown:
-    async def test_a_router_without_a_store_answers_for_itself_from_the_start(self, clock):
+    async def test_demand_without_store_is_known_at_once(self, clock):
         router = Router("a", clock, None, POOL)
         assert (router.desired, router.active) == (0.0, False)
         router.ask()
         assert router.desired > 0.0
         assert router.active
 
-    async def test_one_that_has_just_started_does_not_know_before_it_has_heard(self, clock, store):
+    async def test_demand_of_a_started_router_is_unknown_until_an_exchange(self, clock, store):
         busy, late = Router("busy", clock, store, POOL), Router("late", clock, store, POOL)
         busy.ask()
         await pass_time(clock, 0.1, busy)
@@ -250,7 +250,7 @@ class TestWhatCannotBeKnown:
         assert late.desired == busy.desired > 0.0
 
     @pytest.mark.parametrize("trouble", ["down", "full"])
-    async def test_nor_one_that_has_lost_the_store_for_longer_than_a_report_is_good_for(self, clock, store, trouble):
+    async def test_demand_is_unknown_after_a_long_loss_of_the_store(self, clock, store, trouble):
         router = Router("a", clock, store, POOL)
         await pass_time(clock, 1.0, router)
         setattr(store, trouble, True)
@@ -263,14 +263,14 @@ class TestWhatCannotBeKnown:
         await pass_time(clock, 0.1, router)
         assert router.desired == 0.0
 
-    async def test_but_it_knows_that_the_pool_is_active_by_what_it_has_itself(self, clock, store):
+    async def test_demand_unknown_still_shows_own_activity(self, clock, store):
         store.down = True
         router = Router("a", clock, store, EMPTY)
         router.ask()
         await pass_time(clock, 10.0, router)
         assert router.active
 
-    async def test_a_router_of_an_older_version_that_reports_nothing_makes_it_unknown(self, clock, store):
+    async def test_demand_is_unknown_while_an_older_router_reports_nothing(self, clock, store):
         router = Router("a", clock, store, POOL)
         await store.publish("older", [Post(pool=POOL.id, keep_s=60.0, loads={})])
         await pass_time(clock, 0.1, router)
@@ -283,7 +283,7 @@ class TestWhatCannotBeKnown:
 class TestARouterThatGoes:
     """Two or three routers under load, of which one is killed; its requests go to the others, or to its next life."""
 
-    async def test_the_sum_never_dips_when_one_of_three_dies(self, clock, store):
+    async def test_demand_does_not_dip_when_one_of_three_dies(self, clock, store):
         a, b, c = (Router(name, clock, store, POOL) for name in "abc")
         await pass_time(clock, 70.0, a, b, c, load={a: 10, b: 10, c: 10})
         before = a.desired
@@ -292,7 +292,7 @@ class TestARouterThatGoes:
             assert before * 0.95 <= a.desired <= before * 1.15
             assert b.desired == pytest.approx(a.desired, rel=0.05)
 
-    async def test_nor_when_the_only_one_is_replaced(self, clock, store):
+    async def test_demand_does_not_dip_when_the_only_router_is_replaced(self, clock, store):
         old = Router("old", clock, store, POOL)
         await pass_time(clock, 70.0, old, load={old: 20})
         before = old.desired
@@ -303,7 +303,7 @@ class TestARouterThatGoes:
             assert before * 0.95 <= new.desired <= before * 1.15
             await pass_time(clock, 1.0, new, load={new: 20})
 
-    async def test_nor_when_one_after_the_other_is(self, clock, store):
+    async def test_demand_does_not_dip_when_routers_are_replaced_in_turn(self, clock, store):
         running = [Router(name, clock, store, POOL) for name in ("a0", "b0", "c0")]
         await pass_time(clock, 70.0, *running, load=dict.fromkeys(running, 10))
         before = running[0].desired
@@ -320,7 +320,7 @@ class TestARouterThatGoes:
 
 
 class TestWaking:
-    async def test_a_request_that_is_held_is_told_at_once_here_and_within_a_tick_or_two_elsewhere(self, clock, store):
+    async def test_demand_queued_request_is_reported_at_once(self, clock, store):
         one, other = (Router(name, clock, store, EMPTY) for name in "ab")
         await pass_time(clock, 5.0, one, other)
         assert not one.active
@@ -337,7 +337,7 @@ class TestWaking:
         assert other.changed == [EMPTY.id]
         assert other.active
 
-    async def test_a_request_that_is_refused_wakes_the_pool_as_well_and_so_does_one_that_is_given_up(self, clock):
+    async def test_demand_rejected_or_abandoned_request_activates_the_pool(self, clock):
         for pool in (crowded_pool("qwen", members=0), crowded_pool("qwen", members=0, hold_when_empty=True)):
             router = Router("a", clock, None, pool)
             assert not router.active
@@ -352,13 +352,13 @@ class TestWaking:
             clock.now += 6.0
             assert not router.active
 
-    async def test_requests_without_a_prompt_wake_nobody(self, clock):
+    async def test_demand_request_without_prompt_activates_nothing(self, clock):
         """They are health checks and lists of models, which somebody asks for all day."""
         router = Router("a", clock, None, EMPTY)
         router.picker.pick_bodiless(clock(), None)
         assert (router.changed, router.active) == ([], False)
 
-    async def test_a_pool_with_a_long_answer_in_flight_stays_awake(self, clock):
+    async def test_demand_long_answer_keeps_the_pool_active(self, clock):
         router = Router("a", clock, None, POOL)
         picked = router.ask()
         router.picker.first_token(clock(), picked.request_id)
@@ -367,7 +367,7 @@ class TestWaking:
         router.picker.finished(clock(), picked.request_id, None)
         assert not router.active
 
-    async def test_it_is_told_again_after_it_has_gone_quiet(self, clock):
+    async def test_demand_activity_is_reported_again_after_a_pause(self, clock):
         router = Router("a", clock, None, POOL)
         for _ in range(2):
             for _ in range(3):

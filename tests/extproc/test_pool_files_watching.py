@@ -49,11 +49,11 @@ async def watching(*paths: Path) -> AsyncIterator[Watched]:
 
 
 class TestWatching:
-    def test_loading_refuses_like_load_pool_files(self, tmp_path: Path) -> None:
+    def test_watcher_load_rejects_like_load_pool_files(self, tmp_path: Path) -> None:
         with pytest.raises(PoolError):
             PoolFileWatcher([tmp_path / "absent.yaml"]).load()
 
-    async def test_a_rename_and_a_write_in_place_are_picked_up(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_a_rename_and_a_write_in_place(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write(path, document(members=3))
@@ -61,7 +61,7 @@ class TestWatching:
             path.write_text(yaml.safe_dump(document(members=4)))
             assert await watched.pools() == {"llm/qwen": 4}
 
-    async def test_same_size_same_time_is_still_a_change(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_a_change_of_same_size_and_time(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document("aaaa"))
         stat = path.stat()
         async with watching(path) as watched:
@@ -70,7 +70,7 @@ class TestWatching:
             assert path.stat().st_size == stat.st_size
             assert await watched.pools() == {"llm/bbbb": 2}
 
-    async def test_a_swapped_link_is_a_change(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_a_swapped_link(self, tmp_path: Path) -> None:
         """How a mounted ConfigMap changes."""
         for version, members in (("v1", 1), ("v2", 2)):
             (tmp_path / version).mkdir()
@@ -83,7 +83,7 @@ class TestWatching:
             assert await watched.pools() == {"llm/qwen": 2}
 
     @pytest.mark.parametrize("broken", ["", "kind: [", "kind: Deployment"])
-    async def test_a_refused_change_is_told_once_and_the_last_good_one_serves_on(
+    async def test_watcher_invalid_change_is_reported_once_and_not_applied(
         self, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
@@ -101,7 +101,7 @@ class TestWatching:
         (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
         assert record.__dict__["details"].keys() == {"file", "field", "value", "accepted"}
 
-    async def test_a_vanished_file_is_told_once_and_may_come_back(self, tmp_path: Path) -> None:
+    async def test_watcher_missing_file_is_reported_once_and_may_return(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         other = write(tmp_path / "other.yaml", document("other", members=1))
         async with watching(path, other) as watched:
@@ -118,7 +118,7 @@ class TestWatching:
             assert watched.refused.empty()
 
     @pytest.mark.parametrize("scalar", ["!!bool maybe", '!!int ""', '!!float ""', "!!timestamp x"])
-    async def test_scalars_that_yaml_cannot_convert_do_not_end_the_watch(self, tmp_path: Path, scalar: str) -> None:
+    async def test_watcher_survives_scalars_that_yaml_cannot_convert(self, tmp_path: Path, scalar: str) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write_text(path, f"replicas: {scalar}\n")
@@ -126,7 +126,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_a_folder_in_the_files_place_is_refused(self, tmp_path: Path) -> None:
+    async def test_watcher_folder_in_place_of_the_file_is_rejected(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             path.unlink()
@@ -139,9 +139,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_a_path_that_may_not_be_looked_at_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_watcher_inaccessible_path_is_rejected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         denied = True
 
@@ -162,7 +160,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_what_nobody_thought_of_does_not_end_the_watch(
+    async def test_watcher_survives_an_unexpected_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
@@ -183,7 +181,7 @@ class TestWatching:
             assert await watched.pools() == {"llm/qwen": 4}
         assert "unforeseen" in str([record.__dict__.get("details") for record in caplog.records])
 
-    async def test_each_further_refusal_is_told(self, tmp_path: Path) -> None:
+    async def test_watcher_reports_each_further_error(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document())
         async with watching(path) as watched:
             write_text(path, "kind: [")
@@ -192,7 +190,7 @@ class TestWatching:
             second = await watched.refusal()
             assert first.value != second.value
 
-    async def test_a_pool_may_move_from_one_file_to_another(self, tmp_path: Path) -> None:
+    async def test_watcher_pool_may_move_to_another_file(self, tmp_path: Path) -> None:
         one = write(tmp_path / "1.yaml", document("a"), document("b"))
         two = write(tmp_path / "2.yaml", document("c"))
         async with watching(one, two) as watched:
@@ -210,9 +208,7 @@ class TestStanding:
         """Look until nothing is new; return the reasons told."""
         return [str(refusal) for _ in range(4) for refusal in watcher._look().refusals]
 
-    def test_a_file_that_stays_bad_for_another_reason_is_told_once_for_each(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_watcher_reports_each_new_reason_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "dualmap_extproc")
         path = write(tmp_path / "p.yaml", document())
         watcher = PoolFileWatcher([path])
@@ -232,7 +228,7 @@ class TestStanding:
         assert not watcher.refused
         assert [each.getMessage() for each in caplog.records] == ["Pool file is valid again"]
 
-    def test_a_clash_is_told_once_however_often_the_files_change(self, tmp_path: Path) -> None:
+    def test_watcher_reports_a_conflict_once(self, tmp_path: Path) -> None:
         one = write(tmp_path / "1.yaml", document("a"))
         two = write(tmp_path / "2.yaml", document("b"))
         watcher = PoolFileWatcher([one, two])
@@ -250,7 +246,7 @@ class TestStanding:
 class TestSettling:
     """The looks are called by hand here, so that what lies between two of them is exact."""
 
-    def test_a_file_caught_half_written_is_never_applied(self, tmp_path: Path) -> None:
+    def test_watcher_half_written_file_is_never_applied(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=8))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -268,7 +264,7 @@ class TestSettling:
         assert (look.unsettled, look.refusals) == (False, ())
         assert watcher._look().pools is None
 
-    def test_a_change_taken_back_within_the_settling_time_is_none(self, tmp_path: Path) -> None:
+    def test_watcher_reverted_change_is_not_applied(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -280,7 +276,7 @@ class TestSettling:
         assert watcher._look().unsettled
         assert len(watcher._look().refusals) == 1
 
-    def test_a_change_between_loading_and_the_first_look_is_seen(self, tmp_path: Path) -> None:
+    def test_watcher_change_before_the_first_poll_is_applied(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -290,7 +286,7 @@ class TestSettling:
         assert pools is not None
         assert len(pools[0].members) == 3
 
-    def test_a_comment_changes_nothing(self, tmp_path: Path) -> None:
+    def test_watcher_changed_comment_changes_nothing(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document())
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -298,11 +294,11 @@ class TestSettling:
         assert watcher._look().unsettled
         assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
 
-    def test_the_pace_is_within_the_contract(self) -> None:
+    def test_watcher_interval_is_as_documented(self) -> None:
         """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
         assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
 
-    def test_a_pipe_is_left_alone_after_loading(self) -> None:
+    def test_watcher_pipe_is_not_read_again(self) -> None:
         reader, writer = os.pipe()
         os.write(writer, yaml.safe_dump(document()).encode())
         os.close(writer)

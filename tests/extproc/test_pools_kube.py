@@ -16,7 +16,7 @@ from waiting import until
 
 
 class TestPools:
-    async def test_pools_come_change_and_go(self, api: KubeApi) -> None:
+    async def test_kube_pools_are_added_changed_and_removed(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/qwen"]
@@ -28,7 +28,7 @@ class TestPools:
             await api.delete(pool_body("qwen"))
             await watched.until(lambda: list(watched.pools) == ["other/llama"])
 
-    async def test_only_those_of_a_namespace_when_one_is_given(self, api: KubeApi) -> None:
+    async def test_kube_namespace_limits_the_pools(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pool_body("llama", namespace="other"))
         async with watching(api, "other") as watched:
@@ -36,18 +36,18 @@ class TestPools:
             assert api.lists[0].endswith("/namespaces/other/inferencepools")
             assert not any("/namespaces/llm/" in path for path in api.lists + api.watches)
 
-    async def test_none_at_all_is_an_answer(self, api: KubeApi) -> None:
+    async def test_kube_without_pools_reports_none(self, api: KubeApi) -> None:
         async with watching(api) as watched:
             assert watched.told == [()]
 
-    async def test_more_than_one_page(self, api: KubeApi) -> None:
+    async def test_kube_list_of_several_pages_is_read(self, api: KubeApi) -> None:
         for number in range(251):
             await api.put(pool_body(f"p{number}-x", selector=""))
         async with watching(api) as watched:
             assert len(watched.pools) == 251
         assert len(api.lists) == 2
 
-    async def test_what_does_not_matter_to_a_router_is_no_news(self, api: KubeApi) -> None:
+    async def test_kube_irrelevant_change_is_not_reported(self, api: KubeApi) -> None:
         body = pool_body("qwen", selector="")
         await api.put(body)
         async with watching(api) as watched:
@@ -56,7 +56,7 @@ class TestPools:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 5)
             assert len(watched.told) == 2
 
-    async def test_a_pool_made_anew_is_another(self, api: KubeApi) -> None:
+    async def test_kube_pool_created_again_is_a_new_one(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", version=9))
         async with watching(api) as watched:
             await api.delete(pool_body("qwen"))
@@ -66,7 +66,7 @@ class TestPools:
 
 
 class TestRefusals:
-    async def test_a_refused_object_keeps_its_last_good_version_and_freezes_no_other(
+    async def test_kube_invalid_pool_keeps_its_last_version_only(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen", created=1))
@@ -84,9 +84,7 @@ class TestRefusals:
             assert watched.sample("dualmap_kube_pools_refused") == 0
             assert said(caplog, "Pool is valid again") == [{"pool": "llm/qwen"}]
 
-    async def test_a_refusal_is_said_once_however_often_it_is_seen(
-        self, api: KubeApi, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    async def test_kube_invalid_pool_is_logged_once(self, api: KubeApi, caplog: pytest.LogCaptureFixture) -> None:
         bad = pool_body("qwen", spec={"slo": {"ttft": "soon"}})
         await api.put(bad)
         async with watching(api) as watched:
@@ -95,7 +93,7 @@ class TestRefusals:
             await watched.until(lambda: "llm/llama" in watched.pools)
         assert len(said(caplog, "Keeping last valid pool")) == 1
 
-    async def test_a_refused_object_made_anew_does_not_serve_what_the_deleted_one_had(self, api: KubeApi) -> None:
+    async def test_kube_invalid_pool_created_again_has_no_old_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             # As after a list, where the deletion was not seen.
@@ -103,14 +101,14 @@ class TestRefusals:
             await watched.until(lambda: not watched.pools)
 
     @pytest.mark.parametrize("body", [{}, {"metadata": None, "status": 3}, {"metadata": {"name": 5}}])
-    async def test_garbage_is_refused_like_anything_else(self, api: KubeApi, body: dict[str, Any]) -> None:
+    async def test_kube_object_of_any_form_is_rejected(self, api: KubeApi, body: dict[str, Any]) -> None:
         whole = {"kind": "InferencePool", "metadata": {"name": "x", "namespace": "llm"}}
         await api.put({**whole, "spec": body, "status": body.get("status", [])})
         await api.put(pool_body("llama"))
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/llama"]
 
-    async def test_of_two_that_claim_a_model_the_older_has_it(
+    async def test_kube_model_claimed_twice_belongs_to_the_older_pool(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("a", created=2, model="shared"))
@@ -128,13 +126,13 @@ class TestRefusals:
             await watched.until(lambda: "llm/b" not in watched.pools)
             assert watched.sample("dualmap_kube_pools_refused") == 0
 
-    async def test_of_two_of_one_age_the_name_decides(self, api: KubeApi) -> None:
+    async def test_kube_model_claimed_at_one_time_is_decided_by_name(self, api: KubeApi) -> None:
         await api.put(pool_body("b", model="shared"))
         await api.put(pool_body("a", model="shared"))
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/a", "llm/b"]
 
-    async def test_pools_that_cannot_be_taken_over_do_not_end_the_watch(
+    async def test_kube_failed_change_does_not_end_the_watch(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen"))
@@ -148,7 +146,7 @@ class TestRefusals:
 
 
 class TestPods:
-    async def test_one_that_stops_serving_leaves_before_the_pool_says_so_and_comes_back(
+    async def test_pod_that_stops_serving_is_excluded_until_it_returns(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen", version=4))
@@ -166,7 +164,7 @@ class TestPods:
         assert left_out == [["qwen-1"], []]
 
     @pytest.mark.parametrize("how", ["terminating", "deleted", "moved"])
-    async def test_one_that_ends_leaves(self, api: KubeApi, how: str) -> None:
+    async def test_pod_that_terminates_is_excluded(self, api: KubeApi, how: str) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -179,13 +177,13 @@ class TestPods:
                 await api.put(pod_body("qwen-0", uid="another", address="10.244.0.99"))
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
 
-    async def test_one_that_is_not_known_is_as_the_pool_says(self, api: KubeApi) -> None:
+    async def test_pod_unknown_leaves_the_member_unchanged(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0", ready=False))
         async with watching(api) as watched:
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
 
-    async def test_one_that_vanished_while_nobody_watched(self, api: KubeApi) -> None:
+    async def test_pod_deleted_during_a_lost_watch_is_excluded(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -196,7 +194,7 @@ class TestPods:
             await api.start()
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
-    async def test_all_of_them_may_be_unready(self, api: KubeApi) -> None:
+    async def test_pods_may_all_be_unready(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0", ready=False))
         await api.put(pod_body("qwen-1", ready=False))
@@ -204,7 +202,7 @@ class TestPods:
             await watched.until(lambda: set(watched.states().values()) == {"Draining"})
             assert not any(member.takes_new_keys for member in watched.members().values())
 
-    async def test_what_the_pool_says_later_counts_more(self, api: KubeApi) -> None:
+    async def test_pod_state_yields_to_a_newer_pool_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -221,7 +219,7 @@ class TestPods:
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
-    async def test_a_version_that_says_nothing_new_of_it_does_not(self, api: KubeApi) -> None:
+    async def test_pod_state_outlives_an_equal_pool_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -233,7 +231,7 @@ class TestPods:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.states() == {"qwen-0": "Draining", "qwen-1": "Active", "qwen-2": "Active"}
 
-    async def test_one_restarted_in_place_is_another_life_of_it(self, api: KubeApi) -> None:
+    async def test_pod_restarted_in_place_is_a_new_incarnation(self, api: KubeApi) -> None:
         lives = {"qwen-0": {"incarnation": "qwen-0-u-0"}, "qwen-1": {}}
         await api.put(pool_body("qwen", members=lives))
         await api.put(pod_body("qwen-0"))
@@ -249,7 +247,7 @@ class TestPods:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.members()["qwen-0"].incarnation == "qwen-0-u-2"
 
-    async def test_the_pods_of_a_pool_are_those_its_selector_finds(self, api: KubeApi) -> None:
+    async def test_pods_are_found_by_the_pools_selector(self, api: KubeApi) -> None:
         body = pool_body("qwen", selector="")
         await api.put(body)
         await api.put(pod_body("qwen-0", ready=False))
@@ -262,7 +260,7 @@ class TestPods:
             pods = "/api/v1/namespaces/llm/pods?serving.dualmap.dev/pool"
             await until(lambda: {each for each in api.lists if "/pods?" in each} == {f"{pods}=qwen", f"{pods}=none"})
 
-    async def test_a_pool_that_is_gone_leaves_no_watch_behind(self, api: KubeApi) -> None:
+    async def test_kube_removed_pool_leaves_no_watch(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             await until(lambda: api.open_watches == 2)

@@ -53,19 +53,19 @@ EMPTY = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={})
 
 
 @given(NEWS)
-def test_what_is_encoded_is_decoded(update: ReplicaUpdate) -> None:
+def test_update_round_trip_is_equal(update: ReplicaUpdate) -> None:
     assert decode_update(encode_update(update)) == update
 
 
 @given(NEWS, st.data())
-def test_cut_anywhere_it_is_unreadable(update: ReplicaUpdate, data: st.DataObject) -> None:
+def test_update_cut_anywhere_is_unreadable(update: ReplicaUpdate, data: st.DataObject) -> None:
     encoded = encode_update(update)
     with pytest.raises(UnreadableUpdate):
         decode_update(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
 @given(NEWS, st.data())
-def test_a_changed_byte_makes_other_news_or_none_at_all(update: ReplicaUpdate, data: st.DataObject) -> None:
+def test_update_with_a_changed_byte_differs_or_is_unreadable(update: ReplicaUpdate, data: st.DataObject) -> None:
     encoded = bytearray(encode_update(update))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
     try:
@@ -76,14 +76,14 @@ def test_a_changed_byte_makes_other_news_or_none_at_all(update: ReplicaUpdate, d
     decode_update(encode_update(decoded))
 
 
-def test_a_version_counted_on_from_the_last_there_is_can_be_told() -> None:
+def test_update_largest_version_can_be_encoded() -> None:
     binding = SharedBinding(session=1, host="a", tokens=10, version=2**32, moved_ago_s=0.0)
     update = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, bindings=(binding,))
     assert decode_update(encode_update(update)).bindings[0].version == 2**32 - 1
 
 
 @given(st.binary(max_size=200))
-def test_junk_is_unreadable(junk: bytes) -> None:
+def test_update_junk_is_unreadable(junk: bytes) -> None:
     with pytest.raises(UnreadableUpdate):
         decode_update(b"\x02" + junk)
     try:
@@ -92,25 +92,25 @@ def test_junk_is_unreadable(junk: bytes) -> None:
         return
 
 
-def test_counts_beyond_the_data_are_refused_before_anything_is_made_of_them() -> None:
+def test_update_count_beyond_the_data_is_rejected_early() -> None:
     with pytest.raises(UnreadableUpdate, match="4294967295 values in 8 bytes"):
         decode_update(struct.pack("<BII", 1, 0, 2**32 - 1) + bytes(8))
 
 
-def test_bytes_behind_the_news_are_refused() -> None:
+def test_update_with_extra_bytes_is_unreadable() -> None:
     with pytest.raises(UnreadableUpdate, match="1 bytes too many"):
         decode_update(encode_update(EMPTY) + b"\0")
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
-def test_times_that_are_none_are_refused(seconds: float) -> None:
+def test_update_with_invalid_times_is_unreadable(seconds: float) -> None:
     loads = {"m": SharedLoad(backlog_s=12345.0)}
     encoded = encode_update(ReplicaUpdate(hotness=EMPTY.hotness, loads=loads))
     with pytest.raises(UnreadableUpdate, match="seconds"):
         decode_update(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", seconds)))
 
 
-def test_a_prompt_of_eight_thousand_tokens_takes_about_five_hundred_bytes() -> None:
+def test_update_of_8000_tokens_takes_about_500_bytes() -> None:
     placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(64)))
     empty, one = (
         len(encode_update(ReplicaUpdate(hotness=EMPTY.hotness, loads={}, placements=p))) for p in ((), (placement,))
@@ -122,17 +122,17 @@ MANY = dict.fromkeys(range(NODES_MAX + 1), 1)
 
 
 @pytest.mark.parametrize("nodes", [{7: 0}, {7: 1, 8: 0}, MANY], ids=["none", "some", "too many"])
-def test_counts_that_no_router_tells_are_refused(nodes):
+def test_update_with_invalid_counts_is_unreadable(nodes):
     with pytest.raises(UnreadableUpdate):
         decode_update(encode_update(ReplicaUpdate(hotness=HotnessCounts(requests=1, nodes=nodes))))
 
 
-def test_news_without_a_word_on_loads_is_sent_as_news_of_none():
+def test_update_without_loads_is_sent_with_none():
     assert decode_update(encode_update(replace(EMPTY, loads=None))) == EMPTY
 
 
 @given(REPORTS, st.binary(max_size=20))
-def test_a_report_that_is_encoded_is_decoded_whatever_later_versions_add(report: Report, added: bytes) -> None:
+def test_report_round_trip_is_equal_despite_later_fields(report: Report, added: bytes) -> None:
     encoded = encode_report(report)
     assert len(encoded) == 65
     assert decode_report(encoded) == report
@@ -140,34 +140,34 @@ def test_a_report_that_is_encoded_is_decoded_whatever_later_versions_add(report:
 
 
 @given(REPORTS, st.integers(0, 64))
-def test_a_report_cut_anywhere_is_unreadable(report: Report, size: int) -> None:
+def test_report_cut_anywhere_is_unreadable(report: Report, size: int) -> None:
     with pytest.raises(UnreadableUpdate, match="a report of"):
         decode_report(encode_report(report)[:size])
 
 
 @pytest.mark.parametrize("replicas", [float("nan"), float("inf"), -1.0, 1e7])
-def test_a_report_of_no_number_of_instances_is_refused(replicas: float) -> None:
+def test_report_with_invalid_replicas_is_unreadable(replicas: float) -> None:
     encoded = encode_report(Report(own=Share(desired_replicas=12345.0), pool=Share()))
     with pytest.raises(UnreadableUpdate, match="instances"):
         decode_report(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", replicas)))
 
 
-def test_a_report_of_more_in_time_than_there_were_is_refused() -> None:
+def test_report_with_more_met_than_first_tokens_is_unreadable() -> None:
     with pytest.raises(UnreadableUpdate, match="5 of 4 first tokens in time"):
         decode_report(encode_report(Report(own=Share(first_tokens=4, slo_met=5), pool=Share())))
 
 
-def test_a_report_of_another_version_is_unreadable() -> None:
+def test_report_of_another_version_is_unreadable() -> None:
     with pytest.raises(UnreadableUpdate):
         decode_report(b"\x02" + encode_report(Report(own=Share(), pool=Share()))[1:])
 
 
-def test_a_wish_beyond_any_fleet_can_be_told() -> None:
+def test_report_demand_above_any_fleet_is_bounded() -> None:
     endless = Share(desired_replicas=1e12)
     assert decode_report(encode_report(Report(own=endless, pool=endless))).own.desired_replicas == 1e6
 
 
-def test_the_sum_of_what_strangers_wrote_can_be_told_by_a_router_that_goes_on() -> None:
+def test_report_sum_of_any_values_can_be_encoded() -> None:
     """A share of all ones decodes; a router adds it to others' and tells the sum, which has to fit again."""
     most = Share(pending_prefill_tokens=2**48, in_flight=2**32 - 1, held=2**32 - 1, first_tokens=2**32 - 1)
     peers = PeerShares()
@@ -177,7 +177,7 @@ def test_the_sum_of_what_strangers_wrote_can_be_told_by_a_router_that_goes_on() 
     assert told.pool == most
 
 
-def test_a_report_of_more_tokens_than_keda_can_be_told_is_refused() -> None:
+def test_report_with_more_tokens_than_keda_accepts_is_unreadable() -> None:
     encoded = encode_report(Report(own=Share(pending_prefill_tokens=12345), pool=Share()))
     with pytest.raises(UnreadableUpdate, match="tokens"):
         decode_report(encoded.replace(struct.pack("<Q", 12345), struct.pack("<Q", 2**48 + 1)))

@@ -124,7 +124,7 @@ async def settle(store: Store, *bindings: SharedBinding, ttl_s: float = 60.0) ->
 
 
 class TestNews:
-    async def test_arrives_whole_with_its_teller_and_age(self, join):
+    async def test_update_arrives_with_its_replica_and_age(self, join):
         began = time.monotonic()
         one, other = join(), join()
         await publish(one, "one", NEWS)
@@ -133,7 +133,7 @@ class TestNews:
         # Redis counts whole milliseconds.
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
 
-    async def test_is_heard_once_and_in_order(self, join):
+    async def test_update_is_read_once_and_in_order(self, join):
         one, other = join(), join()
         await publish(one, "one", told(1), told(2))
         first = await hear(other, "other")
@@ -142,14 +142,14 @@ class TestNews:
         third = await hear(other, "other", second.cursor)
         assert [numbers(each) for each in (first, second, third)] == [[1, 2], [3], []]
 
-    async def test_of_oneself_is_left_out_and_an_earlier_incarnations_is_not(self, join):
+    async def test_update_of_the_reader_is_left_out(self, join):
         one, other = join(), join()
         await publish(one, "one-1", told(1))
         await publish(other, "other-1", told(2))
         assert numbers(await hear(one, "one-1")) == [2]
         assert numbers(await hear(one, "one-2")) == [1, 2]
 
-    async def test_of_a_quiet_moment_arrives_after_an_answer_without_any(self, join):
+    async def test_update_after_an_empty_answer_arrives(self, join):
         one, other = join(), join()
         nothing = await hear(other, "other")
         assert nothing.entries == ()
@@ -157,14 +157,14 @@ class TestNews:
         answer = await hear(other, "other", nothing.cursor)
         assert [entry.update for entry in answer.entries] == [QUIET]
 
-    async def test_of_one_pool_is_not_told_to_another(self, join):
+    async def test_update_stays_in_its_pool(self, join):
         one, other = join(), join()
         update = {"llm/a": told(1), "llm/b": told(2)}
         await one.publish("one", [Post(pool=pool, keep_s=60, update=each) for pool, each in update.items()])
         answers = await other.hear("other", [Question(pool=pool, window_s=60) for pool in ("llm/b", "llm/a", "llm/c")])
         assert [numbers(each) for each in answers] == [[2], [1], []]
 
-    async def test_older_than_the_window_is_not_told_to_a_replica_that_joins(self, join):
+    async def test_update_older_than_the_window_is_not_read(self, join):
         one, other = join(), join()
         await publish(one, "one", told(1))
 
@@ -178,13 +178,13 @@ class TestNews:
         (later,) = await other.hear("other", [Question(pool=POOL, window_s=0.05, cursor=answer.cursor)])
         assert numbers(later) == []
 
-    async def test_wanted_sessions_are_nobody_elses_business(self, join):
+    async def test_update_wanted_sessions_are_not_sent(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(told(1), wanted=(1, 2)))
         (entry,) = (await hear(other, "other")).entries
         assert entry.update.wanted == ()
 
-    async def test_a_long_history_is_told_in_pages(self, join):
+    async def test_update_history_is_read_in_pages(self, join):
         one = join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(1000)])
         entries, cursor = await hear_all(join(), "other")
@@ -193,7 +193,7 @@ class TestNews:
         assert numbers(await hear(one, "other", cursor)) == [1000]
 
     @pytest.mark.parametrize("count", [PAGE_ENTRIES - 1, PAGE_ENTRIES, 300])
-    async def test_a_replica_that_lagged_hears_everything(self, join, count):
+    async def test_update_history_reaches_a_replica_that_lagged(self, join, count):
         one, other = join(), join()
         cursor = (await hear(other, "other")).cursor
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
@@ -201,7 +201,7 @@ class TestNews:
         entries, _ = await hear_all(other, "other", cursor)
         assert numbers_of(entries) == list(range(count))
 
-    async def test_times_without_end_are_told_as_very_long(self, join):
+    async def test_update_infinite_times_are_bounded(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(QUIET, bindings=(bound(ago=math.inf),)))
         await say(one, "one", {"m-0": SharedLoad(backlog_s=math.inf)})
@@ -211,7 +211,7 @@ class TestNews:
 
 
 class TestLoads:
-    async def test_arrive_whole_and_once_with_their_teller_and_age(self, join):
+    async def test_loads_arrive_once_with_their_replica_and_age(self, join):
         began = time.monotonic()
         one, other = join(), join()
         await say(one, "one", LOADS)
@@ -222,7 +222,7 @@ class TestLoads:
         assert (await hear(other, "other", answer.cursor)).loads == ()
         assert (await hear(one, "one")).loads == ()
 
-    async def test_of_several_words_of_a_replica_the_last_one_is_told(self, join):
+    async def test_loads_of_a_replica_are_its_last_ones(self, join):
         one, other = join(), join()
         cursor = (await hear(other, "other")).cursor
         for loads in (LOADS, {}):
@@ -232,13 +232,13 @@ class TestLoads:
             heard = {entry.peer: entry.loads for entry in (await hear(other, "other", since)).loads}
             assert heard == {"one": {}, "two": LOADS}
 
-    async def test_are_no_part_of_news(self, join):
+    async def test_loads_are_not_part_of_updates(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(told(1), loads=LOADS))
         answer = await hear(other, "other")
         assert (answer.loads, answer.entries[0].update.loads) == ((), None)
 
-    async def test_are_told_beside_a_long_history_at_once(self, join):
+    async def test_loads_arrive_at_once_beside_a_long_history(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await say(one, "one", LOADS)
@@ -247,7 +247,7 @@ class TestLoads:
         assert [entry.loads for entry in first.loads] == [LOADS]
         assert (await hear(other, "other", first.cursor)).loads == ()
 
-    async def test_of_one_pool_are_not_told_to_another(self, join):
+    async def test_loads_stay_in_their_pool(self, join):
         one, other = join(), join()
         await say(one, "one", LOADS)
         (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
@@ -255,7 +255,7 @@ class TestLoads:
 
 
 class TestReports:
-    async def test_arrive_whole_and_once_with_their_teller_and_age(self, join):
+    async def test_report_arrives_once_with_its_replica_and_age(self, join):
         began = time.monotonic()
         one, other = join(), join()
         await report(one, "one", REPORT)
@@ -266,7 +266,7 @@ class TestReports:
         assert (await hear(other, "other", answer.cursor)).reports == ()
         assert (await hear(one, "one")).reports == ()
 
-    async def test_of_several_of_a_replica_the_last_one_is_told(self, join):
+    async def test_report_of_a_replica_is_its_last_one(self, join):
         one, other = join(), join()
         cursor = (await hear(other, "other")).cursor
         for each in (REPORT, NOTHING):
@@ -276,13 +276,13 @@ class TestReports:
             heard = {entry.peer: entry.report for entry in (await hear(other, "other", since)).reports}
             assert heard == {"one": NOTHING, "two": REPORT}
 
-    async def test_of_one_pool_are_not_told_to_another(self, join):
+    async def test_report_stays_in_its_pool(self, join):
         one, other = join(), join()
         await report(one, "one", REPORT)
         (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
         assert answer.reports == ()
 
-    async def test_matter_for_a_minute(self):
+    async def test_report_expires_after_a_minute(self):
         """Of the store in memory; test_store_redis has Redis's."""
         now = 1000.0
         store = MemoryStore(lambda: now)
@@ -296,7 +296,7 @@ class TestReports:
 class TestHistory:
     """Of the store in memory, whose clock can be the test's own; test_store_redis has Redis's."""
 
-    async def test_minutes_of_news_and_seconds_of_loads_are_told_to_a_replica_that_joins(self):
+    async def test_history_has_minutes_of_updates_and_seconds_of_loads(self):
         now = 1000.0
         store = MemoryStore(lambda: now)
         for number in range(1, 4):
@@ -309,7 +309,7 @@ class TestHistory:
         now += PEER_TTL_S - 2.0
         assert (await hear(store, "late")).loads == ()
 
-    async def test_the_oldest_of_too_many_entries_are_dropped(self):
+    async def test_history_above_the_limit_drops_the_oldest(self):
         store = MemoryStore(lambda: 1000.0)
         count = HISTORY_ENTRIES_MAX + 200
         await store.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
@@ -318,38 +318,38 @@ class TestHistory:
 
 
 class TestBindings:
-    async def test_the_first_of_a_version_holds_and_the_loser_gets_it(self, join):
+    async def test_binding_first_of_a_version_wins(self, join):
         one, other = join(), join()
         assert [each.host for each in await settle(one, bound("m-0"))] == ["m-0"]
         (held,) = await settle(other, bound("m-1", tokens=99))
         assert (held.host, held.version, held.tokens) == ("m-0", 1, 10)
 
-    async def test_a_higher_version_holds(self, join):
+    async def test_binding_of_a_higher_version_wins(self, join):
         one, other = join(), join()
         await settle(one, bound("m-0", version=9))
         (held,) = await settle(other, bound("m-1", version=10))
         assert (held.host, held.version) == ("m-1", 10)
 
-    async def test_a_lower_version_loses_though_it_is_the_same_host(self, join):
+    async def test_binding_of_a_lower_version_loses_for_the_same_host(self, join):
         one, other = join(), join()
         await settle(one, bound("m-0", version=3, tokens=500))
         (held,) = await settle(other, bound("m-0", version=2))
         assert (held.version, held.tokens) == (3, 500)
 
-    async def test_the_same_again_renews_tokens_but_not_the_time_of_the_move(self, join):
+    async def test_binding_claimed_again_renews_tokens_not_the_move(self, join):
         one, other = join(), join()
         await settle(one, bound(ago=100.0))
         (held,) = await settle(other, bound(tokens=77, ago=0.0))
         assert held.tokens == 77
         assert held.moved_ago_s >= 100.0
 
-    async def test_each_of_many_is_settled_by_itself(self, join):
+    async def test_bindings_are_settled_separately(self, join):
         one, other = join(), join()
         await settle(one, *(bound("m-0", session=session) for session in (1, 3)))
         held = await settle(other, *(bound("m-1", session=session) for session in (1, 2, 3)))
         assert [(each.session, each.host) for each in held] == [(1, "m-0"), (2, "m-1"), (3, "m-0")]
 
-    async def test_wanted_ones_are_found_and_unknown_ones_are_not(self, join):
+    async def test_bindings_wanted_are_found_if_known(self, join):
         one, other = join(), join()
         first = bound("host with spaces", session=2**64 - 1, tokens=5, version=4, ago=2.0)
         await settle(one, first)
@@ -357,20 +357,20 @@ class TestBindings:
         assert replace(found, moved_ago_s=2.0) == first
         assert found.moved_ago_s >= 2.0
 
-    async def test_they_are_found_beside_a_long_history_at_once(self, join):
+    async def test_bindings_are_found_beside_a_long_history(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await settle(one, bound())
         answer = await hear(other, "other", wanted=(1,))
         assert (len(answer.entries), len(answer.bindings), answer.more) == (PAGE_ENTRIES, 1, True)
 
-    async def test_they_belong_to_a_pool(self, join):
+    async def test_binding_stays_in_its_pool(self, join):
         one = join()
         await settle(one, bound())
         (answer,) = await one.hear("one", [Question(pool="llm/other", window_s=60, wanted=(1,))])
         assert answer.bindings == ()
 
-    async def test_they_expire_unless_they_are_renewed(self, join):
+    async def test_binding_expires_unless_renewed(self, join):
         one, other = join(), join()
         await settle(one, bound("m-0", session=1), bound("m-0", session=2), ttl_s=0.2)
         await settle(one, bound("m-0", session=1), ttl_s=60)

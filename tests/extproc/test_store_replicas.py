@@ -120,7 +120,7 @@ def _emptied(server: RedisServer) -> None:
         admin.flushall()
 
 
-async def test_they_agree_on_the_key_of_a_prefix_that_is_hot_at_one_of_them(server):
+async def test_replicas_agree_on_the_key_of_a_hot_prefix(server):
     prompt = builders.text_of(2048, "hot")
     async with routers(server, "one", "other") as (one, other):
         assert other.explain(prompt).key.blocks == POOL.routing.prefix.initial_blocks
@@ -132,7 +132,7 @@ async def test_they_agree_on_the_key_of_a_prefix_that_is_hot_at_one_of_them(serv
         assert one.explain(prompt).pair == other.explain(prompt).pair
 
 
-async def test_a_router_that_joins_agrees_too(server):
+async def test_replica_that_joins_agrees_on_the_key(server):
     prompt = builders.text_of(2048, "hot")
     async with routers(server, "one") as (one,):
         for _ in range(100):
@@ -143,7 +143,7 @@ async def test_a_router_that_joins_agrees_too(server):
             await until(lambda: late.explain(prompt).key == one.explain(prompt).key)
 
 
-async def test_a_router_that_starts_knows_where_a_prompt_went_four_minutes_ago_and_no_load_of_four_seconds_ago(server):
+async def test_replica_that_starts_knows_old_placements_not_old_loads(server):
     prompt = builders.text_of(4096, "old")
     ages_s = {updates_key(POOL.id): 240, loads_key(POOL.id): 4}
     with server.admin as admin:
@@ -166,13 +166,13 @@ async def test_a_router_that_starts_knows_where_a_prompt_went_four_minutes_ago_a
     assert all(each.in_flight == 0 for each in candidates)
 
 
-async def test_a_session_bound_at_one_is_known_at_the_other(server):
+async def test_replica_knows_a_session_bound_at_another(server):
     async with routers(server, "one", "other") as (one, other):
         one.pick("turn one", session_id="s")
         await until(lambda: other.sessions == 1)
 
 
-async def test_a_session_that_was_bound_before_a_router_joined_is_looked_up(server):
+async def test_replica_that_joins_looks_up_an_earlier_session(server):
     async with routers(server, "one") as (one,):
         one.pick("turn one", session_id="s")
         with server.admin as admin:
@@ -194,7 +194,7 @@ async def test_a_session_that_was_bound_before_a_router_joined_is_looked_up(serv
             await until(goes_to_its_host)
 
 
-async def test_loads_are_summed_and_end_with_the_router_that_leaves(server):
+async def test_replicas_sum_loads_until_a_router_leaves(server):
     prompt = builders.text_of(4096, "busy")
     async with routers(server, "other", pool=FIXED) as (other,):
         async with routers(server, "one", pool=FIXED) as (one,):
@@ -208,7 +208,7 @@ async def test_loads_are_summed_and_end_with_the_router_that_leaves(server):
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
 
 
-async def test_each_says_what_the_pools_traffic_asks_of_all(server):
+async def test_replicas_each_report_the_demand_of_all(server):
     async with routers(server, "one", "other", "third", pool=FIXED) as started:
         one, other, third = started
         one.pick(builders.text_of(1000, "a"))
@@ -221,7 +221,7 @@ async def test_each_says_what_the_pools_traffic_asks_of_all(server):
             assert router.pool_demand.total(FIXED.id).desired_replicas > 0.0
 
 
-async def test_a_router_that_starts_says_no_less_than_the_one_before_knew(server):
+async def test_replica_that_starts_reports_no_less_than_its_predecessor(server):
     async with routers(server, "before", pool=FIXED) as (before,):
         for number in range(5):
             before.pick(builders.text_of(1000, f"{number}"))
@@ -235,7 +235,7 @@ async def test_a_router_that_starts_says_no_less_than_the_one_before_knew(server
         assert after.pool_demand.active(FIXED.id)
 
 
-async def test_without_the_server_nobody_knows_and_with_it_again_they_do(server):
+async def test_replicas_without_redis_know_no_demand_until_it_returns(server):
     async with routers(server, "one", "other", pool=FIXED) as started:
         one, other = started
         other.pick(builders.text_of(1000, "b"))

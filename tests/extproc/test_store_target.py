@@ -29,33 +29,33 @@ def target(url: str, password: str | None = None) -> Target:
         ),
     ],
 )
-def test_urls(url: str, expected: Target) -> None:
+def test_target_url_is_parsed(url: str, expected: Target) -> None:
     assert target(url) == expected
 
 
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("cache:6379", "its scheme is another"),
-        ("http://cache", "its scheme is another"),
-        ("redis://", "it names no host"),
-        ("redis://:6379", "it names no host"),
-        ("redis://cache:port", "its port is no number"),
-        ("redis://cache:99999", "its port is no number"),
-        ("redis://[::1", "it is no URL"),
-        ("redis://cache/first", "its database is no number"),
-        ("redis://cache/-1", "its database is no number"),
-        ("redis://cache?ssl_cert_reqs=none", "it has a part behind ?"),
-        ("redis://cache#1", "it has a part behind #"),
-        ("unix://", "it names no socket"),
-        ("unix:///s?password=hidden", "it has options other than db"),
-        ("unix:///s?db=x", "its database is no number"),
-        ("redis://user:hidden/word@cache", "spell / in a password %2F"),
-        ("redis://user:hidden#word@cache", "spell / in a password %2F"),
-        ("redis://user:12#word@cache", "spell # in a password %23"),
+        ("cache:6379", "its scheme is unknown"),
+        ("http://cache", "its scheme is unknown"),
+        ("redis://", "it has no host"),
+        ("redis://:6379", "it has no host"),
+        ("redis://cache:port", "its port is not a number"),
+        ("redis://cache:99999", "its port is not a number"),
+        ("redis://[::1", "it is not a URL"),
+        ("redis://cache/first", "its database is not a number"),
+        ("redis://cache/-1", "its database is not a number"),
+        ("redis://cache?ssl_cert_reqs=none", "it has a query"),
+        ("redis://cache#1", "it has a fragment"),
+        ("unix://", "it has no socket path"),
+        ("unix:///s?password=hidden", "its query has options other than db"),
+        ("unix:///s?db=x", "its database is not a number"),
+        ("redis://user:hidden/word@cache", "write / in a password as %2F"),
+        ("redis://user:hidden#word@cache", "write / in a password as %2F"),
+        ("redis://user:12#word@cache", "write # in a password as %23"),
     ],
 )
-def test_urls_that_are_not_accepted_are_not_quoted(url: str, reason: str) -> None:
+def test_target_invalid_url_is_not_quoted(url: str, reason: str) -> None:
     with pytest.raises(RedisSettingsError) as caught:
         target(url)
     message = str(caught.value)
@@ -67,11 +67,11 @@ def test_urls_that_are_not_accepted_are_not_quoted(url: str, reason: str) -> Non
     assert caught.value.__cause__ is None
 
 
-def test_a_password_given_apart_is_preferred() -> None:
+def test_target_separate_password_takes_precedence() -> None:
     assert target("redis://:old@cache", "new").password == "new"
 
 
-def test_nothing_shows_the_password() -> None:
+def test_target_text_hides_the_password() -> None:
     settings = read_settings("redis://user:hidden@cache:7000", password=None, password_file=None, ca_file=None)
     shown = target_of(settings)
     assert shown.password == "hidden"
@@ -84,37 +84,35 @@ class TestFiles:
         options = {"password_file": None, "ca_file": None, **files}
         return read_settings(url, password=password, **options)
 
-    def test_the_password_files_line_end_is_no_part_of_it(self, tmp_path: Path) -> None:
+    def test_password_file_line_end_is_removed(self, tmp_path: Path) -> None:
         path = tmp_path / "password"
         path.write_text(" s e c \r\n")
         assert self.read(password_file=path, password="environment").password == " s e c "
 
-    def test_without_a_file_it_is_the_environments(self) -> None:
+    def test_password_without_file_is_the_environments(self) -> None:
         assert self.read(password="environment").password == "environment"
         assert self.read(password="").password is None
 
-    @pytest.mark.parametrize(
-        ("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "not UTF-8 text")]
-    )
-    def test_a_password_file_without_a_password(self, tmp_path: Path, content: bytes, reason: str) -> None:
+    @pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "not UTF-8")])
+    def test_password_file_without_password_is_rejected(self, tmp_path: Path, content: bytes, reason: str) -> None:
         path = tmp_path / "password"
         path.write_bytes(content)
         with pytest.raises(RedisSettingsError, match=f"--redis-password-file: {path}: {reason}"):
             self.read(password_file=path)
 
-    def test_files_that_are_not_there(self, tmp_path: Path) -> None:
+    def test_missing_files_are_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(RedisSettingsError, match=r"--redis-password-file: .*none: No such file"):
             self.read(password_file=tmp_path / "none")
         with pytest.raises(RedisSettingsError, match=r"--redis-ca: .*none: No such file"):
             self.read(ca_file=tmp_path / "none")
 
-    def test_a_ca_file_with_no_certificate(self, tmp_path: Path) -> None:
+    def test_ca_file_without_certificate_is_rejected(self, tmp_path: Path) -> None:
         path = tmp_path / "ca.crt"
         path.write_text("nothing")
-        with pytest.raises(RedisSettingsError, match=f"--redis-ca: {path}: no certificates in PEM"):
+        with pytest.raises(RedisSettingsError, match=f"--redis-ca: {path}: no PEM certificates"):
             self.read(ca_file=path)
 
-    def test_a_ca_file_is_for_tls_only(self, tmp_path: Path) -> None:
+    def test_ca_file_requires_tls(self, tmp_path: Path) -> None:
         path = tmp_path / "ca.crt"
         path.write_bytes(self_signed()[1])
         assert target_of(self.read(ca_file=path)).ca_file == path

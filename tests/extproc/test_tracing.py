@@ -73,7 +73,7 @@ def collector() -> Iterator[Collector]:
         yield started
 
 
-def test_a_decision_is_a_span_under_the_request_s_trace_with_the_receipt(collector):
+def test_span_of_a_decision_has_the_receipt_and_parent(collector):
     desk = Desk(collector)
 
     before = time.time_ns()
@@ -107,7 +107,7 @@ def test_a_decision_is_a_span_under_the_request_s_trace_with_the_receipt(collect
     assert resource["service.version"] == "1.2.3"
 
 
-def test_what_its_sender_does_not_record_has_no_span(collector):
+def test_span_is_omitted_if_the_client_does_not_record(collector):
     desk = Desk(collector)
     assert isinstance(desk.ask(traceparent=UNSAMPLED), Picked)
     assert isinstance(desk.ask(b"{}", traceparent=UNSAMPLED), Refused)
@@ -116,7 +116,7 @@ def test_what_its_sender_does_not_record_has_no_span(collector):
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": "00-zz"}, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}])
-def test_a_request_without_a_trace_begins_one(collector, headers):
+def test_span_without_trace_begins_one(collector, headers):
     desk = Desk(collector)
     desk.ask(**headers)
     (span,) = desk.spans()
@@ -132,7 +132,7 @@ def test_a_request_without_a_trace_begins_one(collector, headers):
         (chat(SECRET, model="empty"), 503, "no_endpoint", True),
     ],
 )
-def test_a_refusal_is_a_span_with_its_status(collector, body, status, code, failed):
+def test_span_of_a_rejection_has_its_status(collector, body, status, code, failed):
     desk = Desk(collector, pool(), pool("empty", model="empty", members=0))
     assert desk.ask(body, traceparent=SAMPLED).status == status
     (span,) = desk.spans()
@@ -143,7 +143,7 @@ def test_a_refusal_is_a_span_with_its_status(collector, body, status, code, fail
     assert len(desk.observer.events) == 1
 
 
-def test_a_held_request_s_span_says_for_how_long(collector):
+def test_span_of_a_queued_request_has_the_queue_time(collector):
     desk = Desk(collector, crowded_pool())
     desk.ask(LONG, traceparent=UNSAMPLED)
     assert isinstance(desk.ask(traceparent=SAMPLED), Waiting)
@@ -158,7 +158,7 @@ def test_a_held_request_s_span_says_for_how_long(collector):
     assert values(span.attributes)["dualmap.request_id"] in {each.request_id for each in desk.resumed}
 
 
-def test_a_client_that_leaves_while_held_ends_its_span(collector):
+def test_span_of_an_abandoned_queued_request_ends(collector):
     desk = Desk(collector, crowded_pool())
     desk.ask(LONG, traceparent=UNSAMPLED)
     waiting = desk.ask(traceparent=SAMPLED)
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_while_held_ends_its_span(collector):
 
 
 @pytest.mark.parametrize("config", MODES.values(), ids=MODES)
-def test_the_stream_hands_over_the_trace_and_leaves_it_in_the_request(collector, config):
+def test_stream_passes_the_trace_and_keeps_it_in_the_request(collector, config):
     desk = Desk(collector)
     talk = Conversation(picker=desk.picker)
     first = talk.send(request_headers(config, traceparent=SAMPLED, tracestate="vendor=1"))
@@ -180,7 +180,7 @@ def test_the_stream_hands_over_the_trace_and_leaves_it_in_the_request(collector,
     assert (span.trace_id.hex(), span.trace_state) == (TRACE, "vendor=1")
 
 
-def test_a_request_refused_before_its_body_is_read_has_a_span_too(collector):
+def test_span_of_a_request_rejected_before_its_body_exists(collector):
     desk = Desk(collector)
     for traceparent in (SAMPLED, UNSAMPLED):
         headers = {"content-length": str(1 << 30), "traceparent": traceparent}
@@ -190,7 +190,7 @@ def test_a_request_refused_before_its_body_is_read_has_a_span_too(collector):
     assert values(span.attributes)["http.response.status_code"] == 413
 
 
-def test_no_span_holds_anything_of_a_prompt(collector):
+def test_span_contains_nothing_of_a_prompt(collector):
     desk = Desk(collector)
     desk.ask()
     desk.ask(chat(SECRET, model=SECRET))
@@ -200,7 +200,7 @@ def test_no_span_holds_anything_of_a_prompt(collector):
     assert len(collector.spans) == 3
 
 
-def test_a_dead_collector_is_said_once_and_holds_nobody_up(collector, monkeypatch, caplog):
+def test_export_dead_collector_is_logged_once_and_delays_none(collector, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="dualmap_extproc")
     monkeypatch.setattr(tracing_module, "_EXPORT_TIMEOUT_S", 0.2)
     collector.stop()
@@ -242,7 +242,7 @@ def tell(tracing: Tracing, spans: int, **headers: str) -> None:
         observations.report(Rejected(now=0.0, pool="", refused=no_endpoint(""), arrival=arrival))
 
 
-def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_it_may(monkeypatch):
+def test_export_close_waits_a_bounded_time(monkeypatch):
     monkeypatch.setattr(tracing_module, "FLUSH_S", 0.1)
     stuck = Stuck()
     tracing = Tracing(stuck, replica_id="r", version="1")
@@ -252,7 +252,7 @@ def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_it_may(monkeypa
     stuck.let.set()
 
 
-def test_spans_that_nobody_takes_are_dropped_beyond_a_bound_and_that_is_said_once(monkeypatch, caplog):
+def test_export_queue_full_drops_spans_and_logs_once(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="dualmap_extproc")
     monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
     monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
@@ -269,7 +269,7 @@ def test_spans_that_nobody_takes_are_dropped_beyond_a_bound_and_that_is_said_onc
 
 
 @pytest.mark.parametrize(("setting", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_SAMPLER", "always_off")])
-def test_spans_that_the_environment_switches_off_never_wait(monkeypatch, caplog, setting, value):
+def test_export_disabled_by_environment_never_queues(monkeypatch, caplog, setting, value):
     monkeypatch.setenv(setting, value)
     monkeypatch.setattr(tracing_module, "QUEUE_SPANS", 8)
     monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 4)
@@ -281,7 +281,7 @@ def test_spans_that_the_environment_switches_off_never_wait(monkeypatch, caplog,
     assert (stuck.taken, caplog.records) == (0, [])
 
 
-def test_what_the_exporter_cannot_send_is_said(caplog):
+def test_export_failure_is_logged(caplog):
     class Broken(Stuck):
         def export(self, spans) -> SpanExportResult:
             raise ValueError("planted")
@@ -315,7 +315,7 @@ sys.exit(str(loaded) if loaded else 0)
 """
 
 
-def test_a_router_that_exports_no_spans_loads_nothing_for_it(tmp_path):
+def test_router_without_export_imports_no_opentelemetry(tmp_path):
     document = tmp_path / "pool.yaml"
     document.write_text(
         "apiVersion: serving.dualmap.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: qwen, namespace: llm}\n"
@@ -327,11 +327,11 @@ def test_a_router_that_exports_no_spans_loads_nothing_for_it(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_router_that_exports_no_spans_reads_no_trace_headers():
+def test_router_without_export_reads_no_trace_headers():
     assert not Picker(Limits(), Recorder().report, id_prefix="r").kept_headers & TRACE_HEADERS
 
 
-def test_without_the_extra_the_option_says_what_to_install(monkeypatch):
+def test_router_without_the_extra_names_what_to_install(monkeypatch):
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
@@ -352,7 +352,7 @@ def test_without_the_extra_the_option_says_what_to_install(monkeypatch):
         "http://c:x",
     ],
 )
-def test_a_bad_endpoint_is_bad_usage(url):
+def test_router_invalid_otlp_endpoint_is_a_usage_error(url):
     result = CliRunner().invoke(router, ["--pool", "p.yaml", "--otlp-endpoint", url])
     assert result.exit_code == 2
     assert "give http://HOST:PORT" in result.stderr
@@ -361,7 +361,7 @@ def test_a_bad_endpoint_is_bad_usage(url):
 @pytest.mark.parametrize(
     ("name", "value"), [("OTEL_EXPORTER_OTLP_COMPRESSION", "zip"), ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-3")]
 )
-def test_settings_of_the_environment_that_cannot_be_used_are_told_in_a_line(tmp_path, name, value):
+def test_router_invalid_otel_environment_exits_in_one_line(tmp_path, name, value):
     pool = tmp_path / "pool.yaml"
     pool.write_text(
         "{apiVersion: serving.dualmap.dev/v1alpha1, kind: InferencePool, metadata: {name: qwen}, "

@@ -81,7 +81,7 @@ def fill(message: Message, choice: int) -> None:
 
 @pytest.mark.parametrize("choice", range(7))
 @pytest.mark.parametrize(("ours", "official"), PAIRS, ids=[ours.__name__ for ours, _ in PAIRS])
-def test_every_field_survives_a_round_trip_through_the_official_type(ours, official, choice):
+def test_wire_fields_round_trip_through_the_official_type(ours, official, choice):
     message = ours()
     fill(message, choice)
 
@@ -91,7 +91,7 @@ def test_every_field_survives_a_round_trip_through_the_official_type(ours, offic
     assert returned == message
 
 
-def test_official_fields_are_read_under_the_same_names():
+def test_wire_fields_have_the_official_names():
     official = ext_proc.ProcessingRequest(
         request_body=ext_proc.HttpBody(body=b"{}", end_of_stream=True),
         protocol_config=ext_proc.ProtocolConfiguration(
@@ -117,11 +117,11 @@ def test_official_fields_are_read_under_the_same_names():
         (access_log_pb2.RequestMethod, core.RequestMethod),
     ],
 )
-def test_enums_number_their_names_as_the_official_ones_do(ours, official):
+def test_wire_enums_have_the_official_numbers(ours, official):
     assert dict(ours.items()) == {value.name: value.value for value in official}
 
 
-def test_kedas_messages_have_the_numbers_of_its_externalscaler_proto():
+def test_wire_keda_messages_have_its_field_numbers():
     """As KEDA 2.20 has them in pkg/scalers/externalscaler/externalscaler.proto, by the names in its JSON form."""
     numbers = {
         "ScaledObjectRef": {"name": 1, "namespace": 2, "scalerMetadata": 3},
@@ -139,7 +139,7 @@ def test_kedas_messages_have_the_numbers_of_its_externalscaler_proto():
     assert spec["target_size_float"].type == FieldDescriptor.TYPE_DOUBLE
 
 
-def test_the_committed_modules_are_what_the_proto_files_generate(tmp_path):
+def test_wire_modules_are_generated_from_the_proto_files(tmp_path):
     """``make proto`` was run after the last edit of a .proto file."""
     package = tmp_path / "dualmap_extproc" / "wire"
     sources = sorted(PROTO.rglob("*.proto"))
