@@ -22,7 +22,7 @@ from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
-from dualmap_extproc.telemetry.dashboard.snapshot import Source
+from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
 
@@ -63,7 +63,7 @@ class Fleet:
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
         """Serve the dashboard and the rest of the metrics port within the context."""
-        source = Source(
+        source = SnapshotInputs(
             router="router-0",
             version="0.0",
             pools=lambda: self.picker.pools,

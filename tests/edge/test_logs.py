@@ -200,7 +200,7 @@ def test_only_where_it_was_asked_for_debug_lines_quote_prompts_and_session_heade
     body = chat(SECRET * 1000, **SECRET_FIELDS)
     for talk in (Conversation(picker=picker), Conversation(picker=picker)):
         talk.send(request_headers(NO_WAIT, **SECRET_HEADERS), request_body(body))
-    picker.hold_no_more(200.0)
+    picker.stop_queueing(200.0)
     written = lines(capsys)
     # The second was held, and is quoted all the same.
     at_once, later = [line for line in written if line["event"] == "Routed"]

@@ -66,24 +66,24 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
         yield f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
 
 
-async def hear(store: RedisStore, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
-    (answer,) = await store.hear("listener", [replace(QUESTION, cursor=cursor, wanted=wanted)])
+async def read(store: RedisStore, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
+    (answer,) = await store.read("listener", [replace(QUESTION, cursor=cursor, wanted=wanted)])
     return answer
 
 
 async def failure(store: RedisStore) -> Failure:
     with pytest.raises(StoreError) as caught:
-        await store.hear("listener", [QUESTION])
+        await store.read("listener", [QUESTION])
     return caught.value.failure
 
 
 async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
     """Everything a store does, for several pools in one go."""
-    held = await store.settle([replace(CLAIM, pool=pool) for pool in pools])
+    held = await store.resolve([replace(CLAIM, pool=pool) for pool in pools])
     assert [each.host for holding in held for each in holding] == ["m-0"] * len(pools)
     await store.publish("teller", [replace(POST, pool=pool) for pool in pools])
     questions = [replace(QUESTION, pool=pool, wanted=(BINDING.session,)) for pool in pools]
-    for answer in await store.hear("listener", questions):
+    for answer in await store.read("listener", questions):
         assert [entry.update for entry in answer.entries] == [NEWS]
         assert [entry.loads for entry in answer.loads] == [LOADS]
         assert [entry.report for entry in answer.reports] == [REPORT]
@@ -91,7 +91,7 @@ async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
 
 
 async def works_again(store: RedisStore, pool: str) -> None:
-    (answer,) = await store.hear("listener", [replace(QUESTION, pool=pool)])
+    (answer,) = await store.read("listener", [replace(QUESTION, pool=pool)])
     await store.publish("teller", [replace(POST, pool=pool)])
-    (later,) = await store.hear("listener", [replace(QUESTION, pool=pool, cursor=answer.cursor)])
+    (later,) = await store.read("listener", [replace(QUESTION, pool=pool, cursor=answer.cursor)])
     assert len(later.entries) == 1

@@ -24,7 +24,7 @@ from dualmap_extproc.telemetry.dashboard import feed, routes
 from dualmap_extproc.telemetry.dashboard.feed import Feed, TooManyWatchers
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
-from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots, Source
+from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs, Snapshots
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
 from waiting import until
@@ -53,12 +53,12 @@ class Router:
         self.demanded.set_pools(pools)
         self.picker.set_pools(0.0, pools)
 
-    def source(self) -> Source:
+    def source(self) -> SnapshotInputs:
         def statuses():
             self.taken += 1
             return self.picker.statuses()
 
-        return Source(
+        return SnapshotInputs(
             router="router-0",
             version="1.2.3",
             pools=lambda: self.picker.pools,

@@ -27,10 +27,10 @@ class AwayStore(MemoryStore):
 
     away = False
 
-    async def hear(self, peer, questions):
+    async def read(self, peer, questions):
         if self.away:
             raise StoreError(Failure.CONNECTION, "away")
-        return await super().hear(peer, questions)
+        return await super().read(peer, questions)
 
 
 class TestWhileTheStoreIsAway:

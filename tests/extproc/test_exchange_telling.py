@@ -140,7 +140,7 @@ class TestWhatIsTold:
             one.replica.tell(loads={"m-0": SharedLoad(in_flight=tick)})
             one.replica.tell_requests(1)
             await one.exchange.exchange()
-            (answer,) = await one.store.hear("listener", [Question(pool=POOL.id, window_s=0.0)])
+            (answer,) = await one.store.read("listener", [Question(pool=POOL.id, window_s=0.0)])
             told_s += [clock.now for entry in answer.loads if entry.age_s == 0.0]
             clock.now += 1 / 16
         assert told_s == [1000.0 + LOADS_INTERVAL_S * number for number in range(16)]

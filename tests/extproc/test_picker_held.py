@@ -45,10 +45,20 @@ class Queue(Desk):
         lambda picker, first: picker.failed(12.0, first),
         lambda picker, first: picker.access_log(12.0, AccessLogEntry(request_id=first, status=200)),
         lambda picker, _: picker.on_deadline(10.0 + 600.0),
-        lambda picker, _: picker.hold_no_more(12.0),
+        lambda picker, _: picker.stop_queueing(12.0),
         lambda picker, _: picker.set_pools(12.0, (crowded_pool(dispatch_window_s=1000.0),)),
     ],
-    ids=["first_token", "finished", "rejected", "aborted", "failed", "access_log", "deadline", "hold_no_more", "pools"],
+    ids=[
+        "first_token",
+        "finished",
+        "rejected",
+        "aborted",
+        "failed",
+        "access_log",
+        "deadline",
+        "stop_queueing",
+        "pools",
+    ],
 )
 def test_picker_any_event_that_makes_room_resumes_once(event):
     desk = Queue(max_wait_s=10_000.0)
@@ -193,7 +203,7 @@ def test_picker_first_member_gets_the_waiting_requests():
 
 def test_picker_stopped_queueing_queues_nothing_again():
     desk = Queue(crowded_pool(hold_when_empty=True), crowded_pool("empty", members=0, hold_when_empty=True))
-    desk.picker.hold_no_more(11.0)
+    desk.picker.stop_queueing(11.0)
 
     assert isinstance(desk.ask(), Picked)
     desk.picker.set_pools(12.0, (crowded_pool(members=0, hold_when_empty=True),))
@@ -208,7 +218,7 @@ def test_picker_waiting_for_a_first_member_is_rejected_at_the_end():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
     assert isinstance(desk.ask(), Waiting)
 
-    desk.picker.hold_no_more(11.0)
+    desk.picker.stop_queueing(11.0)
 
     (refused,) = desk.resumed
     assert isinstance(refused, Refused)
@@ -218,15 +228,15 @@ def test_picker_waiting_for_a_first_member_is_rejected_at_the_end():
 def test_picker_first_queued_request_announces_its_deadline():
     desk = Queue(max_wait_s=50.0)
     announced: list[float | None] = []
-    desk.picker.on_first_held(lambda: announced.append(desk.picker.next_deadline()))
-    assert not desk.picker.holding
+    desk.picker.on_first_queued(lambda: announced.append(desk.picker.next_deadline()))
+    assert not desk.picker.has_queued
     assert desk.picker.next_deadline() == pytest.approx(10.0 + 600.0)
 
     waiting = [desk.hold(now=11.0), desk.hold(now=12.0)]
-    assert desk.picker.holding
+    assert desk.picker.has_queued
     for request_id in waiting:
         desk.picker.aborted(13.0, request_id)
-    assert not desk.picker.holding
+    assert not desk.picker.has_queued
     desk.hold(now=14.0)
 
     assert announced == [pytest.approx(61.0), pytest.approx(64.0)]

@@ -41,10 +41,10 @@ class Shelf(MemoryStore):
     down = False
     full = False
 
-    async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+    async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
         if self.down:
             raise StoreError(Failure.CONNECTION, "away")
-        return await super().hear(peer, questions)
+        return await super().read(peer, questions)
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
         if self.full:

@@ -110,10 +110,10 @@ class Clockwork:
         self.kept = asyncio.Event()
         self.times_kept = 0
         self.goes_away = True
-        self.holding = False
+        self.has_queued = False
         self.wake = lambda: None
 
-    def on_first_held(self, wake) -> None:
+    def on_first_queued(self, wake) -> None:
         self.wake = wake
 
     def next_deadline(self) -> float | None:
@@ -153,7 +153,7 @@ async def test_deadlines_first_queued_request_wakes_the_task(monkeypatch):
 async def test_deadlines_new_while_queued_are_noticed_by_polling(monkeypatch):
     monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
-    clockwork.holding = True
+    clockwork.has_queued = True
     task = asyncio.create_task(keep_deadlines(clockwork))
     for _ in range(3):
         await clockwork.asked.wait()

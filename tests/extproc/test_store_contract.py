@@ -87,9 +87,9 @@ def bound(
     return SharedBinding(session=session, host=host, tokens=tokens, version=version, moved_ago_s=ago)
 
 
-async def hear(store: Store, peer: str, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
+async def read(store: Store, peer: str, cursor: str | None = None, *, wanted: tuple[int, ...] = ()) -> Answer:
     question = Question(pool=POOL, window_s=60.0, cursor=cursor, wanted=wanted)
-    (answer,) = await store.hear(peer, [question])
+    (answer,) = await store.read(peer, [question])
     return answer
 
 
@@ -97,7 +97,7 @@ async def hear_all(store: Store, peer: str, cursor: str | None = None) -> tuple[
     """Page by page; also return the cursor behind it."""
     entries: list[Entry] = []
     while True:
-        answer = await hear(store, peer, cursor)
+        answer = await read(store, peer, cursor)
         assert len(answer.entries) <= PAGE_ENTRIES
         entries += answer.entries
         cursor = answer.cursor
@@ -118,8 +118,8 @@ async def publish(store: Store, peer: str, *update: ReplicaUpdate, keep_s: float
         await store.publish(peer, [Post(pool=POOL, keep_s=keep_s, update=each)])
 
 
-async def settle(store: Store, *bindings: SharedBinding, ttl_s: float = 60.0) -> tuple[SharedBinding, ...]:
-    (held,) = await store.settle([Claim(pool=POOL, ttl_s=ttl_s, bindings=bindings)])
+async def resolve(store: Store, *bindings: SharedBinding, ttl_s: float = 60.0) -> tuple[SharedBinding, ...]:
+    (held,) = await store.resolve([Claim(pool=POOL, ttl_s=ttl_s, bindings=bindings)])
     return held
 
 
@@ -128,7 +128,7 @@ class TestNews:
         began = time.monotonic()
         one, other = join(), join()
         await publish(one, "one", NEWS)
-        (entry,) = (await hear(other, "other")).entries
+        (entry,) = (await read(other, "other")).entries
         assert (entry.peer, entry.update) == ("one", NEWS)
         # Redis counts whole milliseconds.
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
@@ -136,32 +136,32 @@ class TestNews:
     async def test_update_is_read_once_and_in_order(self, join):
         one, other = join(), join()
         await publish(one, "one", told(1), told(2))
-        first = await hear(other, "other")
+        first = await read(other, "other")
         await publish(one, "one", told(3))
-        second = await hear(other, "other", first.cursor)
-        third = await hear(other, "other", second.cursor)
+        second = await read(other, "other", first.cursor)
+        third = await read(other, "other", second.cursor)
         assert [numbers(each) for each in (first, second, third)] == [[1, 2], [3], []]
 
     async def test_update_of_the_reader_is_left_out(self, join):
         one, other = join(), join()
         await publish(one, "one-1", told(1))
         await publish(other, "other-1", told(2))
-        assert numbers(await hear(one, "one-1")) == [2]
-        assert numbers(await hear(one, "one-2")) == [1, 2]
+        assert numbers(await read(one, "one-1")) == [2]
+        assert numbers(await read(one, "one-2")) == [1, 2]
 
     async def test_update_after_an_empty_answer_arrives(self, join):
         one, other = join(), join()
-        nothing = await hear(other, "other")
+        nothing = await read(other, "other")
         assert nothing.entries == ()
         await publish(one, "one", QUIET)
-        answer = await hear(other, "other", nothing.cursor)
+        answer = await read(other, "other", nothing.cursor)
         assert [entry.update for entry in answer.entries] == [QUIET]
 
     async def test_update_stays_in_its_pool(self, join):
         one, other = join(), join()
         update = {"llm/a": told(1), "llm/b": told(2)}
         await one.publish("one", [Post(pool=pool, keep_s=60, update=each) for pool, each in update.items()])
-        answers = await other.hear("other", [Question(pool=pool, window_s=60) for pool in ("llm/b", "llm/a", "llm/c")])
+        answers = await other.read("other", [Question(pool=pool, window_s=60) for pool in ("llm/b", "llm/a", "llm/c")])
         assert [numbers(each) for each in answers] == [[2], [1], []]
 
     async def test_update_older_than_the_window_is_not_read(self, join):
@@ -169,19 +169,19 @@ class TestNews:
         await publish(one, "one", told(1))
 
         async def aged() -> bool:
-            return (await hear(other, "other")).entries[0].age_s > 0.05
+            return (await read(other, "other")).entries[0].age_s > 0.05
 
         await until(aged)
         await publish(one, "one", told(2))
-        (answer,) = await other.hear("other", [Question(pool=POOL, window_s=0.05)])
+        (answer,) = await other.read("other", [Question(pool=POOL, window_s=0.05)])
         assert 1 not in numbers(answer)
-        (later,) = await other.hear("other", [Question(pool=POOL, window_s=0.05, cursor=answer.cursor)])
+        (later,) = await other.read("other", [Question(pool=POOL, window_s=0.05, cursor=answer.cursor)])
         assert numbers(later) == []
 
     async def test_update_wanted_sessions_are_not_sent(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(told(1), wanted=(1, 2)))
-        (entry,) = (await hear(other, "other")).entries
+        (entry,) = (await read(other, "other")).entries
         assert entry.update.wanted == ()
 
     async def test_update_history_is_read_in_pages(self, join):
@@ -190,12 +190,12 @@ class TestNews:
         entries, cursor = await hear_all(join(), "other")
         assert numbers_of(entries) == list(range(1000))
         await publish(one, "one", told(1000))
-        assert numbers(await hear(one, "other", cursor)) == [1000]
+        assert numbers(await read(one, "other", cursor)) == [1000]
 
     @pytest.mark.parametrize("count", [PAGE_ENTRIES - 1, PAGE_ENTRIES, 300])
     async def test_update_history_reaches_a_replica_that_lagged(self, join, count):
         one, other = join(), join()
-        cursor = (await hear(other, "other")).cursor
+        cursor = (await read(other, "other")).cursor
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
         await publish(other, "other", told(0))
         entries, _ = await hear_all(other, "other", cursor)
@@ -205,7 +205,7 @@ class TestNews:
         one, other = join(), join()
         await publish(one, "one", replace(QUIET, bindings=(bound(ago=math.inf),)))
         await say(one, "one", {"m-0": SharedLoad(backlog_s=math.inf)})
-        answer = await hear(other, "other")
+        answer = await read(other, "other")
         assert answer.entries[0].update.bindings[0].moved_ago_s >= 1e9
         assert answer.loads[0].loads["m-0"].backlog_s >= 1e9
 
@@ -215,42 +215,42 @@ class TestLoads:
         began = time.monotonic()
         one, other = join(), join()
         await say(one, "one", LOADS)
-        answer = await hear(other, "other")
+        answer = await read(other, "other")
         (entry,) = answer.loads
         assert (entry.peer, entry.loads, answer.entries) == ("one", LOADS, ())
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
-        assert (await hear(other, "other", answer.cursor)).loads == ()
-        assert (await hear(one, "one")).loads == ()
+        assert (await read(other, "other", answer.cursor)).loads == ()
+        assert (await read(one, "one")).loads == ()
 
     async def test_loads_of_a_replica_are_its_last_ones(self, join):
         one, other = join(), join()
-        cursor = (await hear(other, "other")).cursor
+        cursor = (await read(other, "other")).cursor
         for loads in (LOADS, {}):
             await say(one, "one", loads)
             await say(one, "two", LOADS)
         for since in (None, cursor):
-            heard = {entry.peer: entry.loads for entry in (await hear(other, "other", since)).loads}
+            heard = {entry.peer: entry.loads for entry in (await read(other, "other", since)).loads}
             assert heard == {"one": {}, "two": LOADS}
 
     async def test_loads_are_not_part_of_updates(self, join):
         one, other = join(), join()
         await publish(one, "one", replace(told(1), loads=LOADS))
-        answer = await hear(other, "other")
+        answer = await read(other, "other")
         assert (answer.loads, answer.entries[0].update.loads) == ((), None)
 
     async def test_loads_arrive_at_once_beside_a_long_history(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await say(one, "one", LOADS)
-        first = await hear(other, "other")
+        first = await read(other, "other")
         assert first.more
         assert [entry.loads for entry in first.loads] == [LOADS]
-        assert (await hear(other, "other", first.cursor)).loads == ()
+        assert (await read(other, "other", first.cursor)).loads == ()
 
     async def test_loads_stay_in_their_pool(self, join):
         one, other = join(), join()
         await say(one, "one", LOADS)
-        (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
+        (answer,) = await other.read("other", [Question(pool="llm/other", window_s=60)])
         assert answer.loads == ()
 
 
@@ -259,27 +259,27 @@ class TestReports:
         began = time.monotonic()
         one, other = join(), join()
         await report(one, "one", REPORT)
-        answer = await hear(other, "other")
+        answer = await read(other, "other")
         (entry,) = answer.reports
         assert (entry.peer, entry.report, answer.loads, answer.entries) == ("one", REPORT, (), ())
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
-        assert (await hear(other, "other", answer.cursor)).reports == ()
-        assert (await hear(one, "one")).reports == ()
+        assert (await read(other, "other", answer.cursor)).reports == ()
+        assert (await read(one, "one")).reports == ()
 
     async def test_report_of_a_replica_is_its_last_one(self, join):
         one, other = join(), join()
-        cursor = (await hear(other, "other")).cursor
+        cursor = (await read(other, "other")).cursor
         for each in (REPORT, NOTHING):
             await report(one, "one", each)
             await report(one, "two", REPORT)
         for since in (None, cursor):
-            heard = {entry.peer: entry.report for entry in (await hear(other, "other", since)).reports}
+            heard = {entry.peer: entry.report for entry in (await read(other, "other", since)).reports}
             assert heard == {"one": NOTHING, "two": REPORT}
 
     async def test_report_stays_in_its_pool(self, join):
         one, other = join(), join()
         await report(one, "one", REPORT)
-        (answer,) = await other.hear("other", [Question(pool="llm/other", window_s=60)])
+        (answer,) = await other.read("other", [Question(pool="llm/other", window_s=60)])
         assert answer.reports == ()
 
     async def test_report_expires_after_a_minute(self):
@@ -288,9 +288,9 @@ class TestReports:
         store = MemoryStore(lambda: now)
         await report(store, "one", REPORT)
         now += REMEMBERED_S - 1.0
-        assert [entry.age_s for entry in (await hear(store, "late")).reports] == [REMEMBERED_S - 1.0]
+        assert [entry.age_s for entry in (await read(store, "late")).reports] == [REMEMBERED_S - 1.0]
         now += 1.0
-        assert (await hear(store, "late")).reports == ()
+        assert (await read(store, "late")).reports == ()
 
 
 class TestHistory:
@@ -303,11 +303,11 @@ class TestHistory:
             post = Post(pool=POOL, keep_s=305.0, update=told(number), loads=LOADS)
             await store.publish(f"router-{number}", [post])
             now += 120.0 if number < 3 else 2.0
-        (answer,) = await store.hear("late", [Question(pool=POOL, window_s=240.0)])
+        (answer,) = await store.read("late", [Question(pool=POOL, window_s=240.0)])
         assert [(entry.update.hotness.requests, entry.age_s) for entry in answer.entries] == [(2, 122.0), (3, 2.0)]
         assert [(entry.peer, entry.age_s) for entry in answer.loads] == [("router-3", 2.0)]
         now += PEER_TTL_S - 2.0
-        assert (await hear(store, "late")).loads == ()
+        assert (await read(store, "late")).loads == ()
 
     async def test_history_above_the_limit_drops_the_oldest(self):
         store = MemoryStore(lambda: 1000.0)
@@ -320,64 +320,64 @@ class TestHistory:
 class TestBindings:
     async def test_binding_first_of_a_version_wins(self, join):
         one, other = join(), join()
-        assert [each.host for each in await settle(one, bound("m-0"))] == ["m-0"]
-        (held,) = await settle(other, bound("m-1", tokens=99))
+        assert [each.host for each in await resolve(one, bound("m-0"))] == ["m-0"]
+        (held,) = await resolve(other, bound("m-1", tokens=99))
         assert (held.host, held.version, held.tokens) == ("m-0", 1, 10)
 
     async def test_binding_of_a_higher_version_wins(self, join):
         one, other = join(), join()
-        await settle(one, bound("m-0", version=9))
-        (held,) = await settle(other, bound("m-1", version=10))
+        await resolve(one, bound("m-0", version=9))
+        (held,) = await resolve(other, bound("m-1", version=10))
         assert (held.host, held.version) == ("m-1", 10)
 
     async def test_binding_of_a_lower_version_loses_for_the_same_host(self, join):
         one, other = join(), join()
-        await settle(one, bound("m-0", version=3, tokens=500))
-        (held,) = await settle(other, bound("m-0", version=2))
+        await resolve(one, bound("m-0", version=3, tokens=500))
+        (held,) = await resolve(other, bound("m-0", version=2))
         assert (held.version, held.tokens) == (3, 500)
 
     async def test_binding_claimed_again_renews_tokens_not_the_move(self, join):
         one, other = join(), join()
-        await settle(one, bound(ago=100.0))
-        (held,) = await settle(other, bound(tokens=77, ago=0.0))
+        await resolve(one, bound(ago=100.0))
+        (held,) = await resolve(other, bound(tokens=77, ago=0.0))
         assert held.tokens == 77
         assert held.moved_ago_s >= 100.0
 
     async def test_bindings_are_settled_separately(self, join):
         one, other = join(), join()
-        await settle(one, *(bound("m-0", session=session) for session in (1, 3)))
-        held = await settle(other, *(bound("m-1", session=session) for session in (1, 2, 3)))
+        await resolve(one, *(bound("m-0", session=session) for session in (1, 3)))
+        held = await resolve(other, *(bound("m-1", session=session) for session in (1, 2, 3)))
         assert [(each.session, each.host) for each in held] == [(1, "m-0"), (2, "m-1"), (3, "m-0")]
 
     async def test_bindings_wanted_are_found_if_known(self, join):
         one, other = join(), join()
         first = bound("host with spaces", session=2**64 - 1, tokens=5, version=4, ago=2.0)
-        await settle(one, first)
-        (found,) = (await hear(other, "other", wanted=(2**64 - 1, 17))).bindings
+        await resolve(one, first)
+        (found,) = (await read(other, "other", wanted=(2**64 - 1, 17))).bindings
         assert replace(found, moved_ago_s=2.0) == first
         assert found.moved_ago_s >= 2.0
 
     async def test_bindings_are_found_beside_a_long_history(self, join):
         one, other = join(), join()
         await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
-        await settle(one, bound())
-        answer = await hear(other, "other", wanted=(1,))
+        await resolve(one, bound())
+        answer = await read(other, "other", wanted=(1,))
         assert (len(answer.entries), len(answer.bindings), answer.more) == (PAGE_ENTRIES, 1, True)
 
     async def test_binding_stays_in_its_pool(self, join):
         one = join()
-        await settle(one, bound())
-        (answer,) = await one.hear("one", [Question(pool="llm/other", window_s=60, wanted=(1,))])
+        await resolve(one, bound())
+        (answer,) = await one.read("one", [Question(pool="llm/other", window_s=60, wanted=(1,))])
         assert answer.bindings == ()
 
     async def test_binding_expires_unless_renewed(self, join):
         one, other = join(), join()
-        await settle(one, bound("m-0", session=1), bound("m-0", session=2), ttl_s=0.2)
-        await settle(one, bound("m-0", session=1), ttl_s=60)
+        await resolve(one, bound("m-0", session=1), bound("m-0", session=2), ttl_s=0.2)
+        await resolve(one, bound("m-0", session=1), ttl_s=60)
 
         async def expired() -> bool:
-            return len((await hear(other, "other", wanted=(1, 2))).bindings) == 1
+            return len((await read(other, "other", wanted=(1, 2))).bindings) == 1
 
         await until(expired)
-        held = await settle(other, bound("m-1", session=1), bound("m-1", session=2))
+        held = await resolve(other, bound("m-1", session=1), bound("m-1", session=2))
         assert [each.host for each in held] == ["m-0", "m-1"]

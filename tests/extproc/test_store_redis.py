@@ -24,8 +24,8 @@ from extproc.redis_stores import (
     REPORT,
     SESSION,
     STREAM,
-    hear,
     opened,
+    read,
     works,
 )
 
@@ -119,31 +119,31 @@ class TestJunk:
                 for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
                     admin.set(stream, "a string")
                 admin.lpush(SESSION, "a list")
-                answer = await hear(store, wanted=(255,))
+                answer = await read(store, wanted=(255,))
                 assert (answer.entries, answer.loads, answer.reports, answer.bindings) == ((), (), (), ())
                 assert answer.unreadable == 4
-                assert (await hear(store, answer.cursor, wanted=(255,))).unreadable == 1
+                assert (await read(store, answer.cursor, wanted=(255,))).unreadable == 1
                 for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
                     admin.set(stream, "a string")
             await works(store)
-            assert (await hear(store, wanted=(255,))).unreadable == 0
+            assert (await read(store, wanted=(255,))).unreadable == 0
 
     @pytest.mark.parametrize("stream", [STREAM, LOADS_STREAM, DEMAND_STREAM], ids=["news", "loads", "demand"])
     async def test_junk_largest_stream_id_stops_nothing(self, server, stream):
         async with opened(server.url) as store:
-            answer = await hear(store)
+            answer = await read(store)
             with server.admin as admin:
                 admin.xadd(stream, {"p": "q", "n": "z"}, id="18446744073709551615-18446744073709551614")
             # Whoever hears of it first, and whoever writes first.
             for _ in range(3):
-                answer = await hear(store, answer.cursor)
+                answer = await read(store, answer.cursor)
             await works(store)
             with server.admin as admin:
                 admin.delete(stream)
                 admin.xadd(stream, {"p": "q", "n": "z"}, id="18446744073709551615-18446744073709551615")
             await store.publish("teller", [POST])
             for _ in range(3):
-                answer = await hear(store, answer.cursor)
+                answer = await read(store, answer.cursor)
 
     @pytest.mark.parametrize(
         "fields",
@@ -162,11 +162,11 @@ class TestJunk:
             with server.admin as admin:
                 for stream in (STREAM, LOADS_STREAM, DEMAND_STREAM):
                     admin.xadd(stream, fields)
-            assert [entry.loads for entry in (await hear(store)).loads] == [LOADS]
+            assert [entry.loads for entry in (await read(store)).loads] == [LOADS]
             await store.publish("teller", [POST])
-            answer = await hear(store)
+            answer = await read(store)
             assert (len(answer.entries), len(answer.loads), len(answer.reports), answer.unreadable) == (2, 1, 1, 3)
-            assert (await hear(store, answer.cursor)).unreadable == 0
+            assert (await read(store, answer.cursor)).unreadable == 0
 
     async def test_junk_entry_of_another_stream_is_left_out(self, server):
         everything = {"p": "teller", "n": encode_update(replace(NEWS, loads=LOADS))}
@@ -174,7 +174,7 @@ class TestJunk:
             with server.admin as admin:
                 admin.xadd(STREAM, everything)
                 admin.xadd(LOADS_STREAM, everything)
-            answer = await hear(store)
+            answer = await read(store)
         assert [entry.update for entry in answer.entries] == [NEWS]
         assert [entry.loads for entry in answer.loads] == [LOADS]
 
@@ -183,11 +183,11 @@ class TestJunk:
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(SESSION, value)
-            answer = await hear(store, wanted=(255,))
+            answer = await read(store, wanted=(255,))
             assert (answer.bindings, answer.unreadable) == ((), 1)
-            ((held,),) = await store.settle([CLAIM])
+            ((held,),) = await store.resolve([CLAIM])
             assert held.host == "m-0"
-            assert len((await hear(store, wanted=(255,))).bindings) == 1
+            assert len((await read(store, wanted=(255,))).bindings) == 1
 
     @pytest.mark.parametrize(
         "value", [b"1 9999999999 0 5 host", b"1 0 0 -5 host", b"1 -1 0 5 host", b"1 0 0 1%s host" % (b"0" * 400)]
@@ -196,14 +196,14 @@ class TestJunk:
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(SESSION, value)
-            assert (await hear(store, wanted=(255,))).bindings == ()
-            await store.settle([CLAIM])
+            assert (await read(store, wanted=(255,))).bindings == ()
+            await store.resolve([CLAIM])
 
     async def test_junk_host_accepted_by_the_script_is_ignored(self, server):
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.set(SESSION, b"1 9 1 1 \xff")
-            assert await store.settle([CLAIM]) == ((BINDING,),)
+            assert await store.resolve([CLAIM]) == ((BINDING,),)
 
     @pytest.mark.parametrize("emptied", [True, False])
     async def test_cursor_of_a_clock_ahead_still_reads_new_entries(self, server, emptied):
@@ -212,14 +212,14 @@ class TestJunk:
                 update = encode_update(replace(NEWS, loads=LOADS))
                 for stream, told in ((STREAM, update), (LOADS_STREAM, update), (DEMAND_STREAM, encode_report(REPORT))):
                     admin.xadd(stream, {"p": "teller", "n": told}, id=f"{2**45}-5")
-                ahead = await hear(store)
+                ahead = await read(store)
                 assert (len(ahead.entries), len(ahead.loads), len(ahead.reports)) == (1, 1, 1)
                 if emptied:
                     admin.delete(STREAM, LOADS_STREAM, DEMAND_STREAM)
-            again = await hear(store, ahead.cursor)
+            again = await read(store, ahead.cursor)
             await store.publish("teller", [POST])
             assert (again.entries, again.loads, again.reports) == ((), (), ())
-            later = await hear(store, again.cursor)
+            later = await read(store, again.cursor)
             assert (len(later.entries), len(later.loads), len(later.reports)) == (1, 1, 1)
 
 
@@ -246,7 +246,7 @@ class TestAges:
                     own = replace(REPORT.own, held=int(ago_s))
                     told = {"p": peer, "n": encode_report(replace(REPORT, own=own))}
                     admin.xadd(DEMAND_STREAM, told, id=f"{int(now_ms - 1000 * ago_s)}-0")
-            (answer,) = await store.hear("late", [Question(pool=POOL, window_s=300.0)])
+            (answer,) = await store.read("late", [Question(pool=POOL, window_s=300.0)])
             assert [(entry.peer, entry.report.own.held) for entry in answer.reports] == [("gone", 30), ("there", 1)]
             assert all(ago_s <= entry.age_s < ago_s + 20 for entry, ago_s in zip(answer.reports, (30, 1), strict=True))
         assert [entry.peer for entry in answer.entries] == ["before-240", "before-20"]

@@ -14,7 +14,7 @@ from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.redis import RedisStore
 from dualmap_extproc.transport.tls import self_signed
 from extproc import redis_stores
-from extproc.redis_stores import POOL, POST, QUESTION, STREAM, answering, failure, hear, opened, works, works_again
+from extproc.redis_stores import POOL, POST, QUESTION, STREAM, answering, failure, opened, read, works, works_again
 from redis_server import RedisServer, redis_cluster, redis_server
 
 # The fixtures, which pytest looks for by their names here.
@@ -58,7 +58,7 @@ class TestCredentials:
         url = guarded.url.replace("redis://", "redis://hidden@")
         async with opened(url, "hidden@wrong") as store:
             with pytest.raises(StoreError) as caught:
-                await hear(store)
+                await read(store)
         assert "hidden" not in repr(caught.value)
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
@@ -67,7 +67,7 @@ class TestCredentials:
         answer = b"-ERR unknown command `AUTH`, with args beginning with: `hidden-word`\r\n"
         async with answering(answer) as url, opened(url, "hidden-word") as store:
             with pytest.raises(StoreError, match=r"with args beginning with: `\*\*\*`"):
-                await hear(store)
+                await read(store)
 
 
 def documented_rights(password: str) -> list[list[str]]:
@@ -155,8 +155,8 @@ class TestCluster:
         with redis_cluster(tmp_path / "cluster") as nodes:
             async with opened(nodes[0].url) as store:
                 questions = [replace(QUESTION, pool=pool) for pool in ("llm/a", "llm/d")]
-                await store.hear("listener", questions)
+                await store.read("listener", questions)
                 nodes[1].kill()
                 with pytest.raises(StoreError) as caught:
-                    await store.hear("listener", questions)
+                    await store.read("listener", questions)
                 assert caught.value.failure in (Failure.CONNECTION, Failure.TIMEOUT)

@@ -17,8 +17,8 @@ from extproc.redis_stores import (
     STREAM,
     answering,
     failure,
-    hear,
     opened,
+    read,
     works,
 )
 from redis_server import RedisServer, redis_server
@@ -65,20 +65,20 @@ class TestFailures:
                 assert await failure(store) is Failure.TIMEOUT
                 assert await failure(store) is Failure.TIMEOUT
                 running.resume()
-                assert len((await hear(store)).entries) == 1
+                assert len((await read(store)).entries) == 1
 
     async def test_redis_cancelled_call_leaves_no_unread_reply(self, tmp_path):
         with redis_server(tmp_path / "redis") as running:
             async with opened(running.url) as store:
                 await works(store)
                 running.pause()
-                call = asyncio.create_task(store.hear("listener", [QUESTION]))
+                call = asyncio.create_task(store.read("listener", [QUESTION]))
                 await asyncio.sleep(0)
                 call.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await call
                 running.resume()
-                ((held,),) = await store.settle([CLAIM])
+                ((held,),) = await store.resolve([CLAIM])
                 assert held.host == "m-0"
 
     async def test_redis_cancellation_lost_by_the_library_still_cancels(self, server, monkeypatch):
@@ -89,7 +89,7 @@ class TestFailures:
 
         monkeypatch.setattr(Pipeline, "execute", answered_at_that_moment)
         async with opened(server.url) as store:
-            call = asyncio.create_task(store.hear("listener", []))
+            call = asyncio.create_task(store.read("listener", []))
             await asyncio.sleep(0)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -101,11 +101,11 @@ class TestFailures:
             with server.admin as admin:
                 admin.config_set("maxmemory", "1")
                 try:
-                    for write in (store.publish("teller", [POST]), store.settle([CLAIM])):
+                    for write in (store.publish("teller", [POST]), store.resolve([CLAIM])):
                         with pytest.raises(StoreError) as caught:
                             await write
                         assert caught.value.failure is Failure.FULL
-                    assert len((await hear(store, wanted=(255,))).entries) == 1
+                    assert len((await read(store, wanted=(255,))).entries) == 1
                 finally:
                     admin.config_set("maxmemory", "0")
 
@@ -116,11 +116,11 @@ class TestFailures:
             admin.replicaof("127.0.0.1", server.port)
             await until(lambda: admin.exists(STREAM, LOADS_STREAM, SESSION) == 3)
             async with opened(replica.url) as store:
-                for write in (store.publish("teller", [POST]), store.settle([CLAIM])):
+                for write in (store.publish("teller", [POST]), store.resolve([CLAIM])):
                     with pytest.raises(StoreError) as caught:
                         await write
                     assert caught.value.failure is Failure.READ_ONLY
-                answer = await hear(store, wanted=(255,))
+                answer = await read(store, wanted=(255,))
                 assert (len(answer.entries), len(answer.bindings)) == (1, 1)
                 admin.replicaof("NO", "ONE")
                 await store.publish("teller", [POST])

@@ -28,7 +28,7 @@ def test_unsent_binding_is_sent_once_after_it_won() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     assert unsent.update(0.0) is None
-    assert unsent.settled(1.0, unsent.claims(1.0)) == ()
+    assert unsent.resolved(1.0, unsent.claims(1.0)) == ()
     assert unsent.claims(1.0) == ()
     update = unsent.update(2.0)
     assert update is not None
@@ -41,7 +41,7 @@ def test_unsent_binding_that_lost_is_not_sent() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     winner = binding("b", version=1)
-    assert unsent.settled(0.0, (winner,)) == (winner,)
+    assert unsent.resolved(0.0, (winner,)) == (winner,)
     assert unsent.update(0.0) is None
 
 
@@ -56,13 +56,13 @@ def test_unsent_loads_are_sent_at_most_four_times_a_second() -> None:
         unsent.add(now, replace(QUIET, loads={"m-0": SharedLoad(in_flight=in_flight)}))
         if (loads := unsent.loads(now)) is not None:
             told.append((now, loads["m-0"].in_flight))
-            unsent.told_loads(now, loads)
+            unsent.sent_loads(now, loads)
     assert told == [(0.0, 0), (0.25, 4), (0.5, 8), (0.75, 12), (1.0, 16), (1.25, 17), (2.25, 17)]
 
 
 def test_unsent_loads_that_failed_are_due_again() -> None:
     unsent = Unsent()
-    unsent.told_loads(0.0, {})
+    unsent.sent_loads(0.0, {})
     unsent.add(0.5, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
     assert unsent.loads(0.5) == unsent.loads(0.6) == {"m-0": SharedLoad(in_flight=1)}
 

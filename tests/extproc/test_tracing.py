@@ -149,7 +149,7 @@ def test_span_of_a_queued_request_has_the_queue_time(collector):
     assert isinstance(desk.ask(traceparent=SAMPLED), Waiting)
     assert isinstance(desk.ask(traceparent=UNSAMPLED), Waiting)
 
-    desk.picker.hold_no_more(13.0)
+    desk.picker.stop_queueing(13.0)
 
     assert [type(each) for each in desk.resumed] == [Picked, Picked]
     (span,) = desk.spans()

@@ -135,11 +135,11 @@ class LoadWindow:
         bucket.work += work
         bucket.work_squared += work * work
 
-    def refuse(self, now: float) -> None:
+    def add_rejected(self, now: float) -> None:
         """Count a request that was rejected."""
         self._bucket_at(now).refused += 1
 
-    def hold(self, now: float) -> None:
+    def add_queued(self, now: float) -> None:
         """Count a request that is queued: it is traffic, whatever its outcome."""
         self._bucket_at(now).held += 1
 

@@ -16,7 +16,7 @@ from dualmap_extproc.request.picked import Picked, Waiting
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.contract import Failure, Question, StoreError
-from dualmap_extproc.store.exchange import Teller, history_s
+from dualmap_extproc.store.exchange import AnswerDelivery, history_s
 from dualmap_extproc.store.target import target_of
 
 # Any time that is later than the ages of the other routers' updates.
@@ -44,7 +44,7 @@ def decide(
     outcome = _pick(_picker(pools), body, headers)
     if redis is not None and not isinstance(outcome, Refused):
         picker = _picker(pools)
-        asyncio.run(_hear(picker, redis, _wanted(pools, body, headers)))
+        asyncio.run(_read(picker, redis, _wanted(pools, body, headers)))
         outcome = _pick(picker, body, headers)
     if isinstance(outcome, Refused):
         return outcome
@@ -56,7 +56,7 @@ def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
     picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
     # Without a queue: the result is the chosen member, even if it is busy now.
-    picker.hold_no_more(_NOW_S)
+    picker.stop_queueing(_NOW_S)
     return picker
 
 
@@ -74,22 +74,22 @@ def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) ->
     return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}
 
 
-async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
+async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Give the picker the state that a starting router reads. Raises StoreError."""
     from dualmap_extproc.store.redis import RedisStore  # Here: it takes 0.4 s, which is not always needed.
 
     store = RedisStore(target_of(redis))
-    tellers = {pool.id: Teller(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
+    deliveries = {pool.id: AnswerDelivery(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
     questions = [
         Question(pool=pool.id, window_s=history_s(pool), wanted=wanted.get(pool.id, ())) for pool in picker.pools
     ]
     try:
         while questions:
             async with asyncio.timeout(READ_S):
-                answers = await store.hear(_NAME, questions)
+                answers = await store.read(_NAME, questions)
             answered = list(zip(questions, answers, strict=True))
             for question, answer in answered:
-                await tellers[question.pool].tell(answer)
+                await deliveries[question.pool].deliver(answer)
             questions = [replace(each, cursor=answer.cursor, wanted=()) for each, answer in answered if answer.more]
     except TimeoutError:
         raise StoreError(Failure.TIMEOUT, f"no answer within {READ_S:g} s") from None

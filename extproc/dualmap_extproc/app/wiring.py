@@ -35,7 +35,7 @@ from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
-from dualmap_extproc.telemetry.dashboard.snapshot import Source
+from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs
 from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
@@ -92,7 +92,7 @@ async def serve(settings: Settings) -> None:
         for entry in entries:
             picker.access_log(loop.time(), entry)
 
-    source = await _source(settings, metrics, adoption)
+    source = await _pool_source(settings, metrics, adoption)
     servers = GrpcServers(
         ExternalProcessor(picker, observations.report, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
@@ -158,7 +158,7 @@ def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _PoolSource:
     """A source of pools: ``run`` adopts them as they change, ``known`` waits until the first ones are adopted.
 
     ``ages_s`` returns the time since the last answer about each resource that it watches.
@@ -170,19 +170,19 @@ class _Source:
     ages_s: Callable[[], Mapping[str, float]]
 
 
-async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _Source:
+async def _pool_source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _PoolSource:
     """Return the source of pools; pools of files are adopted at once. Raises PoolFileError and KubeConfigError."""
     if settings.kube is not None:
         client = await KubeClient.connect()
         observer = KubeMetrics(metrics.registry, metrics.pools_refused)
         pools = KubePools(client, settings.kube.namespace, observer)
         observer.show_ages(pools.ages_s)
-        return _Source(
+        return _PoolSource(
             run=lambda: pools.run(adoption.adopt), known=pools.listed, close=client.close, ages_s=pools.ages_s
         )
     files = PoolFileWatcher(settings.pools)
     adoption.adopt(files.load())
-    return _Source(
+    return _PoolSource(
         run=lambda: files.run(adoption.adopt, lambda _: metrics.pools_refused(), metrics.pool_file_refused),
         known=_at_once,
         close=_at_once,
@@ -218,7 +218,7 @@ def _dashboard(
     router: str, picker: Picker, pool_demand: PoolDemand, histories: Histories, reach: Callable[[], Reach]
 ) -> Dashboard:
     """Return the dashboard."""
-    source = Source(
+    inputs = SnapshotInputs(
         router=router,
         version=version("dualmap"),
         pools=lambda: picker.pools,
@@ -228,7 +228,7 @@ def _dashboard(
         clock=time.time,
         reach=reach,
     )
-    return Dashboard(source)
+    return Dashboard(inputs)
 
 
 def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]]) -> Callable[[], Reach]:

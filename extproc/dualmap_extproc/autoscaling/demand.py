@@ -80,14 +80,14 @@ class Demand:
         """Count a queued request whatever its outcome: even an abandoned one needed a member."""
         scaling = self._pools.get(queued.pool)
         if scaling is not None:
-            scaling.window.hold(queued.now)
+            scaling.window.add_queued(queued.now)
             self._arrived(queued.pool)
 
     def _rejected(self, rejected: Rejected) -> None:
         """Count a rejected request that a further member would have served."""
         scaling = self._pools.get(rejected.pool)
         if scaling is not None and rejected.refused.code in _FOR_WANT_OF_MEMBERS:
-            scaling.window.refuse(rejected.now)
+            scaling.window.add_rejected(rejected.now)
             self._arrived(rejected.pool)
 
     def _first_token(self, seen: FirstTokenSeen) -> None:

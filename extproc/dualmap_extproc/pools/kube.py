@@ -18,7 +18,7 @@ from dualmap_edge.kube.client import KubeClient, KubeError
 from dualmap_edge.kube.watch import Collection, Reflector, WatchPolicy
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import clipped, log_changes
-from dualmap_extproc.pools.objects import PoolObjects, Refusal
+from dualmap_extproc.pools.objects import InvalidPool, PoolObjects
 from dualmap_extproc.pools.pods import PoolPods
 
 POOLS: Final = "inferencepools"
@@ -75,8 +75,8 @@ class KubePools:
         self._watches: dict[str, _PodWatch] = {}
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()
-        self._told: tuple[Pool, ...] = ()
-        self._refusals: tuple[Refusal, ...] = ()
+        self._reported: tuple[Pool, ...] = ()
+        self._invalid: tuple[InvalidPool, ...] = ()
         self._scope = "all namespaces" if namespace is None else f"namespace {namespace}"
         within = "" if namespace is None else f"/namespaces/{namespace}"
         self._reflector: Reflector[Mapping[str, Any]] = Reflector(
@@ -108,24 +108,24 @@ class KubePools:
         _log.info("Listing pools from the Kubernetes API", server=self._client.server, scope=self._scope)
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._reflector.run())
-            self._tasks.create_task(self._tell(on_pools))
+            self._tasks.create_task(self._report(on_pools))
 
-    async def _tell(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
+    async def _report(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
-                self._tell_once(on_pools)
+                self._report_once(on_pools)
             except Exception as error:  # noqa: BLE001  # an unexpected error must not end the reports of all pools
                 _log.error("Keeping last valid pools, applying a change failed", reason=repr(error))
             self._listed.set()
 
-    def _tell_once(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
+    def _report_once(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
         pools = tuple(self._as_their_pods(pool) for pool in self._objects.pools)
-        if pools == self._told and self._listed.is_set():
+        if pools == self._reported and self._listed.is_set():
             return
-        log_changes(self._told, pools)
-        self._told = pools
+        log_changes(self._reported, pools)
+        self._reported = pools
         on_pools(pools)
 
     def _as_their_pods(self, pool: Pool) -> Pool:
@@ -151,7 +151,7 @@ class KubePools:
                 self._watches[pool.id] = self._watch_pods(pool.namespace, wanted[pool.id])
             if pool.id in self._watches:
                 self._watches[pool.id].pods.published(pool)
-        self._tell_refusals()
+        self._report_invalid()
         self._changed.set()
 
     def _watch_pods(self, namespace: str, selector: str) -> _PodWatch:
@@ -172,23 +172,23 @@ class KubePools:
         kind = "expired" if error.expired else "refused" if error.status else "unreached"
         self._observer.kube_failed(resource, kind)
 
-    def _tell_refusals(self) -> None:
+    def _report_invalid(self) -> None:
         """Log and count pools that have become invalid, and log those that are valid again."""
-        refusals = self._objects.refusals
-        for refusal in refusals:
-            if refusal not in self._refusals:
+        invalid = self._objects.invalid
+        for invalid_pool in invalid:
+            if invalid_pool not in self._invalid:
                 _log.error(
                     "Keeping last valid pool",
-                    pool=refusal.pool,
-                    field=refusal.field,
-                    value=refusal.value,
-                    accepted=refusal.accepted,
+                    pool=invalid_pool.pool,
+                    field=invalid_pool.field,
+                    value=invalid_pool.value,
+                    accepted=invalid_pool.accepted,
                 )
                 self._observer.pools_refused()
-        refused = {refusal.pool for refusal in refusals}
-        for pool in sorted({refusal.pool for refusal in self._refusals} - refused):
+        refused = {invalid_pool.pool for invalid_pool in invalid}
+        for pool in sorted({invalid_pool.pool for invalid_pool in self._invalid} - refused):
             _log.info("Pool is valid again", pool=pool)
-        self._refusals = refusals
+        self._invalid = invalid
         self._observer.kube_pools_refused(len(refused))
 
 

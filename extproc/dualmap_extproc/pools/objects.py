@@ -16,7 +16,7 @@ from dualmap.pools.pool import Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class InvalidPool:
     """The reason why a pool is not served as its object says; ``field``, ``value`` and ``accepted`` as in PoolError."""
 
     pool: str
@@ -33,7 +33,7 @@ class _Known:
     created: str
     selector: str
     pool: Pool | None
-    refusal: Refusal | None
+    invalid: InvalidPool | None
 
 
 class PoolObjects:
@@ -49,17 +49,17 @@ class PoolObjects:
         before = self._known.get(key)
         # An object that was deleted and created again shares only its name with the old one.
         good = before.pool if before is not None and before.uid == uid else None
-        refusal = None
+        invalid = None
         try:
             (good,) = read_pools(body)
         except PoolError as error:
-            refusal = Refusal(pool=key, field=error.field, value=_shown(error.value), accepted=error.accepted)
+            invalid = InvalidPool(pool=key, field=error.field, value=_shown(error.value), accepted=error.accepted)
         self._known[key] = _Known(
             uid=uid,
             created=text_in(metadata, "creationTimestamp"),
             selector=text_in(mapping_in(body, "status"), "selector"),
             pool=good,
-            refusal=refusal,
+            invalid=invalid,
         )
 
     def remove(self, body: Mapping[str, Any]) -> None:
@@ -86,14 +86,14 @@ class PoolObjects:
         return {key: known.selector for key, known in self._known.items() if known.pool is not None and known.selector}
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
+    def invalid(self) -> tuple[InvalidPool, ...]:
         """The present faults: invalid objects, and model names that an older pool already claims."""
-        refused = [known.refusal for known in self._known.values() if known.refusal is not None]
+        invalid = [known.invalid for known in self._known.values() if known.invalid is not None]
         claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
         for lost in lost_claims(claimants):
             accepted = f"a model name or alias that the older pool {lost.owner} does not have"
-            refused.append(Refusal(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
-        return tuple(refused)
+            invalid.append(InvalidPool(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
+        return tuple(invalid)
 
 
 def _key(body: Mapping[str, Any]) -> str:

@@ -91,7 +91,7 @@ class Picker:
         self._released: deque[tuple[str, Picked | Refused]] = deque()
         self._resuming = False
         self._ended = EndedRequests(limits.ended_requests)
-        self._on_first_held: Callable[[], None] = lambda: None
+        self._on_first_queued: Callable[[], None] = lambda: None
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -125,7 +125,7 @@ class Picker:
                 self._released.append((request_id, refused))
         self._settle(now, *effects)
 
-    def hold_no_more(self, now: float) -> None:
+    def stop_queueing(self, now: float) -> None:
         """Release what is queued and queue nothing any longer, since this router is about to end.
 
         Requests of a pool without members are rejected: another router, or a later try, may serve them.
@@ -272,13 +272,13 @@ class Picker:
         return self._served.next_deadline()
 
     @property
-    def holding(self) -> bool:
+    def has_queued(self) -> bool:
         """Whether any request is queued, so that any event may bring an earlier deadline."""
         return bool(self._queued)
 
-    def on_first_held(self, wake: Callable[[], None]) -> None:
+    def on_first_queued(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called whenever a request is queued while no other is."""
-        self._on_first_held = wake
+        self._on_first_queued = wake
 
     def on_deadline(self, now: float) -> None:
         """Do what is due: release or reject queued requests, and expire requests of which nothing was heard."""
@@ -334,7 +334,7 @@ class Picker:
         if answer is not None:
             return answer
         if len(self._queued) == 1:
-            self._on_first_held()
+            self._on_first_queued()
         self._report(Enqueued(now=now, pool=queued.router.pool.id))
         if _log.debugging:
             _log.debug("Queued", request_id=request_id, pool=queued.router.pool.id)

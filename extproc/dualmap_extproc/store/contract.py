@@ -131,10 +131,10 @@ class Post:
 class Store(Protocol):
     """Keeps the state that replicas share. Every method returns or raises StoreError within bounded time."""
 
-    async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+    async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
         """Return the answer to each question, without entries of ``peer`` itself."""
 
-    async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
+    async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
         """Return for each claimed binding the one that is valid from now on: itself, or the one that it lost to.
 
         The higher version is valid; of equal versions, the one stored first. A claim for the same host renews the

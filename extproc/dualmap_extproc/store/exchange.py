@@ -31,7 +31,7 @@ _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 _log = get_logger(__name__)
 
 
-class Sharer(Protocol):
+class SharingPicker(Protocol):
     """The part of ``picker.Picker`` that the exchange uses."""
 
     @property
@@ -91,7 +91,7 @@ class Exchange:
 
     def __init__(
         self,
-        sharer: Sharer,
+        picker: SharingPicker,
         store: Store,
         observer: StoreObserver,
         *,
@@ -100,7 +100,7 @@ class Exchange:
         clock: Callable[[], float],
         shown: str,
     ) -> None:
-        self._sharer = sharer
+        self._picker = picker
         self._reporter = reporter
         self._store = store
         self._observer = observer
@@ -109,7 +109,7 @@ class Exchange:
         self._shown = shown
         self._unsent: dict[str, Unsent] = {}
         self._cursors: dict[str, str] = {}
-        self._tellers: dict[str, Teller] = {}
+        self._deliveries: dict[str, AnswerDelivery] = {}
         # The time at which the store was lost; None while it is reachable, and before the first attempt.
         self._lost_s: float | None = None
 
@@ -129,11 +129,11 @@ class Exchange:
     async def exchange(self) -> bool:
         """Exchange updates once; return whether it succeeded. Never raises StoreError."""
         began_s = self._clock()
-        pools = {pool.id: pool for pool in self._sharer.pools}
+        pools = {pool.id: pool for pool in self._picker.pools}
         self._collect(pools)
         try:
-            await self._hear(pools)
-            await self._settle(pools)
+            await self._read(pools)
+            await self._resolve(pools)
             await self._publish(pools)
         except StoreError as error:
             self._observer.failed(error.failure)
@@ -155,7 +155,7 @@ class Exchange:
 
     async def leave(self) -> None:
         """Publish that this router has no load any more, if the store is reachable, and close the store."""
-        pools = self._sharer.pools if self._lost_s is None else ()
+        pools = self._picker.pools if self._lost_s is None else ()
         try:
             async with asyncio.timeout(LEAVE_S):
                 if pools:
@@ -170,22 +170,22 @@ class Exchange:
         now = self._clock()
         for gone in self._unsent.keys() - pools.keys():
             del self._unsent[gone]
-            del self._tellers[gone]
+            del self._deliveries[gone]
             self._cursors.pop(gone, None)
         for pool in pools.keys() - self._unsent.keys():
             self._unsent[pool] = Unsent()
-            self._tellers[pool] = Teller(self._sharer, self._clock, pool)
-        for pool, update in self._sharer.take_update(now):
+            self._deliveries[pool] = AnswerDelivery(self._picker, self._clock, pool)
+        for pool, update in self._picker.take_update(now):
             self._unsent[pool].add(now, update)
         self._observer.dropped(sum(unsent.take_dropped() for unsent in self._unsent.values()))
 
-    async def _hear(self, pools: dict[str, Pool]) -> None:
+    async def _read(self, pools: dict[str, Pool]) -> None:
         """Read new entries; further pages only until the next exchange is due."""
         until_s = self._clock() + INTERVAL_S
-        while await self._hear_a_page(pools) and self._clock() < until_s:
+        while await self._read_page(pools) and self._clock() < until_s:
             pass
 
-    async def _hear_a_page(self, pools: dict[str, Pool]) -> bool:
+    async def _read_page(self, pools: dict[str, Pool]) -> bool:
         """Read one page of new entries, and the bindings of sessions that the router does not know.
 
         Returns whether there are more pages.
@@ -194,22 +194,22 @@ class Exchange:
             Question(pool=id_, window_s=history_s(pool), cursor=self._cursors.get(id_), wanted=self._unsent[id_].wanted)
             for id_, pool in pools.items()
         ]
-        answers = await self._store.hear(self._peer, questions)
+        answers = await self._store.read(self._peer, questions)
         for question, answer in zip(questions, answers, strict=True):
             self._cursors[question.pool] = answer.cursor
             self._unsent[question.pool].answered()
             self._observer.unreadable(answer.unreadable)
-            self._tell_reporter(question.pool, answer)
-            await self._tellers[question.pool].tell(answer)
+            self._report_peers(question.pool, answer)
+            await self._deliveries[question.pool].deliver(answer)
         return any(answer.more for answer in answers)
 
-    def _tell_reporter(self, pool: str, answer: Answer) -> None:
+    def _report_peers(self, pool: str, answer: Answer) -> None:
         for said in answer.loads:
             self._reporter.on_peer(pool, said.peer, said.age_s)
         for entry in answer.reports:
             self._reporter.on_report(pool, entry.peer, entry.report, entry.age_s)
 
-    async def _settle(self, pools: dict[str, Pool]) -> None:
+    async def _resolve(self, pools: dict[str, Pool]) -> None:
         """Claim the bindings made here; replace each that lost with the one that it lost to."""
         claims = [
             Claim(pool=id_, ttl_s=pools[id_].routing.session.ttl_s, bindings=bindings)
@@ -218,11 +218,11 @@ class Exchange:
         ]
         if not claims:
             return
-        for claim, holding in zip(claims, await self._store.settle(claims), strict=True):
+        for claim, holding in zip(claims, await self._store.resolve(claims), strict=True):
             now = self._clock()
-            lost = self._unsent[claim.pool].settled(now, holding)
+            lost = self._unsent[claim.pool].resolved(now, holding)
             if lost:
-                self._sharer.on_bindings(now, claim.pool, lost)
+                self._picker.on_bindings(now, claim.pool, lost)
 
     async def _publish(self, pools: dict[str, Pool]) -> None:
         now = self._clock()
@@ -246,31 +246,31 @@ class Exchange:
             if post.update is not None:
                 self._unsent[post.pool].sent_update()
             if post.loads is not None:
-                self._unsent[post.pool].told_loads(now, post.loads)
+                self._unsent[post.pool].sent_loads(now, post.loads)
 
 
-class Teller:
+class AnswerDelivery:
     """Passes a store's answers about one pool to the picker."""
 
-    def __init__(self, sharer: Sharer, clock: Callable[[], float], pool: str) -> None:
-        self._sharer = sharer
+    def __init__(self, picker: SharingPicker, clock: Callable[[], float], pool: str) -> None:
+        self._picker = picker
         self._clock = clock
         self._pool = pool
 
-    async def tell(self, answer: Answer) -> None:
+    async def deliver(self, answer: Answer) -> None:
         """Apply an answer; the event loop serves requests in between."""
         # Entries age while the picker applies earlier ones.
-        heard_s = self._clock()
+        read_s = self._clock()
         for said in answer.loads:
             update = ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=said.loads)
-            self._sharer.on_update(heard_s, self._pool, said.peer, update, said.age_s)
+            self._picker.on_update(read_s, self._pool, said.peer, update, said.age_s)
         for number, entry in enumerate(answer.entries, start=1):
             now = self._clock()
-            self._sharer.on_update(now, self._pool, entry.peer, entry.update, entry.age_s + now - heard_s)
+            self._picker.on_update(now, self._pool, entry.peer, entry.update, entry.age_s + now - read_s)
             if number % _ENTRIES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         if answer.bindings:
-            self._sharer.on_bindings(self._clock(), self._pool, answer.bindings)
+            self._picker.on_bindings(self._clock(), self._pool, answer.bindings)
 
 
 def history_s(pool: Pool) -> float:

@@ -41,7 +41,7 @@ from dualmap_extproc.store.contract import (
     ReportEntry,
     StoreError,
 )
-from dualmap_extproc.store.scripts import HEAR, PUBLISH, SETTLE
+from dualmap_extproc.store.scripts import PUBLISH, READ, RESOLVE
 from dualmap_extproc.store.target import Target
 
 CONNECT_S: Final = 1.0
@@ -96,15 +96,15 @@ class RedisStore:
         self._client: Redis | RedisCluster | None = None
         self._clustered = False
 
-    async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
+    async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
         """Return the answer to each question (Store)."""
-        replies = await self._run([_hear(question) for question in questions])
+        replies = await self._run([_read(question) for question in questions])
         with _replies_as_scripted():
             return tuple(_answer(peer, *each) for each in zip(questions, replies, strict=True))
 
-    async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
+    async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
         """Return the valid bindings (Store)."""
-        replies = await self._run([_settle(claim) for claim in claims])
+        replies = await self._run([_resolve(claim) for claim in claims])
         with _replies_as_scripted():
             return tuple(
                 tuple(
@@ -214,14 +214,14 @@ def session_key(pool: str, session: int) -> str:
     return f"dualmap:1:{{{pool}}}:session:{session:016x}"
 
 
-def _hear(question: Question) -> _Command:
+def _read(question: Question) -> _Command:
     updates_cursor, loads_cursor, reports_cursor = (question.cursor or "  ").split(" ")
     sessions = (session_key(question.pool, session) for session in question.wanted)
     keys = (updates_key(question.pool), loads_key(question.pool), reports_key(question.pool), *sessions)
     update = (updates_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
     loads = (loads_cursor, int(1000 * PEER_TTL_S), _LOADS_PAGE_ENTRIES)
     reports = (reports_cursor, int(1000 * REMEMBERED_S), _REPORTS_PAGE_ENTRIES)
-    return ("EVAL", HEAR, len(keys), *keys, *update, *loads, *reports)
+    return ("EVAL", READ, len(keys), *keys, *update, *loads, *reports)
 
 
 def _answer(peer: str, question: Question, reply: Any) -> Answer:
@@ -293,13 +293,13 @@ def _client(target: Target, *, clustered: bool) -> Redis | RedisCluster:
     return Redis(host=target.host, port=target.port, db=target.db, retry=Retry(NoBackoff(), 0), **options)
 
 
-def _settle(claim: Claim) -> _Command:
+def _resolve(claim: Claim) -> _Command:
     keys = [session_key(claim.pool, binding.session) for binding in claim.bindings]
     values: list[str | int] = []
     for binding in claim.bindings:
         moved_ago_ms = int(1000 * min(max(binding.moved_ago_s, 0.0), LONGEST_S))
         values += [binding.version, moved_ago_ms, binding.tokens, binding.host]
-    return ("EVAL", SETTLE, len(keys), *keys, max(1, int(1000 * claim.ttl_s)), *values)
+    return ("EVAL", RESOLVE, len(keys), *keys, max(1, int(1000 * claim.ttl_s)), *values)
 
 
 def _publish(peer: str, post: Post) -> _Command:

@@ -15,7 +15,7 @@ local function is_of_another_type(reply)
 end
 """
 
-HEAR: Final = (
+READ: Final = (
     _BEGIN
     + """
 -- KEYS: three streams, then session keys. ARGV, for each stream: the cursor, without one how many ms back, the count.
@@ -68,7 +68,7 @@ Returns the server's milliseconds; the number of keys of another type; for each 
 oldest first; and a value or nil per session key.
 """
 
-SETTLE: Final = (
+RESOLVE: Final = (
     _BEGIN
     + """
 -- KEYS: session keys. ARGV: time to live in ms, then per key: version, moved how many ms ago, tokens, host.

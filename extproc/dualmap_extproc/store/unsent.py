@@ -40,10 +40,10 @@ class Unsent:
         self._loads: dict[str, SharedLoad] = {}
         # By session, with the time they were added: claims to be sent, and won bindings to be sent.
         self._claims: dict[int, tuple[float, SharedBinding]] = {}
-        self._held: dict[int, tuple[float, SharedBinding]] = {}
+        self._won: dict[int, tuple[float, SharedBinding]] = {}
         self._wanted: dict[int, None] = {}
-        self._told_loads_s: float | None = None
-        self._told_loads: Mapping[str, SharedLoad] = {}
+        self._sent_loads_s: float | None = None
+        self._sent_loads: Mapping[str, SharedLoad] = {}
 
     @property
     def wanted(self) -> tuple[int, ...]:
@@ -82,29 +82,29 @@ class Unsent:
         """Clear the wanted sessions, which the store has answered."""
         self._wanted.clear()
 
-    def settled(self, now: float, holding: tuple[SharedBinding, ...]) -> tuple[SharedBinding, ...]:
+    def resolved(self, now: float, valid: tuple[SharedBinding, ...]) -> tuple[SharedBinding, ...]:
         """Apply the store's answer to the claims; return the bindings that won against claims made here."""
         claims, self._claims = self._claims, {}
         lost: list[SharedBinding] = []
-        for held in holding:
+        for held in valid:
             _, claim = claims[held.session]
             if (held.host, held.version) == (claim.host, claim.version):
-                self._held.pop(held.session, None)
-                self._held[held.session] = now, held
+                self._won.pop(held.session, None)
+                self._won[held.session] = now, held
             else:
                 lost.append(held)
-        self._dropped += _bound(self._held)
+        self._dropped += _bound(self._won)
         return tuple(lost)
 
     def loads(self, now: float) -> Mapping[str, SharedLoad] | None:
         """Return the loads if they are due: HEARTBEAT_S after they were sent, LOADS_INTERVAL_S if they changed."""
-        since_s = inf if self._told_loads_s is None else now - self._told_loads_s
-        interval_s = HEARTBEAT_S if self._loads == self._told_loads else LOADS_INTERVAL_S
+        since_s = inf if self._sent_loads_s is None else now - self._sent_loads_s
+        interval_s = HEARTBEAT_S if self._loads == self._sent_loads else LOADS_INTERVAL_S
         return self._loads if since_s >= interval_s else None
 
     def update(self, now: float) -> ReplicaUpdate | None:
         """Return all unsent parts without the loads, with won bindings only; None if there are none."""
-        if not (self._hotness or self._placements or self._held):
+        if not (self._hotness or self._placements or self._won):
             return None
         nodes: dict[int, int] = {}
         for _, counts in self._hotness:
@@ -118,19 +118,19 @@ class Unsent:
         return ReplicaUpdate(
             hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(islice(split, NODES_MAX))),
             placements=tuple(self._placements),
-            bindings=_as_of(now, self._held),
+            bindings=_as_of(now, self._won),
         )
 
-    def told_loads(self, now: float, loads: Mapping[str, SharedLoad]) -> None:
+    def sent_loads(self, now: float, loads: Mapping[str, SharedLoad]) -> None:
         """Note that the store has accepted the result of ``loads``."""
-        self._told_loads_s, self._told_loads = now, loads
+        self._sent_loads_s, self._sent_loads = now, loads
 
     def sent_update(self) -> None:
         """Clear the parts that ``update`` returned, which the store has accepted."""
         self._hotness.clear()
         self._placements.clear()
         self._placed_hashes = 0
-        self._held.clear()
+        self._won.clear()
 
 
 def _bound(table: dict[int, _Value]) -> int:

@@ -19,18 +19,18 @@ async def keep_deadlines(picker: Picker) -> None:
     The task sleeps until the next deadline, at most one second, and at most 20 ms while requests are queued.
     """
     clock = asyncio.get_running_loop().time
-    first_held = asyncio.Event()
-    picker.on_first_held(first_held.set)
+    first_queued = asyncio.Event()
+    picker.on_first_queued(first_queued.set)
     while True:
         deadline_s = picker.next_deadline()
         if deadline_s is not None and deadline_s <= clock():
             picker.on_deadline(clock())
             deadline_s = picker.next_deadline()
-        first_held.clear()
-        sleep_s = _QUEUED_POLL_S if picker.holding else _POLL_S
+        first_queued.clear()
+        sleep_s = _QUEUED_POLL_S if picker.has_queued else _POLL_S
         if deadline_s is not None:
             # Never zero: a deadline that stays in the past must not block the event loop.
             sleep_s = min(max(deadline_s - clock(), _PAUSE_S), sleep_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(sleep_s):
-                await first_held.wait()
+                await first_queued.wait()

@@ -52,9 +52,9 @@ class ExternalProcessor:
         """Return when no stream is open."""
         await self._idle.wait()
 
-    def hold_no_more(self) -> None:
+    def stop_queueing(self) -> None:
         """Dispatch or reject all queued requests, and queue none from now on."""
-        self._picker.hold_no_more(asyncio.get_running_loop().time())
+        self._picker.stop_queueing(asyncio.get_running_loop().time())
 
     async def _process(self, _: object, context: _Context) -> None:
         """Serve one stream, and close its state machine however the stream ends."""

@@ -117,7 +117,7 @@ class GrpcServers:
         _log.info("Draining", open_requests=self._processor.open_requests, at_most_s=timeout_s)
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(NOTICE_S, timeout_s))
-        self._processor.hold_no_more()
+        self._processor.stop_queueing()
         # The grace period never ends: grpc.aio 1.85 crashes if it ends while another `stop` is running.
         stopping = asyncio.create_task(self._main.stop(_NO_END_S))
         idle = asyncio.create_task(self._processor.idle())

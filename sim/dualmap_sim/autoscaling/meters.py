@@ -86,10 +86,10 @@ class _Slo:
         self._scalings[router].window.add(now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
 
     def held(self, now: float, router: int) -> None:
-        self._scalings[router].window.hold(now)
+        self._scalings[router].window.add_queued(now)
 
     def refused(self, now: float, router: int) -> None:
-        self._scalings[router].window.refuse(now)
+        self._scalings[router].window.add_rejected(now)
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)

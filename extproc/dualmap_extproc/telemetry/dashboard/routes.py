@@ -14,7 +14,7 @@ from typing import Final
 from aiohttp import web
 
 from dualmap_extproc.telemetry.dashboard.feed import EVERY_S, Feed, TooManyWatchers, Watcher
-from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots, Source
+from dualmap_extproc.telemetry.dashboard.snapshot import SnapshotInputs, Snapshots
 
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -40,7 +40,7 @@ _WRITE_TIMEOUT_S: Final = 30.0
 class Dashboard:
     """The dashboard of one router; ``http_status`` adds its ``routes`` to the application."""
 
-    def __init__(self, source: Source, *, every_s: float = EVERY_S) -> None:
+    def __init__(self, source: SnapshotInputs, *, every_s: float = EVERY_S) -> None:
         self._feed = Feed(Snapshots(source), every_s=every_s)
         self._files = _read_files()
 

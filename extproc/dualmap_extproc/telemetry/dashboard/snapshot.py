@@ -33,7 +33,7 @@ Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SnapshotInputs:
     """The inputs of a snapshot: this router's name and version, its pools, their statuses and histories.
 
     ``demand`` returns a pool's demand, summed over all routers, or raises DemandUnknown. ``clock`` gives the time of
@@ -76,7 +76,7 @@ class Snapshots:
     It caches ring shares, which change only with the members.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SnapshotInputs) -> None:
         self._source = source
         self._shares: dict[str, tuple[Pool, frozenset[str], tuple[Mapping[str, float], Mapping[str, float]]]] = {}
 
