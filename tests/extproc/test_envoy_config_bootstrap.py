@@ -224,7 +224,7 @@ def test_usage_script_is_written_line_by_line(tmp_path: Path) -> None:
 
 
 def test_filters_neither_buffer_nor_parse_responses(tmp_path: Path) -> None:
-    """What stands between ext_proc and the router must neither crash on an answer nor wait for its end (ADR 6)."""
+    """The filters neither crash on a response nor buffer it to its end (docs/adr/0006)."""
     filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == ["ext_proc", "lua", "router"]
     script = filters[1]["typed_config"]["default_source_code"]["inline_string"]
