@@ -62,19 +62,18 @@ def read_pools(document: object) -> tuple[Pool, ...]:
 
 
 def check_distinct(pools: Iterable[Pool]) -> None:
-    """Raise PoolError when two pools share a name, or a model name or alias (a request names only its model)."""
+    """Raise PoolError when two pools share a name, or a model name, alias or adapter: a request names only these."""
     ids: set[str] = set()
     owners: dict[str, str] = {}
     for pool in pools:
         if pool.id in ids:
             raise PoolError("metadata.name", pool.id, "a namespace and name that no other pool has")
         ids.add(pool.id)
-        for model in (pool.model.name, *pool.model.aliases):
+        for model in pool.model.names:
             owner = owners.setdefault(model, pool.id)
             if owner != pool.id:
-                raise PoolError(
-                    f"{pool.id}: spec.model", model, f"a model name or alias that pool {owner} does not have"
-                )
+                accepted = f"a model name, alias or adapter that pool {owner} does not have"
+                raise PoolError(f"{pool.id}: spec.model", model, accepted)
 
 
 def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: float = 86_400.0) -> float:
@@ -138,6 +137,17 @@ class _Fields:
         if not isinstance(value, str) or not 0 < len(value) <= longest:
             raise PoolError(self.at(name), value, f"a text of 1 to {longest} characters")
         return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise PoolError(self.at(name), value, "a list of names")
+        for position, text in enumerate(value):
+            if not isinstance(text, str) or not 0 < len(text) <= 253:
+                raise PoolError(f"{self.at(name)}[{position}]", text, "a text of 1 to 253 characters")
+        return tuple(value)
 
     def matching(self, name: str, pattern: re.Pattern[str], accepted: str, default: str | None = None) -> str:
         value = self.get(name)
@@ -223,17 +233,16 @@ def _read_pool(root: _Fields) -> Pool:
 
 
 def _read_model(fields: _Fields) -> Model:
-    name = fields.text("name")
-    aliases = fields.get("aliases")
-    if aliases is None:
-        aliases = []
-    if not isinstance(aliases, list):
-        raise PoolError(fields.at("aliases"), aliases, "a list of names")
-    for position, alias in enumerate(aliases):
-        if not isinstance(alias, str) or not 0 < len(alias) <= 253:
-            raise PoolError(f"{fields.at('aliases')}[{position}]", alias, "a text of 1 to 253 characters")
+    model = Model(name=fields.text("name"), aliases=fields.texts("aliases"), adapters=fields.texts("adapters"))
     fields.refuse_others()
-    return Model(name=name, aliases=tuple(aliases))
+    taken = {model.name, *model.aliases}
+    for position, adapter in enumerate(model.adapters):
+        if adapter in taken:
+            raise PoolError(
+                f"{fields.at('adapters')}[{position}]", adapter, "a name that is no alias, other adapter or the model's"
+            )
+        taken.add(adapter)
+    return model
 
 
 def _read_engine(fields: _Fields) -> Engine:

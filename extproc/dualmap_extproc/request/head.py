@@ -6,6 +6,7 @@ a header outlives its reading.
 
 from collections.abc import Container
 
+from dualmap.prompts.api import Api, api_of
 from dualmap_extproc.errors import (
     Refused,
     encoding_unsupported,
@@ -22,22 +23,24 @@ from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 # The headers that are read besides those that name sessions.
-_READ = frozenset({":method", "content-length", "content-encoding", "content-type"})
+_READ = frozenset({":method", ":path", "content-length", "content-encoding", "content-type"})
 _METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
 
 
 class RequestHead:
     """One request's headers and the endpoints it may use.
 
-    ``content_length`` is 0 where it is not said. ``unacceptable`` is what to answer where the request cannot be served
-    at all, ``unreadable`` what to answer should a body come that the headers say cannot be read. ``strip`` names the
-    headers that only the router may set. ``kept`` are the session headers among them, by lower-case name.
+    ``api`` is the API that the path names. ``content_length`` is 0 without a content-length header. ``unacceptable`` is
+    the answer to a request that cannot be served at all, ``unreadable`` the answer if a body arrives that the headers
+    describe as unreadable. ``strip`` names the headers that only the router may set. ``kept`` are the session headers
+    among them, by lower-case name.
     """
 
-    __slots__ = ("content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
+    __slots__ = ("api", "content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
 
     def __init__(self) -> None:
         self.method = b""
+        self.api = Api.UNKNOWN
         self.content_length = 0
         self.unacceptable: Refused | None = None
         self.unreadable: Refused | None = None
@@ -66,6 +69,8 @@ class RequestHead:
     def _take(self, key: str, value: bytes) -> None:
         if key == ":method":
             self.method = value
+        elif key == ":path":
+            self.api = api_of(value.decode("latin-1"))
         elif key == "content-length":
             self.content_length = int(value) if value.isdigit() and len(value) < 20 else 0
         elif key == "content-encoding":

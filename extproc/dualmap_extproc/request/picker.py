@@ -15,6 +15,7 @@ from itertools import count
 
 from dualmap.keys.sessions import session_key
 from dualmap.pools.pool import Pool
+from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.news import News, SharedBinding
@@ -125,7 +126,7 @@ class Picker:
             elif router.pool != pool:
                 router.on_pool(now, pool)
             routers[pool.id] = router
-            for name in (pool.model.name, *pool.model.aliases):
+            for name in pool.model.names:
                 models.setdefault(name, router)
         self._routers, self._models = routers, models
         self._max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
@@ -154,20 +155,22 @@ class Picker:
         *,
         headers: Mapping[str, str],
         resume: Callable[[Picked | Refused], None],
+        api: Api = Api.UNKNOWN,
     ) -> Picked | Refused | Waiting:
         """Choose the instance for a request that arrived at ``arrived_s``; enter it in the books under a new id.
 
         ``headers`` holds those of ``session_headers`` that the request has. A request that is held is answered by
         ``resume``, once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
         """
-        prompt = read_body(body)
+        prompt = read_body(body, api)
         if isinstance(prompt, Refused):
             return self.refuse(prompt)
         router = self._models.get(prompt.model)
         if router is None:
             return self.refuse(model_not_found(prompt.model))
         pool = router.pool
-        root = chain_root(model=pool.model.name, lora=prompt.lora, cache_salt=prompt.cache_salt)
+        lora = pool.model.adapter_of(prompt.model) or prompt.lora
+        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
         request = Request(
             id=f"{self._id_prefix}-{next(self._sequence)}",
             chain=chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens),

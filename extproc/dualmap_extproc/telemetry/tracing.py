@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from dualmap.prompts.api import Api
 from dualmap.requests import Decision
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused
@@ -164,18 +165,19 @@ class TracedPicker(Picker):
         *,
         headers: Mapping[str, str],
         resume: Callable[[Picked | Refused], None],
+        api: Api = Api.UNKNOWN,
     ) -> Picked | Refused | Waiting:
         """Choose as Picker does, and make the span once it is decided."""
         begun = self._tracing.begin(headers, age_s=now - arrived_s)
         if begun is None:
-            return super().pick(now, body, subset, arrived_s, headers=headers, resume=resume)
+            return super().pick(now, body, subset, arrived_s, headers=headers, resume=resume, api=api)
 
         def resumed(outcome: Picked | Refused) -> None:
             self._begun.pop(begun.request_id, None)
             self._tracing.end(begun, outcome)
             resume(outcome)
 
-        outcome = super().pick(now, body, subset, arrived_s, headers=headers, resume=resumed)
+        outcome = super().pick(now, body, subset, arrived_s, headers=headers, resume=resumed, api=api)
         if isinstance(outcome, Waiting):
             begun.request_id, begun.held_s = outcome.request_id, time.monotonic()
             self._begun[outcome.request_id] = begun
