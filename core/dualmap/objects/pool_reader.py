@@ -239,7 +239,9 @@ def _read_model(fields: _Fields) -> Model:
     for position, adapter in enumerate(model.adapters):
         if adapter in taken:
             raise PoolError(
-                f"{fields.at('adapters')}[{position}]", adapter, "a name that is no alias, other adapter or the model's"
+                f"{fields.at('adapters')}[{position}]",
+                adapter,
+                "a name that is neither the model nor an alias, given once",
             )
         taken.add(adapter)
     return model

@@ -2,7 +2,6 @@
 
 from enum import Enum, auto
 from typing import Final
-from urllib.parse import unquote
 
 
 class Api(Enum):
@@ -39,10 +38,6 @@ _RENDER: Final = "/render"
 
 
 def api_of(path: str) -> Api:
-    """Return the API that a request's ``:path`` names; a prefix before it, such as a gateway's, is accepted."""
-    route = path.partition("?")[0]
-    if "%" in route:
-        # Engines decode the path before they match it: an encoded letter must not hide the API.
-        route = unquote(route)
-    route = route.rstrip("/").removesuffix(_RENDER)
+    """Return the API that a decoded path names; a prefix before it, such as a gateway's, is accepted."""
+    route = path.partition("?")[0].rstrip("/").removesuffix(_RENDER)
     return next((PATHS[end] for end in _LONGEST_FIRST if route.endswith(end)), Api.UNKNOWN)

@@ -5,6 +5,7 @@ a header outlives its reading.
 """
 
 from collections.abc import Container
+from urllib.parse import unquote_to_bytes
 
 from dualmap.prompts.api import Api, api_of
 from dualmap_extproc.errors import (
@@ -70,7 +71,8 @@ class RequestHead:
         if key == ":method":
             self.method = value
         elif key == ":path":
-            self.api = api_of(value.decode("latin-1"))
+            # Engines decode the path before they match it: an encoded letter must not hide the API.
+            self.api = api_of(unquote_to_bytes(value).decode("latin-1") if b"%" in value else value.decode("latin-1"))
         elif key == "content-length":
             self.content_length = int(value) if value.isdigit() and len(value) < 20 else 0
         elif key == "content-encoding":
