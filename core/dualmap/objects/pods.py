@@ -1,9 +1,8 @@
-"""What a Kubernetes pod says of itself, by the rules that router and operator share: does it serve, is it ending.
+"""Kubernetes pods to the facts that router and operator share: whether a pod serves, and whether it terminates.
 
-The operator decides by these who is on the rings (``dualmap_operator.decide.pod_reading``), the router whom it may
-pick before the
-operator has said so; were they of two minds, a request could go where nobody answers. Bodies are the API's JSON.
-Anybody may have made the pods, so nothing in a body raises: what cannot be read counts as not there.
+The operator puts pods on the rings by these facts (``dualmap_operator.decide.pod_reading``). The router stops picking
+a pod by them before the operator updates the ring. Bodies are the API's JSON. Any user may have created the pods, so
+no content of a body raises: a field that cannot be read counts as absent.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any, Final
 from dualmap.objects.pool_reader import GROUP
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
-"""The readiness gate by which the operator holds a pod's Kubernetes readiness until it is on the rings."""
+"""The readiness gate that keeps a pod unready in Kubernetes until the operator has put it on the rings."""
 _ENDED: Final = ("Failed", "Succeeded")
 _UID_SHOWN: Final = 8
 _MAX_RESTARTS: Final = 2**31
@@ -22,14 +21,14 @@ _MAX_RESTARTS: Final = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFacts:
-    """What matters of one pod.
+    """The facts about one pod that routing and draining use.
 
-    ``serving`` is whether its engine can take requests: containers ready, every readiness gate but ours true, its node
-    not lost. It says nothing of ``terminating``: a pod that is being deleted serves what it has for a while.
-    ``serving_since`` is the latest transition (RFC 3339, as the API wrote it) among the conditions that decide it;
-    empty where there is none. ``ready`` is Kubernetes' own word, our gate included; ``in_ring`` our gate's, None for a
-    pod without the gate. ``incarnation`` is another after each restart of a container, and in each pod; empty if
-    unknown. ``address`` is empty until the pod has one.
+    ``serving`` is whether its engine can take requests: containers ready, every readiness gate but the in-ring gate
+    true, its node not lost. It is independent of ``terminating``: a pod that is being deleted still finishes its
+    requests. ``serving_since`` is the latest transition among the conditions that decide it (RFC 3339, as the API wrote
+    it), empty without one. ``ready`` is the pod's Ready condition, which includes the in-ring gate. ``in_ring`` is that
+    gate, None for a pod without it. ``incarnation`` differs between pods and after each restart of a container; empty
+    if unknown. ``address`` is empty until the pod has one.
     """
 
     name: str
@@ -55,7 +54,7 @@ class _Condition:
 
 
 def pod_facts(body: Mapping[str, Any]) -> PodFacts:
-    """Read a pod; whatever the body is, this returns."""
+    """Return the facts of a pod; never raises."""
     metadata, spec, status = (mapping_in(body, key) for key in ("metadata", "spec", "status"))
     conditions = _conditions(status)
     gates = [text_in(gate, "conditionType") for gate in mappings_in(spec, "readinessGates")]
@@ -82,19 +81,19 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
 
 
 def mapping_in(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping that stands at ``key``; an empty one if there is none."""
+    """Return the mapping at ``key``; an empty one for any other value."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def mappings_in(mapping: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings in the list that stands at ``key``; none if it is no list."""
+    """Return the mappings in the list at ``key``; none for any other value."""
     value = mapping.get(key)
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def text_in(mapping: Mapping[str, Any], key: str) -> str:
-    """Return the text that stands at ``key``; an empty one if there is none."""
+    """Return the text at ``key``; an empty one for any other value."""
     value = mapping.get(key)
     return value if isinstance(value, str) else ""
 
@@ -111,7 +110,7 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 
 
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
-    """Return whether somebody other than the pod's kubelet took its readiness away.
+    """Return whether the control plane, and not the pod's kubelet, made the pod unready.
 
     When a node stops reporting, the control plane makes Ready false, without a reason, and leaves ContainersReady as
     it was. A kubelet that makes Ready false says why: that our gate is closed, for one. With one that does not, Ready

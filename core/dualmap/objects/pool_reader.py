@@ -1,9 +1,9 @@
-"""InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values: one reader, two sources.
+"""InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values.
 
-Every refusal is a PoolError that names the field's path, the value found and what is accepted. Unknown fields
-under ``spec`` and of a ring's members are refused too, since a misspelt one would otherwise be a setting silently
-ignored; ``metadata``, the rest of ``status`` and ``spec.workload`` may hold anything, so that what
-``kubectl get dmpool -o yaml`` prints can be used as it is.
+Every error is a PoolError that names the field's path, the value found and the values accepted. Unknown fields under
+``spec`` and of a ring's members are errors too: a misspelled setting must not be ignored. ``metadata``, the rest of
+``status`` and ``spec.workload`` may hold anything, so that the output of ``kubectl get dmpool -o yaml`` is accepted
+unchanged.
 """
 
 import re
@@ -89,11 +89,11 @@ def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: f
 
 
 class _Fields:
-    """A mapping with its path: each accessor reads one field, checks it, and names it in what it raises."""
+    """A mapping and its path. Each accessor returns one checked field, or raises a PoolError with the field's path."""
 
     def __init__(self, value: object, path: str) -> None:
         if value is None and path:
-            value = {}  # `slo:` with nothing after it is how YAML spells an empty mapping.
+            value = {}  # In YAML, `slo:` without a value is null.
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise PoolError(path or "document", value, "a mapping of field names to values")
         self.raw: Mapping[str, object] = value
@@ -372,7 +372,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             )
         members[member.id] = member
         endpoints[member.endpoint] = member.id
-    # The file's order must never matter: not to the rings, not to ties, not to round robin.
+    # The order in the file must not affect rings, ties or round robin.
     return tuple(sorted(members.values(), key=lambda member: member.id))
 
 
@@ -387,13 +387,13 @@ def _read_address(fields: _Fields) -> str:
 
 
 def _shown_name(name: str) -> str:
-    """Return a field's name as one short line: a file may call an unknown field anything."""
+    """Return a field's name as one short printable line, since an unknown field may have any name."""
     shown = name if name.isprintable() else repr(name)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _spell_s(seconds: float) -> str:
-    """Spell a bound the way it would be written in a pool."""
+    """Return a bound as a pool spells durations."""
     for unit in ("h", "m", "s"):
         if seconds >= _UNIT_S[unit] and seconds % _UNIT_S[unit] == 0:
             return f"{seconds / _UNIT_S[unit]:g}{unit}"
