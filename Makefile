@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 IMAGE ?= ghcr.io/dualmap/dualmap:0.1.0
+# Certificates as the machine has them: a company's proxy may have its own.
+export UV_SYSTEM_CERTS := 1
 INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
 $(BIN)/python:
@@ -42,14 +44,14 @@ test: lint wheel-test ## everything: lint, unit tests on the built wheel, comman
 	@$(BIN)/pytest e2e/test_faults_*.py
 
 unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k hotness")
-	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests)
+	@$(BIN)/pytest --numprocesses 2 $(or $(ARGS),tests testing/tests/unit)
 
 e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
-	@e2e/controlplane/netns.sh $(BIN)/pytest e2e/controlplane $(ARGS)
+	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest testing/tests/control_plane e2e/controlplane $(ARGS)
 
 controlplane: $(VENV)/.dev # what e2e needs: a control plane's programs, the chart's images
 	@e2e/debian.sh
-	@$(BIN)/python e2e/controlplane/build.py >/dev/null
+	@$(BIN)/python testing/emulated_cluster/control_plane/build.py >/dev/null
 	@$(BIN)/python e2e/controlplane/images.py >/dev/null || echo "make: the tests that need the images are skipped" >&2
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers

@@ -96,7 +96,7 @@ def cost(members: int, policy: str, chains: list[BlockChain], *, loaded: bool) -
         now, name = n * 1e-3, str(n)
         request = Request(id=name, chain=chain, arrived_s=now)
         began_s = time.perf_counter()
-        decision = router.on_request(now, request)
+        decision = router.on_request(now, request).answer
         chosen_s = time.perf_counter()
         if not loaded:
             # It would show that what was handed over before was lost, and end the backlog.

@@ -11,9 +11,8 @@ from itertools import product
 import click
 from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
 
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Routing, Session, SessionMigration
-from dualmap.replicas.news import News
+from dualmap.replicas.news import HotnessCounts, News
 from dualmap_extproc.store.codec import encode_news
 from dualmap_sim.cluster import Exchange, Record, Replica, everything
 from dualmap_sim.summary import Summary, summarise
@@ -92,7 +91,7 @@ class Reuse:
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="A small part of everything, in about a minute.")
+@click.option("--quick", is_flag=True, help="Measure a small part of every section, in about a minute.")
 def main(quick: bool) -> None:
     """Measure one to four routers in virtual time, and print the tables."""
     samples = SAMPLES[:1] if quick else SAMPLES

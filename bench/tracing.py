@@ -14,11 +14,12 @@ from bench.decisions import pool_of
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.telemetry.tracing import TracedPicker, Tracing
+from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, Tracing
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 ROUNDS = 400
@@ -78,12 +79,16 @@ def main(arguments: list[str], prog_name: str) -> None:
 
 @click.command()
 def _command() -> None:
-    """What spans cost: a request's way through the router's state machine with and without, as ratios."""
+    """Measure the cost of spans: process requests in the router with and without tracing, and print the ratios."""
     limits = Limits()
     metrics = Metrics(version="0", replica_id="bench")
     tracing = Tracing(Nowhere(), replica_id="bench", version="0")
-    plain = Picker(limits, metrics, id_prefix="p")
-    traced = TracedPicker(limits, metrics, id_prefix="t", tracing=tracing)
+    observations, observations_traced = FanOut(), FanOut()
+    metrics.subscribe(observations)
+    for subscriber in (metrics, tracing):
+        subscriber.subscribe(observations_traced)
+    plain = Picker(limits, observations.report, id_prefix="p")
+    traced = Picker(limits, observations_traced.report, id_prefix="t", trace_headers=TRACE_HEADERS)
     for picker in (plain, traced):
         picker.set_pools(0.0, [pool_of(MEMBERS, "dualmap")])
     kinds = {

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(3)]
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
-TAKEN_UP = "changed certificate files taken up"
-REFUSED = "certificate files refused"
+TAKEN_UP = "Loaded changed certificate files"
+REFUSED = "Keeping last valid certificates"
 DECISION = "x-dualmap-decision"
 
 modes = pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.FULL_DUPLEX], ids=lambda mode: mode.value)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from controlplane.cluster import Cluster
 from controlplane.helm import references
 from controlplane.images import ImagesError, build
-from controlplane.kubelet.fixtures import kubelet_on
-from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.kubelet.roots import Image, why_not
-from controlplane.services import Services
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.fixtures import kubelet_on
+from emulated_cluster.kubelet.isolation.roots import Image, why_not
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
+from emulated_cluster.services.services import Services
 
 
 @pytest.fixture(scope="module", name="kubelet")

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from controlplane.build import GAIE_CRD, binaries_folder
-from controlplane.cluster import Cluster
-from controlplane.programs import wait_until
+from emulated_cluster.control_plane.build import GAIE_CRD, binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.programs import wait_until
 
 NAME = "inferencepools.serving.dualmap.dev"
 FILE = Path(__file__).parents[2] / "crds" / "serving.dualmap.dev_inferencepools.yaml"

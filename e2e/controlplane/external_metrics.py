@@ -19,9 +19,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from controlplane.certificates import Authority
-from controlplane.cluster import Cluster
-from controlplane.programs import wait_until
+from emulated_cluster.control_plane.certificates import Authority
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.programs import wait_until
 
 GROUP_VERSION = "external.metrics.k8s.io/v1beta1"
 _API_SERVICE = "v1beta1.external.metrics.k8s.io"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from controlplane import crds, external_metrics
-from controlplane.build import KEDA_CRDS, binaries_folder
-from controlplane.certificates import Authority
-from controlplane.cluster import Cluster
-from controlplane.names import DOMAIN
 from controlplane.product import Product
-from controlplane.programs import Program
+from emulated_cluster.control_plane.build import KEDA_CRDS, binaries_folder
+from emulated_cluster.control_plane.certificates import Authority
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.programs import Program
+from emulated_cluster.services.names import DOMAIN
 
 NAMESPACE = "keda"
 # An empty WATCH_NAMESPACE is all of them; a missing one is refused.

@@ -1,7 +1,7 @@
 """The product on the control plane: operator, routers and Envoy as processes, a pool of simulated engines as pods.
 
 Everything runs as a user would have it: the CRD and RBAC of the repository, service accounts' tokens, ``envoy-config``
-on what kubectl prints. The tests of issue 6's promises share it; ``harness.traffic`` is what loads it.
+on what kubectl prints. The tests of docs/operator.md's promises share it; ``harness.traffic`` is what loads it.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from typing import Any, Self
 import aiohttp
 
 from controlplane import crds
-from controlplane.cluster import Cluster
 from controlplane.history import History
 from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
 from harness.stack import Router

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from controlplane import crds
-from controlplane.build import binaries_folder
-from controlplane.cluster import Cluster
-from controlplane.kubelet.fixtures import kubelet_on
-from controlplane.kubelet.process_kubelet import ProcessKubelet
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
 from dualmap_operator.decide.spec import read_spec
 from dualmap_operator.decide.status import status_document, time_text
 from dualmap_operator.decide.workload.children import children
 from dualmap_operator.names import IN_RING_GATE
+from emulated_cluster.control_plane.build import binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.fixtures import kubelet_on
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 _ROOT = Path(__file__).parents[2]
 _RECORDED = _ROOT / "tests" / "controlplane" / "recorded"

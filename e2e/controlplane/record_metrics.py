@@ -2,7 +2,8 @@
 
 Two routers with Redis, an operator, three simulated engines and an Envoy on the real control plane, under the clients
 of ``harness.traffic``; two scrapes a minute apart. Run it when an alert or a chart asks for another metric, after
-``build.py``: ``PYTHONPATH=e2e:tests e2e/controlplane/netns.sh .venv/bin/python e2e/controlplane/record_metrics.py``.
+``make controlplane``: ``PYTHONPATH=e2e:tests:testing testing/emulated_cluster/control_plane/netns.sh .venv/bin/python
+e2e/controlplane/record_metrics.py``.
 """
 
 import asyncio
@@ -17,10 +18,10 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from controlplane.build import binaries_folder
-from controlplane.cluster import Cluster
-from controlplane.kubelet.fixtures import kubelet_on
 from controlplane.product import SYSTEM, Product, pool_manifest
+from emulated_cluster.control_plane.build import binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.fixtures import kubelet_on
 
 ROOT = Path(__file__).parents[2]
 _RECORDED = ROOT / "tests" / "chart" / "recorded" / "series.json"

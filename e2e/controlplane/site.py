@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 
 from controlplane import crds
-from controlplane.cluster import Cluster
 from controlplane.helm import CHART, Helm, references
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.traffic import Traffic
 from harness.waiting import until
 

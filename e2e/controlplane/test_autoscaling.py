@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from controlplane import external_metrics, waves
-from controlplane.cluster import Cluster
 from controlplane.product import Product
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.traffic import failed
 
 METRIC = "dualmap_pool_desired_replicas"

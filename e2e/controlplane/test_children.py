@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 
 from controlplane import crds
-from controlplane.cluster import Cluster
 from dualmap_operator.decide.spec import PoolSpec, read_spec
 from dualmap_operator.decide.workload.children import children
+from emulated_cluster.control_plane.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 ENGINE = {"name": "engine", "image": "vllm/vllm-openai:v0.32.0"}

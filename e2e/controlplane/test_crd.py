@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from controlplane import crds
-from controlplane.cluster import Cluster
 from dualmap.objects.pool_reader import read_pools
 from dualmap_operator.decide.spec import read_spec
+from emulated_cluster.control_plane.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 CRD_FILE = ROOT / "crds" / "serving.dualmap.dev_inferencepools.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controlplane import crds
-from controlplane.cluster import Cluster
+from emulated_cluster.control_plane.cluster import Cluster
 
 STATUS = {
     "replicas": 5,

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from controlplane import crds
-from controlplane.build import binaries_folder
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
-from controlplane.cluster import Cluster
 from controlplane.helm import Helm, binary, references
-from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.site import CRD, RELEASE, pool_of_engines
 from doc_commands import ROOT, commands
+from emulated_cluster.control_plane.build import binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from harness.waiting import until
 
 INSTALL = (

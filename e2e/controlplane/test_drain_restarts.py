@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from controlplane.between import Between
-from controlplane.cluster import Cluster
 from controlplane.history import Shrink
 from controlplane.product import Product, pool_manifest
+from emulated_cluster.control_plane.between import Between
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.traffic import failed, tally
 
 Status = dict[str, Any]

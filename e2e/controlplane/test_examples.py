@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from controlplane import crds
-from controlplane.build import LWS_CRD, binaries_folder
-from controlplane.cluster import Cluster
-from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.product import Product
+from emulated_cluster.control_plane.build import LWS_CRD, binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "examples").glob("*.yaml"))
 DEFINITIONS = {

@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from controlplane import crds, external_metrics
-from controlplane.cluster import Cluster
-from controlplane.programs import wait_until
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.telemetry.metrics import Metrics
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.programs import wait_until
 
 HPA = Path(__file__).parents[2] / "manifests" / "examples" / "hpa.yaml"
 POOL = f"{crds.NAME}/qwen"
@@ -82,7 +82,7 @@ class Wish(Demand):
         self._pool = pool
         self.replicas = 2.0
 
-    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+    def signals(self, statuses: Sequence[PoolSnapshot]) -> Mapping[str, PoolSignals]:
         return {
             self._pool: PoolSignals(
                 pending_prefill_tokens_per_endpoint=0.0,
@@ -99,7 +99,8 @@ class Router(ThreadingHTTPServer):
     def __init__(self, pool: str) -> None:
         super().__init__(("127.0.0.1", 0), _MetricsPage)
         self._demand = Wish(pool)
-        self.metrics = Metrics(version="1", replica_id="router", demand=self._demand)
+        self.signals = self._demand.signals
+        self.metrics = Metrics(version="1", replica_id="router")
 
     @property
     def wish(self) -> float:
@@ -126,7 +127,7 @@ class _MetricsPage(BaseHTTPRequestHandler):
     server: Router
 
     def do_GET(self) -> None:
-        body = self.server.metrics.render([], self.server.metrics.signals([]))
+        body = self.server.metrics.render([], self.server.signals([]))
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from controlplane.build import binaries_folder
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
-from controlplane.cluster import Cluster
 from controlplane.helm import binary
-from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.site import DECISION, POOL, RELEASE, Site
+from emulated_cluster.control_plane.build import binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 _TEST_S = 900
 

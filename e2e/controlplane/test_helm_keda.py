@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from controlplane import keda, waves
-from controlplane.build import binaries_folder
 from controlplane.chart_node import chart_kubelet  # noqa: F401  # pytest finds fixtures by import
-from controlplane.cluster import Cluster
 from controlplane.helm import binary
-from controlplane.kubelet.process_kubelet import ProcessKubelet
-from controlplane.services import NAMESERVER
 from controlplane.site import CRD, POOL, RELEASE, Site, until_so
+from emulated_cluster.control_plane.build import binaries_folder
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
+from emulated_cluster.services.services import NAMESERVER
 from harness.traffic import Exchange, failed, tally
 
 HPA = f"horizontalpodautoscaler.autoscaling/keda-hpa-{POOL}"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from controlplane import crds
-from controlplane.cluster import Cluster
-from controlplane.programs import wait_until
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.programs import wait_until
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 SYSTEM = "dualmap-system"

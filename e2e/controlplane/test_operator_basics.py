@@ -12,7 +12,7 @@ from harness.waiting import until
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
-# Of the contract: how soon another operator has taken over, and one that is told to stop has ended.
+# How soon another operator has taken over, and one that is told to stop has ended.
 TAKE_OVER_S = 20.0
 STOP_S = 15.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from controlplane.cluster import Cluster
-from controlplane.kubelet.fixtures import kubelet_on
-from controlplane.kubelet.process_kubelet import ProcessKubelet
 from controlplane.product import Operator, Product, pool_manifest
+from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.kubelet.fixtures import kubelet_on
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from harness.traffic import failed, tally
 from harness.waiting import until
 

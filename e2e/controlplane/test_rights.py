@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from controlplane.cluster import Cluster
 from controlplane.product import SYSTEM, Product, pool_manifest
+from emulated_cluster.control_plane.cluster import Cluster
 
 ACCOUNTS = ("dualmap-operator", "dualmap-router")
 Right = tuple[str, str, str]

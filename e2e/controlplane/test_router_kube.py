@@ -14,14 +14,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from controlplane.between import Between
-from controlplane.cluster import Cluster
 from controlplane.product import Product
+from emulated_cluster.control_plane.between import Between
+from emulated_cluster.control_plane.cluster import Cluster
 from harness.stack import Router
 from harness.waiting import until
 
 POOLS = "inferencepools"
-# A watch that is cut without a word is given up after 55 s of silence (``reflector.Patience``).
+# A watch that is cut without a word is given up after 55 s of silence (``edge.kube.watch.WatchPolicy``).
 NOTICED_S = 90.0
 SOON_S = 30.0
 

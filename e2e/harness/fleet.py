@@ -16,9 +16,11 @@ from dualmap.requests import Usage
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.observations import FanOut
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.dashboard.snapshot import Source
 from dualmap_extproc.telemetry.http_status import StatusServer
@@ -41,9 +43,12 @@ class Fleet:
         self._every_s = every_s
         self._clock = asyncio.get_running_loop().time
         self._demand = Demand()
-        self.metrics = Metrics(version="0.0", replica_id="router-0", demand=self._demand)
-        self.recorder = Recorder(self.metrics)
-        self.picker = Picker(Limits(), self.recorder, id_prefix="fleet")
+        self.metrics = Metrics(version="0.0", replica_id="router-0")
+        self.histories = Histories()
+        observations = FanOut()
+        for subscriber in (self.metrics, self._demand, self.histories):
+            subscriber.subscribe(observations)
+        self.picker = Picker(Limits(), observations.report, id_prefix="fleet")
         self._free_s: dict[str, float] = {}
         self._cached: dict[str, set[int]] = {}
         self.adopt(self.pools)
@@ -52,6 +57,7 @@ class Fleet:
         """Have other pools from now on."""
         self.pools = tuple(pools)
         self.metrics.set_pools(self.pools)
+        self._demand.set_pools(self.pools)
         self.picker.set_pools(self._clock(), self.pools)
 
     @asynccontextmanager
@@ -63,12 +69,16 @@ class Fleet:
             pools=lambda: self.picker.pools,
             statuses=self.picker.statuses,
             demand=PoolDemand(self._demand, self.picker.statuses, shares=False).total,
-            recorder=self.recorder,
+            histories=self.histories,
             clock=time.time,
         )
         dashboard = Dashboard(source, every_s=self._every_s)
         server = StatusServer(
-            router="router-0", statuses=self.picker.statuses, metrics=self.metrics, dashboard=dashboard
+            router="router-0",
+            statuses=self.picker.statuses,
+            signals=self._demand.signals,
+            metrics=self.metrics,
+            dashboard=dashboard,
         )
         self.url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}/"
         try:

@@ -1,1 +1,5 @@
-"""The data path: an Envoy ext_proc endpoint picker, its endpoint discovery, access-log sink and metrics."""
+"""The router: an Envoy endpoint picker (ext_proc) over one or more pools.
+
+Rooms import downwards only: app; transport, telemetry, envoy, store, pools; autoscaling; request; wire, settings,
+errors; names. An import contract in pyproject.toml orders them.
+"""

@@ -1,4 +1,4 @@
-"""The router's settings: parsed once from the command line (``main``), frozen, handed out in parts."""
+"""The router's settings, parsed once from the command line (``main``)."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,29 +7,29 @@ from typing import Final
 from dualmap.errors import DualMapError
 from dualmap_edge.logs import LogFormat
 
-# What a router may be called, since its name is part of request ids, metrics and keys in Redis: as long as a host name.
+# The longest replica id, which is part of request ids, metrics and keys in Redis: the length of a host name.
 REPLICA_ID_CHARACTERS: Final = 253
 
 
 class TracingError(DualMapError):
-    """Spans cannot be exported as they are set up; the message says what is wrong."""
+    """The settings for exporting spans are wrong; the message says how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one stream may cost.
+    """The most that one stream may use, and how long a stream waits for its client.
 
-    ``body_bytes`` is the largest request body that is routed (above it: 413). More than ``headers`` headers, more than
-    ``header_bytes`` of them, or more than ``subset_bytes`` about the endpoints a request may use are refused (400);
-    Envoy's own limits are far below. A session named by more than ``session_characters`` is none. A log line that may
-    quote a prompt quotes ``quoted_characters`` of it. ``chunk_bytes`` is the largest piece of a body streamed back in
-    FULL_DUPLEX_STREAMED (PROTOCOLS section 1: Envoy takes at most 62 000 B). ``ended_requests`` is how many ended
-    requests are remembered, so that usage which the access log reports later is still counted. ``silence_s`` is how
-    long a body that looks whole may lack its end of stream before it is taken for one with trailers, ``pause_s`` how
-    long any other body may pause before it is looked at whether more can come, ``stalled_s`` by how much a pause may
-    exceed the pools' longest wait: the generated Envoy configuration waits 15 s more than that for us (``stream``).
-    ``news_s`` is how often a response that passes through us is reported to be going on; the ledger forgets a request
-    after ten minutes without news.
+    ``body_bytes`` is the largest request body (above: 413). ``headers``, ``header_bytes`` and ``subset_bytes`` limit a
+    request's headers and its list of allowed endpoints (above: 400); Envoy's own limits are far lower. A session name
+    above ``session_characters`` is ignored. ``quoted_characters`` is the most of a prompt that a log line quotes.
+    ``chunk_bytes`` is the largest piece of a body sent back in FULL_DUPLEX_STREAMED; Envoy accepts up to 62 000 B.
+    ``ended_requests`` is how many ended requests are kept for usage that the access log reports later.
+
+    ``silence_s`` is how long a body that looks complete may lack its end before the router decides (``stream``).
+    ``pause_s`` is how long any other body may pause before the router checks whether it can continue. ``stalled_s`` is
+    by how much a pause may exceed the pools' longest queue.maxWait; the generated Envoy configuration waits 15 s more
+    than that queue.maxWait. ``news_s`` is the interval of reports that a response is still passing through the router;
+    the picker forgets a request after ten minutes without a report.
     """
 
     body_bytes: int = 16 * 1024 * 1024
@@ -48,11 +48,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """Where the state shared between routers is kept.
+    """The Redis that keeps the state shared between replicas.
 
-    ``url`` is ``redis://``, ``rediss://`` (TLS) or ``unix://``; a password given apart from it is preferred, so that
-    none need stand in a command line. ``ca_file`` is what a TLS server's certificate is checked against (None: the
-    system's).
+    ``url`` is ``redis://``, ``rediss://`` (TLS) or ``unix://``. ``password`` overrides the one in the URL, so that the
+    command line need not show it. ``ca_file`` verifies the server's certificate (None: the system's CAs).
     """
 
     url: str = field(repr=False)
@@ -62,19 +61,19 @@ class RedisSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubeSettings:
-    """Which InferencePools of a Kubernetes API are served: those of one namespace, or of all (None)."""
+    """Serve the InferencePools of a Kubernetes API, in one namespace or in all (None)."""
 
     namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What ``dualmap router`` was told. Port 0 is any free port; ``tls`` is off, self-signed or a folder.
+    """The settings of ``dualmap router``. Port 0 is any free port; ``tls`` is off, self-signed or a folder.
 
-    Pools come from the files ``pools``, or from the Kubernetes API where ``kube`` says which.
-    ``tls_client_ca`` is what clients' certificates are checked against (None: clients need none). ``redis`` is None for
-    a router that is alone. ``log_prompts`` lets debug logs quote headers and prompts. Spans are sent to
-    the OpenTelemetry collector at ``otlp_endpoint`` (None: none are made). ``dashboard`` is served on the metrics port.
+    The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
+    verifies clients' certificates (None: clients need none). ``redis`` is None for a single router. ``log_prompts``
+    lets debug logs quote headers and prompts. The router sends spans to the OpenTelemetry collector at
+    ``otlp_endpoint`` (None: it makes none), and serves the ``dashboard`` on the metrics port.
     """
 
     pools: tuple[Path, ...] = ()

@@ -6,8 +6,8 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from dualmap_extproc import names
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry, read_entry, read_id
-from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
+from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.wire import access_log_pb2 as wire
 from fuzz.source import Source
 

@@ -4,11 +4,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Member, Model, Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
-from dualmap.requests import Refusal, Request
+from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
+from dualmap.requests import Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_extproc.store.codec import LONGEST_S, UnreadableNews, decode_news, encode_news
 from fuzz.source import Source
@@ -54,12 +53,12 @@ def _check_times(news: News) -> None:
 
 def _check_taken(news: News) -> None:
     """Whatever another replica says, requests are routed, and what this one says of them can be sent."""
-    router = PoolRouter(_POOL, shares=True)
+    router = PoolRouter(_POOL, replicated=True)
     router.on_news(1.0, "peer", news, 0.5)
     router.on_bindings(1.0, news.bindings)
     session = news.bindings[0].session if news.bindings else 1
-    outcome = router.on_request(1.5, Request(id="r", chain=_CHAIN, arrived_s=1.5, session=session))
-    assert not isinstance(outcome, Refusal)
+    outcome = router.on_request(1.5, Request(id="r", chain=_CHAIN, arrived_s=1.5, session=session)).answer
+    assert not isinstance(outcome, Rejection)
     decode_news(encode_news(router.take_news(2.0)))
     router.on_aborted(2.0, "r")
     status = router.status()

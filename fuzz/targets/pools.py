@@ -9,7 +9,7 @@ import yaml
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.requests import Decision, Held, Refusal, Request
+from dualmap.requests import Decision, Queued, Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 from fuzz import trees
@@ -75,7 +75,7 @@ def _check_routes(pool: Pool) -> None:
     router = PoolRouter(pool)
     root = chain_root(model=pool.model.name)
     chain = chain_blocks(_TEXT, root=root, block_tokens=pool.routing.prefix.block_tokens)
-    outcome = router.on_request(1.0, Request(id="r", chain=chain, arrived_s=1.0))
+    outcome = router.on_request(1.0, Request(id="r", chain=chain, arrived_s=1.0)).answer
     endpoints = {member.endpoint for member in pool.members}
     match outcome:
         case Decision():
@@ -83,11 +83,11 @@ def _check_routes(pool: Pool) -> None:
             assert set(outcome.endpoints) <= endpoints
             outcome.receipt.header()
             router.on_first_token(1.5, "r")
-            assert router.on_finished(2.0, "r", None) is not None
-        case Held():
+            assert router.on_finished(2.0, "r", None).answer is not None
+        case Queued():
             assert router.status().held == 1
             router.on_aborted(1.5, "r")
-        case Refusal():
+        case Rejection():
             assert not any(member.weight and member.state == "Active" for member in pool.members)
     status = router.status()
     assert status.held == 0

@@ -1,17 +1,15 @@
 """ext_proc streams on one picker with real routers: whoever reaches the port may say anything, in any order."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Final, cast
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Routing
 from dualmap.requests import Usage
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
-from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.observations import Ended, Expired, Observation, Routed
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
@@ -25,8 +23,8 @@ _STEPS: Final = 150
 _LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, news_s=1.0, ended_requests=4)
 _PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
 _WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
-# Endings of which each routed request has exactly one.
-_ENDINGS: Final = ("finished", "rejected", "aborted", "failed", "expired")
+# Each routed request has exactly one of these.
+_ENDINGS: Final[tuple[type[Observation], ...]] = (Ended, Expired)
 
 
 def check(data: bytes) -> None:
@@ -38,19 +36,6 @@ def check(data: bytes) -> None:
         talk.step()
         steps += 1
     talk.end()
-
-
-class _Observer:
-    """Counts what the picker reports, by name."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return partial(self._count, name)
-
-    def _count(self, name: str, *_: object, **__: object) -> None:
-        self.counts[name] += 1
 
 
 @dataclass(slots=True)
@@ -66,8 +51,8 @@ class _Talk:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._observer = _Observer()
-        self._picker = Picker(_LIMITS, cast(Observer, self._observer), id_prefix="r", shares=source.flag())
+        self._counts: Counter[type[Observation]] = Counter()
+        self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=source.flag())
         self._now = 100.0
         queue = Queue(
             dispatch_window_s=source.pick(_WINDOWS_S),
@@ -129,8 +114,11 @@ class _Talk:
                 left = (each.in_flight, each.held, each.pending_prefill_tokens, each.held_prefill_tokens)
                 assert left == (0, 0, 0, 0), f"{each.id} keeps {left}"
                 assert each.active_kv_tokens == 0
-        counts = self._observer.counts
-        assert counts["routed"] == sum(counts[ending] for ending in _ENDINGS)
+        assert not self._picker._owners
+        assert self._counts[Routed] == sum(self._counts[kind] for kind in _ENDINGS)
+
+    def _count(self, observation: Observation) -> None:
+        self._counts[type(observation)] += 1
 
     def _line(self) -> _Line:
         """Begin a stream."""

@@ -18,7 +18,7 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, Held, Refusal, Request, Usage
+from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.attendant import Attendant
@@ -69,7 +69,7 @@ class Cluster:
     def __init__(self, config: ClusterConfig, *, attendant: Attendant | None = None) -> None:
         self._config = config
         self._attendant = attendant
-        self.routers = tuple(PoolRouter(config.pool, shares=config.exchange is not None) for _ in config.replicas)
+        self.routers = tuple(PoolRouter(config.pool, replicated=config.exchange is not None) for _ in config.replicas)
         self.samples: list[LoadSample] = []
         self.gave_up = False
         """Whether ``gives_up`` ended the run."""
@@ -139,8 +139,9 @@ class Cluster:
         assert request_id not in self._records, f"two requests are called {request_id}"
         self._records[request_id] = Record(arrival=arrival, router=router)
         request = Request(id=request_id, chain=arrival.chain, arrived_s=now, session=arrival.session)
-        self._decided(self.routers[router].on_request(now, request))
-        self._after(router)
+        effects = self.routers[router].on_request(now, request)
+        self._decided(effects.answer)
+        self._after(router, effects.outcomes)
 
     def _router_of(self, now: float, request_id: str) -> int:
         if len(self.routers) == 1:
@@ -148,15 +149,15 @@ class Cluster:
         present = [number for number, replica in enumerate(self._config.replicas) if replica.at_s <= now]
         return present[xxh3_64_intdigest(b"share " + request_id.encode()) % len(present)]
 
-    def _decided(self, outcome: Decision | Held | Refusal) -> None:
+    def _decided(self, outcome: Decision | Queued | Rejection) -> None:
         record = self._records[outcome.request_id]
         assert record.dispatched_s is None, f"{outcome.request_id} was dispatched twice"
         assert record.refused is None, f"{outcome.request_id} was refused before"
-        if isinstance(outcome, Held):
+        if isinstance(outcome, Queued):
             record.held = True
             if self._attendant is not None:
                 self._attendant.held(self._timeline.now_s, record.router)
-        elif isinstance(outcome, Refusal):
+        elif isinstance(outcome, Rejection):
             record.refused = outcome.reason
             self._open -= 1
             if self._attendant is not None:
@@ -202,9 +203,9 @@ class Cluster:
         if gives_up is not None and gives_up(record):
             self.gave_up = True
 
-    def _after(self, router: int) -> None:
-        """Collect what a call of a router set free, and see to it that it is woken in time."""
-        for outcome in self.routers[router].take_outcomes():
+    def _after(self, router: int, outcomes: tuple[Outcome, ...] = ()) -> None:
+        """Carry out what a router's event decided on queued requests, and schedule the router's next deadline."""
+        for outcome in outcomes:
             self._decided(outcome)
         due_s = self.routers[router].next_deadline()
         if due_s is not None and due_s < self._router_wakes_s[router]:
@@ -220,8 +221,9 @@ class Cluster:
         self._router_wakes_s[router] = inf
         deadline_s = self.routers[router].next_deadline()
         if deadline_s is not None and deadline_s <= now:
-            self.routers[router].on_deadline(now)
-        self._after(router)
+            self._after(router, self.routers[router].on_deadline(now).outcomes)
+        else:
+            self._after(router)
 
     def _wake_engine(self, instance: Instance) -> None:
         due_s = instance.engine.next_event_s()
@@ -271,10 +273,10 @@ class Cluster:
 
     def _hear_first_token(self, record: Record) -> None:
         now = self._timeline.now_s
-        first_token = self.routers[record.router].on_first_token(now, record.arrival.work.request_id)
+        first_token, outcomes = self.routers[record.router].on_first_token(now, record.arrival.work.request_id)
         if self._attendant is not None and first_token is not None:
             self._attendant.first_token(now, record.router, first_token)
-        self._after(record.router)
+        self._after(record.router, outcomes)
 
     def _hear_end(self, record: Record) -> None:
         self._open -= 1
@@ -282,8 +284,8 @@ class Cluster:
         usage = Usage(
             prompt_tokens=work.prompt_tokens, completion_tokens=work.output_tokens, cached_tokens=record.cached_tokens
         )
-        self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
-        self._after(record.router)
+        effects = self.routers[record.router].on_finished(self._timeline.now_s, work.request_id, usage)
+        self._after(record.router, effects.outcomes)
 
     def _fail(self, record: Record) -> None:
         """End a request whose engine died or was dead; its router hears of it now."""
@@ -292,14 +294,13 @@ class Cluster:
         self._open -= 1
         self._may_give_up(record)
         self._ended(record)
-        self.routers[record.router].on_failed(self._timeline.now_s, record.arrival.request_id)
-        self._after(record.router)
+        effects = self.routers[record.router].on_failed(self._timeline.now_s, record.arrival.request_id)
+        self._after(record.router, effects.outcomes)
 
     def _publish(self, pool: Pool) -> None:
         self._instances.adopt(pool)
         for number, router in enumerate(self.routers):
-            router.on_pool(self._timeline.now_s, pool)
-            self._after(number)
+            self._after(number, router.on_pool(self._timeline.now_s, pool).outcomes)
 
     def _happen(self, event: Event) -> None:
         if isinstance(event, PoolChange):

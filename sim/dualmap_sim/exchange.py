@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dualmap.replicas.news import News, SharedBinding
+from dualmap.requests import Outcome
 from dualmap.router import PoolRouter
 from dualmap_sim.timeline import Timeline
 
@@ -43,7 +44,7 @@ class Exchange:
 
 
 class Grapevine:
-    """The exchange between the routers of one run; ``after`` is called with the number of each that heard anything."""
+    """The exchange between the routers of one run; ``after`` takes a router that heard news and its outcomes."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Grapevine:
         replicas: Sequence[Replica],
         routers: Sequence[PoolRouter],
         timeline: Timeline,
-        after: Callable[[int], None],
+        after: Callable[[int, tuple[Outcome, ...]], None],
     ) -> None:
         self._exchange = exchange
         self._replicas = replicas
@@ -105,18 +106,18 @@ class Grapevine:
 
     def _hear_news(self, heard: tuple[int, int, News]) -> None:
         router, peer, news = heard
-        self._routers[router].on_news(self._timeline.now_s, f"router-{peer}", news, self._exchange.delay_s)
-        self._after(router)
+        effects = self._routers[router].on_news(self._timeline.now_s, f"router-{peer}", news, self._exchange.delay_s)
+        self._after(router, effects.outcomes)
 
     def _hear_bindings(self, heard: tuple[int, tuple[SharedBinding, ...]]) -> None:
         router, bindings = heard
         self._routers[router].on_bindings(self._timeline.now_s, bindings)
-        self._after(router)
 
     def _replay(self, router: int) -> None:
         now = self._timeline.now_s
         since_s = now - self._replicas[router].replay_s
+        outcomes: tuple[Outcome, ...] = ()
         for told_s, peer, news in self._told:
             if told_s > since_s:
-                self._routers[router].on_news(now, f"router-{peer}", news, now - told_s)
-        self._after(router)
+                outcomes += self._routers[router].on_news(now, f"router-{peer}", news, now - told_s).outcomes
+        self._after(router, outcomes)

@@ -1,7 +1,7 @@
-"""The chart's alerts, tried by promtool on series recorded from routers, an operator and an Envoy at work.
+"""promtool evaluates the chart's alerts on series recorded from running routers, an operator and an Envoy.
 
-A healthy day is the recorded minute gone on for two hours; each fault is that day with a few series otherwise. The
-recording is made by e2e/controlplane/record_metrics.py.
+A healthy day extends the recorded minute to two hours. Each fault is that day with a few series changed.
+e2e/controlplane/record_metrics.py makes the recording.
 """
 
 import json
@@ -22,14 +22,14 @@ DOCUMENT = (ROOT / "docs" / "alerts.md").read_text()
 ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
 INTERVAL_S = 30
 SLOW_INTERVAL_S = 60
-"""Prometheus' own default, for those who name the file under rule_files."""
+"""Prometheus' default scrape interval, used where the file is listed under rule_files."""
 HOURS = 2
 STEPS = HOURS * 3600 // INTERVAL_S
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What a series does: ``start`` at first, ``per_s`` more each second; or it is not there at all."""
+    """Values of a series: ``start`` at first, ``per_s`` more each second; or the series is absent."""
 
     start: float
     per_s: float = 0.0
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Burst(Series):
-    """A counter that is at rest but for ``lasts_s``, which began ``ago_s`` before the end of the day."""
+    """A counter that only rises for ``lasts_s``, beginning ``ago_s`` before the end of the day."""
 
     ago_s: int = 0
     lasts_s: int = 0
@@ -70,7 +70,7 @@ def healthy_day() -> dict[str, Series]:
 
 
 def of(name: str, **labels: str) -> list[str]:
-    """The recorded series of a metric with these labels; there must be some."""
+    """Return the recorded series of a metric with these labels; fail where there are none."""
     found = [
         series
         for series in RECORDED["series"]
@@ -81,7 +81,7 @@ def of(name: str, **labels: str) -> list[str]:
 
 
 def assert_fire(promtool: Path, day: dict[str, Series], expected: set[str], directory: Path) -> None:
-    """Let promtool say whether just these alerts fire at the end of the day."""
+    """Check with promtool that exactly these alerts fire at the end of the day."""
     test = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "1m",
@@ -109,11 +109,11 @@ def assert_fire(promtool: Path, day: dict[str, Series], expected: set[str], dire
 def _promtool() -> Path:
     found = find_promtool()
     if found is None:
-        pytest.skip("promtool is not there: e2e/debian.sh gets it, as does apt-get install prometheus")
+        pytest.skip("promtool is not installed: run e2e/debian.sh, or apt-get install prometheus")
     return found
 
 
-def test_promtool_takes_the_rules(promtool: Path) -> None:
+def test_rules_file_is_valid_for_promtool(promtool: Path) -> None:
     checked = subprocess.run([promtool, "check", "rules", RULES], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -127,7 +127,13 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-def test_every_metric_was_recorded() -> None:
+def test_every_alert_has_a_summary_and_a_first_check() -> None:
+    for rule in ALERTS:
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+        assert rule["annotations"]["description"].endswith(".")
+
+
+def test_every_queried_metric_was_recorded() -> None:
     asked = {name for rule in ALERTS for name in re.findall(r"\b(?:dualmap|envoy)_\w+", rule["expr"])}
     recorded = {series.partition("{")[0] for series in RECORDED["series"]}
     # Counters by kind have no series before the first of a kind; docs/metrics.md is held to have their names.
@@ -135,7 +141,7 @@ def test_every_metric_was_recorded() -> None:
     assert asked - recorded - unseen == set()
 
 
-def test_a_healthy_day_is_silent(promtool: Path, tmp_path: Path) -> None:
+def test_healthy_day_fires_no_alert(promtool: Path, tmp_path: Path) -> None:
     assert_fire(promtool, healthy_day(), set(), tmp_path)
 
 
@@ -148,47 +154,47 @@ def changed(name: str, series: Series, **labels: str) -> dict[str, Series]:
 
 
 FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
-    "four in ten first tokens are late": (
+    "40 % of first tokens are late": (
         {
             **changed("dualmap_first_tokens_total", Series(0, 0.4), slo="missed"),
             **changed("dualmap_first_tokens_total", Series(0, 0.6), slo="met"),
         },
-        {"DualMapSLOMissed", "DualMapSLOBudgetBurns"},
+        {"DualMapSLOViolation", "DualMapSLOErrorBudgetBurn"},
     ),
-    "two in ten are": (
+    "20 % of first tokens are late": (
         {
             **changed("dualmap_first_tokens_total", Series(0, 0.2), slo="missed"),
             **changed("dualmap_first_tokens_total", Series(0, 0.8), slo="met"),
         },
-        {"DualMapSLOBudgetBurns"},
+        {"DualMapSLOErrorBudgetBurn"},
     ),
-    "one in twenty is": (
+    "5 % of first tokens are late": (
         {
             **changed("dualmap_first_tokens_total", Series(0, 0.05), slo="missed"),
             **changed("dualmap_first_tokens_total", Series(0, 0.95), slo="met"),
         },
         set(),
     ),
-    "all of very few are": (
+    "all first tokens are late at a very low rate": (
         {
             **changed("dualmap_first_tokens_total", Series(0, 0.001), slo="missed"),
             **changed("dualmap_first_tokens_total", Series(0, 0.0), slo="met"),
         },
         set(),
     ),
-    "requests are refused for want of room": (
+    "a full queue rejects requests": (
         {f'dualmap_refused_requests_total{{code="queue_full",{ROUTER},pool="llm/qwen"}}': Series(0, 0.5)},
-        {"DualMapRequestsRefused"},
+        {"DualMapRequestsRejected"},
     ),
-    "one request in two and a half minutes is refused": (
+    "one request in 150 s is rejected": (
         {f'dualmap_refused_requests_total{{code="waited_too_long",{ROUTER},pool="llm/qwen"}}': Series(0, 1 / 150)},
         set(),
     ),
-    "a pool that has never sent one on refuses one in a minute": (
+    "a pool without forwarded requests rejects one a minute": (
         {f'dualmap_refused_requests_total{{code="no_endpoint",{ROUTER},pool="llm/idle"}}': Series(0, 1 / 60)},
-        {"DualMapRequestsRefused"},
+        {"DualMapRequestsRejected"},
     ),
-    "clients ask for a model that is not there": (
+    "clients ask for an unknown model": (
         {f'dualmap_refused_requests_total{{code="model_not_found",{ROUTER},pool="llm/qwen"}}': Series(0, 0.5)},
         set(),
     ),
@@ -196,7 +202,7 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
         changed("envoy_http_ext_proc_failure_mode_allowed", Series(0, 2), envoy_http_conn_manager_prefix="requests"),
         {"DualMapFailOpen"},
     ),
-    "a router is killed, and Envoy fails open until it notices": (
+    "Envoy fails open for a minute after a router is killed": (
         changed(
             "envoy_http_ext_proc_failure_mode_allowed",
             Burst(0, 2, ago_s=210, lasts_s=60),
@@ -204,7 +210,7 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
         ),
         set(),
     ),
-    "a pool at zero is woken, which takes its engine a few minutes": (
+    "a pool activates from zero within a few minutes": (
         {
             f'dualmap_refused_requests_total{{code="waited_too_long",{ROUTER},pool="llm/qwen"}}': Burst(
                 0, 0.5, ago_s=330, lasts_s=210
@@ -214,48 +220,48 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
     ),
     "no router is scraped": (
         {name: GONE for name in RECORDED["series"] if 'pod="router-' in name},
-        {"DualMapRoutersGone"},
+        {"DualMapRoutersDown"},
     ),
-    "one router is not": (
+    "one router is not scraped": (
         {name: GONE for name in RECORDED["series"] if 'pod="router-1"' in name},
         set(),
     ),
     "one router does not reach Redis": (
         changed("dualmap_store_up", Series(0), pod="router-1"),
-        {"DualMapRedisAway"},
+        {"DualMapRedisUnreachable"},
     ),
-    "Envoy does not follow the choice": (
+    "Envoy does not follow the picks": (
         changed("dualmap_served_elsewhere_total", Series(0, 1)),
-        {"DualMapServedElsewhere"},
+        {"DualMapServedEndpointMismatch"},
     ),
-    "engines have evicted what the routers believe in": (
+    "engines have evicted predicted blocks": (
         {
             **changed("dualmap_checked_cached_tokens_total", Series(0, 1000)),
             **changed("dualmap_measured_cached_tokens_total", Series(0, 500)),
         },
         {"DualMapCacheHitsBelowPrediction"},
     ),
-    "an endpoint is suspended again and again": (
+    "an endpoint is suspended repeatedly": (
         changed("dualmap_endpoint_suspended", Series(1), pod="router-0", endpoint="qwen-1"),
         {"DualMapEndpointSuspended"},
     ),
     "the access log does not arrive": (
         changed("dualmap_completions_total", Series(0, 0.1), outcome="expired"),
-        {"DualMapEndsNotHeardOf"},
+        {"DualMapCompletionReportsMissing"},
     ),
     "a router's watch is silent": (
         changed("dualmap_kube_watch_age_seconds", Series(0, 1), pod="router-0", resource="pods"),
         {"DualMapMembershipStale"},
     ),
-    "the operator's is": (
+    "the operator's watch is silent": (
         changed("dualmap_operator_watch_age_seconds", Series(500), kind="Pod"),
         {"DualMapMembershipStale"},
     ),
     "a router has an older ring": (
         changed("dualmap_ring_version", Series(0), pod="router-0"),
-        {"DualMapRoutersDisagree"},
+        {"DualMapRingVersionMismatch"},
     ),
-    "the ring changes all the time, and each router is asked a moment later than the other": (
+    "the ring changes constantly and routers are scraped one after the other": (
         {
             **changed("dualmap_ring_version", Series(1, 0.2), pod="router-0"),
             **changed("dualmap_ring_version", Series(3, 0.2), pod="router-1"),
@@ -263,7 +269,7 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
         },
         set(),
     ),
-    "and the operator a moment before both": (
+    "the ring changes constantly and the operator is scraped first": (
         {
             **changed("dualmap_ring_version", Series(3, 0.2), pod="router-0"),
             **changed("dualmap_ring_version", Series(4, 0.2), pod="router-1"),
@@ -273,54 +279,54 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
     ),
     "the operator has an older ring than both routers": (
         changed("dualmap_operator_ring_version", Series(0)),
-        {"DualMapRoutersDisagree"},
+        {"DualMapRingVersionMismatch"},
     ),
-    "both routers have": (
+    "both routers have an older ring": (
         changed("dualmap_ring_version", Series(0)),
-        {"DualMapRoutersDisagree"},
+        {"DualMapRingVersionMismatch"},
     ),
-    "a pool is refused": (
+    "a pool is invalid": (
         changed("dualmap_kube_pools_refused", Series(1), pod="router-0"),
-        {"DualMapPoolRefused"},
+        {"DualMapPoolInvalid"},
     ),
-    "an Envoy refuses endpoints": (
+    "an Envoy rejects endpoints": (
         changed("dualmap_discovery_rejections_total", Series(0, 0.1), pod="router-0"),
-        {"DualMapEnvoyRefusesEndpoints"},
+        {"DualMapEndpointUpdatesRejected"},
     ),
-    "a member drains for ever": (
+    "a member drains without end": (
         changed("dualmap_operator_ring_members", Series(1), state="Draining"),
-        {"DualMapDrainTakesLong"},
+        {"DualMapDrainSlow"},
     ),
     "no operator leads": (
         changed("dualmap_operator_leader", Series(0)),
-        {"DualMapOperatorNotLeading"},
+        {"DualMapOperatorNoSingleLeader"},
     ),
     "no operator is scraped": (
         {name: GONE for name in RECORDED["series"] if "dualmap_operator_" in name},
-        {"DualMapOperatorNotLeading"},
+        {"DualMapOperatorNoSingleLeader"},
     ),
-    "there is none, since the pools come from files": (
+    "pools come from files and no operator runs": (
         {name: GONE for name in RECORDED["series"] if re.match("dualmap_(operator|kube)_", name)},
         set(),
     ),
-    "passes fail": (
+    "reconciles fail": (
         {f'dualmap_operator_reconciles_total{{{OPERATOR},result="failed"}}': Series(0, 0.1)},
-        {"DualMapReconcilesFail"},
+        {"DualMapReconcileErrors"},
     ),
-    "a right is missing": (
+    "the API server denies a request": (
         {f'dualmap_operator_api_requests_total{{code="403",{OPERATOR},verb="LIST"}}': Series(0, 1)},
-        {"DualMapRightMissing"},
+        {"DualMapRBACDenied"},
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_fires_its_alert_and_no_other(fault: str, promtool: Path, tmp_path: Path) -> None:
+def test_fault_fires_only_its_alert(fault: str, promtool: Path, tmp_path: Path) -> None:
     different, expected = FAULTS[fault]
     assert_fire(promtool, {**healthy_day(), **different}, expected, tmp_path)
 
 
-def test_no_window_is_too_short_for_two_looks_a_minute_apart() -> None:
+def test_every_window_holds_two_scrapes_a_minute_apart() -> None:
     windows = [
         int(number) * {"m": 60, "h": 3600}[unit] for number, unit in re.findall(r"\[(\d+)(\w)\]", RULES.read_text())
     ]

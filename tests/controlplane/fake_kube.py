@@ -63,7 +63,7 @@ class FakeKube:
             raise answer
         return answer(request) if callable(answer) else answer
 
-    async def watch(self, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncIterator[WatchEvent]:
+    async def watch(self, path: str, *, query: Sequence[tuple[str, str]] = (), **_: float) -> AsyncIterator[WatchEvent]:
         self.watches.append(Request(method="WATCH", path=path, query=dict(query)))
         self.watching.set()
         while True:

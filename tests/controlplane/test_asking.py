@@ -14,6 +14,7 @@ import pytest
 import builders
 from dualmap.requests import Decision
 from dualmap.router import PoolRouter
+from dualmap_extproc.request.observations import Arrival, FanOut, Routed
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
@@ -148,10 +149,15 @@ class TestRouters:
         router = PoolRouter(builders.pool(2))
         metrics = Metrics(version="1", replica_id="router-0")
         metrics.set_pools([router.pool])
-        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
+        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a"))).answer
         assert isinstance(decision, Decision)
-        metrics.routed("llm/qwen", decision)
-        server = StatusServer(router="router-0", statuses=lambda: (router.status(),), metrics=metrics)
+        observations = FanOut()
+        metrics.subscribe(observations)
+        arrival = Arrival(at_s=0.0, headers={})
+        observations.report(Routed(now=0.0, pool="llm/qwen", decision=decision, arrival=arrival))
+        server = StatusServer(
+            router="router-0", statuses=lambda: (router.status(),), signals=lambda _: {}, metrics=metrics
+        )
         port = await server.start(HOST, 0)
         address = RouterAddress(host=HOST, port=port, ready=False)
         try:

@@ -190,7 +190,7 @@ async def unreadable(scene: Scene, pool: PoolObject) -> list[str]:
 
 def show(scene: Scene, *bodies: dict[str, Any]) -> None:
     for body in bodies:
-        scene.watches.pods._put(("llm", body["metadata"]["name"]), read_pod_object(body))
+        scene.watches.pods.put((("llm", body["metadata"]["name"]), read_pod_object(body)))
 
 
 async def test_the_pods_of_a_pool_that_cannot_be_read_any_more_are_those_of_its_last_spec() -> None:
@@ -213,11 +213,11 @@ async def test_the_version_floor_is_what_the_pool_has_ever_published() -> None:
     scene = Scene()
     scene.routers.ring_version = 0
     for pool in (published("Active", version=9), pool_object()):
-        scene.watches.pools._put(KEY, pool)
+        scene.watches.pools.put((KEY, pool))
     assert (await scene.look(pool_object())).version_floor == 9
 
     another = pool_object(uid="another of this name")
-    scene.watches.pools._put(KEY, another)
+    scene.watches.pools.put((KEY, another))
     assert (await scene.look(another)).version_floor == 0
 
 
@@ -251,7 +251,7 @@ async def test_names_that_an_older_pool_has_are_observed_without_a_request() -> 
     young["metadata"]["creationTimestamp"] = "2026-11-22T00:00:00Z"
     older["metadata"] |= {"name": "older", "creationTimestamp": "2026-11-21T00:00:00Z"}
     for name, body in (("older", older), (KEY[1], young)):
-        scene.watches.pools._put((KEY[0], name), read_pool(body))
+        scene.watches.pools.put(((KEY[0], name), read_pool(body)))
 
     observed = await scene.look(read_pool(young))
 

@@ -18,6 +18,7 @@ import builders
 from dualmap.objects.pool_reader import API_VERSION
 from dualmap.router import PoolRouter
 from dualmap_extproc.app.main import router
+from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.telemetry.metrics import Metrics
 from dualmap_extproc.transport.server import LIVENESS_SERVICE
 from dualmap_operator.main import operator
@@ -247,10 +248,11 @@ class TestHpa:
         assert hpa["spec"]["scaleTargetRef"] == {"apiVersion": API_VERSION, "kind": KIND, "name": "qwen"}
 
     def test_its_metric_is_one_the_router_exports(self) -> None:
-        ((hpa,), made) = documents("examples/hpa.yaml"), Metrics(version="1", replica_id="r")
+        ((hpa,), made, demand) = documents("examples/hpa.yaml"), Metrics(version="1", replica_id="r"), Demand()
         made.set_pools([builders.pool(2)])
+        demand.set_pools([builders.pool(2)])
         statuses = [PoolRouter(builders.pool(2)).status()]
-        page = made.render(statuses, made.signals(statuses)).decode()
+        page = made.render(statuses, demand.signals(statuses)).decode()
         for metric in hpa["spec"]["metrics"]:
             assert f'\n{metric["external"]["metric"]["name"]}{{pool="llm/qwen"}} ' in page
 

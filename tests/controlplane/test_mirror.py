@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from controlplane.fake_kube import Clock, Counts, FakeKube, until
+from dualmap_edge.kube import watch as watch_module
 from dualmap_edge.kube.client import KubeError
-from dualmap_operator.observe import mirror as mirror_module
-from dualmap_operator.observe.mirror import Key, Mirror
+from dualmap_operator.observe.mirror import WATCH_POLICY, Key, Mirror
 
 PATH = "/api/v1/pods"
 
@@ -38,6 +39,7 @@ class Scene:
             listener=lambda *change: self.told.append(change),
             clock=self.clock,
             selector="app=vllm",
+            policy=replace(WATCH_POLICY, first_pause_s=0.001),
         )
 
     @property
@@ -46,8 +48,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(mirror_module, "_FIRST_WAIT_S", 0.001)
+async def scene() -> AsyncIterator[Scene]:
     scene = Scene()
     yield scene
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -160,7 +161,7 @@ def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         slept.append(delay_s)
         await sleep(0)
 
-    monkeypatch.setattr(mirror_module, "asyncio", SimpleNamespace(sleep=no_sleep))
+    monkeypatch.setattr(watch_module, "asyncio", SimpleNamespace(sleep=no_sleep))
     return slept
 
 

@@ -43,8 +43,8 @@ def test_a_router_with_addresses_of_two_families_is_one_router() -> None:
         name="dualmap-router",
         clock=Clock(),
     )
-    routers.mirror._put(("dualmap-system", "six"), read_slice(endpoint_slice(endpoint("fd00::1", "a"))))
-    routers.mirror._put(("dualmap-system", "four"), read_slice(endpoint_slice(endpoint("10.0.0.1", "a"))))
+    routers.mirror.put((("dualmap-system", "six"), read_slice(endpoint_slice(endpoint("fd00::1", "a")))))
+    routers.mirror.put((("dualmap-system", "four"), read_slice(endpoint_slice(endpoint("10.0.0.1", "a")))))
 
     assert routers.addresses() == (RouterAddress(host="10.0.0.1", port=9090),)
 

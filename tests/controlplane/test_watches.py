@@ -27,11 +27,14 @@ class Scene:
         )
 
     def pool(self, **spec: object) -> None:
-        self.watches.pools._put(KEY, read_pool(pool_body(**spec)))
+        self.watches.pools.put((KEY, read_pool(pool_body(**spec))))
         self.woken.clear()
 
     def pod(self, body: dict[str, object] | None, key: Key = POD) -> None:
-        self.watches.pods._put(key, None if body is None else read_pod_object(body))
+        if body is None:
+            self.watches.pods.remove((key, read_pod_object({})))
+        else:
+            self.watches.pods.put((key, read_pod_object(body)))
 
     def names(self, **spec: object) -> list[str]:
         return [pod.name for pod in self.watches.pods_of(read_spec(read_pool(pool_body(**spec)).document))]
@@ -139,7 +142,7 @@ def test_a_childs_fingerprint_is_of_what_somebody_set() -> None:
 
 def test_an_edited_child_wakes_the_pool_it_names(scene: Scene) -> None:
     child = {"metadata": {"labels": {"serving.dualmap.dev/pool": "qwen"}}, "spec": {"podManagementPolicy": "Parallel"}}
-    scene.watches._children["StatefulSet"]._put(KEY, read_child(child))
+    scene.watches._children["StatefulSet"].put((KEY, read_child(child)))
 
     assert scene.woken == [KEY]
 
@@ -165,7 +168,7 @@ def test_a_statefulset_is_the_pools_if_it_controls_it_or_we_made_it(
         },
         "spec": {"podManagementPolicy": "Parallel"},
     }
-    scene.watches._children["StatefulSet"]._put(KEY, read_child(child))
+    scene.watches._children["StatefulSet"].put((KEY, read_child(child)))
 
     assert (scene.watches.statefulset(KEY, "pool-uid") is not None) is belongs
 
@@ -175,7 +178,7 @@ def test_pools_that_share_a_model_name_wake_each_other_by_their_specs_alone(scen
         body = pool_body(uid=f"uid-of-{name}", **fields)
         body["metadata"] |= {"name": name, "creationTimestamp": f"2026-11-20T08:00:{second:02}Z"}
         scene.woken.clear()
-        scene.watches.pools._put(("llm", name), read_pool(body))
+        scene.watches.pools.put((("llm", name), read_pool(body)))
         return scene.woken
 
     old, young = ("llm", "old"), ("llm", "young")
@@ -190,6 +193,6 @@ def test_pools_that_share_a_model_name_wake_each_other_by_their_specs_alone(scen
 
     show("old", 1, version="5")
     scene.woken.clear()
-    scene.watches.pools._put(old, None)
+    scene.watches.pools.remove((old, read_pool({})))
     assert scene.woken == [young, old]
     assert scene.watches.lost_claims(young) == ()

@@ -5,7 +5,7 @@ from typing import Any
 
 from builders import pool, request, text_of
 from dualmap.pools.pool import Engine, Pool, Queue, Rebalance, Routing, Slo
-from dualmap.requests import Decision, Held, Refusal
+from dualmap.requests import Decision, Effects, Queued, Rejection
 from dualmap.router import PoolRouter
 
 SPEED = 1000.0
@@ -29,15 +29,20 @@ def slow_pool(
     return replace(pool(count, routing=routing, engine=engine), slo=Slo(ttft_s=slo_ttft_s))
 
 
-def ask(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) -> Decision | Held | Refusal:
+def ask_all(
+    router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0
+) -> Effects[Decision | Queued | Rejection]:
     return router.on_request(now, request(id, text_of(tokens, f"prompt {id}"), now=now))
 
 
-def decided(router: PoolRouter) -> list[str]:
-    """The held requests that were handed over since the last call."""
-    outcomes = router.take_outcomes()
-    assert all(isinstance(each, Decision) for each in outcomes), outcomes
-    return [each.request_id for each in outcomes]
+def ask(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) -> Decision | Queued | Rejection:
+    return ask_all(router, id, tokens, now=now).answer
+
+
+def decided(effects: Effects[object]) -> list[str]:
+    """The queued requests that an event released; it must have rejected none."""
+    assert all(isinstance(each, Decision) for each in effects.outcomes), effects
+    return [each.request_id for each in effects.outcomes]
 
 
 def held(router: PoolRouter) -> int:

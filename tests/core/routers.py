@@ -6,7 +6,7 @@ from dualmap.router import PoolRouter
 
 
 def decide(router: PoolRouter, id: str, text: str, now: float = 0.0) -> Decision:
-    decision = router.on_request(now, request(id, text, now=now))
+    decision = router.on_request(now, request(id, text, now=now)).answer
     assert isinstance(decision, Decision)
     return decision
 

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import request, text_of
-from core.held_pools import SPEED, ask, decided, held, slow_pool
-from dualmap.fleet.load import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
-from dualmap.keys.hotness import HotnessCounts
+from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
+from dualmap.fleet.suspension import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.replicas.news import News, SharedLoad
-from dualmap.requests import Decision, Held, Reason, Refusal
+from dualmap.replicas.news import HotnessCounts, News, SharedLoad
+from dualmap.requests import Decision, Effects, Queued, Reason, Rejection
 from dualmap.router import PoolRouter
 
 EVENTS = (
@@ -50,16 +49,16 @@ class TestMembersThatLeaveOrFail:
         outcomes = {str(n): ask(router, str(n)) for n in range(12)}
         before = {each.id: each.held for each in router.status().endpoints}
         assert all(before.values()), before
-        waiting = {id for id, outcome in outcomes.items() if isinstance(outcome, Held)}
+        waiting = {id for id, outcome in outcomes.items() if isinstance(outcome, Queued)}
         first, second = router.pool.members
         changed = {
             "gone": (second,),
             "draining": (replace(first, state=MemberState.DRAINING), second),
             "restarted elsewhere": (replace(first, address="10.0.0.77"), second),
         }[leaves]
-        router.on_pool(0.5, replace(router.pool, members=changed, ring_version=2))
+        effects = router.on_pool(0.5, replace(router.pool, members=changed, ring_version=2))
         after = {each.id: each.held for each in router.status().endpoints}
-        handed_over = decided(router)
+        handed_over = decided(effects)
         assert sum(after.values()) + len(handed_over) == len(waiting)
         assert leaves == "restarted elsewhere" or after.get(first.id, 0) == 0
 
@@ -67,8 +66,7 @@ class TestMembersThatLeaveOrFail:
         router = PoolRouter(slow_pool())
         for n in range(6):
             ask(router, str(n))
-        router.on_pool(0.5, with_window(changed(router.pool, 0, address="10.0.0.77"), inf))
-        outcomes = router.take_outcomes()
+        outcomes = router.on_pool(0.5, with_window(changed(router.pool, 0, address="10.0.0.77"), inf)).outcomes
         assert [each.request_id for each in outcomes] == ["1", "2", "3", "4", "5"]
         assert all(isinstance(each, Decision) and each.endpoints == ("10.0.0.77:8000",) for each in outcomes)
 
@@ -77,17 +75,17 @@ class TestMembersThatLeaveOrFail:
         only = frozenset({"10.0.0.1:8000"})
         for n in range(8):
             router.on_request(0.0, request(str(n), text_of(300, f"p{n}"), subset=only))
-        for id in ("0", "1", "2"):
-            router.on_failed(0.1, id)
+        released = [each for id in ("0", "1", "2") for each in decided(router.on_failed(0.1, id))]
         assert router.status().endpoints[0].suspended
-        assert held(router) + len(decided(router)) == 4
+        assert held(router) + len(released) == 4
 
     def test_without_another_member_they_are_refused(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         ask(router, "2")
-        router.on_pool(1.0, slow_pool(0))
-        assert router.take_outcomes() == (Refusal(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),)
+        assert router.on_pool(1.0, slow_pool(0)).outcomes == (
+            Rejection(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),
+        )
 
     def test_an_instance_that_keeps_failing_is_left_alone_and_tried_again(self) -> None:
         router = PoolRouter(slow_pool(2, policy="cache_affinity"))
@@ -170,7 +168,7 @@ class TestRebalancing:
         n = 0
         while router.status().endpoints[0].held < 6:
             outcome = ask(router, f"small {n}", 1500)
-            assert isinstance(outcome, Decision | Held)
+            assert isinstance(outcome, Decision | Queued)
             if router.status().endpoints[1].in_flight:
                 router.on_aborted(0.0, f"small {n}")
             n += 1
@@ -180,8 +178,9 @@ class TestRebalancing:
     def test_an_overloaded_pair_is_relieved_until_the_rest_meets_the_slo(self) -> None:
         router = self.crowded()
         # Nowhere can such a prompt meet the SLO: both of its pair count as overloaded.
-        assert isinstance(ask(router, "huge", 9000), Held)
-        moved = [each for each in router.take_outcomes() if isinstance(each, Decision)]
+        answer, outcomes = ask_all(router, "huge", 9000)
+        assert isinstance(answer, Queued)
+        moved = [each for each in outcomes if isinstance(each, Decision)]
         assert moved
         for each in moved:
             assert (each.receipt.rule, each.receipt.chosen) == ("rebalanced", "m-1")
@@ -194,30 +193,25 @@ class TestRebalancing:
 
     def test_the_most_to_gain_goes_first(self) -> None:
         router = self.crowded()
-        ask(router, "huge", 9000)
-        moved = [int(each.request_id.split()[1]) for each in router.take_outcomes()]
-        router.on_deadline(100.0)
-        left = [each.request_id for each in router.take_outcomes() if each.request_id.startswith("small ")]
+        moved = [int(each.request_id.split()[1]) for each in ask_all(router, "huge", 9000).outcomes]
+        left = [each.request_id for each in router.on_deadline(100.0).outcomes if each.request_id.startswith("small ")]
         # The one at the tail has the longest wait ahead, and so the most to gain; it was the newest.
         assert moved[0] > max(int(id.split()[1]) for id in left)
 
     def test_not_when_switched_off(self) -> None:
         router = self.crowded(rebalance=False)
-        ask(router, "huge", 9000)
-        assert router.take_outcomes() == ()
+        assert ask_all(router, "huge", 9000).outcomes == ()
         assert router.status().endpoints[0].held >= 6
 
     @pytest.mark.parametrize("policy", ["cache_affinity", "least_loaded", "dualmap_no_rebalance"])
     def test_not_under_a_policy_that_does_not_rebalance(self, policy: str) -> None:
         router = self.crowded(policy=policy)
-        ask(router, "huge", 9000)
-        assert router.take_outcomes() == ()
+        assert ask_all(router, "huge", 9000).outcomes == ()
         assert router.status().endpoints[0].held >= 6
 
     def test_not_while_one_of_the_pair_would_do(self) -> None:
         router = self.crowded()
-        ask(router, "small", 1000)
-        assert router.take_outcomes() == ()
+        assert ask_all(router, "small", 1000).outcomes == ()
 
     @given(
         st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 30)), max_size=60),
@@ -232,14 +226,15 @@ class TestRebalancing:
         router = PoolRouter(whole)
         now, open_ids, waiting = 0.0, [], set()
 
-        def collect() -> None:
-            for outcome in router.take_outcomes():
+        def collect(effects: Effects[object]) -> None:
+            for outcome in effects.outcomes:
                 waiting.remove(outcome.request_id)
                 if isinstance(outcome, Decision):
                     open_ids.append(outcome.request_id)
 
         for n, (event, pick) in enumerate(events):
             now += 0.1
+            effects: Effects[object] = Effects(None)
             any_open = open_ids[pick % len(open_ids)] if open_ids else None
             if event.startswith("ask"):
                 asked = request(str(n), text_of(100 + 150 * pick, f"prompt {n}"), now=now)
@@ -247,34 +242,34 @@ class TestRebalancing:
                     asked = replace(asked, subset=frozenset({f"10.0.0.{pick % 3 + 1}"}))
                 elif event == "ask session":
                     asked = replace(asked, session=pick % 3, streamed=bool(pick % 2))
-                outcome = router.on_request(now, asked)
-                if isinstance(outcome, Held):
+                effects = router.on_request(now, asked)
+                if isinstance(effects.answer, Queued):
                     waiting.add(str(n))
-                elif isinstance(outcome, Decision):
+                elif isinstance(effects.answer, Decision):
                     open_ids.append(str(n))
             elif event == "wait":
                 now += pick
-                router.on_deadline(now)
+                effects = router.on_deadline(now)
             elif event in CHANGES:
-                router.on_pool(now, CHANGES[event](router.pool, pick))
+                effects = router.on_pool(now, CHANGES[event](router.pool, pick))
             elif event == "news":
                 load = SharedLoad(pending_prefill_tokens=pick * 100, backlog_s=pick * 0.1, in_flight=1)
                 news = News(hotness=HotnessCounts(requests=1, nodes={}), loads={f"m-{pick % 3}": load})
-                router.on_news(now, f"peer {pick % 2}", news, 0.0)
+                effects = router.on_news(now, f"peer {pick % 2}", news, 0.0)
             elif event == "back":
-                router.on_pool(now, whole)
+                effects = router.on_pool(now, whole)
             elif event == "abort" and waiting and pick % 2:
                 gone = sorted(waiting)[pick % len(waiting)]
-                router.on_aborted(now, gone)
+                effects = router.on_aborted(now, gone)
                 waiting.remove(gone)
             elif any_open is not None:
                 if event == "token":
-                    router.on_first_token(now, any_open)
+                    effects = router.on_first_token(now, any_open)
                 else:
                     ends = {"finish": router.on_finished, "abort": router.on_aborted, "fail": router.on_failed}
-                    ends[event](now, any_open)
+                    effects = ends[event](now, any_open)
                     open_ids.remove(any_open)
-            collect()
+            collect(effects)
             status = router.status()
             assert status.held == len(waiting)
             # Those at a member that has left are in its books, which nobody shows, until they end.
@@ -283,11 +278,10 @@ class TestRebalancing:
         while open_ids or waiting:
             now += 1.0
             for id in list(open_ids):
-                router.on_first_token(now, id)
-                router.on_finished(now, id)
+                collect(router.on_first_token(now, id))
+                collect(router.on_finished(now, id))
                 open_ids.remove(id)
-            router.on_deadline(now)
-            collect()
+            collect(router.on_deadline(now))
             assert now < 1000.0 + len(events), "held requests were forgotten"
         for each in router.status().endpoints:
             assert (each.in_flight, each.held) == (0, 0)

@@ -7,11 +7,11 @@ from unittest.mock import ANY
 import pytest
 
 from builders import request, text_of
-from core.held_pools import SPEED, ask, decided, held, slow_pool
+from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
 from dualmap.pools.pool import Queue
-from dualmap.queue.held import HeldQueue, Waiting
+from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.receipt import Key
-from dualmap.requests import Decision, Held, Refusal, Usage
+from dualmap.requests import Decision, Queued, Rejection, Usage
 from dualmap.router import PoolRouter
 
 
@@ -19,14 +19,12 @@ class TestWindow:
     def test_what_exceeds_the_window_waits_and_goes_when_the_prefill_ahead_ends(self) -> None:
         router = PoolRouter(slow_pool())
         assert isinstance(ask(router, "1"), Decision)
-        assert ask(router, "2") == Held(request_id="2")
-        assert ask(router, "3") == Held(request_id="3")
+        assert ask(router, "2") == Queued(request_id="2")
+        assert ask(router, "3") == Queued(request_id="3")
         (endpoint,) = router.status().endpoints
         assert (endpoint.in_flight, endpoint.held, endpoint.held_prefill_tokens) == (1, 2, 4000)
-        router.on_first_token(2.0, "1")
-        assert decided(router) == ["2"]
-        router.on_first_token(4.0, "2")
-        assert decided(router) == ["3"]
+        assert decided(router.on_first_token(2.0, "1")) == ["2"]
+        assert decided(router.on_first_token(4.0, "2")) == ["3"]
         assert held(router) == 0
 
     def test_the_window_opens_by_the_progress_of_the_prefill_at_its_head(self) -> None:
@@ -36,10 +34,8 @@ class TestWindow:
         opens_s = router.next_deadline()
         # A prefill of 3000 tokens and its attention take a little more than three seconds.
         assert opens_s == pytest.approx(3000 / SPEED + 1.5e-5 * 3000**2 / SPEED - 1.0)
-        router.on_deadline(opens_s - 0.001)
-        assert decided(router) == []
-        router.on_deadline(opens_s)
-        assert decided(router) == ["2"]
+        assert decided(router.on_deadline(opens_s - 0.001)) == []
+        assert decided(router.on_deadline(opens_s)) == ["2"]
 
     def test_an_answer_that_is_not_streamed_opens_it_when_its_prefill_should_end(self) -> None:
         router = PoolRouter(slow_pool(dispatch_window_s=0.001))
@@ -47,8 +43,7 @@ class TestWindow:
         ask(router, "2")
         opens_s = router.next_deadline()
         assert opens_s is not None
-        router.on_deadline(opens_s)
-        assert decided(router) == ["2"]
+        assert decided(router.on_deadline(opens_s)) == ["2"]
 
     def test_unlimited_never_holds(self) -> None:
         router = PoolRouter(slow_pool(dispatch_window_s=inf))
@@ -62,11 +57,19 @@ class TestWindow:
         (endpoint,) = router.status().endpoints
         assert endpoint.held_prefill_tokens == 2048
 
+    def test_on_request_returns_the_requests_it_released(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1")
+        assert ask(router, "2") == Queued(request_id="2")
+        # The window opened by time alone without a call of `on_deadline`.
+        effects = ask_all(router, "3", now=2.0)
+        assert decided(effects) == ["2"]
+        assert effects.answer == Queued(request_id="3")
+
     def test_a_stalled_instance_is_given_no_more(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
-        ask(router, "2", now=4.9)
-        assert decided(router) == []
+        assert ask_all(router, "2", now=4.9).outcomes == ()
         ask(router, "3", now=6.0)
         router.on_deadline(6.0)
         assert held(router) >= 1
@@ -82,8 +85,7 @@ class TestOrder:
             ask(router, str(n), now=n * 0.01)
         served = []
         for n in range(5):
-            router.on_first_token(2.0 * (n + 1), str(n))
-            served += decided(router)
+            served += decided(router.on_first_token(2.0 * (n + 1), str(n)))
         assert served == ["1", "2", "3", "4"]
 
     def test_deadline_prefers_who_can_still_make_it(self) -> None:
@@ -91,8 +93,7 @@ class TestOrder:
         ask(router, "head", 6000)
         ask(router, "late", 3000, now=0.1)
         ask(router, "fresh", 1000, now=5.0)
-        router.on_first_token(6.0, "head")
-        assert decided(router)[0] == "fresh"
+        assert decided(router.on_first_token(6.0, "head"))[0] == "fresh"
 
     def test_dualmap_defers_whatever_the_order_and_others_do_not(self) -> None:
         first = {}
@@ -101,8 +102,7 @@ class TestOrder:
             ask(router, "head", 6000)
             ask(router, "late", 3000, now=0.1)
             ask(router, "fresh", 1000, now=5.0)
-            router.on_first_token(6.0, "head")
-            first[policy] = decided(router)[0]
+            first[policy] = decided(router.on_first_token(6.0, "head"))[0]
         assert first == {"dualmap": "fresh", "dualmap_paper": "late"}
 
     def test_the_longest_is_put_off_where_not_all_can_make_it(self) -> None:
@@ -112,8 +112,7 @@ class TestOrder:
             ask(router, str(n), tokens, now=0.1)
         served = []
         for now in (2.0, 3.5, 6.0, 8.5):
-            router.on_first_token(now, served[-1] if served else "head")
-            served += decided(router)
+            served += decided(router.on_first_token(now, served[-1] if served else "head"))
         # 2 s and 1.5 + 5 + 2.5 + 2.5 s are more than 10 s: without the longest the other three are in time.
         assert served == ["0", "2", "3", "1"]
 
@@ -122,8 +121,7 @@ class TestOrder:
         ask(router, "head", 6000)
         ask(router, "late", 3000, now=0.1)
         ask(router, "fresh", 1000, now=5.0)
-        router.on_first_token(6.0, "head")
-        assert decided(router)[0] == "late"
+        assert decided(router.on_first_token(6.0, "head"))[0] == "late"
 
     def test_deadline_starves_nobody(self) -> None:
         router = PoolRouter(slow_pool(slo_ttft_s=4.0, order="Deadline", dispatch_window_s=0.001))
@@ -133,8 +131,7 @@ class TestOrder:
         now, running = 6.0, "head"
         for n in range(20):
             ask(router, f"fresh {n}", 1500, now=now)
-            router.on_first_token(now + 0.01, running)
-            served += decided(router)
+            served += decided(router.on_first_token(now + 0.01, running))
             running = served[-1]
             now += 1.5
             if "late" in served:
@@ -151,9 +148,8 @@ class TestKvMemory:
         router = self.roomy(5000)
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
-        assert isinstance(ask(router, "two", 2001, now=3.0), Held)
-        router.on_finished(9.0, "one")
-        assert decided(router) == ["two"]
+        assert isinstance(ask(router, "two", 2001, now=3.0), Queued)
+        assert decided(router.on_finished(9.0, "one")) == ["two"]
 
     def test_what_fits_with_what_will_be_generated_is_handed_over(self) -> None:
         router = self.roomy(5000)
@@ -164,10 +160,9 @@ class TestKvMemory:
         # Two requests are taken to generate 150 tokens each: half as much again as the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
-        assert isinstance(ask(router, "two", 1701, now=3.0), Held)
-        assert isinstance(ask(router, "three", 1500, now=3.0), Held)
-        router.on_aborted(3.0, "two")
-        assert decided(router) == ["three"]
+        assert isinstance(ask(router, "two", 1701, now=3.0), Queued)
+        assert isinstance(ask(router, "three", 1500, now=3.0), Queued)
+        assert decided(router.on_aborted(3.0, "two")) == ["three"]
 
     def test_one_that_is_given_up_lets_in_who_waits_behind_it(self) -> None:
         of = slow_pool(max_wait_s=20.0)
@@ -176,8 +171,10 @@ class TestKvMemory:
         router.on_first_token(3.0, "one")
         ask(router, "large", 4000, now=3.0)
         ask(router, "small", 1000, now=3.0)
-        router.on_deadline(23.0)
-        assert {each.request_id: type(each) for each in router.take_outcomes()} == {"large": Refusal, "small": Decision}
+        assert {each.request_id: type(each) for each in router.on_deadline(23.0).outcomes} == {
+            "large": Rejection,
+            "small": Decision,
+        }
 
     def test_a_small_one_goes_at_once_where_a_large_one_has_no_hope_and_no_room(self) -> None:
         of = slow_pool(slo_ttft_s=5.0)
@@ -185,14 +182,15 @@ class TestKvMemory:
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         ask(router, "large", 5100, now=3.0)
-        ask(router, "small", 1000, now=3.05)
-        assert decided(router) == ["small"]
+        answer, outcomes = ask_all(router, "small", 1000, now=3.05)
+        assert isinstance(answer, Decision)
+        assert outcomes == ()
 
     def test_one_that_was_moved_keeps_its_place_by_arrival(self) -> None:
-        queue = HeldQueue()
+        queue = MemberQueue(lambda: None)
         for id, arrived_s in (("second", 2.0), ("first", 1.0)):
             queue.add(
-                Waiting(
+                QueuedRequest(
                     request=request(id, text_of(100, id), now=arrived_s),
                     key=Key(hash=1, blocks=1, tokens=1),
                     pair=("a",),

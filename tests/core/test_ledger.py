@@ -3,16 +3,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders import chain, text_of
-from dualmap.fleet.entry import Entry, Stage
-from dualmap.fleet.ledger import ENTRY_TTL_S, Ledger
-from dualmap.fleet.load import SILENT_DECODE_S, SILENT_PREFILL_S
+from dualmap.fleet.in_flight import InFlightRequest, Stage
+from dualmap.fleet.kv import SILENT_DECODE_S
+from dualmap.fleet.ledger import IN_FLIGHT_TTL_S, Ledger
+from dualmap.fleet.prefills import SILENT_PREFILL_S
 
 SPEED = 1000.0
 
 
-def entry(id: str, member: str, now: float, *, tokens: int = 1000, matched: int = 0, streamed: bool = True) -> Entry:
+def entry(
+    id: str, member: str, now: float, *, tokens: int = 1000, matched: int = 0, streamed: bool = True
+) -> InFlightRequest:
     prompt = chain(text_of(tokens, id))
-    return Entry(
+    return InFlightRequest(
         request_id=id,
         member=member,
         chain=prompt,
@@ -53,7 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(member=st.sampled_from("abc"), dt=st.floats(0, 5) | st.sampled_from([SILENT_PREFILL_S, SILENT_DECODE_S]))
     def settle(self, member: str, dt: float) -> None:
         self.now += dt
-        self.ledger.load(member).settle(self.now)
+        self.ledger.loads[member].end_overdue(self.now)
 
     @rule(name=names, dt=st.floats(0, 5))
     def first_token(self, name: str, dt: float) -> None:
@@ -75,10 +78,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(name=names, to=st.sampled_from("abcd"))
     def move(self, name: str, to: str) -> None:
-        if live := self.ledger.entry(name):
+        if live := self.ledger.request(name):
             self.ledger.move(self.now, live, to=to, matched_tokens=0, compute_s=live.chain.tokens / SPEED)
 
-    @rule(dt=st.sampled_from([1.0, ENTRY_TTL_S / 2, ENTRY_TTL_S]))
+    @rule(dt=st.sampled_from([1.0, IN_FLIGHT_TTL_S / 2, IN_FLIGHT_TTL_S]))
     def expire(self, dt: float) -> None:
         self.now += dt
         self.ledger.expire(self.now)
@@ -90,18 +93,18 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_the_sums_of_live_requests(self) -> None:
-        live = [found for n in range(self.ids + 1) if (found := self.ledger.entry(str(n)))]
+        live = [found for n in range(self.ids + 1) if (found := self.ledger.request(str(n)))]
         for member in "abcd":
-            load, own = self.ledger.load(member), [each for each in live if each.member == member]
+            load, own = self.ledger.loads[member], [each for each in live if each.member == member]
             pending = [each for each in own if each.stage is Stage.PENDING]
             working = [each for each in own if each.stage is not Stage.SILENT]
             assert not any(each.prefilled for each in pending)
             assert load.in_flight == len(own)
             assert load.working == len(working)
-            assert load.active_kv_tokens == sum(each.chain.tokens for each in working)
-            assert load.pending_prefill_tokens == sum(each.new_tokens for each in pending)
+            assert load.kv.tokens == sum(each.chain.tokens for each in working)
+            assert load.prefills.tokens == sum(each.new_tokens for each in pending)
             assert load.queue_s(self.now, 3.0) >= 0.0
-            if not load.pending_prefill_tokens:
+            if not load.prefills.tokens:
                 assert load.queue_s(self.now, 3.0) < 1e-6 or pending
 
 
@@ -113,7 +116,7 @@ def test_the_queue_shrinks_while_its_head_is_computed() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
-    load = ledger.load("a")
+    load = ledger.loads["a"]
     assert load.queue_s(0.0, 3.0) == 2.0
     assert load.queue_s(0.4, 3.0) == 1.6
     # The head is late: its own second is spent, the other's is still to come.
@@ -126,7 +129,7 @@ def test_a_decode_stall_adds_the_time_without_a_completed_prefill() -> None:
     # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head may take its own time first.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
-    load = ledger.load("a")
+    load = ledger.loads["a"]
     assert load.queue_s(4.0, 3.0) == 0.0
     assert load.queue_s(4.1, 3.0) == 4.1
     ledger.first_token(5.0, "1")
@@ -139,7 +142,7 @@ def test_queueing_is_not_learnt_as_slowness() -> None:
         ledger.enter(0.0, entry(str(n), "a", 0.0))
     for n in range(50):
         ledger.first_token(n + 1.0, str(n))
-    assert 950 < ledger.load("a").speed.tokens_per_second < 1050
+    assert 950 < ledger.loads["a"].speed.current.tokens_per_second < 1050
 
 
 def test_an_abort_of_the_head_lets_the_next_begin() -> None:
@@ -147,7 +150,7 @@ def test_an_abort_of_the_head_lets_the_next_begin() -> None:
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
     ledger.leave(10.0, "1")
-    assert ledger.load("a").queue_s(10.5, 3.0) == 0.5
+    assert ledger.loads["a"].queue_s(10.5, 3.0) == 0.5
 
 
 def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
@@ -156,13 +159,13 @@ def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
     ledger.enter(0.0, entry("1", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("2", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("3", "a", 0.0))
-    load = ledger.load("a")
-    before = load.speed
-    load.settle(1.5)
-    assert (load.pending_prefill_tokens, load.queue_s(1.5, 3.0)) == (2000, 1.5)
-    load.settle(30.0)
-    assert (load.pending_prefill_tokens, load.in_flight) == (1000, 3)
-    assert load.speed == before
+    load = ledger.loads["a"]
+    before = load.speed.current
+    load.end_overdue(1.5)
+    assert (load.prefills.tokens, load.queue_s(1.5, 3.0)) == (2000, 1.5)
+    load.end_overdue(30.0)
+    assert (load.prefills.tokens, load.in_flight) == (1000, 3)
+    assert load.speed.current == before
     ledger.first_token(30.0, "1")
     ledger.leave(30.0, "1")
     assert load.in_flight == 2
@@ -170,32 +173,33 @@ def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
 
 def test_another_first_guess_starts_learning_afresh() -> None:
     ledger = Ledger(SPEED)
-    ledger.load("a")
+    ledger.loads["a"]
     ledger.set_prior(5000.0)
-    assert round(ledger.load("a").speed.tokens_per_second) == round(ledger.load("b").speed.tokens_per_second) == 5000
+    speeds = [ledger.loads[member].speed.current.tokens_per_second for member in "ab"]
+    assert [round(each) for each in speeds] == [5000, 5000]
 
 
 def test_expiry_is_ten_minutes() -> None:
-    assert ENTRY_TTL_S == 600.0
+    assert IN_FLIGHT_TTL_S == 600.0
 
 
 def test_news_puts_off_expiry() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(1.0, entry("2", "a", 1.0))
-    ledger.first_token(ENTRY_TTL_S - 1, "1")
-    assert [each.request_id for each in ledger.expire(ENTRY_TTL_S + 1)] == ["2"]
-    assert [each.request_id for each in ledger.expire(2 * ENTRY_TTL_S - 1)] == ["1"]
-    assert ledger.load("a").in_flight == 0
+    ledger.first_token(IN_FLIGHT_TTL_S - 1, "1")
+    assert [each.request_id for each in ledger.expire(IN_FLIGHT_TTL_S + 1)] == ["2"]
+    assert [each.request_id for each in ledger.expire(2 * IN_FLIGHT_TTL_S - 1)] == ["1"]
+    assert ledger.loads["a"].in_flight == 0
 
 
 def test_a_prefill_that_overtakes_does_not_teach_speed() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("long", "a", 0.0, tokens=10_000))
     ledger.enter(0.0, entry("short", "a", 0.0, tokens=100))
-    before = ledger.load("a").speed
+    before = ledger.loads["a"].speed.current
     ledger.first_token(0.2, "short")
-    assert ledger.load("a").speed == before
+    assert ledger.loads["a"].speed.current == before
 
 
 class TestLostReports:
@@ -203,73 +207,73 @@ class TestLostReports:
         ledger = Ledger(SPEED)
         for n in range(4):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
-        load, before = ledger.load("a"), ledger.load("a").speed
+        load, before = ledger.loads["a"], ledger.loads["a"].speed.current
         ledger.first_token(3.0, "2")
-        assert (load.pending_prefill_tokens, load.queue_s(3.0, 3.0)) == (1000, 1.0)
+        assert (load.prefills.tokens, load.queue_s(3.0, 3.0)) == (1000, 1.0)
         assert load.in_flight == load.working == 4
         # Those that were passed teach nothing when they are heard of after all.
         assert ledger.first_token(3.5, "0") is not None
-        assert load.speed == before
+        assert load.speed.current == before
 
     def test_a_prefill_that_is_next_and_silent_for_long_has_ended_unheard(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
-        load = ledger.load("a")
-        load.settle(SILENT_PREFILL_S - 0.1)
+        load = ledger.loads["a"]
+        load.end_overdue(SILENT_PREFILL_S - 0.1)
         assert load.queue_s(SILENT_PREFILL_S - 0.1, 3.0) == SILENT_PREFILL_S - 0.1
-        load.settle(SILENT_PREFILL_S)
-        assert (load.pending_prefill_tokens, load.queue_s(SILENT_PREFILL_S, 3.0)) == (0, 0.0)
+        load.end_overdue(SILENT_PREFILL_S)
+        assert (load.prefills.tokens, load.queue_s(SILENT_PREFILL_S, 3.0)) == (0, 0.0)
         assert load.in_flight == 1
 
     def test_a_long_prefill_is_given_more_time(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0, tokens=50_000))
-        load = ledger.load("a")
-        load.settle(499.0)
-        assert load.pending_prefill_tokens == 50_000
-        load.settle(500.0)
-        assert load.pending_prefill_tokens == 0
+        load = ledger.loads["a"]
+        load.end_overdue(499.0)
+        assert load.prefills.tokens == 50_000
+        load.end_overdue(500.0)
+        assert load.prefills.tokens == 0
 
     def test_a_stalled_instance_stays_stalled_while_one_after_the_other_is_given_up(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(3):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         for given_up in range(1, 3):
             now = given_up * SILENT_PREFILL_S
-            load.settle(now)
-            assert load.pending_prefill_tokens == 1000 * (3 - given_up)
+            load.end_overdue(now)
+            assert load.prefills.tokens == 1000 * (3 - given_up)
             assert load.queue_s(now, 3.0) >= now
 
     def test_a_first_token_that_comes_after_all_is_one(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(2):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
-        load = ledger.load("a")
-        before = load.speed
-        load.settle(SILENT_PREFILL_S)
+        load = ledger.loads["a"]
+        before = load.speed.current
+        load.end_overdue(SILENT_PREFILL_S)
         late = ledger.first_token(SILENT_PREFILL_S + 5.0, "0")
         assert late is not None
         assert late.prefilled
         assert ledger.first_token(SILENT_PREFILL_S + 5.0, "0") is None
         # The other has only now begun, and nothing was learnt of the stall.
         assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
-        assert load.speed == before
+        assert load.speed.current == before
 
     def test_a_request_silent_for_long_is_in_flight_but_takes_no_memory(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
         ledger.first_token(1.0, "1")
-        load = ledger.load("a")
-        load.settle(SILENT_DECODE_S + 0.9)
-        assert (load.active_kv_tokens, load.working) == (1000, 1)
-        load.settle(SILENT_DECODE_S + 1.0)
-        assert (load.active_kv_tokens, load.working, load.in_flight) == (0, 0, 1)
+        load = ledger.loads["a"]
+        load.end_overdue(SILENT_DECODE_S + 0.9)
+        assert (load.kv.tokens, load.working) == (1000, 1)
+        load.end_overdue(SILENT_DECODE_S + 1.0)
+        assert (load.kv.tokens, load.working, load.in_flight) == (0, 0, 1)
         ledger.heard(SILENT_DECODE_S + 2.0, "1")
-        assert (load.active_kv_tokens, load.working, load.in_flight) == (1000, 1, 1)
-        load.settle(2 * SILENT_DECODE_S + 2.0)
+        assert (load.kv.tokens, load.working, load.in_flight) == (1000, 1, 1)
+        load.end_overdue(2 * SILENT_DECODE_S + 2.0)
         ledger.leave(2 * SILENT_DECODE_S + 2.0, "1")
-        assert (load.active_kv_tokens, load.working, load.in_flight) == (0, 0, 0)
+        assert (load.kv.tokens, load.working, load.in_flight) == (0, 0, 0)
 
     def test_where_answers_take_long_silence_is_borne_for_longer(self) -> None:
         ledger = Ledger(SPEED)
@@ -281,8 +285,8 @@ class TestLostReports:
             now += 51.0
         ledger.enter(now, entry("last", "a", now))
         ledger.first_token(now, "last")
-        load = ledger.load("a")
-        load.settle(now + 150.0)
-        assert load.active_kv_tokens == 1000
-        load.settle(now + ENTRY_TTL_S)
-        assert load.active_kv_tokens == 0
+        load = ledger.loads["a"]
+        load.end_overdue(now + 150.0)
+        assert load.kv.tokens == 1000
+        load.end_overdue(now + IN_FLIGHT_TTL_S)
+        assert load.kv.tokens == 0

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from builders import pool, request, text_of
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Engine, Pool, Queue, Routing
-from dualmap.replicas.news import News, Placement, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import Decision, Held
+from dualmap.requests import Decision, Outcome, Queued
 from dualmap.router import PoolRouter
 
 SPEED = 1000.0
@@ -22,19 +21,21 @@ def slow_pool(count: int = 2, *, window_s: float = 1e9, policy: str = "dualmap")
 
 
 def replicas(of: Pool, count: int = 2) -> list[PoolRouter]:
-    return [PoolRouter(of, shares=True) for _ in range(count)]
+    return [PoolRouter(of, replicated=True) for _ in range(count)]
 
 
-def exchange(now: float, routers: list[PoolRouter], *, age_s: float = 0.0) -> None:
+def exchange(now: float, routers: list[PoolRouter], *, age_s: float = 0.0) -> list[Outcome]:
+    outcomes: list[Outcome] = []
     for number, speaker in enumerate(routers):
         news = speaker.take_news(now - age_s)
         for listener in routers:
             if listener is not speaker:
-                listener.on_news(now, f"replica {number}", news, age_s)
+                outcomes += listener.on_news(now, f"replica {number}", news, age_s).outcomes
+    return outcomes
 
 
 def decide(router: PoolRouter, id: str, text: str, now: float = 0.0) -> Decision:
-    outcome = router.on_request(now, request(id, text, now=now))
+    outcome = router.on_request(now, request(id, text, now=now)).answer
     assert isinstance(outcome, Decision)
     return outcome
 
@@ -45,7 +46,7 @@ def candidates(decision: Decision) -> dict[str, int]:
 
 def test_a_quiet_router_has_nothing_to_tell() -> None:
     nothing = News(hotness=NOTHING, loads={})
-    router = PoolRouter(pool(), shares=True)
+    router = PoolRouter(pool(), replicated=True)
     assert router.take_news(0.0) == nothing
     decide(router, "1", text_of(500, "a"))
     assert router.take_news(1.0) != nothing
@@ -129,10 +130,9 @@ class TestLoads:
         mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
-        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)) == Held(request_id="2")
+        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)).answer == Queued(request_id="2")
         yours.on_first_token(2.0, "1")
-        exchange(2.1, routers)
-        (outcome,) = mine.take_outcomes()
+        (outcome,) = exchange(2.1, routers)
         assert outcome.request_id == "2"
 
     def test_speed_is_not_learnt_from_prefills_that_may_have_waited_behind_theirs(self) -> None:
@@ -185,14 +185,14 @@ def test_replicas_agree_on_the_length_of_a_hot_key() -> None:
 
 
 def test_counts_from_before_this_router_began_make_it_agree_at_once() -> None:
-    warm = PoolRouter(slow_pool(8), shares=True)
+    warm = PoolRouter(slow_pool(8), replicated=True)
     told = []
     for n in range(200):
         now = n * 0.1
         decide(warm, str(n), text_of(1024, "hot") + text_of(256, f"tail {n % 16}"), now)
         warm.on_finished(now, str(n))
         told.append((now, warm.take_news(now)))
-    cold = PoolRouter(slow_pool(8), shares=True)
+    cold = PoolRouter(slow_pool(8), replicated=True)
     for said_s, news in told:
         cold.on_news(1000.0, "warm", news, 20.0 - said_s)
     key = decide(cold, "probe", text_of(1024, "hot") + text_of(256, "tail 3"), 1000.0).receipt.key

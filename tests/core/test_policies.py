@@ -158,10 +158,9 @@ def test_the_order_in_which_a_pool_lists_its_members_does_not_matter(policy: str
 def place(router: PoolRouter, number: int) -> tuple[str, ...]:
     """Ask with one of nine system prompts, end what was asked 25 requests ago; return who was handed something."""
     now, text = number * 0.05, text_of(1024, f"system {number % 9}") + text_of(64 * (number % 11), f"{number}")
-    outcome = router.on_request(now, request(str(number), text, now=now))
-    router.on_first_token(now, str(number - 5))
-    router.on_finished(now, str(number - 25))
-    return tuple(each.receipt.chosen for each in (outcome, *router.take_outcomes()) if isinstance(each, Decision))
+    answer, released = router.on_request(now, request(str(number), text, now=now))
+    later = router.on_first_token(now, str(number - 5)).outcomes + router.on_finished(now, str(number - 25)).outcomes
+    return tuple(each.receipt.chosen for each in (answer, *released, *later) if isinstance(each, Decision))
 
 
 def test_the_hotness_rules_are_those_documented() -> None:

@@ -253,7 +253,7 @@ class TestEar:
 
         def turn(number: int, now: float) -> tuple[str, str]:
             asked = replace(request(f"turn {number}", text_of(1024, "chat"), now=now), session=7)
-            outcome = router.on_request(now, asked)
+            outcome = router.on_request(now, asked).answer
             assert isinstance(outcome, Decision)
             router.on_first_token(now, asked.id)
             return outcome.receipt.chosen, outcome.receipt.rule
@@ -261,7 +261,7 @@ class TestEar:
         def load(member: str, tokens: int, now: float) -> None:
             endpoint = next(each.endpoint for each in router.pool.members if each.id == member)
             asked = request(f"load {member} {now}", text_of(tokens, f"{member} {now}"), now=now)
-            assert isinstance(router.on_request(now, replace(asked, subset=frozenset({endpoint}))), Decision)
+            assert isinstance(router.on_request(now, replace(asked, subset=frozenset({endpoint}))).answer, Decision)
 
         first, rule = turn(1, 0.0)
         assert rule == "new-session"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from builders import members, pool, request, text_of
 from core.routers import decide, loads
-from dualmap.fleet.ledger import ENTRY_TTL_S
+from dualmap.fleet.ledger import IN_FLIGHT_TTL_S
 from dualmap.policies.registry import POLICIES
 from dualmap.requests import Decision, Usage
 from dualmap.router import PoolRouter
@@ -53,9 +53,9 @@ def test_nothing_goes_negative_or_leaks_under_any_order_of_events(policy: str, e
 def test_requests_nothing_is_heard_of_expire() -> None:
     router = PoolRouter(pool())
     decide(router, "1", text_of(500, "x"))
-    assert router.next_deadline() == ENTRY_TTL_S
-    assert router.on_deadline(ENTRY_TTL_S - 1) == ()
-    assert [each.predicted_cached_tokens for each in router.on_deadline(ENTRY_TTL_S)] == [0]
+    assert router.next_deadline() == IN_FLIGHT_TTL_S
+    assert router.on_deadline(IN_FLIGHT_TTL_S - 1).answer == ()
+    assert [each.predicted_cached_tokens for each in router.on_deadline(IN_FLIGHT_TTL_S).answer] == [0]
     assert loads(router) == (0, 0, 0)
     assert sum(each.indexed_blocks for each in router.status().endpoints) == 0
 
@@ -65,7 +65,7 @@ def test_news_of_a_request_puts_off_its_expiry() -> None:
     decide(router, "1", text_of(500, "x"))
     router.on_heard(300.0, "1")
     router.on_heard(300.0, "unknown")
-    assert router.next_deadline() == 300.0 + ENTRY_TTL_S
+    assert router.next_deadline() == 300.0 + IN_FLIGHT_TTL_S
 
 
 def test_an_engine_that_fails_at_once_does_not_attract_its_keys() -> None:
@@ -92,7 +92,7 @@ def test_a_request_broken_off_does_not_take_anothers_cache_with_it() -> None:
 def test_answers_that_come_whole_do_not_stall_their_member() -> None:
     router = PoolRouter(pool(1))
     whole = replace(request("1", text_of(7000, "x")), streamed=False)
-    assert isinstance(router.on_request(0.0, whole), Decision)
+    assert isinstance(router.on_request(0.0, whole).answer, Decision)
     assert decide(router, "2", text_of(7000, "x"), 20.0).receipt.predicted_ttft_s < 0.1
 
 
@@ -101,24 +101,24 @@ def test_completion_carries_predicted_and_measured_hits() -> None:
     decide(router, "1", text_of(512, "x"))
     router.on_finished(0.5, "1", Usage(cached_tokens=0))
     decide(router, "2", text_of(512, "x"), 1.0)
-    first_token = router.on_first_token(1.25, "2")
+    first_token = router.on_first_token(1.25, "2").answer
     assert first_token is not None
     assert (first_token.ttft_s, first_token.within_slo) == (0.25, True)
-    completion = router.on_finished(2.0, "2", Usage(cached_tokens=496))
+    completion = router.on_finished(2.0, "2", Usage(cached_tokens=496)).answer
     assert completion is not None
     assert (completion.predicted_cached_tokens, completion.measured_cached_tokens) == (512, 496)
-    assert router.on_finished(2.1, "2") is None
+    assert router.on_finished(2.1, "2").answer is None
 
 
 def test_served_by_another_moves_books_and_cache() -> None:
     router = PoolRouter(pool())
     decision = decide(router, "1", text_of(512, "x"))
     chosen, other = decision.receipt.chosen, decision.endpoints[1]
-    assert router.on_served(0.1, "1", decision.endpoints[0]) is False
-    assert router.on_served(0.1, "1", other) is True
+    assert router.on_served(0.1, "1", decision.endpoints[0]).answer is False
+    assert router.on_served(0.1, "1", other).answer is True
     by_id = {each.id: each for each in router.status().endpoints}
     assert (by_id[chosen].in_flight, by_id[chosen].indexed_blocks) == (0, 0)
     moved = next(each for each in by_id.values() if each.endpoint == other)
     assert (moved.in_flight, moved.pending_prefill_tokens, moved.indexed_blocks) == (1, 512, 4)
-    assert router.on_served(0.1, "unknown", other) is False
-    assert router.on_served(0.1, "1", "10.9.9.9:1") is False
+    assert router.on_served(0.1, "unknown", other).answer is False
+    assert router.on_served(0.1, "1", "10.9.9.9:1").answer is False

@@ -14,7 +14,7 @@ from builders import members, pool, request, text_of
 from core.routers import decide, loads
 from dualmap.keys.hotness import MIN_SPLIT_REQUESTS
 from dualmap.pools.pool import Engine, Member, MemberState
-from dualmap.requests import Decision, Reason, Refusal
+from dualmap.requests import Decision, Reason, Rejection
 from dualmap.router import PoolRouter
 
 
@@ -91,8 +91,8 @@ def test_time_already_waited_counts_against_the_slo() -> None:
     text = text_of(2000, "x")
     decide(router, "1", text)
     router.on_first_token(0.3, "1")
-    patient = router.on_request(10.0, request("2", text, now=10.0))
-    late = router.on_request(10.0, request("3", text, now=7.0))
+    patient = router.on_request(10.0, request("2", text, now=10.0)).answer
+    late = router.on_request(10.0, request("3", text, now=7.0)).answer
     assert isinstance(patient, Decision)
     assert isinstance(late, Decision)
     assert patient.receipt.rule == "pair-warm"
@@ -101,11 +101,11 @@ def test_time_already_waited_counts_against_the_slo() -> None:
 
 
 def test_no_eligible_member_is_refused() -> None:
-    refusal = Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
-    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")) == refusal
+    refusal = Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
+    assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")).answer == refusal
     assert PoolRouter(pool(0)).any_endpoints(None) == ()
     draining = replace(pool(0), members=members(2, state=MemberState.DRAINING))
-    assert PoolRouter(draining).on_request(0.0, request("1", "x")) == refusal
+    assert PoolRouter(draining).on_request(0.0, request("1", "x")).answer == refusal
     assert PoolRouter(draining).any_endpoints(None) == ()
 
 
@@ -127,9 +127,9 @@ def test_a_lone_member_is_its_own_pair() -> None:
 def test_the_subset_hint_restricts_the_pair_and_bodiless_requests(subset: set[str], allowed: set[str]) -> None:
     router = PoolRouter(pool())
     for n in range(20):
-        decision = router.on_request(0.0, request(str(n), text_of(400, str(n)), subset=frozenset(subset)))
+        decision = router.on_request(0.0, request(str(n), text_of(400, str(n)), subset=frozenset(subset))).answer
         if not allowed:
-            assert isinstance(decision, Refusal)
+            assert isinstance(decision, Rejection)
             continue
         assert isinstance(decision, Decision)
         assert set(decision.receipt.pair) <= allowed
@@ -206,7 +206,8 @@ digest = hashlib.sha256()
 for policy in ("dualmap", "dualmap_paper", "min_ttft", "least_loaded"):
     router = PoolRouter(pool(8, policy=policy))
     for n in range(120):
-        decision = router.on_request(n * 0.05, request(str(n), text_of(300 + 70 * (n % 9), f"p{n % 7}"), now=n * 0.05))
+        asked = request(str(n), text_of(300 + 70 * (n % 9), f"p{n % 7}"), now=n * 0.05)
+        decision = router.on_request(n * 0.05, asked).answer
         digest.update(repr(decision).encode())
         if n % 3 == 0:
             router.on_first_token(n * 0.05 + 0.04, str(n))

@@ -6,9 +6,8 @@ import pytest
 
 import builders
 from core.routers import decide
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Engine
-from dualmap.replicas.news import News, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, SharedLoad
 from dualmap.requests import EndpointStatus
 from dualmap.router import PoolRouter
 

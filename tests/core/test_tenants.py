@@ -13,7 +13,7 @@ TEXT = text_of(2048, "the same words")
 
 def ask(router: PoolRouter, id: str, *, salt: str, session: str | None = None, now: float = 0.0) -> Decision:
     name = None if session is None else session_key(session, chain_root(model="m", cache_salt=salt))
-    outcome = router.on_request(now, Request(id=id, chain=chain(TEXT, salt=salt), arrived_s=now, session=name))
+    outcome = router.on_request(now, Request(id=id, chain=chain(TEXT, salt=salt), arrived_s=now, session=name)).answer
     assert isinstance(outcome, Decision)
     return outcome
 
@@ -36,7 +36,7 @@ def test_one_tenants_heat_does_not_lengthen_another_ones_keys() -> None:
 
 
 def test_sessions_of_one_name_are_strangers() -> None:
-    router = PoolRouter(pool(8), shares=True)
+    router = PoolRouter(pool(8), replicated=True)
     first = ask(router, "1", salt="a", session="chat")
     second = ask(router, "2", salt="b", session="chat")
     assert first.receipt.key.hash != second.receipt.key.hash
@@ -54,7 +54,7 @@ def test_receipts_tell_tenants_apart_and_nothing_about_the_salt() -> None:
 
 
 def test_what_replicas_tell_each_other_keeps_tenants_apart() -> None:
-    speaker, listener = PoolRouter(pool(1), shares=True), PoolRouter(pool(1), shares=True)
+    speaker, listener = PoolRouter(pool(1), replicated=True), PoolRouter(pool(1), replicated=True)
     ask(speaker, "1", salt="a")
     listener.on_news(0.1, "speaker", speaker.take_news(0.1), 0.0)
     assert ask(listener, "2", salt="b", now=0.2).receipt.matched_tokens == 0

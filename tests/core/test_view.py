@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import Situation, Weights
 from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Rebalance, Routing
 from dualmap.prompts.blocks import BlockChain
-from dualmap.replicas.news import News, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, SharedLoad
 from dualmap.requests import Request
 from dualmap.router import PoolRouter
 
@@ -89,20 +88,20 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     """Compare what a view says of everyone with what the parts say of each member."""
     fleet = router._fleet
     view = fleet.view(now, chain)
-    everyone = fleet.everyone(view, fleet.membership.ring(None))
+    everyone = fleet.everyone(view, fleet.ring(None))
     pending_tokens, in_flight = everyone.pending_tokens(), everyone.in_flight()
     requests, placed_tokens = everyone.requests(), everyone.placed_tokens()
     matched_tokens = everyone.matched_tokens()
     columns = [everyone.costs_s(weights) for weights in WEIGHTS]
-    members = fleet.membership.ring(None).members
+    members = fleet.ring(None).members
     assert len(everyone) == len(members)
     for position, member in enumerate(members):
-        load, index = fleet.ledger.load(member.id), fleet._instances[member.id].index
-        load.settle(now)
+        load, index = fleet._ledger.loads[member.id], fleet._instances[member.id].index
+        load.end_overdue(now)
         cached_tokens = min(index.matched_blocks(chain.hashes) * BLOCK_TOKENS, chain.tokens)
         queue_s = load.queue_s(now, router.pool.routing.rebalance.decode_stall_s)
-        compute_s = load.speed.compute_s(chain.tokens - cached_tokens, cached_tokens)
-        kv_tokens = load.active_kv_tokens + load.peers.active_kv_tokens
+        compute_s = load.speed.current.compute_s(chain.tokens - cached_tokens, cached_tokens)
+        kv_tokens = load.kv.tokens + load.others.load.active_kv_tokens
         candidate = everyone[position]
         assert (candidate.id, candidate.matched_tokens) == (member.id, cached_tokens)
         assert candidate.queue_s == pytest.approx(queue_s, abs=1e-9)
@@ -111,14 +110,14 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
         assert candidate.pending_tokens == pending_tokens[position]
         assert candidate.in_flight == in_flight[position]
         assert pending_tokens[position] == (
-            load.pending_prefill_tokens + load.held.tokens + load.peers.pending_prefill_tokens
+            load.prefills.tokens + load.queue.tokens + load.others.load.pending_prefill_tokens
         )
-        assert in_flight[position] == load.working + load.peers.in_flight
-        assert requests[position] == in_flight[position] + len(load.held)
-        assert placed_tokens[position] == kv_tokens + load.held.tokens
+        assert in_flight[position] == load.working + load.others.load.in_flight
+        assert requests[position] == in_flight[position] + len(load.queue)
+        assert placed_tokens[position] == kv_tokens + load.queue.tokens
         assert matched_tokens[position] == cached_tokens
         for weights, column in zip(WEIGHTS, columns, strict=True):
-            active_s = kv_tokens * load.speed.linear_s
+            active_s = kv_tokens * load.speed.current.linear_s
             cost_s = queue_s + weights.compute * compute_s + weights.active_kv * active_s
             assert column[position] == pytest.approx(cost_s, abs=1e-9)
 
@@ -152,7 +151,7 @@ def test_a_choice_among_everyone_is_the_least_of_the_documented_cost(policy: str
         now += chance.choice([0.0, 0.01, 0.1])
         step(router, chance, now, number, live)
         chain, fleet = chain_of(chance), router._fleet
-        view, ring = fleet.view(now, chain), fleet.membership.ring(None)
+        view, ring = fleet.view(now, chain), fleet.ring(None)
         everyone = fleet.everyone(view, ring)
         situation = Situation(
             request_id=str(number),

@@ -181,13 +181,13 @@ def test_nothing_that_clients_say_is_ever_logged(log_format: LogFormat, capsys: 
     everything_happens()
     captured = capsys.readouterr()
     written = captured.err + captured.out
-    assert written.count("routed") >= 3
-    assert written.count("held") >= 2
+    assert written.count("Routed") >= 3
+    assert written.count("Queued") >= 2
     assert SECRET not in written
 
 
 def quoting(*, log_prompts: bool = True) -> Picker:
-    picker = Picker(Limits(), Recorder(), id_prefix="r", log_prompts=log_prompts)
+    picker = Picker(Limits(), Recorder().report, id_prefix="r", log_prompts=log_prompts)
     picker.set_pools(0.0, (crowded_pool(),))
     return picker
 
@@ -203,7 +203,7 @@ def test_only_where_it_was_asked_for_debug_lines_quote_prompts_and_session_heade
     picker.hold_no_more(200.0)
     written = lines(capsys)
     # The second was held, and is quoted all the same.
-    at_once, later = [line for line in written if line["event"] == "routed"]
+    at_once, later = [line for line in written if line["event"] == "Routed"]
     for line in (at_once, later):
         prompt = line["prompt"]
         assert isinstance(prompt, str)
@@ -224,6 +224,6 @@ def test_whatever_bytes_are_quoted_they_are_one_line_of_text(capsys: pytest.Capt
     message = request_headers(NO_WAIT)
     message.request_headers.headers.headers.add(key="x-session-id", raw_value=b"\xff\n\x1b[31m")
     Conversation(picker=quoting()).send(message, request_body(chat("two\nlines \x1b[31m")))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "routed" in line]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Routed" in line]
     assert "two" in line
     assert "\x1b" not in line

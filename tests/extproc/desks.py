@@ -1,7 +1,8 @@
 """A picker with its observer and short ways to ask it: for the tests of the picker."""
 
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import Recorder, chat, pool
 
@@ -12,7 +13,7 @@ class Desk:
     def __init__(self, *pools, limits: Limits | None = None) -> None:
         self.observer = Recorder()
         self.resumed: list[Picked | Refused] = []
-        self.picker = Picker(limits or Limits(), self.observer, id_prefix="r1")
+        self.picker = Picker(limits or Limits(), self.observer.report, id_prefix="r1")
         self.picker.set_pools(0.0, pools or (pool(),))
 
     def ask(self, body: bytes = chat(), *, now=10.0, subset=None, headers=None) -> Picked | Refused | Waiting:

@@ -5,13 +5,25 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from dualmap.pools.pool import Engine, Member, Model, Pool, Queue
-from dualmap.requests import Completion, Decision, FirstToken
 from dualmap_extproc import names
-from dualmap_extproc.errors import Refused
+from dualmap_extproc.request.observations import (
+    Abandoned,
+    Decided,
+    Ended,
+    Expired,
+    FirstTokenSeen,
+    Measured,
+    Observation,
+    Rejected,
+    Routed,
+    RoutedBodiless,
+    ServedElsewhere,
+)
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
@@ -177,53 +189,48 @@ def refused_with(answers: list[wire.ProcessingResponse]) -> int:
     return immediate.status.code
 
 
+Kind = TypeVar("Kind")
+
+
 @dataclass
 class Recorder:
-    """An observer that remembers what it was told."""
+    """A subscriber that keeps every observation."""
 
-    events: list[tuple] = field(default_factory=list)
+    events: list[Observation] = field(default_factory=list)
+
+    def report(self, observation: Observation) -> None:
+        self.events.append(observation)
 
     def names(self) -> list[str]:
-        return [event[0] for event in self.events]
+        """What happened, in order; a request that leaves its queue has ``waited``, too."""
+        return [name for event in self.events for name in _names(event)]
 
-    def routed(self, pool: str, decision: Decision) -> None:
-        self.events.append(("routed", pool, decision))
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """The observations of a type."""
+        return [event for event in self.events if isinstance(event, kind)]
 
-    def routed_bodiless(self, pool: str) -> None:
-        self.events.append(("routed_bodiless", pool))
 
-    def refused(self, refused: Refused) -> None:
-        self.events.append(("refused", refused))
+def _names(event: Observation) -> tuple[str, ...]:
+    match event:
+        case Routed() | Rejected():
+            name = "routed" if isinstance(event, Routed) else "refused"
+            return (name,) if event.queued_s is None else (name, "waited")
+        case Abandoned():
+            return ("waited",)
+        case Ended():
+            return (event.ending.value,)
+        case _:
+            return (_NAMES[type(event)],) if type(event) in _NAMES else ()
 
-    def waited(self, pool: str, seconds: float) -> None:
-        self.events.append(("waited", pool, seconds))
 
-    def decided(self, seconds: float) -> None:
-        self.events.append(("decided", seconds))
-
-    def first_token(self, pool: str, first_token: FirstToken) -> None:
-        self.events.append(("first_token", pool, first_token))
-
-    def finished(self, pool: str, completion: Completion) -> None:
-        self.events.append(("finished", pool, completion))
-
-    def rejected(self, pool: str, completion: Completion) -> None:
-        self.events.append(("rejected", pool, completion))
-
-    def aborted(self, pool: str, completion: Completion) -> None:
-        self.events.append(("aborted", pool, completion))
-
-    def failed(self, pool: str, completion: Completion) -> None:
-        self.events.append(("failed", pool, completion))
-
-    def expired(self, pool: str, completion: Completion) -> None:
-        self.events.append(("expired", pool, completion))
-
-    def measured(self, pool: str, completion: Completion) -> None:
-        self.events.append(("measured", pool, completion))
-
-    def served_elsewhere(self, pool: str) -> None:
-        self.events.append(("served_elsewhere", pool))
+_NAMES = {
+    RoutedBodiless: "routed_bodiless",
+    Decided: "decided",
+    FirstTokenSeen: "first_token",
+    Expired: "expired",
+    Measured: "measured",
+    ServedElsewhere: "served_elsewhere",
+}
 
 
 class Conversation:
@@ -241,7 +248,7 @@ class Conversation:
         self.now = now
         self.config = config
         if picker is None:
-            picker = Picker(self.limits, self.observer, id_prefix="r")
+            picker = Picker(self.limits, self.observer.report, id_prefix="r")
             picker.set_pools(0.0, pools or (pool(),))
         self.picker = picker
         self.again()

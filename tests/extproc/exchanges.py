@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import builders
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Pool
-from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report, Share
 from dualmap_extproc.store.contract import Failure, Store
 from dualmap_extproc.store.exchange import Exchange

@@ -12,7 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers, Ports
+from dualmap_extproc.transport.processor import ExternalProcessor
+from dualmap_extproc.transport.server import GrpcServers, Ports
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import NO_WAIT, Recorder, chat, crowded_pool, pool, request_body, request_headers
 from waiting import until
@@ -59,9 +60,9 @@ class Running:
 async def running(*, ready=True, limits: Limits | None = None) -> AsyncIterator[Running]:
     observer = Recorder()
     limits = limits or Limits()
-    picker = Picker(limits, observer, id_prefix="r")
+    picker = Picker(limits, observer.report, id_prefix="r")
     picker.set_pools(0.0, (pool(),))
-    processor = ExternalProcessor(picker, observer, limits)
+    processor = ExternalProcessor(picker, observer.report, limits)
     servers = GrpcServers(processor, services=(), access_log=(), limits=limits)
     ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
     if ready:

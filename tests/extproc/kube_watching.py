@@ -1,4 +1,4 @@
-"""A router's view of the tests' own Kubernetes API: shared by the tests of ``pools.kube`` and ``pools.reflector``."""
+"""A router's view of the tests' own Kubernetes API: shared by the tests of ``pools.kube``."""
 
 import asyncio
 import logging
@@ -12,19 +12,20 @@ from prometheus_client import CollectorRegistry
 
 from dualmap.pools.pool import Member, Pool
 from dualmap_edge.kube.client import KubeClient
+from dualmap_edge.kube.watch import WatchPolicy
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
-from dualmap_extproc.pools.reflector import Patience
 from kube_api import KubeApi, kube_api
 from waiting import WAIT_S, until
 
-QUICK = Patience(watch_s=600.0, inactivity_s=601.0, first_pause_s=0.01, longest_pause_s=0.02)
+QUICK = WatchPolicy(timeout_s=600.0, inactivity_s=601.0, first_pause_s=0.01, longest_pause_s=0.02)
 
 
 @pytest.fixture(name="api")
 async def kube_api_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[KubeApi]:
     """The API that a test's router watches; what the router logs is kept at every level."""
     caplog.set_level(logging.INFO, "dualmap_extproc")
+    caplog.set_level(logging.INFO, "dualmap_edge")
     async with kube_api(tmp_path) as api:
         yield api
 
@@ -69,13 +70,13 @@ class Watched:
 
 @asynccontextmanager
 async def watching(
-    api: KubeApi, namespace: str | None = None, *, patience: Patience = QUICK, listed: bool = True
+    api: KubeApi, namespace: str | None = None, *, policy: WatchPolicy = QUICK, listed: bool = True
 ) -> AsyncIterator[Watched]:
     client = await KubeClient.connect(api.kubeconfig)
     registry = CollectorRegistry()
     refused: list[None] = []
     observer = KubeMetrics(registry, lambda: refused.append(None))
-    source = KubePools(client, namespace, observer, patience=patience)
+    source = KubePools(client, namespace, observer, policy=policy)
     observer.show_ages(source.ages_s)
     watched = Watched(source, registry)
     running = asyncio.create_task(source.run(watched.take))

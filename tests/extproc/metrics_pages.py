@@ -1,13 +1,33 @@
 """What happens to a router, told to its metrics, and the page as samples: for the tests of the metrics."""
 
+from collections.abc import Callable, Sequence
+
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import builders
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.receipt import Key, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus
-from dualmap_extproc.errors import model_not_found, no_endpoint
+from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolSnapshot
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.errors import Refused, model_not_found, no_endpoint
+from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.observations import (
+    Abandoned,
+    Arrival,
+    Decided,
+    Ended,
+    Enqueued,
+    Expired,
+    FanOut,
+    FirstTokenSeen,
+    Measured,
+    Rejected,
+    Routed,
+    RoutedBodiless,
+    ServedElsewhere,
+)
+from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.metrics import Metrics
 
 POOL = "llm/qwen"
@@ -35,11 +55,11 @@ def first_token(member: str = "m-0", *, ttft_s: float = 0.3, within_slo: bool = 
     return FirstToken(member=member, ttft_s=ttft_s, predicted_ttft_s=0.2, within_slo=within_slo)
 
 
-def completion(member: str = "m-0", *, measured: int | None = None) -> Completion:
-    return Completion(member=member, predicted_cached_tokens=60, measured_cached_tokens=measured)
+def completion(member: str = "m-0", *, predicted: int = 60, measured: int | None = None) -> Completion:
+    return Completion(request_id="r", member=member, predicted_cached_tokens=predicted, measured_cached_tokens=measured)
 
 
-def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
+def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
     endpoints = tuple(
         EndpointStatus(
             id=f"m-{n}",
@@ -58,7 +78,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
         )
         for n, state in enumerate(states)
     )
-    return PoolStatus(
+    return PoolSnapshot(
         pool=pool,
         ring_version=7,
         held=13,
@@ -70,17 +90,76 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
     )
 
 
-def metrics(*pools: Pool) -> Metrics:
-    made = Metrics(version="1.2.3", replica_id="router-0")
-    made.set_pools(pools or (builders.pool(2),))
-    return made
+class Counting:
+    """A router's metrics and demand, and short ways to let something happen to its requests at the clock's time."""
+
+    def __init__(self, *pools: Pool, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.metrics = Metrics(version="1.2.3", replica_id="router-0")
+        self._demand = Demand(clock)
+        self._clock = clock
+        observations = FanOut()
+        self.metrics.subscribe(observations)
+        self._demand.subscribe(observations)
+        self._report = observations.report
+        self.signals = self._demand.signals
+        self.set_pools(pools or (builders.pool(2),))
+
+    def set_pools(self, pools: Sequence[Pool]) -> None:
+        self.metrics.set_pools(pools)
+        self._demand.set_pools(pools)
+
+    def traffic(self, pool: str) -> Traffic:
+        return self.metrics.traffic(pool)
+
+    def routed(self, pool: str, decision: Decision, *, queued_s: float | None = None) -> None:
+        arrival = Arrival(at_s=self._clock(), headers={})
+        self._report(Routed(now=self._clock(), pool=pool, decision=decision, arrival=arrival, queued_s=queued_s))
+
+    def routed_bodiless(self, pool: str) -> None:
+        self._report(RoutedBodiless(now=self._clock(), pool=pool))
+
+    def queued(self, pool: str) -> None:
+        self._report(Enqueued(now=self._clock(), pool=pool))
+
+    def abandoned(self, pool: str, seconds: float) -> None:
+        arrival = Arrival(at_s=self._clock(), headers={})
+        self._report(Abandoned(now=self._clock(), pool=pool, arrival=arrival, queued_s=seconds))
+
+    def refused(self, refused: Refused, *, queued_s: float | None = None) -> None:
+        now = self._clock()
+        self._report(Rejected(now=now, pool=refused.pool, refused=refused, arrival=None, queued_s=queued_s))
+
+    def decided(self, seconds: float) -> None:
+        self._report(Decided(now=self._clock(), seconds=seconds))
+
+    def first_token(self, pool: str, first_token: FirstToken) -> None:
+        self._report(FirstTokenSeen(now=self._clock(), pool=pool, first_token=first_token))
+
+    def ended(self, pool: str, ending: Ending, completion: Completion) -> None:
+        self._report(Ended(now=self._clock(), pool=pool, ending=ending, completion=completion))
+
+    def finished(self, pool: str, completion: Completion) -> None:
+        self.ended(pool, Ending.FINISHED, completion)
+
+    def expired(self, pool: str, completion: Completion) -> None:
+        self._report(Expired(now=self._clock(), pool=pool, completion=completion))
+
+    def measured(self, pool: str, completion: Completion) -> None:
+        self._report(Measured(now=self._clock(), pool=pool, completion=completion))
+
+    def served_elsewhere(self, pool: str) -> None:
+        self._report(ServedElsewhere(now=self._clock(), pool=pool))
 
 
-def families(made: Metrics, *statuses: PoolStatus) -> list[Metric]:
-    return list(text_string_to_metric_families(made.render(statuses, made.signals(statuses)).decode()))
+def metrics(*pools: Pool) -> Counting:
+    return Counting(*pools)
 
 
-def samples(made: Metrics, *statuses: PoolStatus) -> dict[str, float]:
+def families(made: Counting, *statuses: PoolSnapshot) -> list[Metric]:
+    return list(text_string_to_metric_families(made.metrics.render(statuses, made.signals(statuses)).decode()))
+
+
+def samples(made: Counting, *statuses: PoolSnapshot) -> dict[str, float]:
     """Every sample as ``name{label=value,...}`` with sorted labels."""
     found = {}
     for family in families(made, *statuses):
@@ -92,7 +171,7 @@ def samples(made: Metrics, *statuses: PoolStatus) -> dict[str, float]:
     return found
 
 
-def everything(made: Metrics) -> None:
+def everything(made: Counting) -> None:
     """Let every event happen once."""
     made.routed(POOL, decision())
     made.routed_bodiless(POOL)
@@ -100,18 +179,16 @@ def everything(made: Metrics) -> None:
     made.refused(model_not_found("m"))
     made.decided(0.0003)
     made.first_token(POOL, first_token())
-    made.finished(POOL, completion())
-    made.rejected(POOL, completion())
-    made.aborted(POOL, completion())
-    made.failed(POOL, completion())
-    made.waited(POOL, 1.5)
+    for ending in Ending:
+        made.ended(POOL, ending, completion())
+    made.abandoned(POOL, 1.5)
     made.expired(POOL, completion())
     made.measured(POOL, completion(measured=50))
     made.served_elsewhere(POOL)
-    made.discovery_streams(3)
-    made.discovery_pushed()
-    made.discovery_rejected()
-    made.access_log_entries(known=5, others=2)
-    made.access_log_unreadable()
-    made.pools_refused()
-    made.pool_file_refused(True)
+    made.metrics.discovery_streams(3)
+    made.metrics.discovery_pushed()
+    made.metrics.discovery_rejected()
+    made.metrics.access_log_entries(known=5, others=2)
+    made.metrics.access_log_unreadable()
+    made.metrics.pools_refused()
+    made.metrics.pool_file_refused(True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError

@@ -10,16 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.requests import Usage
-from dualmap_extproc.envoy.access_log.sink import (
-    BROKEN_FLAGS,
-    FAILED_FLAGS,
-    AccessLogEntry,
-    AccessLogSink,
-    read_entry,
-    read_id,
-)
+from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
+from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.names import ACCESS_LOG_METHOD, ACCESS_LOG_SERVICE
-from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.ending import BROKEN_FLAGS, FAILED_FLAGS, AccessLogEntry, Ending
 from dualmap_extproc.wire import access_log_pb2 as wire
 
 METHOD = f"/{ACCESS_LOG_SERVICE}/{ACCESS_LOG_METHOD}"

@@ -6,9 +6,12 @@ from dataclasses import replace
 from dualmap.pools.pool import Pool
 from dualmap_extproc.app import adoption
 from dualmap_extproc.app.adoption import Adoption
+from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.observations import FanOut
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.envoy_messages import chat, crowded_pool, pool
@@ -18,11 +21,12 @@ class Adopted:
     """What adopts pools, and when Envoys were told of which."""
 
     def __init__(self, *pools: Pool) -> None:
+        self.demand = Demand()
         self.metrics = Metrics(version="1", replica_id="r")
-        self.picker = Picker(Limits(), self.metrics, id_prefix="r")
+        self.picker = Picker(Limits(), FanOut().report, id_prefix="r")
         self.discovery = Discovery(self.metrics)
         self.resumed: asyncio.Queue[Picked | Refused] = asyncio.Queue()
-        self.adoption = Adoption(self.metrics, self.discovery, self.picker)
+        self.adoption = Adoption(self.metrics, self.demand, self.discovery, self.picker)
         self.adoption.adopt(pools)
 
     def hold(self) -> None:

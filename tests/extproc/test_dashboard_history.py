@@ -3,9 +3,20 @@
 import pytest
 
 import builders
-from dualmap.requests import Completion, Decision, FirstToken
+from dualmap.requests import Decision, FirstToken
 from dualmap.router import PoolRouter
 from dualmap_extproc.errors import model_not_found, no_endpoint
+from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.observations import (
+    Arrival,
+    Ended,
+    FanOut,
+    FirstTokenSeen,
+    Measured,
+    Rejected,
+    Routed,
+)
+from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.history import (
     DECISIONS,
     STEPS,
@@ -14,12 +25,15 @@ from dualmap_extproc.telemetry.dashboard.history import (
     PoolHistory,
     percentile,
 )
-from dualmap_extproc.telemetry.dashboard.recorder import Recorder
-from dualmap_extproc.telemetry.metrics import Metrics
+from extproc.metrics_pages import completion
 
 
 def decision(number: int = 0) -> Decision:
-    outcome = PoolRouter(builders.pool(2)).on_request(0.0, builders.request(f"r-{number}", builders.text_of(1000, "a")))
+    outcome = (
+        PoolRouter(builders.pool(2))
+        .on_request(0.0, builders.request(f"r-{number}", builders.text_of(1000, "a")))
+        .answer
+    )
     assert isinstance(outcome, Decision)
     return outcome
 
@@ -59,7 +73,7 @@ def test_hits_are_counted_for_the_instance_and_for_all() -> None:
     history = PoolHistory()
     sent = decision()
     history.routed(0.0, sent)
-    history.measured(2.0, Completion(member="gone", predicted_cached_tokens=300, measured_cached_tokens=150))
+    history.measured(2.0, completion("gone", predicted=300, measured=150))
     view = history.view(3.0)
     past = view.endpoints[sent.receipt.chosen]
     assert (past.requests, past.prompt_tokens, past.hit_rate_predicted, past.hit_rate_measured) == (1, 1000, 0.0, None)
@@ -79,7 +93,7 @@ def test_attainment_is_told_per_instance() -> None:
     history = PoolHistory()
     history.first_token(0.0, first_token(1.0, member="m-1"))
     history.first_token(0.0, first_token(9.0, within_slo=False, member="m-1"))
-    history.failed(0.0, Completion(member="m-1", predicted_cached_tokens=0, measured_cached_tokens=None))
+    history.failed(0.0, completion("m-1", predicted=0, measured=None))
     past = history.view(1.0).endpoints["m-1"]
     assert (past.attainment, past.failed) == (0.5, 1)
 
@@ -115,45 +129,48 @@ def test_ttfts_beyond_all_bounds_are_counted_too() -> None:
     assert percentile([0] * len(window.ttfts), 0.5) is None
 
 
-def test_the_recorder_passes_on_all_it_is_told() -> None:
-    told: list[tuple[str, tuple[object, ...]]] = []
+class Recorded:
+    """Histories, and the fan-out that reports to them."""
 
-    class Told:
-        def __getattr__(self, name: str):
-            return lambda *what: told.append((name, what))
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.histories = Histories(clock=lambda: self.now)
+        observations = FanOut()
+        self.histories.subscribe(observations)
+        self.report = observations.report
 
-    recorder = Recorder(Told(), clock=lambda: 0.0)  # type: ignore[arg-type]  # it takes whatever it is told
-    ended = Completion(member="m-0", predicted_cached_tokens=1, measured_cached_tokens=1)
-    calls: list[tuple[str, tuple[object, ...]]] = [
-        ("routed", ("llm/qwen", decision())),
-        ("routed_bodiless", ("llm/qwen",)),
-        ("refused", (no_endpoint("llm/qwen"),)),
-        ("refused", (model_not_found("x"),)),
-        ("waited", ("llm/qwen", 1.0)),
-        ("decided", (1.0,)),
-        ("first_token", ("llm/qwen", first_token(1.0))),
-        *((name, ("llm/qwen", ended)) for name in ("finished", "rejected", "aborted", "failed", "expired", "measured")),
-        ("served_elsewhere", ("llm/qwen",)),
-    ]
-    for name, what in calls:
-        getattr(recorder, name)(*what)
-    assert told == calls
-    observed = {name for name in vars(Metrics) if hasattr(Recorder, name)} - {"__init__", "__module__", "__doc__"}
-    assert {name for name, _ in calls} == {name for name in observed if not name.startswith("_")}
+    def routed(self, pool: str) -> None:
+        arrival = Arrival(at_s=self.now, headers={})
+        self.report(Routed(now=self.now, pool=pool, decision=decision(), arrival=arrival))
 
 
-def test_the_recorder_keeps_pools_apart_and_forgets_those_long_gone() -> None:
-    now = 0.0
-    recorder = Recorder(Metrics(version="1", replica_id="r"), clock=lambda: now)
-    recorder.routed("llm/old", decision())
-    assert recorder.view("llm/old").minute.requests == 1
-    assert recorder.view("llm/new").minute.requests == 0
-    now = 5000.0
-    recorder.routed("llm/new", decision())
-    assert list(recorder._pools) == ["llm/new"]
+def test_histories_keep_each_observation_at_its_own_time() -> None:
+    desk = Recorded()
+    pool, refused = "llm/qwen", no_endpoint("llm/qwen")
+    ended = completion("m-0", predicted=3, measured=1)
+    desk.now = 500.0
+    desk.report(Rejected(now=10.0, pool=pool, refused=refused, arrival=None))
+    desk.report(FirstTokenSeen(now=290.0, pool=pool, first_token=first_token(1.0)))
+    for ending in Ending:
+        desk.report(Ended(now=290.0, pool=pool, ending=ending, completion=ended))
+    desk.report(Measured(now=290.0, pool=pool, completion=ended))
+    desk.now = 295.0
+    view = desk.histories.view(pool)
+    assert (view.minute.refused, view.window.refused, view.minute.first_tokens) == (0, 1, 1)
+    assert (view.total.failed, view.total.checked_cached_tokens, view.total.measured_cached_tokens) == (1, 3, 1)
 
 
-def test_refusals_that_reached_no_pool_are_in_none() -> None:
-    recorder = Recorder(Metrics(version="1", replica_id="r"))
-    recorder.refused(model_not_found("<img src=x>"))
-    assert not recorder._pools
+def test_histories_keep_pools_apart_and_forget_old_ones() -> None:
+    desk = Recorded()
+    desk.routed("llm/old")
+    assert desk.histories.view("llm/old").minute.requests == 1
+    assert desk.histories.view("llm/new").minute.requests == 0
+    desk.now = 5000.0
+    desk.routed("llm/new")
+    assert list(desk.histories._pools) == ["llm/new"]
+
+
+def test_rejections_without_a_pool_are_in_no_history() -> None:
+    desk = Recorded()
+    desk.report(Rejected(now=0.0, pool="", refused=model_not_found("<img src=x>"), arrival=None))
+    assert not desk.histories._pools

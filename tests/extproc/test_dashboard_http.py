@@ -15,12 +15,14 @@ import pytest
 import builders
 from dualmap.pools.pool import MemberState, Model, Pool, Ring, RingAlgorithm
 from dualmap.scaling.shares import Share
+from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
+from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.dashboard import feed, routes
 from dualmap_extproc.telemetry.dashboard.feed import Feed, TooManyWatchers
-from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots, Source
 from dualmap_extproc.telemetry.http_status import StatusServer
@@ -32,18 +34,23 @@ FILES = sorted(each.name for each in (files("dualmap_extproc.telemetry.dashboard
 
 
 class Router:
-    """A picker with its recorder, and what the dashboard knows of it."""
+    """A picker with its histories, and what the dashboard knows of it."""
 
     def __init__(self, *pools: Pool) -> None:
         self.metrics = Metrics(version="1", replica_id="router-0")
-        self.recorder = Recorder(self.metrics, clock=lambda: 50.0)
-        self.picker = Picker(Limits(), self.recorder, id_prefix="r")
+        self.demanded = Demand(clock=lambda: 50.0)
+        self.histories = Histories(clock=lambda: 50.0)
+        observations = FanOut()
+        for subscriber in (self.metrics, self.demanded, self.histories):
+            subscriber.subscribe(observations)
+        self.picker = Picker(Limits(), observations.report, id_prefix="r")
         self.adopt(*pools)
         self.taken = 0
         self.unknown = ""
 
     def adopt(self, *pools: Pool) -> None:
         self.metrics.set_pools(pools)
+        self.demanded.set_pools(pools)
         self.picker.set_pools(0.0, pools)
 
     def source(self) -> Source:
@@ -57,7 +64,7 @@ class Router:
             pools=lambda: self.picker.pools,
             statuses=statuses,
             demand=self.demand,
-            recorder=self.recorder,
+            histories=self.histories,
             clock=lambda: 1_700_000_000.0,
         )
 
@@ -69,7 +76,7 @@ class Router:
     def send(self, content: str, *, model: str = builders.MODEL, session: str = "") -> None:
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": content}]}).encode()
         headers = {"x-session-id": session} if session else {}
-        self.picker.pick(1.0, body, None, 1.0, headers=headers, resume=lambda _: None)
+        self.picker.pick(50.0, body, None, 50.0, headers=headers, resume=lambda _: None)
 
     def document(self, pool: str = "") -> dict:
         snapshots = Snapshots(self.source())
@@ -80,6 +87,7 @@ def server_of(router: Router, *, every_s: float, **timeouts: float) -> StatusSer
     return StatusServer(
         router="router-0",
         statuses=router.picker.statuses,
+        signals=router.demanded.signals,
         metrics=router.metrics,
         dashboard=Dashboard(router.source(), every_s=every_s),
         **timeouts,
@@ -199,7 +207,11 @@ async def test_a_reader_that_goes_away_is_noticed() -> None:
     router = Router(builders.pool(2))
     dashboard = Dashboard(router.source(), every_s=0.02)
     server = StatusServer(
-        router="router-0", statuses=router.picker.statuses, metrics=router.metrics, dashboard=dashboard
+        router="router-0",
+        statuses=router.picker.statuses,
+        signals=router.demanded.signals,
+        metrics=router.metrics,
+        dashboard=dashboard,
     )
     port = await server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
@@ -215,6 +227,7 @@ async def test_a_page_that_takes_nothing_is_taken_for_gone(monkeypatch: pytest.M
     server = StatusServer(
         router="router-0",
         statuses=router.picker.statuses,
+        signals=router.demanded.signals,
         metrics=router.metrics,
         dashboard=dashboard,
         stalled_timeout_s=3600.0,

@@ -7,17 +7,18 @@ import pytest
 
 import builders
 from dualmap.pools.pool import MemberState
-from dualmap.requests import Completion, EndpointStatus, FirstToken, PoolStatus
+from dualmap.requests import EndpointStatus, FirstToken, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap_extproc.errors import no_endpoint
 from dualmap_extproc.telemetry.dashboard.history import PoolHistory
 from dualmap_extproc.telemetry.dashboard.verdict import Level, Reach, Verdict, judge
+from extproc.metrics_pages import completion
 
 POOL = builders.pool(4)
 NOW = 1000.0
 
 
-def status(count: int = 4, **changes: dict[str, object]) -> PoolStatus:
+def status(count: int = 4, **changes: dict[str, object]) -> PoolSnapshot:
     """A pool at rest; ``m_1={"in_flight": 2}`` changes an instance."""
     plain = PoolRouter(builders.pool(count)).status()
     names = {name.replace("_", "-"): change for name, change in changes.items()}
@@ -39,7 +40,7 @@ def past(*, met: int = 0, missed: int = 0, seconds_ago: float = 1.0) -> PoolHist
 
 def verdict(
     history: PoolHistory,
-    now: PoolStatus | None = None,
+    now: PoolSnapshot | None = None,
     *,
     reach: Reach | None = None,
     wanted: float | None = None,
@@ -105,7 +106,7 @@ def test_answers_that_are_no_streams_show_no_attainment() -> None:
         ),
     ],
 )
-def test_a_pool_with_nobody_to_serve_is_bad_whatever_was(now: PoolStatus, says: str) -> None:
+def test_a_pool_with_nobody_to_serve_is_bad_whatever_was(now: PoolSnapshot, says: str) -> None:
     found = verdict(past(met=100), now)
     assert found.level is Level.BAD
     assert found.headline.endswith(says)
@@ -159,16 +160,16 @@ def test_many_instances_are_counted() -> None:
 def test_failures_are_told_of_instances_that_are_still_there() -> None:
     history = past(met=100)
     for member in ("m-3", "m-3", "gone"):
-        history.failed(NOW - 3, Completion(member=member, predicted_cached_tokens=0, measured_cached_tokens=None))
+        history.failed(NOW - 3, completion(member, predicted=0, measured=None))
     assert "m-3 failed 2 requests in the last 5 minutes." in texts(verdict(history).problems)
 
 
 def test_hits_that_were_expected_and_not_there() -> None:
     history = past(met=100)
-    history.measured(NOW, Completion(member="m-0", predicted_cached_tokens=20_000, measured_cached_tokens=8_000))
+    history.measured(NOW, completion("m-0", predicted=20_000, measured=8_000))
     assert "only 40% of the tokens cached that were expected" in texts(verdict(history).problems)
     few = past(met=100)
-    few.measured(NOW, Completion(member="m-0", predicted_cached_tokens=2_000, measured_cached_tokens=0))
+    few.measured(NOW, completion("m-0", predicted=2_000, measured=0))
     assert not verdict(few).problems
 
 

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap_extproc.errors import (
     Refused,
     body_too_large,
@@ -18,7 +18,7 @@ from dualmap_extproc.wire import answers
 from extproc.envoy_messages import headers_set
 
 
-def test_every_refusal_is_an_openai_error():
+def test_refused_body_is_an_openai_error():
     refusals = [invalid_body("why", param="model"), model_not_found("x"), body_too_large(7), no_endpoint("llm/p")]
 
     bodies = [json.loads(refused.body())["error"] for refused in refusals]
@@ -31,12 +31,12 @@ def test_every_refusal_is_an_openai_error():
     assert bodies[3]["type"] == "service_unavailable_error"
 
 
-def test_a_long_model_name_is_not_sent_back_whole():
+def test_model_not_found_truncates_a_long_name():
     assert len(model_not_found("m" * 100_000).body()) < 1000
 
 
 @pytest.mark.parametrize(("retry_after_s", "header"), [(None, None), (3, "3")])
-def test_retry_after_is_sent_where_waiting_helps(retry_after_s, header):
+def test_refusal_sends_retry_after_if_set(retry_after_s, header):
     refused = Refused(status=429, code="queue_full", message="Too many", retry_after_s=retry_after_s)
 
     answer = answers.refusal(
@@ -52,22 +52,22 @@ def test_retry_after_is_sent_where_waiting_helps(retry_after_s, header):
     ("retry_after_s", "said"), [(None, 1), (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2), (29.5, 30), (1e9, 600), (inf, 600)]
 )
 @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
-def test_who_may_not_wait_is_told_to_come_back_after_whole_seconds(reason, retry_after_s, said):
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=reason, retry_after_s=retry_after_s))
+def test_queue_rejection_sets_retry_after_in_whole_seconds(reason, retry_after_s, said):
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=reason, retry_after_s=retry_after_s))
 
     assert (refused.status, refused.code, refused.pool) == (429, reason.value, "llm/p")
     assert refused.retry_after_s == said
     assert isinstance(refused.retry_after_s, int)
 
 
-def test_where_there_is_no_member_nobody_knows_when_to_come_back():
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT))
+def test_no_endpoint_without_time_sets_no_retry_after():
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT))
 
     assert refused == no_endpoint("llm/p")
     assert refused.retry_after_s is None
 
 
-def test_where_an_instance_may_come_the_client_is_told_to_come_back():
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
+def test_no_endpoint_with_time_sets_retry_after():
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
 
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_endpoint", 3)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import Placement
+from dualmap.replicas.news import HotnessCounts, Placement
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore

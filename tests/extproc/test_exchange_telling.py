@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import Placement, SharedLoad
+from dualmap.replicas.news import HotnessCounts, Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, SHORTEST_HISTORY_S

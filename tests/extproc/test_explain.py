@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.keys.sessions import session_key
 from dualmap.policies.registry import POLICIES
 from dualmap.prompts.blocks import chain_root
-from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
 from dualmap_extproc.app.explain import explain, policies
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Claim, Post

@@ -10,9 +10,11 @@ import aiohttp
 import pytest
 
 import builders
-from dualmap.requests import PoolStatus
+from dualmap.requests import Decision, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap.scaling.scaling import PoolSignals
+from dualmap_extproc.autoscaling.demand import Demand
+from dualmap_extproc.request.observations import Arrival, FanOut, Routed
 from dualmap_extproc.telemetry import http_status
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.http_status import StatusServer, pool_document
@@ -29,7 +31,7 @@ class Held(Metrics):
         self.may_end = threading.Event()
         self.pages = 0
 
-    def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
+    def render(self, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> bytes:
         self.pages += 1
         self.begun.set()
         assert self.may_end.wait(30)
@@ -44,10 +46,15 @@ def fresh() -> Metrics:
 async def serving(
     *routers: PoolRouter, metrics: Metrics | None = None, **timeouts: float
 ) -> AsyncIterator[aiohttp.ClientSession]:
-    metrics = metrics or fresh()
-    metrics.set_pools([router.pool for router in routers])
+    metrics, demand = metrics or fresh(), Demand()
+    for each in (metrics, demand):
+        each.set_pools([router.pool for router in routers])
     server = StatusServer(
-        router="router-0", statuses=lambda: tuple(router.status() for router in routers), metrics=metrics, **timeouts
+        router="router-0",
+        statuses=lambda: tuple(router.status() for router in routers),
+        signals=demand.signals,
+        metrics=metrics,
+        **timeouts,
     )
     port = await server.start("127.0.0.1", 0)
     try:
@@ -61,8 +68,12 @@ async def test_metrics_page_has_counters_and_loads() -> None:
     router = PoolRouter(builders.pool(2))
     metrics = fresh()
     async with serving(router, metrics=metrics) as session:
-        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a")))
-        metrics.routed("llm/qwen", decision)  # type: ignore[arg-type]  # two members never refuse
+        decision = router.on_request(0.0, builders.request("r", builders.text_of(1000, "a"))).answer
+        assert isinstance(decision, Decision)
+        observations = FanOut()
+        metrics.subscribe(observations)
+        arrival = Arrival(at_s=0.0, headers={})
+        observations.report(Routed(now=0.0, pool="llm/qwen", decision=decision, arrival=arrival))
         async with session.get("/metrics") as response:
             page = await response.text()
             assert response.status == 200
@@ -208,7 +219,12 @@ async def test_parts_of_a_request_do_not_put_off_the_end() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT is Linux's")
 async def test_who_takes_nothing_of_what_was_asked_for_is_cut_off() -> None:
     server = StatusServer(
-        router="router-0", statuses=tuple, metrics=fresh(), idle_timeout_s=3600.0, stalled_timeout_s=0.3
+        router="router-0",
+        statuses=tuple,
+        signals=lambda _: {},
+        metrics=fresh(),
+        idle_timeout_s=3600.0,
+        stalled_timeout_s=0.3,
     )
     port = await server.start("127.0.0.1", 0)
     connections = server._runner.server
@@ -256,7 +272,7 @@ async def test_pages_are_written_one_after_another() -> None:
 
 
 async def test_a_port_in_use_is_an_error() -> None:
-    first, second = (StatusServer(router="r", statuses=tuple, metrics=fresh()) for _ in range(2))
+    first, second = (StatusServer(router="r", statuses=tuple, signals=lambda _: {}, metrics=fresh()) for _ in range(2))
     port = await first.start("127.0.0.1", 0)
     try:
         with pytest.raises(OSError, match="address already in use"):

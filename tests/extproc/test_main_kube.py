@@ -62,7 +62,7 @@ async def test_a_router_that_waits_for_the_api_server_can_be_stopped_and_never_s
     async with kube_api(tmp_path) as api:
         await api.stop()
         async with on_kubernetes(api, "--drain-timeout", "1s") as process:
-            assert "ready" not in await line_with(process, "the Kubernetes API cannot be read")
+            assert "ready" not in await line_with(process, "Kubernetes list or watch failed")
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             said = await asyncio.wait_for(process.stderr.read(), WAIT_S)

@@ -31,7 +31,7 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--redis", "redis://c", "--redis-password-file", "/nonexistent"), 2, "/nonexistent: No such file"),
         (None, ("--redis-password-file", "/nonexistent"), 2, "--redis-password-file means nothing without --redis"),
         (None, ("--redis", "redis://c", "--redis-password", "x"), 2, "give --redis-password-file FILE, or DUALMAP_"),
-        (None, ("--tls-client-ca", "/nonexistent"), 2, "--tls-client-ca: means nothing in plain text"),
+        (None, ("--tls-client-ca", "/nonexistent"), 2, "--tls-client-ca: requires TLS"),
         (None, ("--log-prompts",), 2, "--log-prompts means nothing without --log-level debug"),
         (None, ("--grpc-port", "70000"), 2, "70000"),
         (None, ("--host", "not.an.address.invalid"), 1, "give another --host"),

@@ -162,5 +162,5 @@ async def test_a_stop_says_what_it_waits_for_how_long_and_that_it_is_over(tmp_pa
         ]
 
     draining, stopped = (line for line in said if line["logger"] == "dualmap_extproc.transport.server")
-    assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("draining", 1, 0.6)
-    assert (stopped["event"], stopped["cut_requests"]) == ("stopped", 1)
+    assert (draining["event"], draining["open_requests"], draining["at_most_s"]) == ("Draining", 1, 0.6)
+    assert (stopped["event"], stopped["cut_requests"]) == ("Stopped", 1)

@@ -1,17 +1,19 @@
 """What a router counts, and that it goes when what it was counted for goes."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
 import builders
 from dualmap.pools.pool import Member
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap.router import PoolRouter
 from dualmap_extproc.envoy.access_log.sink import AccessLogObserver
 from dualmap_extproc.envoy.discovery.service import DiscoveryObserver
-from dualmap_extproc.errors import refused_by_router
-from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.errors import no_endpoint, refused_by_router
+from dualmap_extproc.request.observations import Enqueued, FanOut, Observation
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
@@ -31,12 +33,31 @@ from extproc.metrics_pages import (
 
 class TestCounting:
     def test_it_is_what_the_data_path_reports_to(self) -> None:
-        made = metrics()
-        ports: tuple[Observer, DiscoveryObserver, AccessLogObserver] = (made, made, made)
-        for port in (Observer, DiscoveryObserver, AccessLogObserver):
+        made = metrics().metrics
+        ports: tuple[DiscoveryObserver, AccessLogObserver] = (made, made)
+        for port in (DiscoveryObserver, AccessLogObserver):
             for name in [each for each in vars(port) if not each.startswith("_")]:
                 assert callable(getattr(made, name))
         assert ports[0] is made
+
+    def test_metrics_subscribe_to_every_observation_but_queued(self) -> None:
+        class Kinds(FanOut):
+            def subscribe(self, kind: type[Any], handler: Callable[[Any], None]) -> None:
+                kinds.add(kind)
+
+        kinds: set[type] = set()
+        metrics().metrics.subscribe(Kinds())
+        assert kinds == set(get_args(Observation)) - {Enqueued}
+
+    @pytest.mark.parametrize("queued_s", [None, 3.0])
+    def test_time_in_the_queue_is_counted_only_for_queued_requests(self, queued_s: float | None) -> None:
+        made = metrics()
+        made.routed(POOL, decision(), queued_s=queued_s)
+        made.refused(no_endpoint(POOL), queued_s=queued_s)
+        count = 0 if queued_s is None else 2
+        got = samples(made)
+        assert got[f"dualmap_held_seconds_count{{pool={POOL}}}"] == count
+        assert got[f"dualmap_held_seconds_sum{{pool={POOL}}}"] == 3.0 * count
 
     def test_each_event_counts_where_it_belongs(self) -> None:
         made = metrics()
@@ -114,7 +135,7 @@ class TestCounting:
     @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
     def test_requests_that_may_not_wait_are_counted_by_why(self, reason: Reason) -> None:
         made = metrics()
-        made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+        made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert samples(made)[f"dualmap_refused_requests_total{{code={reason.value},pool={POOL}}}"] == 1
         assert made.traffic(POOL).refused == 1
 
@@ -207,7 +228,7 @@ class TestVanishing:
 def test_how_the_shared_state_fares_is_counted() -> None:
     made = metrics()
     assert not any("dualmap_store" in name for name in samples(made))
-    store: StoreObserver = StoreMetrics(made.registry)
+    store: StoreObserver = StoreMetrics(made.metrics.registry)
     assert samples(made)["dualmap_store_up{}"] == 0
     store.exchanged(0.003)
     assert samples(made)["dualmap_store_up{}"] == 1

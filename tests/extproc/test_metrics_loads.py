@@ -6,11 +6,9 @@ import pytest
 
 import builders
 from dualmap.pools.pool import MemberState
-from dualmap.requests import Reason, Refusal
-from dualmap_extproc.autoscaling.demand import Demand
+from dualmap.requests import Reason, Rejection
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
-from dualmap_extproc.telemetry.metrics import Metrics
-from extproc.metrics_pages import POOL, decision, everything, first_token, metrics, samples, status
+from extproc.metrics_pages import POOL, Counting, decision, everything, first_token, metrics, samples, status
 
 
 class TestLoads:
@@ -46,14 +44,12 @@ class TestLoads:
 class TestSignals:
     """What reaches the rule, whose own tests are tests/core/test_scaling.py."""
 
-    def told(self) -> tuple[Metrics, list[float]]:
+    def told(self) -> tuple[Counting, list[float]]:
         """Metrics, and a list that holds their time."""
         clock = [1000.0]
-        made = Metrics(version="1.2.3", replica_id="router-0", demand=Demand(lambda: clock[0]))
-        made.set_pools([builders.pool(2)])
-        return made, clock
+        return Counting(clock=lambda: clock[0]), clock
 
-    def shown(self, made: Metrics, name: str, *states: MemberState) -> float:
+    def shown(self, made: Counting, name: str, *states: MemberState) -> float:
         # Nothing is held: requests that have come to be held are arrivals, too.
         return samples(made, replace(status(*states), held=0))[f"dualmap_pool_{name}{{pool={POOL}}}"]
 
@@ -80,7 +76,7 @@ class TestSignals:
         for _ in range(100):
             clock[0] += 1
             made.routed(POOL, decision())
-            made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+            made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(80, rel=0.02)
 
     def test_attainment_is_of_the_last_minute_and_absent_without_first_tokens(self) -> None:

@@ -14,8 +14,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 class TestReference:
     def exported(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         made = metrics()
-        StoreMetrics(made.registry)
-        watches = KubeMetrics(made.registry, made.pools_refused)
+        StoreMetrics(made.metrics.registry)
+        watches = KubeMetrics(made.metrics.registry, made.metrics.pools_refused)
         watches.show_ages(lambda: {"pods": 1.0})
         watches.kube_listed("pods")
         watches.kube_failed("pods", "refused")

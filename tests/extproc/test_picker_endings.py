@@ -3,8 +3,8 @@
 import pytest
 
 from dualmap.requests import Usage
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
-from dualmap_extproc.request.picker import Picked
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.picked import Picked
 from dualmap_extproc.settings import Limits
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, pool
@@ -44,7 +44,7 @@ def test_the_access_log_ends_a_request_and_brings_its_usage():
     desk.picker.access_log(12.0, entry(picked, usage=Usage(cached_tokens=7)))
 
     assert desk.observer.names() == ["routed", "finished", "measured"]
-    assert desk.observer.events[-1][2].measured_cached_tokens == 7
+    assert desk.observer.events[-1].completion.measured_cached_tokens == 7
     assert desk.in_flight == 0
 
 
@@ -57,8 +57,8 @@ def test_usage_that_comes_after_the_end_is_still_measured_once():
     desk.picker.access_log(12.2, entry(picked, usage=Usage(cached_tokens=7)))
 
     assert desk.observer.names() == ["routed", "finished", "measured"]
-    assert desk.observer.events[-1][1:] == ("llm/qwen", desk.observer.events[-1][2])
-    assert desk.observer.events[-1][2].measured_cached_tokens == 7
+    assert (desk.observer.events[-1].pool, desk.observer.events[-1].now) == ("llm/qwen", 12.1)
+    assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
 def test_only_so_many_ended_requests_are_remembered():
@@ -118,7 +118,7 @@ def test_usage_counts_though_the_client_closed_as_soon_as_it_had_the_answer():
     desk.picker.access_log(12.1, entry(picked, usage=Usage(cached_tokens=7), **gone))
 
     assert desk.observer.names() == ["routed", "finished", "measured"]
-    assert desk.observer.events[-1][2].measured_cached_tokens == 7
+    assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
 def test_the_access_log_reports_another_server_than_the_chosen_one():

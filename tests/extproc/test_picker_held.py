@@ -2,10 +2,10 @@
 
 import pytest
 
-from dualmap.router import PoolRouter
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picker import Picked, Waiting
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.observations import Abandoned
+from dualmap_extproc.request.picked import Picked, Waiting
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 
@@ -108,19 +108,34 @@ def test_who_is_resumed_may_come_back_to_the_picker_at_once():
     assert desk.in_flight == 3
 
 
-def test_an_outcome_that_comes_with_the_hold_is_the_answer(monkeypatch):
-    desk = Queue()
-    real = PoolRouter.on_request
+def test_a_request_queued_and_released_during_its_pick_is_answered_by_it():
+    """Its arrival releases another request, whose stream ends as it is resumed and so makes room for this one."""
+    desk = Queue(dispatch_window_s=1.0)
+    ended: list[str] = []
 
-    def on_request(self, now, request):
-        held = real(self, now, request)
-        self.on_first_token(now, desk.first.request_id)
-        return held
+    def resume(picked):
+        ended.append(picked.request_id)
+        desk.picker.aborted(10_000.0, picked.request_id)
 
-    monkeypatch.setattr(PoolRouter, "on_request", on_request)
+    waiting = desk.hold(LONG, resume=resume)
 
-    assert isinstance(desk.ask(), Picked)
+    later = desk.ask(LONG, now=10_000.0)
+
+    assert isinstance(later, Picked)
+    assert ended == [waiting]
     assert desk.resumed == []
+    assert desk.held == 0
+
+
+def test_a_request_that_is_queued_while_its_arrival_releases_another_waits():
+    desk = Queue(dispatch_window_s=1.0)
+    waiting = desk.hold(LONG)
+
+    later = desk.ask(LONG, now=10_000.0)
+
+    assert isinstance(later, Waiting)
+    assert desk.ids_resumed() == [waiting]
+    assert desk.held == 1
 
 
 def test_who_gives_up_is_never_resumed():
@@ -133,7 +148,7 @@ def test_who_gives_up_is_never_resumed():
 
     assert desk.resumed == []
     assert desk.observer.names() == ["routed", "waited", "first_token"]
-    assert desk.observer.events[1][1:] == ("llm/qwen", 1.0)
+    assert [(each.pool, each.queued_s) for each in desk.observer.of(Abandoned)] == [("llm/qwen", 1.0)]
 
 
 def test_who_waits_in_a_pool_that_goes_is_refused():

@@ -9,7 +9,8 @@ from dualmap.router import PoolRouter
 from dualmap_edge import logs
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.body import may_go_on
-from dualmap_extproc.request.picker import Picked
+from dualmap_extproc.request.observations import Rejected, Routed, RoutedBodiless
+from dualmap_extproc.request.picked import Picked
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, logging_as_it_was, pool
 
@@ -20,8 +21,9 @@ def test_a_pick_names_destination_cluster_id_and_receipt():
     picked = desk.pick()
 
     (routed,) = desk.observer.events
-    decision = routed[2]
-    assert routed[:2] == ("routed", "llm/qwen")
+    assert isinstance(routed, Routed)
+    decision = routed.decision
+    assert (routed.pool, routed.now, routed.queued_s) == ("llm/qwen", 10.0, None)
     assert picked == Picked(
         destination=decision.destination,
         cluster="llm/qwen",
@@ -162,11 +164,11 @@ def test_a_pool_that_changes_keeps_its_books_and_one_that_goes_loses_them():
 def test_a_get_goes_to_the_first_pool_that_has_a_member():
     desk = Desk(pool("empty", model="e", members=0), pool("full", model="f"))
 
-    picked = desk.picker.pick_bodiless(None)
+    picked = desk.picker.pick_bodiless(1.0, None)
 
     assert isinstance(picked, Picked)
     assert (picked.cluster, picked.request_id, picked.receipt) == ("llm/full", "", None)
-    assert desk.observer.events == [("routed_bodiless", "llm/full")]
+    assert desk.observer.events == [RoutedBodiless(now=1.0, pool="llm/full")]
 
 
 def test_refusals_are_reported_with_their_pool_where_there_is_one():
@@ -176,7 +178,7 @@ def test_refusals_are_reported_with_their_pool_where_there_is_one():
     desk.refused(b"{}")
     desk.refused(chat(model="zz"))
 
-    assert [(event[1].status, event[1].pool) for event in desk.observer.events] == [
+    assert [(each.refused.status, each.pool) for each in desk.observer.of(Rejected)] == [
         (503, "llm/qwen"),
         (400, ""),
         (404, ""),
@@ -227,7 +229,7 @@ def test_a_session_is_named_by_the_header_before_the_body(monkeypatch):
         (chat(session_id="one"), {"x-my-session": ""}),
     )
 
-    assert desk.picker.session_headers == {"x-my-session"}
+    assert desk.picker.kept_headers == {"x-my-session"}
     assert by_header is not None
     assert by_header == both == by_body == empty
     assert other not in (by_header, None)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 import builders
 from dualmap.pools.pool import Pool
@@ -12,13 +13,14 @@ from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.scaling.shares import REMEMBERED_S
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.observations import FanOut
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.store.contract import Answer, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, Exchange
 from dualmap_extproc.store.memory import MemoryStore
 from dualmap_extproc.store.metrics import StoreMetrics
-from dualmap_extproc.telemetry.metrics import Metrics
 from extproc.envoy_messages import crowded_pool
 
 POOL = builders.pool(4)
@@ -59,11 +61,11 @@ class Router:
         self.name = name
         self._asked = count()
         demand = Demand(clock)
-        metrics = Metrics(version="1", replica_id=name, demand=demand)
-        metrics.set_pools((pool,))
+        demand.set_pools((pool,))
+        observations = FanOut()
+        demand.subscribe(observations)
         self.traffic = demand
-        self.picker = Picker(Limits(), metrics, id_prefix=name, shares=store is not None)
-        self.picker.on_held(demand.held)
+        self.picker = Picker(Limits(), observations.report, id_prefix=name, replicated=store is not None)
         self.picker.set_pools(clock(), (pool,))
         self.demand = PoolDemand(demand, self.picker.statuses, shares=store is not None, clock=clock)
         self.changed: list[str] = []
@@ -71,7 +73,7 @@ class Router:
         self.exchange = Exchange(
             self.picker,
             store or MemoryStore(clock),
-            StoreMetrics(metrics.registry),
+            StoreMetrics(CollectorRegistry()),
             reporter=self.demand,
             peer=name,
             clock=clock,
@@ -353,7 +355,7 @@ class TestWaking:
     async def test_requests_without_a_prompt_wake_nobody(self, clock):
         """They are health checks and lists of models, which somebody asks for all day."""
         router = Router("a", clock, None, EMPTY)
-        router.picker.pick_bodiless(None)
+        router.picker.pick_bodiless(clock(), None)
         assert (router.changed, router.active) == ([], False)
 
     async def test_a_pool_with_a_long_answer_in_flight_stays_awake(self, clock):

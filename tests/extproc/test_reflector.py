@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from dualmap_edge.kube.watch import WatchPolicy
 from dualmap_extproc.pools.kube import PODS, POOLS
-from dualmap_extproc.pools.reflector import Patience
 from extproc.kube_watching import (
     kube_api_server,  # noqa: F401  # pytest finds fixtures by import
     pods_are_watched,
@@ -27,7 +27,7 @@ class TestTheApiServer:
             await asyncio.wait_for(watched.source.listed(), WAIT_S)
             assert list(watched.pools) == ["llm/qwen"]
         # Said when it is new, not at every attempt.
-        assert len(said(caplog, "cannot be read")) == 1
+        assert len(said(caplog, "Kubernetes list or watch failed")) == 1
         assert said(caplog, "waiting for the pools")[0]["scope"] == "all namespaces"
 
     async def test_away_for_a_while_what_is_known_serves_on(
@@ -44,7 +44,7 @@ class TestTheApiServer:
             await api.start()
             await watched.until(lambda: "llm/llama" in watched.pools)
             assert watched.pools["llm/qwen"].ring_version == 2
-        assert {each["resource"] for each in said(caplog, "answers again")} >= {POOLS}
+        assert {each["kind"] for each in said(caplog, "Kubernetes watch recovered")} >= {POOLS}
 
     @pytest.mark.parametrize("status", [403, 404, 500, 503])
     async def test_a_refusal_takes_nothing_away(self, api: KubeApi, status: int) -> None:
@@ -90,8 +90,8 @@ class TestTheApiServer:
 
     async def test_a_watch_that_was_cut_without_a_word_is_noticed(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
-        patience = Patience(watch_s=30.0, inactivity_s=0.2, first_pause_s=0.01, longest_pause_s=0.02)
-        async with watching(api, patience=patience) as watched:
+        policy = WatchPolicy(timeout_s=30.0, inactivity_s=0.2, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, policy=policy) as watched:
             await until(lambda: api.open_watches == 1)
             api.fall_silent()
             await api.put(pool_body("qwen", version=2, selector=""))
@@ -100,8 +100,8 @@ class TestTheApiServer:
 
     async def test_a_watch_that_ends_in_time_goes_on_where_it_was(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
-        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
-        async with watching(api, patience=patience) as watched:
+        policy = WatchPolicy(timeout_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, policy=policy) as watched:
             await until(lambda: len(api.watches) >= 2)
             await api.put(pool_body("qwen", version=2, selector=""))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
@@ -110,8 +110,8 @@ class TestTheApiServer:
 
     async def test_bookmarks_carry_a_watch_past_what_is_forgotten(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", selector=""))
-        patience = Patience(watch_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
-        async with watching(api, patience=patience) as watched:
+        policy = WatchPolicy(timeout_s=1.0, inactivity_s=60.0, first_pause_s=0.01, longest_pause_s=0.02)
+        async with watching(api, policy=policy) as watched:
             await until(lambda: api.open_watches == 1)
             await api.bookmark()
             await until(lambda: api.watched_from[-1] == api.version)

@@ -17,10 +17,12 @@ from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import MetadataError, Scaler, Trigger, read_trigger
 from dualmap_extproc.names import SCALER_SERVICE
-from dualmap_extproc.request.picker import Picked, Picker, Refused, Waiting
+from dualmap_extproc.request.observations import FanOut
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker, Refused
 from dualmap_extproc.settings import Limits
-from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers
+from dualmap_extproc.transport.processor import ExternalProcessor
+from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.wire import external_scaler_pb2 as wire
 from extproc.envoy_messages import crowded_pool
 from waiting import until
@@ -86,14 +88,14 @@ class Running:
 async def running(*pools: Pool, shares: bool = False, repeat_s: float = 600.0) -> AsyncIterator[Running]:
     now = [1000.0]
     demand = Demand(lambda: now[0])
-    metrics = Metrics(version="1", replica_id="r", demand=demand)
-    metrics.set_pools(pools)
-    picker = Picker(Limits(), metrics, id_prefix="r")
-    picker.on_held(demand.held)
+    demand.set_pools(pools)
+    observations = FanOut()
+    demand.subscribe(observations)
+    picker = Picker(Limits(), observations.report, id_prefix="r")
     picker.set_pools(now[0], pools)
     pool_demand = PoolDemand(demand, picker.statuses, shares=shares, clock=lambda: now[0])
     scaler = Scaler(pool_demand, repeat_s=repeat_s)
-    processor = ExternalProcessor(picker, metrics, Limits())
+    processor = ExternalProcessor(picker, observations.report, Limits())
     servers = GrpcServers(processor, services=(scaler.handler(),), access_log=(), limits=Limits())
     ports = await servers.start("127.0.0.1", grpc_port=0, health_port=0, als_port=0, credentials=None)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}") as channel:

@@ -29,7 +29,7 @@ from waiting import until
 router = grpc_routers.router
 
 
-async def test_health_names_liveness_and_readiness():
+async def test_health_reports_liveness_and_readiness():
     async with running(ready=False) as router:
         before = [await router.health(name) for name in ("liveness", "readiness", "", EXT_PROC_SERVICE)]
         await router.servers.ready()
@@ -44,7 +44,7 @@ async def test_health_names_liveness_and_readiness():
         assert on_grpc_port.status == SERVING
 
 
-async def test_the_health_port_serves_health_only(router):
+async def test_health_port_serves_only_health(router):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.health}") as channel:
         call = router.stream(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -53,7 +53,7 @@ async def test_the_health_port_serves_health_only(router):
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_half_read_request_still_gets_its_pick_while_readiness_is_gone(router):
+async def test_drain_half_read_request_gets_its_pick(router):
     call = router.stream()
     await call.write(request_headers(NO_WAIT))
     await call.write(request_body(chat()[:9], end=False))
@@ -74,7 +74,7 @@ async def test_a_half_read_request_still_gets_its_pick_while_readiness_is_gone(r
     await asyncio.wait_for(drain, 10.0)
 
 
-async def test_for_the_notice_health_says_no_while_new_streams_are_still_served(router, monkeypatch):
+async def test_drain_notice_serves_new_streams_while_not_ready(router, monkeypatch):
     """Whoever polls health must have seen it turn before anything is refused."""
     assert server.NOTICE_S >= 0.5
     monkeypatch.setattr(server, "NOTICE_S", 600.0)
@@ -110,7 +110,7 @@ async def refusal(port: int) -> None:
                     return
 
 
-async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_on(router, monkeypatch):
+async def test_drain_after_notice_rejects_only_new_streams(router, monkeypatch):
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     call = router.stream()
     await call.write(request_headers(DUPLEX))
@@ -126,7 +126,7 @@ async def test_new_streams_are_refused_once_the_notice_is_over_and_open_ones_go_
     await asyncio.wait_for(drain, 10.0)
 
 
-async def test_an_idle_router_does_not_wait_for_watchers(router):
+async def test_drain_idle_router_ignores_health_watchers(router):
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
 
@@ -134,7 +134,7 @@ async def test_an_idle_router_does_not_wait_for_watchers(router):
     await asyncio.wait_for(router.servers.drain(600.0), 30.0)
 
 
-async def test_a_stream_that_does_not_end_is_cut_at_the_timeout(router):
+async def test_drain_timeout_cuts_open_streams(router):
     call = router.stream()
     await call.write(request_headers(DUPLEX))
     await call.write(request_body(chat()))
@@ -146,7 +146,7 @@ async def test_a_stream_that_does_not_end_is_cut_at_the_timeout(router):
     assert router.in_flight == 0
 
 
-async def test_drains_that_end_with_their_time_while_streams_are_cut(monkeypatch):
+async def test_drain_timeout_while_streams_end_does_not_crash(monkeypatch):
     """Two overlapping stops of a grpc.aio server take the process down if the first one's grace runs out."""
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
@@ -171,7 +171,7 @@ async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
         return codes
 
 
-async def test_a_call_that_ends_as_the_drain_does_is_told_its_end(monkeypatch):
+async def test_drain_end_still_sends_the_last_calls_status(monkeypatch):
     """Envoy takes a call that is cancelled for a failed one, and breaks off the response it belongs to."""
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
@@ -179,7 +179,7 @@ async def test_a_call_that_ends_as_the_drain_does_is_told_its_end(monkeypatch):
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
-async def test_held_requests_get_their_pick_when_the_router_is_stopped(config):
+async def test_drain_dispatches_queued_requests(config):
     async with crowded() as (router, busy):
         calls = [await held(router, config, already=number) for number in range(3)]
 

@@ -6,8 +6,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from dualmap_extproc.transport import server
-from dualmap_extproc.transport.server import keep_deadlines
+from dualmap_extproc.transport import deadlines
+from dualmap_extproc.transport.deadlines import keep_deadlines
 from extproc.envoy_messages import (
     BUFFERED,
     DUPLEX,
@@ -27,7 +27,7 @@ from waiting import until
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, BUFFERED], ids=["no-wait", "duplex", "buffered"])
-async def test_held_requests_are_answered_one_after_the_other(config):
+async def test_server_queued_requests_are_answered_in_turn(config):
     async with crowded() as (router, busy):
         calls = [await held(router, config, already=number) for number in range(3)]
         for call in calls:
@@ -41,7 +41,7 @@ async def test_held_requests_are_answered_one_after_the_other(config):
         assert router.in_flight == 4
 
 
-async def test_a_refusal_reaches_who_has_waited_too_long():
+async def test_server_request_queued_too_long_gets_a_rejection():
     async with crowded(max_wait_s=0.2) as (router, _):
         task = asyncio.create_task(keep_deadlines(router.picker))
         call = await held(router)
@@ -53,7 +53,7 @@ async def test_a_refusal_reaches_who_has_waited_too_long():
         task.cancel()
 
 
-async def test_a_held_request_goes_when_the_prefill_before_it_should_have_ended():
+async def test_server_queued_request_goes_at_the_dispatch_deadline():
     """Nobody tells: the window opens by time alone, and the deadlines' keeper sees to it."""
     async with running() as router:
         router.picker.set_pools(0.0, (crowded_pool(),))
@@ -72,7 +72,7 @@ async def test_a_held_request_goes_when_the_prefill_before_it_should_have_ended(
         task.cancel()
 
 
-async def test_held_requests_whose_clients_go_give_up_their_places():
+async def test_server_cancelled_requests_leave_the_queue():
     async with crowded() as (router, busy):
         calls = [await held(router, already=number) for number in range(4)]
         calls[0].cancel()
@@ -89,7 +89,7 @@ async def test_held_requests_whose_clients_go_give_up_their_places():
         assert router.held == 0
 
 
-async def test_a_body_that_came_while_held_is_answered_after_the_pick():
+async def test_server_body_while_queued_is_answered_after_the_pick():
     async with crowded() as (router, busy):
         call = await held(router)
         await call.write(request_body(b""))
@@ -129,7 +129,7 @@ class Clockwork:
         self.kept.set()
 
 
-async def test_deadlines_are_kept():
+async def test_deadlines_past_deadline_calls_the_picker():
     clockwork = Clockwork()
     clockwork.deadline_s = 0.0
 
@@ -138,8 +138,8 @@ async def test_deadlines_are_kept():
     task.cancel()
 
 
-async def test_a_deadline_is_waited_for_and_a_first_held_request_noticed_at_once(monkeypatch):
-    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+async def test_deadlines_first_queued_request_wakes_the_task(monkeypatch):
+    monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     task = asyncio.create_task(keep_deadlines(clockwork))
     await clockwork.asked.wait()
@@ -150,8 +150,8 @@ async def test_a_deadline_is_waited_for_and_a_first_held_request_noticed_at_once
     task.cancel()
 
 
-async def test_while_requests_are_held_deadlines_that_appear_are_noticed_by_themselves(monkeypatch):
-    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+async def test_deadlines_new_while_queued_are_noticed_by_polling(monkeypatch):
+    monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     clockwork.holding = True
     task = asyncio.create_task(keep_deadlines(clockwork))
@@ -163,9 +163,9 @@ async def test_while_requests_are_held_deadlines_that_appear_are_noticed_by_them
     task.cancel()
 
 
-async def test_a_deadline_that_does_not_go_away_does_not_keep_the_loop_busy(monkeypatch):
-    monkeypatch.setattr(server, "_DEADLINE_PAUSE_S", 3600.0)
-    monkeypatch.setattr(server, "_DEADLINE_POLL_S", 3600.0)
+async def test_deadlines_stuck_deadline_does_not_block_the_loop(monkeypatch):
+    monkeypatch.setattr(deadlines, "_PAUSE_S", 3600.0)
+    monkeypatch.setattr(deadlines, "_POLL_S", 3600.0)
     clockwork = Clockwork()
     clockwork.deadline_s, clockwork.goes_away = 0.0, False
     task = asyncio.create_task(keep_deadlines(clockwork))

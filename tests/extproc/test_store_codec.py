@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
 from dualmap.scaling.shares import PeerShares, Report, Share
 from dualmap_extproc.store.codec import (
     NODES_MAX,

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.scaling.shares import REMEMBERED_S, Report, Share
 from dualmap_extproc.settings import RedisSettings

@@ -6,20 +6,21 @@ import json
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 import builders
 from dualmap.pools.pool import Pool, Prefix, Queue, Routing, Session, SessionMigration
 from dualmap.receipt import Receipt
-from dualmap.requests import Decision
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
-from dualmap_extproc.request.picker import Picked, Picker
+from dualmap_extproc.request.observations import FanOut, Routed
+from dualmap_extproc.request.picked import Picked
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, reports_key
 from dualmap_extproc.store.target import target_of
-from dualmap_extproc.telemetry.metrics import Metrics
 from redis_server import RedisServer, redis_server
 from waiting import until
 
@@ -34,16 +35,14 @@ FIXED = builders.pool(
 STICKY = builders.pool(routing=Routing(session=Session(migration=SessionMigration(enabled=True))))
 
 
-class Observer(Metrics):
-    """Keeps the last decision."""
+class Observer:
+    """Keeps the receipt of the last decision."""
 
-    def __init__(self, name: str, demand: Demand) -> None:
-        super().__init__(version="1", replica_id=name, demand=demand)
+    def __init__(self) -> None:
         self.receipt: Receipt | None = None
 
-    def routed(self, pool: str, decision: Decision) -> None:
-        super().routed(pool, decision)
-        self.receipt = decision.receipt
+    def routed(self, routed: Routed) -> None:
+        self.receipt = routed.decision.receipt
 
 
 class Router:
@@ -51,13 +50,16 @@ class Router:
 
     def __init__(self, name: str, server: RedisServer, pool: Pool) -> None:
         self.demand = Demand()
-        self.observer = Observer(name, self.demand)
-        self.observer.set_pools((pool,))
-        self.picker = Picker(Limits(), self.observer, id_prefix=name, shares=True)
+        self.demand.set_pools((pool,))
+        self.observer = Observer()
+        observations = FanOut()
+        self.demand.subscribe(observations)
+        observations.subscribe(Routed, self.observer.routed)
+        self.picker = Picker(Limits(), observations.report, id_prefix=name, replicated=True)
         self.clock = asyncio.get_running_loop().time
         self.picker.set_pools(self.clock(), (pool,))
         store = RedisStore(target_of(RedisSettings(url=server.url)))
-        metrics = StoreMetrics(self.observer.registry)
+        metrics = StoreMetrics(CollectorRegistry())
         self.pool_demand = PoolDemand(self.demand, self.picker.statuses, shares=True)
         self.exchange = Exchange(
             self.picker,

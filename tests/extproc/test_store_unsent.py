@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
 from dualmap_extproc.store.unsent import NODES_MAX, Unsent
 
 QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))

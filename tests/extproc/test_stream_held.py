@@ -1,4 +1,4 @@
-"""Requests that are held: nothing is said before they are released, then everything, whatever arrived meanwhile."""
+"""Queued requests: the stream answers nothing until they are released, then all messages in order."""
 
 import json
 
@@ -59,7 +59,7 @@ class Crowd:
 
 
 @every_mode
-def test_a_held_request_is_answered_like_any_other_once_it_is_released(config):
+def test_stream_released_request_gets_the_usual_answers(config):
     crowd, calm = Crowd(), Conversation(crowded_pool())
     expected = calm.send(request_headers(config), request_body(chat()))
 
@@ -73,12 +73,12 @@ def test_a_held_request_is_answered_like_any_other_once_it_is_released(config):
     assert crowd.names() == ["routed", "first_token", "routed", "waited"]
 
 
-def test_of_a_held_request_only_headers_that_had_to_be_are_answered():
+def test_stream_queued_request_answers_only_waiting_headers():
     assert [kinds(Crowd().hold(config)) for config in (NO_WAIT, DUPLEX)] == [[], []]
     assert [kinds(Crowd().hold(config)) for config in (BUFFERED, STREAMED)] == [["request_headers"]] * 2
 
 
-def test_a_held_body_is_sent_back_whole():
+def test_stream_queued_duplex_body_is_sent_back_whole():
     crowd = Crowd(limits=Limits(chunk_bytes=16))
     crowd.hold(DUPLEX, chunks=[chat()[:9], chat()[9:]])
 
@@ -89,7 +89,7 @@ def test_a_held_body_is_sent_back_whole():
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, DUPLEX, STREAMED, None], ids=["no-wait", "duplex", "streamed", "unsaid"])
-def test_a_held_request_with_trailers(config):
+def test_stream_queued_trailers_are_answered_as_usual(config):
     crowd, calm = Crowd(), Conversation(crowded_pool())
     messages = request_headers(config), request_body(chat(), end=False), request_trailers()
     expected = calm.send(*messages)
@@ -106,7 +106,7 @@ def test_a_held_request_with_trailers(config):
     ]
 
 
-def test_after_a_silent_end_the_pick_of_a_held_request_asks_for_no_retry():
+def test_stream_queued_after_silence_disables_retries():
     crowd = Crowd()
     crowd.talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
     assert crowd.talk.stream.deadline_s is not None
@@ -118,7 +118,7 @@ def test_after_a_silent_end_the_pick_of_a_held_request_asks_for_no_retry():
 
 
 @every_mode
-def test_silence_means_nothing_while_a_request_is_held(config):
+def test_stream_queued_request_sets_no_deadline(config):
     crowd = Crowd()
     crowd.hold(config)
     assert crowd.talk.stream.deadline_s is None
@@ -129,7 +129,7 @@ def test_silence_means_nothing_while_a_request_is_held(config):
 
 
 @pytest.mark.parametrize(("config", "answered"), [(NO_WAIT, 3), (BUFFERED, 3), (STREAMED, 3), (DUPLEX, 1)])
-def test_bodies_that_come_while_held_are_answered_after_the_pick_where_envoy_counts_answers(config, answered):
+def test_stream_bodies_while_queued_are_answered_after_the_pick(config, answered):
     crowd = Crowd()
     crowd.hold(config)
 
@@ -142,7 +142,7 @@ def test_bodies_that_come_while_held_are_answered_after_the_pick_where_envoy_cou
 
 
 @every_mode
-def test_trailers_that_come_while_held_are_answered_last(config):
+def test_stream_trailers_while_queued_are_answered_last(config):
     crowd = Crowd()
     crowd.hold(config)
 
@@ -153,7 +153,7 @@ def test_trailers_that_come_while_held_are_answered_last(config):
 
 @every_mode
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_a_client_that_goes_away_gives_up_its_place_at_once(config, cancelled):
+def test_stream_closed_while_queued_leaves_the_queue(config, cancelled):
     crowd = Crowd()
     crowd.hold(config)
 
@@ -166,8 +166,8 @@ def test_a_client_that_goes_away_gives_up_its_place_at_once(config, cancelled):
 
 
 @every_mode
-def test_a_response_before_the_request_is_none_of_a_held_requests(config):
-    """No Envoy sends it; whatever it says, an end of the stream gives up the place."""
+def test_stream_response_before_request_leaves_no_queued_request(config):
+    """Envoy sends no such response; the end of the stream still takes the request out of the queue."""
     crowd = Crowd()
     crowd.talk.send(response_headers(200))
     crowd.talk.send(request_body(SHORT))
@@ -180,8 +180,8 @@ def test_a_response_before_the_request_is_none_of_a_held_requests(config):
 
 
 @every_mode
-def test_envoy_answering_the_client_itself_gives_up_the_place(config):
-    """As when a time limit of its own is over: the response it made passes us like any other."""
+def test_stream_response_while_queued_leaves_the_queue(config):
+    """As after a timeout in Envoy: its own response passes through the stream like any other."""
     crowd = Crowd()
     crowd.hold(config)
 
@@ -192,7 +192,7 @@ def test_envoy_answering_the_client_itself_gives_up_the_place(config):
     assert crowd.release() == []
 
 
-def test_another_request_on_the_stream_takes_the_place_of_the_one_that_is_held():
+def test_stream_second_request_replaces_the_queued_one():
     crowd = Crowd()
     crowd.hold(NO_WAIT)
 
@@ -203,7 +203,7 @@ def test_another_request_on_the_stream_takes_the_place_of_the_one_that_is_held()
 
 
 @every_mode
-def test_a_request_that_waited_too_long_is_refused(config):
+def test_stream_queued_beyond_max_wait_is_rejected(config):
     crowd = Crowd(max_wait_s=20.0)
     crowd.hold(config)
 
@@ -219,7 +219,7 @@ def test_a_request_that_waited_too_long_is_refused(config):
 
 
 @every_mode
-def test_a_request_that_finds_too_many_waiting_is_refused_at_once(config):
+def test_stream_request_to_full_queue_is_rejected(config):
     crowd = Crowd(max_held=0)
 
     answers = crowd.talk.send(request_headers(config), request_body(chat()))
@@ -230,7 +230,7 @@ def test_a_request_that_finds_too_many_waiting_is_refused_at_once(config):
 
 
 @every_mode
-def test_a_released_request_goes_on_like_any_other(config):
+def test_stream_released_request_finishes_as_usual(config):
     crowd = Crowd()
     crowd.hold(config)
     crowd.release()
@@ -258,8 +258,8 @@ steps = st.tuples(st.integers(0, 4), st.one_of(whole, whole, st.lists(messages, 
 
 
 @given(st.lists(steps, max_size=30), st.sampled_from([0, 1, 3]), st.sampled_from([5.0, 1000.0]), st.booleans())
-def test_whatever_happens_to_streams_that_wait_for_each_other(steps, max_held, max_wait_s, empty):
-    """Each request gets one answer or none, none after its client has gone, and nothing is left of it."""
+def test_stream_any_steps_with_queueing_leave_nothing(steps, max_held, max_wait_s, empty):
+    """Each request gets at most one pick, none after its stream is closed, and nothing of it stays in the picker."""
     queue = {"max_held": max_held, "max_wait_s": max_wait_s, "hold_when_empty": True}
     talk = Conversation(crowded_pool(members=0 if empty else 2, **queue))
     streams = [Conversation(picker=talk.picker) for _ in range(5)]

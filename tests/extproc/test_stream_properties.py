@@ -1,4 +1,4 @@
-"""Any messages in any order: the machine never raises, answers what it must, and leaves nothing in the books."""
+"""Any messages in any order: the stream never raises, and the picker keeps no request after its end."""
 
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -73,7 +73,7 @@ messages = st.one_of(
     st.lists(st.tuples(st.lists(messages, max_size=12), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 3),
 )
-def test_any_sequence_of_messages_on_any_number_of_streams(streams, members):
+def test_stream_any_messages_leave_no_request_open(streams, members):
     talk = Conversation(pool(members=members), limits=Limits(body_bytes=2000, chunk_bytes=7))
     for sent, cancelled in streams:
         talk.again()
@@ -100,7 +100,7 @@ def test_any_sequence_of_messages_on_any_number_of_streams(streams, members):
 
 
 @given(st.lists(messages, max_size=12))
-def test_a_stream_in_which_no_response_passed_leaves_nothing_at_its_end(sent):
+def test_stream_without_response_body_leaves_no_request_open(sent):
     talk = Conversation(limits=Limits(body_bytes=2000))
     talk.send(*(message for message in sent if message.WhichOneof("request") != "response_body"))
     talk.close(cancelled=True)
@@ -109,7 +109,7 @@ def test_a_stream_in_which_no_response_passed_leaves_nothing_at_its_end(sent):
 
 
 @given(st.binary(max_size=200))
-def test_bytes_that_happen_to_parse_are_survived(data):
+def test_stream_any_parsable_bytes_raise_nothing(data):
     try:
         message = wire.ProcessingRequest.FromString(data)
     except DecodeError:

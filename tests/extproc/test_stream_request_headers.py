@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from dualmap.pools.pool import Member, Session
+from dualmap_extproc.request.observations import Routed
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
@@ -37,7 +38,7 @@ from extproc.stream_requests import every_mode
         (["10.0.0.3", " 10.0.0.1:8000"], {"10.0.0.3:8000", "10.0.0.1:8000"}),
     ],
 )
-def test_the_subset_hint_restricts_the_pick_whichever_message_carries_it(config, on_body, subset, expected):
+def test_subset_hint_in_headers_or_body_restricts_the_pick(config, on_body, subset, expected):
     talk = Conversation()
     headers, body = request_headers(config), request_body(chat())
     with_subset(body if on_body else headers, subset)
@@ -60,7 +61,7 @@ def test_the_subset_hint_restricts_the_pick_whichever_message_carries_it(config,
         (["fd00::zz", "[10.0.0.1]:80"], None),
     ],
 )
-def test_ipv6_endpoints_of_the_subset_may_be_spelt_in_any_way(config, subset, expected):
+def test_subset_hint_accepts_any_spelling_of_ipv6(config, subset, expected):
     ports = (8000, 9000)
     members = tuple(Member(id=f"m{port}", address="fd00::1", port=port) for port in ports)
     talk = Conversation(replace(pool(), members=members))
@@ -76,7 +77,7 @@ def test_ipv6_endpoints_of_the_subset_may_be_spelt_in_any_way(config, subset, ex
 
 @every_mode
 @pytest.mark.parametrize("subset", ["", [], [""], ["10.9.9.9:1"], "10.0.0.2:8001", " , "])
-def test_a_subset_that_allows_nothing_is_503_for_posts_and_gets(config, subset):
+def test_subset_hint_that_allows_nothing_answers_503(config, subset):
     talk = Conversation()
     posted = talk.send(with_subset(request_headers(config), subset), request_body(chat()))
     talk.again()
@@ -87,7 +88,7 @@ def test_a_subset_that_allows_nothing_is_503_for_posts_and_gets(config, subset):
 
 
 @every_mode
-def test_client_headers_of_ours_are_stripped_and_never_read(config):
+def test_reserved_client_headers_are_stripped_and_ignored(config):
     talk = Conversation()
     spoofed = {
         "X-Gateway-Destination-Endpoint": "6.6.6.6:1",
@@ -115,7 +116,7 @@ def test_client_headers_of_ours_are_stripped_and_never_read(config):
     assert [destination(pick)] == [destination(answer) for answer in expected if destination(answer)]
 
 
-def test_plain_header_answers_strip_too():
+def test_reserved_headers_are_stripped_in_plain_answers():
     answers = Conversation().send(
         request_headers(BUFFERED, x_dualmap_cluster="evil", x_gateway_destination_endpoint="a")
     )
@@ -123,22 +124,22 @@ def test_plain_header_answers_strip_too():
     assert set(mutation_of(answers[0]).remove_headers) == {"x-dualmap-cluster", "x-gateway-destination-endpoint"}
 
 
-def test_the_pick_carries_our_id_for_the_access_log():
+def test_pick_carries_the_request_id_for_the_access_log():
     talk = Conversation()
     answers = talk.send(request_headers(NO_WAIT), request_body(chat()))
 
-    decision = talk.observer.events[0][2]
+    decision = talk.observer.of(Routed)[0].decision
     assert metadata_of(answers[0])["dualmap"] == {"id": decision.request_id}
     assert destination(answers[0]) == decision.destination
 
 
-def test_the_destination_is_two_members_in_order_of_choice():
+def test_pick_destination_lists_two_members_in_order():
     talk = Conversation()
     answers = talk.send(request_headers(NO_WAIT), request_body(chat()))
 
     first, second = destination(answers[0]).split(",")
     assert first != second
-    assert first == talk.observer.events[0][2].receipt.address
+    assert first == talk.observer.of(Routed)[0].decision.receipt.address
 
 
 def prompt_tokens(path, **fields):
@@ -164,7 +165,7 @@ def test_every_field_counts_on_an_unknown_path():
     assert prompt_tokens("/v1/other", suffix="x" * 1_000_000) > 200_000
 
 
-def test_header_values_in_the_old_field_are_read():
+def test_header_value_in_the_old_field_is_read():
     message = wire.ProcessingRequest(protocol_config=NO_WAIT)
     message.request_headers.end_of_stream = True
     header = message.request_headers.headers.headers.add()
@@ -173,7 +174,7 @@ def test_header_values_in_the_old_field_are_read():
     assert refused_with(Conversation().send(message)) == 400
 
 
-def test_a_clients_wish_not_to_be_retried_is_stripped():
+def test_client_no_retry_header_is_stripped():
     (pick, _) = Conversation().send(request_headers(NO_WAIT, x_dualmap_no_retry="1"), request_body(chat()))
 
     assert "x-dualmap-no-retry" in mutation_of(pick).remove_headers
@@ -181,7 +182,7 @@ def test_a_clients_wish_not_to_be_retried_is_stripped():
 
 @every_mode
 @pytest.mark.parametrize("where", ["headers", "body"])
-def test_more_allowed_endpoints_than_are_read_are_refused_in_plain_words(config, where):
+def test_subset_hint_above_the_limit_is_refused(config, where):
     talk = Conversation(limits=Limits(subset_bytes=1000))
     subset = [f"10.0.{n}.1:8000" for n in range(100)]
     headers, body = request_headers(config), request_body(chat())
@@ -194,7 +195,7 @@ def test_more_allowed_endpoints_than_are_read_are_refused_in_plain_words(config,
     assert talk.observer.names() == ["refused"]
 
 
-def test_thousands_of_allowed_endpoints_are_read():
+def test_subset_hint_with_thousands_of_endpoints_is_read():
     talk = Conversation()
     subset = [f"10.{1 + n // 200}.{n % 200}.1:8000" for n in range(8000)]
 
@@ -204,7 +205,7 @@ def test_thousands_of_allowed_endpoints_are_read():
 
 
 @every_mode
-def test_of_a_requests_headers_the_picker_gets_those_that_name_sessions(config, monkeypatch):
+def test_picker_receives_only_session_headers(config, monkeypatch):
     talk = Conversation(
         pool("a", model="m", session=Session(header="X-Session")), pool("b", model="b", session=Session(header="x-b"))
     )
@@ -222,7 +223,7 @@ def test_of_a_requests_headers_the_picker_gets_those_that_name_sessions(config, 
     assert asked == [{"x-session": "s1", "x-b": "s2"}]
 
 
-def test_of_a_header_that_comes_twice_the_first_counts_and_any_bytes_are_a_name(monkeypatch):
+def test_session_header_sent_twice_counts_once_with_any_bytes(monkeypatch):
     talk = Conversation()
     asked = []
     real = talk.picker.pick

@@ -1,4 +1,4 @@
-"""Requests on a stream that are refused, and odd ones that are not: bodies, limits, encodings, empty pools."""
+"""Requests that a stream refuses, and odd ones that it routes: bodies, limits, encodings, empty pools."""
 
 import json
 
@@ -26,7 +26,7 @@ from extproc.stream_requests import every_mode, sent_back
     "headers",
     [{"content_length": "12"}, {"content_length": "nonsense"}, {"content_length": "9" * 5000}, {"content_length": "²"}],
 )
-def test_odd_content_lengths_do_not_matter(config, headers):
+def test_content_length_that_is_odd_is_ignored(config, headers):
     talk = Conversation()
 
     answers = talk.send(request_headers(config, **headers), request_body(chat()))
@@ -35,7 +35,7 @@ def test_odd_content_lengths_do_not_matter(config, headers):
 
 
 @every_mode
-def test_a_content_length_above_the_limit_is_refused_before_the_body(config):
+def test_content_length_above_the_limit_is_refused_at_once(config):
     talk = Conversation(limits=Limits(body_bytes=1000))
 
     assert refused_with(talk.send(request_headers(config, content_length="1001"))) == 413
@@ -43,7 +43,7 @@ def test_a_content_length_above_the_limit_is_refused_before_the_body(config):
 
 
 @every_mode
-def test_a_body_above_the_limit_is_refused_when_it_gets_there(config):
+def test_body_above_the_limit_is_refused(config):
     talk = Conversation(limits=Limits(body_bytes=1000))
     chunks = [b"x" * 1001] if config is BUFFERED else [b"x" * 600, b"x" * 401]
 
@@ -55,7 +55,7 @@ def test_a_body_above_the_limit_is_refused_when_it_gets_there(config):
 
 
 @every_mode
-def test_a_body_of_exactly_the_limit_passes(config):
+def test_body_of_exactly_the_limit_is_routed(config):
     body = chat()
     talk = Conversation(limits=Limits(body_bytes=len(body)))
 
@@ -65,7 +65,7 @@ def test_a_body_of_exactly_the_limit_passes(config):
 
 
 @every_mode
-def test_twelve_megabytes_pass_whole_and_in_pieces(config):
+def test_body_of_twelve_megabytes_is_routed(config):
     body = chat("long prompt " * 1_000_000)
     assert len(body) > 12_000_000
     step = len(body) if config is BUFFERED else 65_536
@@ -100,7 +100,7 @@ def test_twelve_megabytes_pass_whole_and_in_pieces(config):
         (chat(model="unknown"), 404),
     ],
 )
-def test_bad_bodies_are_refused_in_openai_form(config, body, status):
+def test_body_that_is_invalid_is_refused_as_openai_error(config, body, status):
     talk = Conversation()
 
     answers = talk.send(request_headers(config), request_body(body))
@@ -125,7 +125,7 @@ def test_bad_bodies_are_refused_in_openai_form(config, body, status):
         b'  {"model": "m", "input": ""}  ',
     ],
 )
-def test_odd_but_valid_bodies_are_picked_for(config, body):
+def test_body_that_is_odd_but_valid_is_routed(config, body):
     talk = Conversation()
 
     answers = talk.send(request_headers(config), request_body(body))
@@ -134,12 +134,12 @@ def test_odd_but_valid_bodies_are_picked_for(config, body):
 
 
 @every_mode
-def test_a_post_that_ends_with_its_headers_has_no_body(config):
+def test_post_without_body_is_refused(config):
     assert refused_with(Conversation().send(request_headers(config, end=True))) == 400
 
 
 @every_mode
-def test_an_empty_pool_answers_503_and_leaves_nothing_behind(config):
+def test_empty_pool_answers_503_and_leaves_nothing(config):
     talk = Conversation(pool(members=0))
 
     assert refused_with(talk.send(request_headers(config), request_body(chat()))[-1:]) == 503
@@ -149,7 +149,7 @@ def test_an_empty_pool_answers_503_and_leaves_nothing_behind(config):
 
 
 @every_mode
-def test_no_pools_at_all(config):
+def test_no_pools_answer_404_to_posts_and_503_to_gets(config):
     talk = Conversation()
     talk.picker.set_pools(1.0, ())
 
@@ -162,13 +162,13 @@ def test_no_pools_at_all(config):
 @pytest.mark.parametrize(
     ("headers", "said"),
     [
-        ({"content_encoding": "gzip"}, "content-encoding gzip is not supported: send the body plain"),
+        ({"content_encoding": "gzip"}, "content-encoding gzip is not supported: send the body uncompressed"),
         ({"Content_Encoding": "identity, BR"}, "content-encoding identity, br is not supported"),
         ({"content_encoding": "x" * 5000}, "..."),
         ({"content_type": "Multipart/Form-Data; boundary=x"}, "content-type multipart/form-data is not supported"),
     ],
 )
-def test_a_body_that_cannot_be_read_is_refused_at_its_headers_in_plain_words(config, headers, said):
+def test_body_encoding_unsupported_is_refused_at_its_headers(config, headers, said):
     talk = Conversation()
 
     answers = talk.send(request_headers(config, **headers))
@@ -185,7 +185,7 @@ def test_a_body_that_cannot_be_read_is_refused_at_its_headers_in_plain_words(con
 @pytest.mark.parametrize(
     "headers", [{"content_encoding": "Identity"}, {"content_encoding": ""}, {"content_type": "application/json"}]
 )
-def test_a_plain_body_is_read(config, headers):
+def test_body_without_encoding_is_routed(config, headers):
     talk = Conversation()
 
     talk.send(request_headers(config, **headers), request_body(chat()))
@@ -193,7 +193,7 @@ def test_a_plain_body_is_read(config, headers):
     assert talk.observer.names() == ["routed"]
 
 
-def test_headers_about_a_body_that_does_not_come_matter_to_nobody():
+def test_body_headers_without_a_body_are_ignored():
     talk = Conversation()
 
     talk.send(request_headers(NO_WAIT, method="GET", end=True, content_encoding="gzip"))
@@ -212,7 +212,7 @@ def test_headers_about_a_body_that_does_not_come_matter_to_nobody():
     ],
     ids=["many", "long value", "long name"],
 )
-def test_more_headers_than_are_read_are_refused_in_plain_words(config, method, limits, headers, said):
+def test_headers_above_the_limits_are_refused(config, method, limits, headers, said):
     talk = Conversation(limits=limits)
 
     answers = talk.send(request_headers(config, method=method, end=method == "GET", **headers))
@@ -225,7 +225,7 @@ def test_more_headers_than_are_read_are_refused_in_plain_words(config, method, l
 
 
 @every_mode
-def test_as_many_headers_as_envoy_ever_sends_are_read(config):
+def test_headers_at_envoys_own_limits_are_read(config):
     """Envoy takes 100 headers of 60 KiB together by default."""
     talk = Conversation()
     headers = {f"x_{n}": "v" * 600 for n in range(96)}

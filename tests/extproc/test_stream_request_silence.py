@@ -1,4 +1,4 @@
-"""Requests on a stream whose bodies stall or whose end is never said: how long they are waited for, and what then."""
+"""Requests whose bodies stall or whose end Envoy does not report: when and how the stream decides."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from extproc.envoy_messages import (
 
 
 @pytest.mark.parametrize("headers", [{"content_length": str(len(chat()))}, {}])
-def test_no_wait_decides_on_a_whole_body_after_silence_without_retries(headers):
+def test_silence_after_complete_body_picks_without_retries(headers):
     talk = Conversation()
     assert talk.send(request_headers(NO_WAIT, **headers), *request_bodies([chat()[:9], chat()[9:]], end=False)) == []
     assert talk.stream.deadline_s == pytest.approx(talk.now + talk.limits.silence_s)
@@ -38,7 +38,7 @@ def test_no_wait_decides_on_a_whole_body_after_silence_without_retries(headers):
     assert talk.observer.names() == ["routed"]
 
 
-def test_what_arrives_before_the_silence_is_over_goes_first():
+def test_silence_ended_by_a_message_keeps_retries():
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(chat(), end=False))
 
@@ -71,8 +71,8 @@ def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingRespons
         ("1000", b"nonsense"),
     ],
 )
-def test_a_slow_client_is_waited_for_almost_as_long_as_envoy_waits_for_us(length, half):
-    """Envoy's own patience is the pools' longest wait and 15 s (``envoy.filters``), anew with each message."""
+def test_stalled_body_is_decided_before_envoy_times_out(length, half):
+    """Envoy waits for the pools' longest queue.maxWait and 15 s, starting again with each message."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT, content_length=length))
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_a_slow_client_is_waited_for_almost_as_long_as_envoy_waits_for_us(length
     assert talk.stream.deadline_s is None
 
 
-def test_a_stalled_body_that_goes_on_is_picked_for():
+def test_stalled_body_that_continues_is_routed():
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(b'{"model": "m", "tools": {}', end=False))
     assert silent(talk, until_s=35.0) == []
@@ -100,7 +100,7 @@ def test_a_stalled_body_that_goes_on_is_picked_for():
     assert destination(talk.send(request_body(b"}"))[0])
 
 
-def test_the_patience_with_a_stalled_body_follows_the_pools_longest_wait():
+def test_stalled_body_time_follows_the_longest_max_wait():
     quick, slow = pool(queue=Queue(max_wait_s=0.1)), pool("b", model="b", queue=Queue(max_wait_s=600.0))
     impatient, patient = Conversation(quick), Conversation(quick, slow)
     for talk in (impatient, patient):
@@ -115,8 +115,8 @@ def test_the_patience_with_a_stalled_body_follows_the_pools_longest_wait():
     "body",
     [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'"text"', b"5", b"\x1f\x8b\x08", b'{"model": "m"}}', b"{}"],
 )
-def test_no_wait_refuses_what_cannot_become_a_request_after_a_pause(body):
-    """An HTTP/2 request with trailers: neither its end nor its trailers are said before the headers are answered."""
+def test_paused_body_that_cannot_be_completed_is_refused(body):
+    """Of an HTTP/2 request with trailers, Envoy reports no end before the headers are answered."""
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(body, end=False))
 
@@ -125,14 +125,14 @@ def test_no_wait_refuses_what_cannot_become_a_request_after_a_pause(body):
     assert talk.in_flight == 0
 
 
-def test_a_whole_body_that_does_not_look_like_one_is_picked_for_after_a_pause():
+def test_paused_body_that_is_complete_is_routed():
     talk = Conversation()
     talk.send(request_headers(NO_WAIT), request_body(chat(), end=False), request_body(b"\n", end=False))
 
     assert destination(silent(talk, until_s=3.0)[0])
 
 
-def test_a_get_with_trailers_does_not_wait_for_a_body():
+def test_silence_after_get_headers_picks_any_member():
     talk = Conversation()
     talk.send(request_headers(NO_WAIT, method="GET"))
 
@@ -143,7 +143,7 @@ def test_a_get_with_trailers_does_not_wait_for_a_body():
 
 
 @pytest.mark.parametrize("config", [DUPLEX, STREAMED, BUFFERED, None])
-def test_no_deadline_where_the_end_of_the_body_will_be_said(config):
+def test_silence_sets_no_deadline_in_other_modes(config):
     talk = Conversation()
     talk.send(request_headers(config), request_body(chat()[:-1], end=False))
 

@@ -1,9 +1,9 @@
-"""The response's half of the stream machine: the receipt, the first token, and how a request leaves the books."""
+"""The response half of a stream: the receipt, the first token, and the end of the request."""
 
 import pytest
 
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
-from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.ending import AccessLogEntry, Ending
+from dualmap_extproc.request.observations import FirstTokenSeen, Routed
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 from extproc.envoy_messages import (
     BUFFERED,
@@ -38,24 +38,24 @@ def picked(config=NO_WAIT, *pools) -> Conversation:
 
 
 @every_mode
-def test_the_receipt_goes_on_the_response_headers_and_replaces_the_engines(config):
+def test_receipt_replaces_the_engines_header(config):
     talk = picked(config)
 
     answers = talk.send(response_headers(x_dualmap_decision="the engine's"))
 
-    receipt = talk.observer.events[0][2].receipt
+    receipt = talk.observer.of(Routed)[0].decision.receipt
     assert kinds(answers) == ["response_headers"]
     assert headers_set(answers[0]) == {"x-dualmap-decision": receipt.header()}
 
 
 @pytest.mark.parametrize("status", [200, 404, 500])
-def test_the_receipt_comes_with_every_status(status):
+def test_receipt_is_sent_with_every_status(status):
     (answer,) = picked().send(response_headers(status))
 
     assert "x-dualmap-decision" in headers_set(answer)
 
 
-def test_no_receipt_where_the_pool_switches_it_off_or_there_was_no_decision():
+def test_receipt_is_omitted_if_disabled_or_undecided():
     off = picked(NO_WAIT, pool(receipt_header=False))
     get = Conversation()
     get.send(request_headers(NO_WAIT, method="GET", end=True))
@@ -65,7 +65,7 @@ def test_no_receipt_where_the_pool_switches_it_off_or_there_was_no_decision():
 
 
 @pytest.mark.parametrize("config", [NO_WAIT, BUFFERED])
-def test_the_first_chunk_is_the_first_token_and_ends_the_stream_but_not_the_request(config):
+def test_first_chunk_is_first_token_and_ends_the_stream(config):
     talk = picked(config)
     talk.send(response_headers())
     assert talk.observer.names() == ["routed"]
@@ -80,16 +80,16 @@ def test_the_first_chunk_is_the_first_token_and_ends_the_stream_but_not_the_requ
     assert (talk.pending_tokens, talk.in_flight) == (0, 1)
 
 
-def test_the_time_to_first_token_begins_with_the_request_headers():
+def test_first_token_time_starts_at_request_headers():
     talk = picked()
     talk.send(response_headers(), response_body())
 
-    (event,) = [event for event in talk.observer.events if event[0] == "first_token"]
-    assert event[2].ttft_s == pytest.approx(3.0)
+    (seen,) = talk.observer.of(FirstTokenSeen)
+    assert seen.first_token.ttft_s == pytest.approx(3.0)
 
 
 @every_mode
-def test_a_response_that_is_one_chunk_is_finished(config):
+def test_response_of_one_chunk_is_finished(config):
     talk = picked(config)
 
     talk.send(response_headers(), response_body(end=True))
@@ -99,7 +99,7 @@ def test_a_response_that_is_one_chunk_is_finished(config):
 
 
 @every_mode
-def test_a_response_that_ends_at_its_headers_is_finished_without_a_first_token(config):
+def test_response_without_body_finishes_without_first_token(config):
     talk = picked(config)
 
     talk.send(response_headers(204, end=True))
@@ -117,7 +117,7 @@ def test_a_response_that_ends_at_its_headers_is_finished_without_a_first_token(c
         *[(status, "failed") for status in (500, 502, 503)],
     ],
 )
-def test_an_error_status_never_trains_the_first_token(config, status, end):
+def test_response_error_status_reports_no_first_token(config, status, end):
     talk = picked(config)
 
     talk.send(response_headers(status), response_body(), response_body(end=True))
@@ -130,7 +130,7 @@ def test_an_error_status_never_trains_the_first_token(config, status, end):
 
 @every_mode
 @pytest.mark.parametrize("status", [204, 301, 304])
-def test_what_the_access_log_counts_as_complete_is_complete_here_and_no_first_token(config, status):
+def test_response_without_tokens_is_finished_as_in_access_log(config, status):
     talk, with_body = picked(config), picked(config)
     assert AccessLogEntry(request_id="r", status=status).ending is Ending.FINISHED
 
@@ -141,7 +141,7 @@ def test_what_the_access_log_counts_as_complete_is_complete_here_and_no_first_to
 
 
 @every_mode
-def test_a_json_answer_is_complete_when_it_begins_and_is_no_first_token(config):
+def test_response_in_json_is_finished_at_its_first_chunk(config):
     talk = picked(config)
 
     talk.send(response_headers(content_type="application/json; charset=utf-8"), response_body(b"{"))
@@ -151,7 +151,7 @@ def test_a_json_answer_is_complete_when_it_begins_and_is_no_first_token(config):
 
 
 @every_mode
-def test_an_empty_chunk_is_not_a_token(config):
+def test_response_empty_chunk_is_no_first_token(config):
     talk = picked(config)
 
     talk.send(response_headers(), response_body(b""))
@@ -160,7 +160,7 @@ def test_an_empty_chunk_is_not_a_token(config):
     assert not talk.stream.ended
 
 
-def test_duplex_sends_every_chunk_back_and_stays_open_to_the_end():
+def test_duplex_response_is_sent_back_to_the_end():
     talk = picked(DUPLEX)
     chunks = [b"data: 1\n\n", b"y" * 130_000, b"data: [DONE]\n\n", b""]
 
@@ -175,7 +175,7 @@ def test_duplex_sends_every_chunk_back_and_stays_open_to_the_end():
     assert talk.observer.names() == ["routed", "first_token", "finished"]
 
 
-def test_a_long_stream_whose_chunks_pass_us_does_not_expire():
+def test_duplex_long_response_does_not_expire():
     talk = picked(DUPLEX)
     talk.send(response_headers(), response_body())
     for _ in range(100):
@@ -188,7 +188,7 @@ def test_a_long_stream_whose_chunks_pass_us_does_not_expire():
     assert talk.observer.names() == ["routed", "first_token", "finished"]
 
 
-def test_chunks_report_that_a_stream_goes_on_at_most_once_a_minute(monkeypatch):
+def test_duplex_response_is_reported_alive_once_a_minute(monkeypatch):
     talk = picked(DUPLEX)
     heard = []
     monkeypatch.setattr(talk.picker, "heard", lambda now, _: heard.append(now))
@@ -200,7 +200,7 @@ def test_chunks_report_that_a_stream_goes_on_at_most_once_a_minute(monkeypatch):
     assert len(heard) == 3
 
 
-def test_duplex_with_response_trailers_finishes_there():
+def test_duplex_response_trailers_finish_the_request():
     talk = picked(DUPLEX)
 
     answers = talk.send(response_headers(), response_body(), response_trailers())
@@ -210,7 +210,7 @@ def test_duplex_with_response_trailers_finishes_there():
     assert not talk.stream.ended
 
 
-def test_a_buffered_response_is_finished_and_no_first_token():
+def test_buffered_response_finishes_without_first_token():
     config = wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED, response_body_mode=wire.BUFFERED)
     talk = picked(config)
 
@@ -220,7 +220,7 @@ def test_a_buffered_response_is_finished_and_no_first_token():
 
 @every_mode
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_a_stream_that_ends_before_the_response_releases_the_request(config, cancelled):
+def test_stream_closed_before_response_aborts_the_request(config, cancelled):
     talk = picked(config)
 
     talk.close(cancelled=cancelled)
@@ -230,7 +230,7 @@ def test_a_stream_that_ends_before_the_response_releases_the_request(config, can
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-def test_a_stream_that_ends_in_mid_response_is_an_abort_however_it_looks(cancelled):
+def test_duplex_stream_closed_mid_response_aborts_the_request(cancelled):
     talk = picked(DUPLEX)
     talk.send(response_headers(), response_body())
 
@@ -242,7 +242,7 @@ def test_a_stream_that_ends_in_mid_response_is_an_abort_however_it_looks(cancell
 
 @pytest.mark.parametrize("cancelled", [True, False])
 @pytest.mark.parametrize("config", [NO_WAIT, BUFFERED, DUPLEX], ids=["no-wait", "buffered", "duplex"])
-def test_a_client_that_leaves_before_the_first_token_is_an_abort_however_it_looks(config, cancelled):
+def test_stream_closed_before_first_token_aborts_the_request(config, cancelled):
     talk = picked(config)
     talk.send(response_headers())
 
@@ -252,7 +252,7 @@ def test_a_client_that_leaves_before_the_first_token_is_an_abort_however_it_look
 
 
 @pytest.mark.parametrize(("cancelled", "end"), [(True, "aborted"), (False, "finished")])
-def test_where_no_response_body_is_shown_the_end_of_the_stream_is_the_end_of_the_response(cancelled, end):
+def test_stream_closed_without_response_body_uses_the_status(cancelled, end):
     talk = picked(wire.ProtocolConfiguration(request_body_mode=wire.BUFFERED))
     talk.send(response_headers())
 
@@ -261,7 +261,7 @@ def test_where_no_response_body_is_shown_the_end_of_the_stream_is_the_end_of_the
     assert talk.observer.names() == ["routed", end]
 
 
-def test_closing_twice_is_closing_once():
+def test_stream_closed_twice_reports_one_end():
     talk = picked()
     talk.close(cancelled=True)
     talk.close(cancelled=True)
@@ -270,7 +270,7 @@ def test_closing_twice_is_closing_once():
 
 
 @every_mode
-def test_a_second_request_on_a_stream_releases_the_first(config):
+def test_stream_second_request_aborts_the_first(config):
     talk = picked(config)
 
     answers = talk.send(request_headers(config), request_body(chat("another")))
@@ -280,9 +280,9 @@ def test_a_second_request_on_a_stream_releases_the_first(config):
     assert talk.in_flight == 1
 
 
-def test_the_served_endpoint_is_reported_and_counted_where_it_is_another():
+def test_served_endpoint_other_than_chosen_is_counted():
     talk = picked()
-    chosen = talk.observer.events[0][2].receipt.address
+    chosen = talk.observer.of(Routed)[0].decision.receipt.address
     other = next(f"10.0.0.{i}:8000" for i in range(4) if f"10.0.0.{i}:8000" != chosen)
 
     same = picked()
@@ -295,14 +295,14 @@ def test_the_served_endpoint_is_reported_and_counted_where_it_is_another():
     assert {each.endpoint: each.in_flight for each in status.endpoints}[other] == 1
 
 
-def test_messages_after_the_end_are_not_answered():
+def test_stream_messages_after_the_end_are_not_answered():
     talk = picked()
     talk.send(response_headers(), response_body())
 
     assert talk.send(response_body(), response_body(end=True), response_trailers()) == []
 
 
-def test_an_unknown_message_ends_the_stream_and_the_request():
+def test_stream_unknown_message_ends_stream_and_request():
     talk = picked()
 
     assert talk.send(wire.ProcessingRequest()) == []

@@ -19,8 +19,8 @@ from grpc_health.v1.health import aio as health_aio
 from certificates import Authority, mount_pair, write_pair
 from dualmap_extproc.transport.tls import Certificates, TlsError, self_signed, server_credentials
 
-TAKEN_UP = "changed certificate files taken up"
-REFUSED = "certificate files refused, the last good ones serve on"
+TAKEN_UP = "Loaded changed certificate files"
+REFUSED = "Keeping last valid certificates"
 
 
 class Serving:
@@ -100,30 +100,30 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name == "dualmap_extproc.transport.tls"]
 
 
-def test_off_is_plain_text() -> None:
+def test_tls_off_returns_no_credentials() -> None:
     assert server_credentials("off") is None
 
 
-def test_a_client_ca_in_plain_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TlsError, match="--tls-client-ca: means nothing in plain text; give --tls"):
+def test_tls_off_with_client_ca_raises_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match="--tls-client-ca: requires TLS; also give --tls"):
         server_credentials("off", tmp_path)
 
 
-async def test_self_signed_speaks_http2_and_refuses_plain_text() -> None:
+async def test_tls_self_signed_serves_http2_and_no_plain_text() -> None:
     async with Serving("self-signed") as ports:
         for port in ports:
             assert (await handshake(port))[1] == "h2"
             assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
 
 
-def test_every_self_signed_pair_is_its_own() -> None:
+def test_tls_self_signed_pairs_differ() -> None:
     first, second = self_signed(), self_signed()
 
     assert first[0] != second[0]
     assert hashlib.sha256(first[1]).digest() != hashlib.sha256(second[1]).digest()
 
 
-async def test_a_folders_certificate_is_served_and_a_client_can_verify_it(tmp_path: Path) -> None:
+async def test_tls_folder_certificate_is_served_and_verifiable(tmp_path: Path) -> None:
     authority = Authority()
     async with Serving(write_pair(tmp_path, authority.pair())) as ports:
         for port in ports:
@@ -132,7 +132,7 @@ async def test_a_folders_certificate_is_served_and_a_client_can_verify_it(tmp_pa
 
 
 @pytest.mark.parametrize("kubernetes", [False, True], ids=["renamed", "..data swapped"])
-async def test_a_changed_certificate_is_served_to_new_connections_on_every_port(
+async def test_tls_changed_certificate_is_served_on_every_port(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kubernetes: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -150,7 +150,7 @@ async def test_a_changed_certificate_is_served_to_new_connections_on_every_port(
     assert lines(caplog) == [TAKEN_UP] * 2
 
 
-async def test_a_stream_that_is_open_across_the_change_goes_on(tmp_path: Path) -> None:
+async def test_tls_changed_certificate_keeps_open_streams(tmp_path: Path) -> None:
     before, after = Authority(), Authority()
     serving = Serving(write_pair(tmp_path, before.pair()))
     async with serving as ports, channel_to(ports[0], before.pem) as channel:
@@ -186,7 +186,9 @@ def halve(path: Path) -> None:
 
 
 @spoiled
-def test_a_folder_that_is_no_good_says_why(tmp_path: Path, spoil: Callable[[Path], Any], reason: str) -> None:
+def test_tls_invalid_folder_raises_an_error_with_the_reason(
+    tmp_path: Path, spoil: Callable[[Path], Any], reason: str
+) -> None:
     spoil(write_pair(tmp_path, self_signed()))
 
     with pytest.raises(TlsError, match=reason):
@@ -194,7 +196,7 @@ def test_a_folder_that_is_no_good_says_why(tmp_path: Path, spoil: Callable[[Path
 
 
 @spoiled
-async def test_a_folder_that_is_spoiled_later_is_refused_once_and_recovers(
+async def test_tls_folder_invalid_later_keeps_last_and_recovers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any], reason: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -211,9 +213,7 @@ async def test_a_folder_that_is_spoiled_later_is_refused_once_and_recovers(
     assert lines(caplog) == [REFUSED, TAKEN_UP]
 
 
-def test_what_is_refused_again_after_it_was_good_is_said_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tls_folder_invalid_again_is_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pair = self_signed()
     certificates = Certificates(write_pair(tmp_path, pair), None)
     for _ in range(2):
@@ -226,7 +226,7 @@ def test_what_is_refused_again_after_it_was_good_is_said_again(
     assert lines(caplog) == [REFUSED] * 2
 
 
-def test_unchanged_files_are_not_taken_up_again(tmp_path: Path) -> None:
+def test_tls_unchanged_files_are_not_loaded_again(tmp_path: Path) -> None:
     certificates = Certificates(write_pair(tmp_path, self_signed()), None)
     before = certificates.current()
     (tmp_path / "tls.crt").touch()
@@ -235,13 +235,13 @@ def test_unchanged_files_are_not_taken_up_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["on", "/nonexistent", __file__])
-def test_what_is_no_folder_is_refused_with_what_is_accepted(given: str) -> None:
+def test_tls_unknown_value_raises_an_error_with_the_choices(given: str) -> None:
     with pytest.raises(TlsError, match=f"--tls: '{given}' is not accepted; give off, self-signed, or a folder"):
         server_credentials(given)
 
 
 @pytest.mark.parametrize("tls", ["self-signed", "folder"])
-async def test_with_a_client_ca_only_its_clients_get_in(tmp_path: Path, tls: str) -> None:
+async def test_tls_client_ca_admits_only_its_clients(tmp_path: Path, tls: str) -> None:
     theirs, strangers = Authority(), Authority()
     client_ca = tmp_path / "clients.crt"
     client_ca.write_bytes(theirs.pem)
@@ -256,9 +256,7 @@ async def test_with_a_client_ca_only_its_clients_get_in(tmp_path: Path, tls: str
             assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
 
 
-async def test_a_changed_client_ca_is_taken_up_and_a_broken_one_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_tls_changed_client_ca_is_loaded_only_if_valid(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first, second = Authority(), Authority()
     client_ca = tmp_path / "clients.crt"
@@ -289,7 +287,9 @@ async def test_a_changed_client_ca_is_taken_up_and_a_broken_one_is_not(
         (Authority().pem + Authority().pem[:200], "--tls-client-ca: ends in the middle of a certificate"),
     ],
 )
-def test_a_client_ca_that_is_no_good_says_why(tmp_path: Path, content: bytes | None, reason: str) -> None:
+def test_tls_invalid_client_ca_raises_an_error_with_the_reason(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
     if content is not None:
         (tmp_path / "clients.crt").write_bytes(content)
 

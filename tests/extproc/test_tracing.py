@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -15,11 +16,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from dualmap_extproc.app import main as main_module
 from dualmap_extproc.app.main import router
-from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.errors import Refused, no_endpoint
+from dualmap_extproc.request.observations import Arrival, FanOut, Observation, Rejected
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry import tracing as tracing_module
-from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, TracedPicker, Tracing, tracing_to
+from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, Tracing, tracing_to
 from extproc.envoy_messages import (
     MODES,
     Conversation,
@@ -48,7 +51,11 @@ class Desk:
         self._collector = collector
         self.tracing = tracing_to(collector.endpoint, replica_id="r1", version="1.2.3")
         self.observer = Recorder()
-        self.picker = TracedPicker(Limits(), self.observer, id_prefix="r1", tracing=self.tracing)
+        observations = FanOut()
+        self.tracing.subscribe(observations)
+        for kind in get_args(Observation):
+            observations.subscribe(kind, self.observer.report)
+        self.picker = Picker(Limits(), observations.report, id_prefix="r1", trace_headers=TRACE_HEADERS)
         self.picker.set_pools(0.0, pools or (pool(),))
         self.resumed: list[Picked | Refused] = []
 
@@ -79,7 +86,7 @@ def test_a_decision_is_a_span_under_the_request_s_trace_with_the_receipt(collect
     assert span.trace_state == "vendor=1"
     assert values(span.attributes) == {
         "dualmap.request_id": picked.request_id,
-        "dualmap.pools.pool": "llm/qwen",
+        "dualmap.pool": "llm/qwen",
         "dualmap.policy": "dualmap",
         "dualmap.rule": receipt.rule,
         "dualmap.pair": list(receipt.pair),
@@ -90,9 +97,9 @@ def test_a_decision_is_a_span_under_the_request_s_trace_with_the_receipt(collect
         "dualmap.key_blocks": receipt.key.blocks,
         "dualmap.predicted_ttft_s": receipt.predicted_ttft_s,
     }
-    # It began when the request came, half a second before it was decided on.
+    # It begins with the request's arrival, half a second before the decision, and ends with the decision.
     assert span.start_time_unix_nano < before < span.end_time_unix_nano
-    assert span.end_time_unix_nano - span.start_time_unix_nano > 0.5e9
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 0.5e9
     assert span.status.code == Status.STATUS_CODE_UNSET
     (resource,) = collector.resources
     assert resource["service.name"] == "dualmap-router"
@@ -131,7 +138,7 @@ def test_a_refusal_is_a_span_with_its_status(collector, body, status, code, fail
     (span,) = desk.spans()
     found = values(span.attributes)
     assert (found["http.response.status_code"], found["error.type"]) == (status, code)
-    assert ("dualmap.pools.pool" in found) == (status == 503)
+    assert ("dualmap.pool" in found) == (status == 503)
     assert (span.status.code == Status.STATUS_CODE_ERROR) == failed
     assert len(desk.observer.events) == 1
 
@@ -146,9 +153,9 @@ def test_a_held_request_s_span_says_for_how_long(collector):
 
     assert [type(each) for each in desk.resumed] == [Picked, Picked]
     (span,) = desk.spans()
-    assert values(span.attributes)["dualmap.held_s"] > 0
+    assert values(span.attributes)["dualmap.held_s"] == 3.0
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 3.5e9
     assert values(span.attributes)["dualmap.request_id"] in {each.request_id for each in desk.resumed}
-    assert not desk.picker._begun
 
 
 def test_a_client_that_leaves_while_held_ends_its_span(collector):
@@ -158,7 +165,6 @@ def test_a_client_that_leaves_while_held_ends_its_span(collector):
     desk.picker.aborted(12.0, waiting.request_id)
     (span,) = desk.spans()
     assert values(span.attributes).keys() == {"dualmap.held_s", "error.type"}
-    assert not desk.picker._begun
 
 
 @pytest.mark.parametrize("config", MODES.values(), ids=MODES)
@@ -203,14 +209,14 @@ def test_a_dead_collector_is_said_once_and_holds_nobody_up(collector, monkeypatc
     for _ in range(3):
         assert isinstance(desk.ask(traceparent=SAMPLED), Picked)
         desk.tracing._provider.force_flush()
-    said = ["spans cannot be delivered and are dropped until they can"]
+    said = ["Dropping spans, export failed"]
     assert [record.message for record in caplog.records] == said
 
     collector.start()
     while len(caplog.records) == 1:
         desk.ask(traceparent=SAMPLED)
         desk.tracing._provider.force_flush()
-    assert [record.message for record in caplog.records] == [*said, "spans are delivered again"]
+    assert [record.message for record in caplog.records] == [*said, "Span export recovered"]
     assert collector.spans
     desk.tracing.close()
 
@@ -229,10 +235,11 @@ class Stuck(SpanExporter):
 
 
 def tell(tracing: Tracing, spans: int, **headers: str) -> None:
+    observations = FanOut()
+    tracing.subscribe(observations)
     for _ in range(spans):
-        begun = tracing.begin(headers, age_s=0.0)
-        assert begun is not None
-        tracing.end(begun, Picked(destination="10.0.0.1:8000", cluster="llm/qwen"))
+        arrival = Arrival(at_s=0.0, headers=headers)
+        observations.report(Rejected(now=0.0, pool="", refused=no_endpoint(""), arrival=arrival))
 
 
 def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_it_may(monkeypatch):
@@ -252,13 +259,13 @@ def test_spans_that_nobody_takes_are_dropped_beyond_a_bound_and_that_is_said_onc
     stuck = Stuck()
     tracing = Tracing(stuck, replica_id="r", version="1")
     tell(tracing, 100)
-    said = ["spans come faster than they are delivered, further ones are dropped"]
+    said = ["Dropping spans, export queue is full"]
     assert [record.message for record in caplog.records] == said
     stuck.let.set()
     tracing.close()
     # What was being exported, and what waited.
     assert 8 <= stuck.taken <= 4 + 8
-    assert [record.message for record in caplog.records] == [*said, "spans are delivered as fast as they come"]
+    assert [record.message for record in caplog.records] == [*said, "Span export queue drained"]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_SAMPLER", "always_off")])
@@ -282,7 +289,7 @@ def test_what_the_exporter_cannot_send_is_said(caplog):
     tracing = Tracing(Broken(), replica_id="r", version="1")
     tell(tracing, 1)
     tracing.close()
-    assert [record.message for record in caplog.records] == ["spans cannot be delivered and are dropped until they can"]
+    assert [record.message for record in caplog.records] == ["Dropping spans, export failed"]
 
 
 UNTOUCHED = """
@@ -321,7 +328,7 @@ def test_a_router_that_exports_no_spans_loads_nothing_for_it(tmp_path):
 
 
 def test_a_router_that_exports_no_spans_reads_no_trace_headers():
-    assert not Picker(Limits(), Recorder(), id_prefix="r").session_headers & TRACE_HEADERS
+    assert not Picker(Limits(), Recorder().report, id_prefix="r").kept_headers & TRACE_HEADERS
 
 
 def test_without_the_extra_the_option_says_what_to_install(monkeypatch):

@@ -35,6 +35,7 @@ def main() -> None:
         run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, f"{wheel}[dev]", cwd=here)
         # From another folder, with the tree's packages out of reach: what is tested is what was installed.
         tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim")]
+        tests.append(ROOT / "testing" / "tests" / "unit")
         run(
             python,
             "-m",

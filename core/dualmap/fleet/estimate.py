@@ -1,25 +1,28 @@
-"""Time to first token: queueing plus computation (paper eq. 7), with each instance's prefill speed learnt online.
+"""Each member's prefill speed, learnt online, for the predicted time to first token (paper eq. 7).
 
 Computing ``n`` new tokens behind ``h`` cached ones is modelled as ``(n + a/2 * ((n+h)^2 - h^2)) / r`` seconds: linear
 work plus attention that grows with the context. ``1/r`` and ``a/2r`` are fitted to observed first-token times by least
-squares that forgets, pulled towards a prior, and kept within bounds, so that no burst of odd samples can make an
-instance look free or unusable.
+squares with forgetting, regularised towards a prior and bounded, so that no burst of outliers makes a member look free
+or unusable.
 """
 
 from dataclasses import dataclass
 
-# The quadratic share before anything is learnt; ALGORITHMS section 7 gives 2e-5 to 3.3e-5 for 7B to 14B models.
+# The quadratic share before anything is learnt; for models of 7B to 14B parameters it is 2e-5 to 3.3e-5.
 _PRIOR_ATTENTION = 3.0e-5
 _MOST_ATTENTION = 1.0e-4
-# Learnt speed stays within this factor of the pool's first guess, in both directions.
+# Learnt speed stays within this factor of the pool's prior, in both directions.
 _SPEED_BOUND = 20.0
 # Each sample weighs this much less when the next arrives: about 50 samples of memory.
-FORGET = 0.98
+_FORGET = 0.98
 # The prior counts as much as this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
-# A sample is cut to this factor of what was predicted: stalls and preemptions are not prefill speed.
+# A sample is clipped to this factor of the prediction: stalls and preemptions are not prefill speed.
 _SAMPLE_CLIP = 3.0
+# This many undisturbed prefills among about the last 50 say how fast a member is by itself; fewer count for less. They
+# weigh as much as the prior then.
+_SOLO_SAMPLES = 4.0
 # Shorter prefills are dominated by scheduling and network time and say nothing about speed.
 _SHORTEST_SAMPLE_TOKENS = 64
 
@@ -42,7 +45,7 @@ class Speed:
 
 
 class PrefillModel:
-    """The prefill speed of one instance, learnt from the first tokens it delivers."""
+    """The prefill speed of one member, learnt from the first tokens that it delivers."""
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         linear_s = 1.0 / prior_tokens_per_second
@@ -53,17 +56,17 @@ class PrefillModel:
         self.speed = self._prior
 
     def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> None:
-        """Learn from one prefill that kept the instance busy for ``service_s`` seconds."""
+        """Learn from one prefill that kept the member busy for ``service_s`` seconds."""
         if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return
         expected_s = self.speed.compute_s(new_tokens, cached_tokens)
         target_s = min(max(service_s, expected_s / _SAMPLE_CLIP), expected_s * _SAMPLE_CLIP)
         n, q = float(new_tokens), _attention(new_tokens, cached_tokens)
-        self._nn = self._nn * FORGET + n * n
-        self._nq = self._nq * FORGET + n * q
-        self._qq = self._qq * FORGET + q * q
-        self._nt = self._nt * FORGET + n * target_s
-        self._qt = self._qt * FORGET + q * target_s
+        self._nn = self._nn * _FORGET + n * n
+        self._nq = self._nq * _FORGET + n * q
+        self._qq = self._qq * _FORGET + q * q
+        self._nt = self._nt * _FORGET + n * target_s
+        self._qt = self._qt * _FORGET + q * target_s
         self.speed = self._solve()
 
     def _solve(self) -> Speed:
@@ -98,6 +101,39 @@ class PrefillModel:
         low, high = self._bounds_s
         linear_s = min(max(linear_s, low), high)
         return Speed(linear_s, linear_s * ratio)
+
+
+class LearntSpeed:
+    """One member's prefill speed: as requests experience it, and as it would be without other replicas' prefills."""
+
+    def __init__(self, prior_tokens_per_second: float) -> None:
+        self._model = PrefillModel(prior_tokens_per_second)
+        # Learnt only from prefills that no other replica's prefills delayed, as far as the replicas reported.
+        self._solo_model = PrefillModel(prior_tokens_per_second)
+        # How many such prefills there were lately, out of as many prefills as a model remembers.
+        self._solo_samples = 0.0
+        self.current = self._model.speed
+        """What a request can expect, apart from the backlog that other replicas report."""
+
+    @property
+    def solo_tokens_per_second(self) -> float:
+        """The speed without other replicas' prefills: what the member can do for all replicas together.
+
+        Reports of others' prefills arrive late, so ``current`` attributes some of their time to ours, and more of it
+        the more replicas there are. If others hardly ever leave the member alone, as in overload, the solo speed stays
+        near ``current``, which continues to be learnt.
+        """
+        known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.current.linear_s
+        return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))
+
+    def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float, solo: bool) -> None:
+        """Learn from a prefill that kept the member busy for ``service_s``; ``solo``: no other replica delayed it."""
+        self._model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+        self._solo_samples *= _FORGET
+        if solo:
+            self._solo_samples += 1.0
+            self._solo_model.observe(new_tokens=new_tokens, cached_tokens=cached_tokens, service_s=service_s)
+        self.current = self._model.speed
 
 
 def _attention(new_tokens: int, cached_tokens: int) -> float:

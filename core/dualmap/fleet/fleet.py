@@ -1,31 +1,32 @@
-"""What this router knows of a pool's members: who may be picked, what each holds, owes and would take.
+"""The facade of a pool's fleet: which members may be picked, what each has cached, its load and its room.
 
-``router`` asks it for candidates and tells it what became of requests; the parts (membership, prefix indexes, ledger,
-peers) know nothing of each other.
+The dispatcher and the chooser ask it for candidates, the router reports events to it. Its parts (membership, prefix
+indexes, ledger, peers) do not know each other, and nothing outside this folder reaches them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from weakref import WeakKeyDictionary
 
+from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.ledger import Ledger
-from dualmap.fleet.load import MemberLoad
 from dualmap.fleet.prefix_index import PrefixIndex, PrefixTree
 from dualmap.fleet.view import Everyone, Instance, Roster, View
 from dualmap.keys.membership import Membership
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
+from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.replicas.news import Placement, SharedLoad
-from dualmap.replicas.peers import Peers
-from dualmap.requests import EndpointStatus
+from dualmap.replicas.peers import PEER_TTL_S, Peers
+from dualmap.requests import EndpointStatus, Usage
 
-# What requests generate before any has ended, in tokens, and how much each one that ends counts for the mean.
+# The expected output of a request in tokens before any has ended, and the weight of each one that ends in the mean.
 _OUTPUT_TOKENS = 200.0
 _OUTPUT_WEIGHT = 0.02
-# Room is kept for half as much again as the mean, since a sum of outputs varies; measured in docs/evaluation.md.
+# The room for outputs is this many times their mean, since a sum of outputs varies; measured in docs/evaluation.md.
 _OUTPUT_MARGIN = 1.5
-# A window that opens by passing time opens at a sum of floats.
+# A window that opens by time alone opens at a sum of floats.
 _WINDOW_SLACK_S = 1e-6
 
 
@@ -33,30 +34,211 @@ class Fleet:
     """The members of one pool, as this router knows them."""
 
     def __init__(self, pool: Pool) -> None:
-        self.membership = Membership(pool)
-        self.ledger = Ledger(pool.engine.prefill_tokens_per_second)
-        self.peers = Peers()
-        self.resume_s: float | None = None
-        """When the first of the suspended members may be tried again."""
+        self._membership = Membership(pool)
+        self._ledger = Ledger(pool.engine.prefill_tokens_per_second)
+        self._peers = Peers()
+        # When the first of the suspended members may be tried again.
+        self._resume_s: float | None = None
         self._output_tokens = _OUTPUT_TOKENS
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        """A member takes requests while its backlog is within this dispatch window."""
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
 
-    def adopt(self, now: float, pool: Pool) -> set[str]:
-        """Take a new version of the pool; return the members that are where they were.
+    # The members: which there are, and which may be picked.
 
-        Another address or incarnation under the same id is a restarted instance: it keeps its keys, but its cache is
+    @property
+    def size(self) -> int:
+        """How many members take new keys, suspended ones included."""
+        return self._membership.size
+
+    @property
+    def members(self) -> Collection[str]:
+        """The ids of all members."""
+        return self._membership.members.keys()
+
+    @property
+    def peers(self) -> int:
+        """How many other replicas reported lately."""
+        return len(self._peers)
+
+    def ring(self, subset: frozenset[str] | None) -> DualRing:
+        """Return the rings over the members that a request may use."""
+        return self._membership.ring(subset)
+
+    def endpoint(self, member: str) -> str | None:
+        """Return a member's endpoint, or None when it has left."""
+        instance = self._instances.get(member)
+        return None if instance is None else instance.endpoint
+
+    # What decisions ask of the members.
+
+    def view(self, now: float, chain: BlockChain) -> View:
+        """Return the members as they are towards a prompt."""
+        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
+
+    def everyone(self, view: View, ring: DualRing) -> Everyone:
+        """Return all members of a ring as they are towards the view's prompt."""
+        return Everyone(view, partial(self._roster, view.now, ring))
+
+    def backlog_s(self, now: float, member: str) -> float:
+        """Return how many seconds of prefill were sent to a member and are not seen to have ended."""
+        load = self._ledger.loads[member]
+        load.end_overdue(now)
+        return load.backlog_s(now, self._stall_s)
+
+    def queue_s(self, now: float, member: str) -> float:
+        """Return T_q of a member: the time until the prefill of a request that is placed there now would begin."""
+        return self._ledger.loads[member].queue_s(now, self._stall_s)
+
+    def has_room(self, member: str, prompt_tokens: int) -> bool:
+        """Whether a prompt fits into a member's KV memory now; true if the size of that memory is unknown."""
+        kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
+        return kv_tokens is None or self._ledger.loads[member].has_room(
+            prompt_tokens, kv_tokens, output_tokens=output_tokens
+        )
+
+    def queue(self, member: str) -> MemberQueue:
+        """Return the queue of a member."""
+        return self._ledger.loads[member].queue
+
+    def next_dispatch_s(self, *, after_s: float) -> float | None:
+        """Return when time alone lets a queued request be dispatched, after ``after_s``; None if it takes an event."""
+        return self._ledger.dispatch_times.first_s(self._pool.routing.queue.dispatch_window_s, after_s=after_s)
+
+    def retry_after_s(self, now: float, member: str | None) -> float | None:
+        """Return when a rejected request has better chances, None if that is unknown.
+
+        By then the requests that are queued for ``member`` now are served or rejected. If the pool has no member at
+        all, one may have been started.
+        """
+        max_wait_s = self._pool.routing.queue.max_wait_s
+        if member is not None:
+            return min(self.queue_s(now, member), max_wait_s)
+        return None if self.size else max_wait_s
+
+    # What becomes of requests.
+
+    def will_cache(self, member: str, chain: BlockChain) -> None:
+        """Record that a member caches a prompt or is about to; ignored when the member has left."""
+        if member in self._instances:
+            self._instances[member].index.add(chain.cacheable)
+
+    def will_not_cache(self, request: QueuedRequest) -> None:
+        """Record that a queued request's member will not compute its prompt; what was cached before stays."""
+        self._uncache(request.member, request.request.chain, request.matched_tokens)
+
+    def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:
+        """Enter a request that is sent to its member now; return it as it is in flight."""
+        request = queued.request
+        in_flight = InFlightRequest(
+            request_id=request.id,
+            member=queued.member,
+            chain=request.chain,
+            matched_tokens=queued.matched_tokens,
+            arrived_s=request.arrived_s,
+            dispatched_s=now,
+            predicted_ttft_s=queued.predicted_ttft_s,
+            compute_s=queued.compute_s,
+            heard_s=now,
+            streamed=request.streamed,
+            session=request.session,
+            alone=not self._ledger.loads[queued.member].others.load.backlog_s,
+        )
+        self._ledger.enter(now, in_flight)
+        return in_flight
+
+    def served(self, now: float, request_id: str, endpoint: str) -> tuple[InFlightRequest, str] | None:
+        """Move a request to the member that really serves it; return it and the member that it left.
+
+        None when it is unknown, or is where it was sent.
+        """
+        request = self._ledger.request(request_id)
+        if request is None:
+            return None
+        left, serving = request.member, self._membership.at(endpoint)
+        if serving is None or serving is self._membership.members.get(left):
+            return None
+        self._uncache(left, request.chain, request.matched_tokens)
+        candidate = self.view(now, request.chain).candidate(serving.id)
+        self._ledger.move(
+            now, request, to=serving.id, matched_tokens=candidate.matched_tokens, compute_s=candidate.compute_s
+        )
+        self.will_cache(serving.id, request.chain)
+        return request, left
+
+    def heard(self, now: float, request_id: str) -> None:
+        """Record that a request is alive; ignored when it is unknown."""
+        self._ledger.heard(now, request_id)
+
+    def first_token(self, now: float, request_id: str) -> InFlightRequest | None:
+        """Release a request's pending prefill; None when it is unknown or was released before."""
+        request = self._ledger.first_token(now, request_id)
+        if request is not None:
+            # The prompt is certainly cached, and used now. The index may have lost it to a request that was aborted.
+            self.will_cache(request.member, request.chain)
+            self._succeeded(now, request.member)
+        return request
+
+    def finished(self, now: float, request_id: str, usage: Usage | None) -> InFlightRequest | None:
+        """Remove a request that ended as it should, and learn from it; None when it is unknown."""
+        request = self._ledger.finish(now, request_id)
+        if request is not None:
+            self._succeeded(now, request.member)
+            if usage is not None and usage.completion_tokens is not None:
+                self._output_tokens += _OUTPUT_WEIGHT * (usage.completion_tokens - self._output_tokens)
+        return request
+
+    def broke_off(self, now: float, request_id: str) -> InFlightRequest | None:
+        """Remove a request that was aborted or failed; None when it is unknown."""
+        request = self._ledger.leave(now, request_id)
+        if request is not None:
+            self._uncache_unless_prefilled(request)
+        return request
+
+    def failed(self, now: float, member: str, dispatched_s: float) -> bool:
+        """Count a request, sent at ``dispatched_s``, that its member failed; return whether the member is suspended."""
+        if self._ledger.loads[member].suspension.failed(now, dispatched_s):
+            self._update_suspended(now)
+        return member in self._membership.suspended
+
+    # Time, the pool, and the other replicas.
+
+    def next_deadline(self) -> float | None:
+        """Return when ``resume``, ``expire`` or ``expire_peers`` has something to do, or None."""
+        times_s = (self._ledger.next_expiry(), self._peers.next_expiry(), self._resume_s)
+        return min((each for each in times_s if each is not None), default=None)
+
+    def resume(self, now: float) -> None:
+        """Let members that were suspended for long enough take requests again."""
+        if self._resume_s is not None and now >= self._resume_s:
+            self._update_suspended(now)
+
+    def expire(self, now: float) -> list[InFlightRequest]:
+        """Remove and return the requests of which no report came for too long."""
+        expired = self._ledger.expire(now)
+        for request in expired:
+            self._uncache_unless_prefilled(request)
+        return expired
+
+    def expire_peers(self, now: float) -> None:
+        """Forget the load of replicas that no longer report."""
+        self._update_peers(self._peers.expire(now))
+
+    def adopt(self, now: float, pool: Pool) -> set[str]:
+        """Take a new version of the pool; return the members that did not restart.
+
+        Another address or incarnation under the same id is a restarted member: it keeps its keys, but its cache is
         empty.
         """
         previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
-        self.membership = Membership(pool)
+        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        self._membership = Membership(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
         if pool.routing.prefix.block_tokens != previous.routing.prefix.block_tokens:
@@ -70,148 +252,89 @@ class Fleet:
             member.id: self._instance(member, indexes[member.id] if member.id in indexes else self._new_index())
             for member in pool.members
         }
-        self.ledger.set_prior(pool.engine.prefill_tokens_per_second)
-        for member in self.membership.members:
-            # This also has every standing made anew, by the rules of the new version.
-            self.ledger.load(member).peers_spoke(partial(self.peers.load, member))
-        self.update_suspended(now)
+        self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
+        for member in self._membership.members:
+            # This also outdates every summary, since the new version may have other rules.
+            self._ledger.loads[member].others_changed(partial(self._peers.load, member))
+        self._update_suspended(now)
         return stayed
 
-    def endpoint(self, member: str) -> str | None:
-        """Return where a member is, None when it is gone."""
-        instance = self._instances.get(member)
-        return None if instance is None else instance.endpoint
+    def forget_gone(self) -> None:
+        """Forget the load of members that left the pool and have no request in flight or queued."""
+        self._ledger.retain(set(self._membership.members))
 
-    def view(self, now: float, chain: BlockChain) -> View:
-        """Return the members as they stand towards a prompt."""
-        return View(now, chain, self._instances, self._tree, stall_s=self._stall_s)
+    def on_loads(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad], *, age_s: float) -> None:
+        """Take another replica's load per member, as of ``said_s``; one that is too old is ignored."""
+        if age_s >= PEER_TTL_S:
+            return
+        for member in self._membership.members.keys() & loads:
+            # Only what it sent to the member: its queued requests disturb no prefill.
+            if loads[member].backlog_s:
+                self._ledger.loads[member].others.busy(said_s)
+        self._update_peers(self._peers.hear(said_s, peer, loads))
 
-    def everyone(self, view: View, ring: DualRing) -> Everyone:
-        """Return all members of a ring as they stand towards the view's prompt."""
-        return Everyone(view, partial(self._roster, view.now, ring))
-
-    def backlog_s(self, now: float, member: str) -> float:
-        """Return how many seconds of prefill are handed over to a member and not yet seen to end."""
-        load = self.ledger.load(member)
-        load.settle(now)
-        return load.backlog_s(now, self._stall_s)
-
-    def is_open(self, now: float, member: str) -> bool:
-        """Whether a member's dispatch window is open: what was handed over will not keep it busy for longer."""
-        return self.backlog_s(now, member) <= self._window_s
-
-    def has_room(self, member: str, prompt_tokens: int) -> bool:
-        """Whether a prompt fits into a member's KV memory now; always where nobody said how large that is."""
-        kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
-        return kv_tokens is None or self.ledger.load(member).has_room(
-            prompt_tokens, kv_tokens, output_tokens=output_tokens
-        )
-
-    def may_take(self, now: float, member: str, prompt_tokens: int) -> bool:
-        """Whether a prompt may be handed over to a member now."""
-        return self.is_open(now, member) and self.has_room(member, prompt_tokens)
-
-    def generated(self, output_tokens: int) -> None:
-        """Learn how much requests generate."""
-        self._output_tokens += _OUTPUT_WEIGHT * (output_tokens - self._output_tokens)
-
-    def queue_s(self, now: float, member: str) -> float:
-        """Return how long a member would need to come to a request that is placed there now."""
-        return self.ledger.load(member).queue_s(now, self._stall_s)
-
-    def retry_after_s(self, now: float, member: str | None) -> float | None:
-        """Return when a request that is refused may fare better, None where nobody knows.
-
-        Those who wait for ``member`` now are served or refused by then; where the pool has no member at all, one that
-        is asked for may have come.
-        """
-        max_wait_s = self._pool.routing.queue.max_wait_s
-        if member is not None:
-            return min(self.queue_s(now, member), max_wait_s)
-        return None if self.membership.size else max_wait_s
-
-    def will_hold(self, member: str, chain: BlockChain) -> None:
-        """Record that a member caches a prompt, or is about to; nothing happens when it is gone."""
-        if member in self._instances:
-            self._instances[member].index.add(chain.cacheable)
-
-    def take_back(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
-        """Record that a member never computed a prompt it was to; the ``matched_tokens`` it held before stay."""
-        if member in self._instances:
-            self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
-
-    def placed_elsewhere(self, placement: Placement) -> None:
+    def on_placement(self, placement: Placement) -> None:
         """Record where another replica sent a prompt."""
-        member = self.membership.at(placement.endpoint)
+        member = self._membership.at(placement.endpoint)
         if member is not None:
             self._instances[member.id].index.add(placement.hashes)
 
-    def failed(self, now: float, member: str, dispatched_s: float) -> None:
-        """Count a request that its instance failed, to which it was handed over at ``dispatched_s``."""
-        if self.ledger.load(member).failed(now, dispatched_s):
-            self.update_suspended(now)
-
-    def succeeded(self, now: float, member: str) -> None:
-        """Take note that an instance did what it was asked."""
-        load = self.ledger.load(member)
-        load.succeeded()
-        if member in self.membership.suspended:
-            self.update_suspended(now)
-
-    def resume(self, now: float) -> None:
-        """Let those members into the rings again that have been suspended for long enough."""
-        if self.resume_s is not None and now >= self.resume_s:
-            self.update_suspended(now)
-
-    def update_suspended(self, now: float) -> None:
-        """Leave the members out of the rings that are suspended now."""
-        until_s = {
-            member: load.suspended_until_s
-            for member, load in self.ledger.items()
-            if load.suspended_until_s is not None and load.suspended_until_s > now and member in self.membership.members
-        }
-        self.resume_s = min(until_s.values(), default=None)
-        if until_s.keys() != self.membership.suspended:
-            self.membership.suspend(until_s)
-
-    def hear(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> None:
-        """Take another replica's share of the members' load."""
-        for member in self.membership.members.keys() & loads:
-            # Not what it holds for the member: that disturbs nobody.
-            if loads[member].backlog_s:
-                self.ledger.load(member).peer_busy(said_s)
-        self._take_peers(self.peers.hear(said_s, peer, loads))
-
-    def expire_peers(self, now: float) -> None:
-        """Forget the load of replicas that have fallen silent."""
-        self._take_peers(self.peers.expire(now))
-
-    def shares(self, now: float) -> dict[str, SharedLoad]:
-        """Return this replica's own share of each member's load, where it has any."""
-        shares = {}
-        for member, load in self.ledger.items():
-            load.settle(now)
-            if load.working or load.held:
-                shares[member] = SharedLoad(
-                    pending_prefill_tokens=load.pending_prefill_tokens + load.held.tokens,
-                    backlog_s=max(0.0, load.backlog_s(now, self._stall_s) - load.peers.backlog_s),
-                    held_s=load.held.compute_s,
+    def own_loads(self, now: float) -> dict[str, SharedLoad]:
+        """Return this replica's load per member, where it has any, for the other replicas."""
+        loads = {}
+        for member, load in self._ledger.loads.items():
+            load.end_overdue(now)
+            if load.working or load.queue:
+                loads[member] = SharedLoad(
+                    pending_prefill_tokens=load.prefills.tokens + load.queue.tokens,
+                    backlog_s=load.prefills.backlog_s(now, self._stall_s),
+                    held_s=load.queue.compute_s,
                     in_flight=load.working,
-                    active_kv_tokens=load.active_kv_tokens,
+                    active_kv_tokens=load.kv.tokens,
                 )
-        return shares
+        return loads
 
     def statuses(self) -> tuple[EndpointStatus, ...]:
         """Return every member as this router knows it."""
-        return tuple(self._status(member) for member in self.membership.members.values())
+        return tuple(self._status(member) for member in self._membership.members.values())
 
-    def _take_peers(self, members: set[str]) -> None:
-        for member in members & self.membership.members.keys():
-            self.ledger.load(member).peers_spoke(partial(self.peers.load, member))
+    def _succeeded(self, now: float, member: str) -> None:
+        self._ledger.loads[member].suspension.succeeded()
+        if member in self._membership.suspended:
+            self._update_suspended(now)
+
+    def _update_suspended(self, now: float) -> None:
+        """Take the members that are suspended now out of the rings, and put the others back."""
+        until_s = {
+            member: load.suspension.until_s
+            for member, load in self._ledger.loads.items()
+            if load.suspension.until_s is not None
+            and load.suspension.until_s > now
+            and member in self._membership.members
+        }
+        self._resume_s = min(until_s.values(), default=None)
+        if until_s.keys() != self._membership.suspended:
+            self._membership.suspend(until_s)
+
+    def _update_peers(self, members: set[str]) -> None:
+        for member in members & self._membership.members.keys():
+            self._ledger.loads[member].others_changed(partial(self._peers.load, member))
+
+    def _uncache_unless_prefilled(self, request: InFlightRequest) -> None:
+        """Take back what an aborted or failed request was to have cached.
+
+        An engine that fails at once must not attract the next request by a cache that it never filled.
+        """
+        if not request.prefilled:
+            self._uncache(request.member, request.chain, request.matched_tokens)
+
+    def _uncache(self, member: str, chain: BlockChain, matched_tokens: int) -> None:
+        if member in self._instances:
+            self._instances[member].index.cut(chain.cacheable, matched_tokens // chain.block_tokens)
 
     def _roster(self, now: float, ring: DualRing) -> Roster:
-        """Return a ring's instances, with their standings up to date."""
-        self.ledger.update(now, self._stall_s)
+        """Return a ring's instances, with their summaries up to date."""
+        self._ledger.update(now, self._stall_s)
         roster = self._rosters.get(ring)
         if roster is None:
             roster = self._rosters[ring] = Roster(tuple(self._instances[member.id] for member in ring.members))
@@ -221,25 +344,25 @@ class Fleet:
         return PrefixIndex(_capacity_blocks(self._pool), self._tree)
 
     def _instance(self, member: Member, index: PrefixIndex) -> Instance:
-        load = self.ledger.load(member.id)
+        load = self._ledger.loads[member.id]
         return Instance(member=member, endpoint=member.endpoint, state=member.state.value, load=load, index=index)
 
     def _status(self, member: Member) -> EndpointStatus:
-        load: MemberLoad = self.ledger.load(member.id)
+        load = self._ledger.loads[member.id]
         return EndpointStatus(
             id=member.id,
             endpoint=member.endpoint,
             state=member.state.value,
             weight=member.weight,
             in_flight=load.in_flight,
-            held=len(load.held),
-            pending_prefill_tokens=load.pending_prefill_tokens,
-            held_prefill_tokens=load.held.tokens,
-            active_kv_tokens=load.active_kv_tokens,
+            held=len(load.queue),
+            pending_prefill_tokens=load.prefills.tokens,
+            held_prefill_tokens=load.queue.tokens,
+            active_kv_tokens=load.kv.tokens,
             indexed_blocks=len(self._instances[member.id].index),
-            prefill_tokens_per_second=load.speed.tokens_per_second,
-            solo_tokens_per_second=load.solo_tokens_per_second,
-            suspended=member.id in self.membership.suspended,
+            prefill_tokens_per_second=load.speed.current.tokens_per_second,
+            solo_tokens_per_second=load.speed.solo_tokens_per_second,
+            suspended=member.id in self._membership.suspended,
         )
 
 

@@ -1,45 +1,56 @@
-"""The books of a pool: every live request, and with them the load of every member (dualmap.fleet.load).
+"""The ledger of a pool: every request in flight, and with them the load of every member.
 
-A request is entered at the pick and leaves at its completion, its abort, or when nothing was heard of it for the TTL;
-its pending prefill leaves earlier, at the first token.
+A request enters when it is dispatched. It leaves at its completion, at its abort, or when no report of it came for the
+TTL. Its pending prefill leaves earlier, at the first token.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from math import inf
 
-from dualmap.fleet.entry import Entry
+from dualmap.fleet.dispatch_times import DispatchTimes
+from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.fleet.load import MemberLoad
 
-ENTRY_TTL_S = 600.0
+IN_FLIGHT_TTL_S = 600.0
 
 
-@dataclass(slots=True)
-class Ledger:
-    """Every live request of a pool and the load of every member that has one or may get one."""
+class _Loads(dict[str, MemberLoad]):
+    """Loads by member. Events ask for them so often that a method call would show in the cost of a decision."""
 
-    _prior_tokens_per_second: float
-    _loads: dict[str, MemberLoad] = field(default_factory=dict)
-    _outdated: dict[MemberLoad, None] = field(default_factory=dict)
-    reopening: dict[MemberLoad, None] = field(default_factory=dict)
-    """The loads that hold requests and have changed since ``dualmap.queue.dispatch`` looked at them."""
-    # When the first of the other standings is good no longer.
-    _update_s: float = inf
-    # Least recently heard of first, so that expiry looks at no more than what has expired.
-    _entries: OrderedDict[str, Entry] = field(default_factory=OrderedDict)
+    def __init__(self, new: Callable[[], MemberLoad]) -> None:
+        super().__init__()
+        self._new = new
 
-    def load(self, member: str) -> MemberLoad:
-        """Return the load of a member, starting an empty account where there is none."""
-        load = self._loads.get(member)
-        if load is None:
-            load = self._loads[member] = MemberLoad(self._prior_tokens_per_second, self._outdated, self.reopening)
+    def __missing__(self, member: str) -> MemberLoad:
+        load = self[member] = self._new()
         return load
 
+
+class Ledger:
+    """The requests in flight of a pool, and the load of every member that has one or may get one."""
+
+    def __init__(self, prior_tokens_per_second: float) -> None:
+        self._prior_tokens_per_second = prior_tokens_per_second
+        # The loads whose summary is outdated.
+        self._outdated: dict[MemberLoad, None] = {}
+        # When the first of the other summaries becomes invalid.
+        self._update_s = inf
+        self.dispatch_times = DispatchTimes()
+        self.loads = _Loads(
+            lambda: MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
+        )
+        """The load of every member by id; asked for an unknown member it adds an empty load."""
+        # The request without a report for longest comes first, so that expiry looks only at what has expired.
+        self._in_flight: OrderedDict[str, InFlightRequest] = OrderedDict()
+
+    def _new_load(self) -> MemberLoad:
+        return MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
+
     def update(self, now: float, decode_stall_s: float) -> None:
-        """Bring every member's standing up to date, looking only at those that have changed."""
+        """Bring every member's summary up to date, looking only at those that changed."""
         if now >= self._update_s:
-            self._outdated.update(dict.fromkeys(self._loads.values()))
+            self._outdated.update(dict.fromkeys(self.loads.values()))
             self._update_s = inf
         outdated = tuple(self._outdated)
         self._outdated.clear()
@@ -51,85 +62,74 @@ class Ledger:
                 self._outdated[load] = None
 
     def set_prior(self, tokens_per_second: float) -> None:
-        """Take another first guess of the prefill speed; what was learnt from the old one starts afresh."""
+        """Take another prior of the prefill speed; what was learnt from the old one is forgotten."""
         if tokens_per_second != self._prior_tokens_per_second:
             self._prior_tokens_per_second = tokens_per_second
-            for load in self._loads.values():
+            for load in self.loads.values():
                 load.set_prior(tokens_per_second)
 
-    def entry(self, request_id: str) -> Entry | None:
-        """Return a live request, or None when it is unknown or has ended."""
-        return self._entries.get(request_id)
+    def request(self, request_id: str) -> InFlightRequest | None:
+        """Return a request in flight, or None when it is unknown or has ended."""
+        return self._in_flight.get(request_id)
 
-    def enter(self, now: float, entry: Entry) -> None:
-        """Book a request that was just picked for ``entry.member``; its id must not be live."""
-        assert entry.request_id not in self._entries, f"request {entry.request_id} is already in the books"
-        self._entries[entry.request_id] = entry
-        self.load(entry.member).enter(now, entry)
+    def enter(self, now: float, request: InFlightRequest) -> None:
+        """Enter a request that was dispatched to ``request.member``; its id must not be in flight."""
+        assert request.request_id not in self._in_flight, f"request {request.request_id} is already in flight"
+        self._in_flight[request.request_id] = request
+        self.loads[request.member].enter(now, request)
 
-    def first_token(self, now: float, request_id: str) -> Entry | None:
+    def first_token(self, now: float, request_id: str) -> InFlightRequest | None:
         """Release a request's pending prefill and learn from it; None when it is unknown or was released before."""
-        entry = self.heard(now, request_id)
-        if entry is None or entry.prefilled:
+        request = self.heard(now, request_id)
+        if request is None or request.prefilled:
             return None
-        load = self.load(entry.member)
-        # Prefills that overtake others (chunked prefill, short behind long) say nothing about the speed of one.
-        in_order = load.is_head(entry)
-        busy_s = load.first_token(now, entry)
-        load.succeeded()
-        # Nor does one that may have waited behind what another replica sent.
-        if in_order and entry.streamed and entry.alone and not load.peers.backlog_s:
-            load.observe(now, entry, busy_s)
-        return entry
+        self.loads[request.member].first_token(now, request)
+        return request
 
-    def leave(self, now: float, request_id: str) -> Entry | None:
-        """Close a request's account; None when it is unknown or was closed before."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self.load(entry.member).leave(now, entry)
-        return entry
+    def leave(self, now: float, request_id: str) -> InFlightRequest | None:
+        """Remove a request; None when it is unknown or has ended before."""
+        request = self._in_flight.pop(request_id, None)
+        if request is not None:
+            self.loads[request.member].leave(now, request)
+        return request
 
-    def finish(self, now: float, request_id: str) -> Entry | None:
-        """Close the account of a request that ended as it should, and learn from it; else like ``leave``."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            self.load(entry.member).ended(now, entry)
+    def finish(self, now: float, request_id: str) -> InFlightRequest | None:
+        """Remove a request that ended as it should, and learn from it; otherwise like ``leave``."""
+        request = self._in_flight.get(request_id)
+        if request is not None and request.prefilled:
+            self.loads[request.member].kv.learn_silence(now - request.silent_since_s)
         return self.leave(now, request_id)
 
-    def move(self, now: float, entry: Entry, *, to: str, matched_tokens: int, compute_s: float) -> None:
-        """Rebook a live request to the member that really serves it."""
-        self.load(entry.member).leave(now, entry)
-        entry.member, entry.matched_tokens, entry.compute_s = to, matched_tokens, compute_s
-        self.load(to).enter(now, entry)
+    def move(self, now: float, request: InFlightRequest, *, to: str, matched_tokens: int, compute_s: float) -> None:
+        """Move a request in flight to the member that really serves it."""
+        self.loads[request.member].leave(now, request)
+        request.member, request.matched_tokens, request.compute_s = to, matched_tokens, compute_s
+        self.loads[to].enter(now, request)
 
-    def heard(self, now: float, request_id: str) -> Entry | None:
-        """Put off a request's expiry since something was heard of it; return it, or None when it is unknown."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            entry.heard_s = now
-            self.load(entry.member).heard(now, entry)
-            self._entries.move_to_end(request_id)
-        return entry
+    def heard(self, now: float, request_id: str) -> InFlightRequest | None:
+        """Record a report of a request, which postpones its expiry; return it, or None when it is unknown."""
+        request = self._in_flight.get(request_id)
+        if request is not None:
+            request.heard_s = now
+            self.loads[request.member].heard(now, request)
+            self._in_flight.move_to_end(request_id)
+        return request
 
     def next_expiry(self) -> float | None:
-        """Return when the entry that was silent for longest expires, or None when there is none."""
-        oldest = next(iter(self._entries.values()), None)
-        return None if oldest is None else oldest.heard_s + ENTRY_TTL_S
+        """Return when the request without a report for longest expires, or None when none is in flight."""
+        oldest = next(iter(self._in_flight.values()), None)
+        return None if oldest is None else oldest.heard_s + IN_FLIGHT_TTL_S
 
-    def expire(self, now: float) -> list[Entry]:
-        """Close the accounts of requests that nothing was heard of for the TTL."""
+    def expire(self, now: float) -> list[InFlightRequest]:
+        """Remove and return the requests of which no report came for the TTL."""
         expired = []
         while (expiry := self.next_expiry()) is not None and expiry <= now:
-            entry = self.leave(now, next(iter(self._entries)))
-            assert entry is not None
-            expired.append(entry)
+            request = self.leave(now, next(iter(self._in_flight)))
+            assert request is not None
+            expired.append(request)
         return expired
 
     def retain(self, members: set[str]) -> None:
-        """Drop the accounts of members that are gone and owe nothing."""
-        for member in [name for name, load in self._loads.items() if name not in members and not load.in_flight]:
-            self._outdated.pop(self._loads.pop(member), None)
-
-    def items(self) -> Iterable[tuple[str, MemberLoad]]:
-        """Return every account with its member's id."""
-        return self._loads.items()
+        """Drop the loads of members that left the pool and have no request in flight."""
+        for member in [name for name, load in self.loads.items() if name not in members and not load.in_flight]:
+            self._outdated.pop(self.loads.pop(member), None)

@@ -112,12 +112,12 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
     """Return whether the control plane, and not the pod's kubelet, made the pod unready.
 
-    When a node stops reporting, the control plane makes Ready false, without a reason, and leaves ContainersReady as
-    it was. A kubelet that makes Ready false says why: that our gate is closed, for one. With one that does not, Ready
-    was false before the containers became ready.
+    When a node stops reporting, the control plane sets Ready to false without a reason and leaves ContainersReady
+    unchanged. A kubelet that sets Ready to false gives a reason, such as our closed gate. If it gives none, Ready was
+    false before the containers became ready.
     """
     containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
-    # The API writes every time as UTC in whole seconds, so that texts are in the order of what they name.
+    # The API writes times as UTC in whole seconds, so their texts sort in the order of the times.
     return not ready.holds and not ready.reason and ready.since > containers.since
 
 

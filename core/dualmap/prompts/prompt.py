@@ -1,4 +1,4 @@
-"""Request body (parsed JSON) to canonical prompt text: what of it an engine turns into the tokens it caches.
+"""Makes the canonical prompt text of a request body (parsed JSON): the parts that an engine turns into tokens.
 
 A table for each API names the fields that count, in the order in which engines render them; docs/prompts.md explains
 it. All other fields are left out: they do not change what is cached, and a client must not make a prompt look long by
@@ -17,7 +17,7 @@ from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
-# More messages, parts and prompts than any engine takes; each costs a microsecond that all other requests wait for.
+# More messages, parts and prompts than any engine takes; each costs a microsecond that delays all other requests.
 MAX_PIECES: Final = 100_000
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)

@@ -1,17 +1,17 @@
-"""Hotspot-aware rebalancing: moving held requests from an overloaded instance (paper section 3.3, A.1.2, eq. 6).
+"""Hotspot-aware rebalancing: moves queued requests away from an overloaded member (paper section 3.3, A.1.2, eq. 6).
 
-When both candidates of a request are overloaded, each of them is relieved: of its held requests those that would get
-their first token sooner at the other member of their own pair (benefit B > 0), and there within the SLO, move in the
-order of falling benefit, until the rest is expected to meet the SLO. One round, never recursive: a request that has
-moved stays. Deviations: the other instance's load is looked up again before each move, since moves add to it, and no
-more than MAX_CONSIDERED requests from the head of a queue are considered in one round.
+When both candidates of a request are overloaded, each of them is relieved. Those of its queued requests move that would
+get their first token sooner at the other member of their own pair (benefit B > 0), and there within the SLO. They move
+in the order of falling benefit until the rest is expected to meet the SLO. There is one round, never recursive: a
+request that has moved stays. Deviations: the other member's load is read again before each move, since moves add to it,
+and at most MAX_CONSIDERED requests from the head of a queue are considered in one round.
 """
 
 from collections.abc import Callable
 from itertools import islice
 
 from dualmap.policies.situation import Candidate, Rule
-from dualmap.queue.held import HeldQueue, Waiting
+from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 
 MAX_CONSIDERED = 64
 
@@ -20,64 +20,64 @@ REBALANCED = Rule("rebalanced", "it waited at an overloaded instance, and this o
 
 def relieve(
     now: float,
-    queue: HeldQueue,
+    queue: MemberQueue,
     *,
     ahead_s: float,
     slo_ttft_s: float,
     queue_s: Callable[[str], float],
-    alternative: Callable[[Waiting], Candidate | None],
-    move: Callable[[Waiting, Candidate], None],
+    alternative: Callable[[QueuedRequest], Candidate | None],
+    move: Callable[[QueuedRequest, Candidate], None],
 ) -> int:
-    """Run one round over the queue of an overloaded instance; return how many requests moved.
+    """Run one round over the queue of an overloaded member; return how many requests moved.
 
-    ``ahead_s`` is how long the instance is busy before the first of the queue begins, ``queue_s`` how long a member
-    needed, as the round began, to come to one more request. ``alternative`` gives the other member of a request's
-    pair as it stands, ``move`` takes the request out of the queue and to it.
+    ``ahead_s`` is the member's backlog before the first request of the queue. ``queue_s`` returns T_q of a member at
+    the beginning of the round. ``alternative`` returns the other member of a request's pair as it is now, and ``move``
+    moves the request there.
     """
     ttfts_s = _ttfts_s(now, queue, ahead_s)
     benefits_s = []
-    for waiting, ttft_s in ttfts_s:
-        # In a pool that is overloaded as a whole, nearly all others are out of the question by their queue alone.
-        if all(queue_s(each) >= slo_ttft_s for each in waiting.pair if each != waiting.member):
+    for queued, ttft_s in ttfts_s:
+        # If the whole pool is overloaded, the queue alone rules out nearly all other members.
+        if all(queue_s(each) >= slo_ttft_s for each in queued.pair if each != queued.member):
             continue
-        benefit_s, other = _benefit(now, waiting, ttft_s, alternative, slo_ttft_s)
+        benefit_s, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
         if other is not None:
-            benefits_s.append((benefit_s, waiting))
+            benefits_s.append((benefit_s, queued))
     benefits_s.sort(key=lambda each: -each[0])
     moved = 0
-    for _, waiting in benefits_s:
+    for _, queued in benefits_s:
         if all(ttft_s <= slo_ttft_s for _, ttft_s in ttfts_s):
             break
-        ttft_s = next(ttft_s for each, ttft_s in ttfts_s if each is waiting)
-        _, other = _benefit(now, waiting, ttft_s, alternative, slo_ttft_s)
+        ttft_s = next(ttft_s for each, ttft_s in ttfts_s if each is queued)
+        _, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
         if other is not None:
-            move(waiting, other)
+            move(queued, other)
             moved += 1
             ttfts_s = _ttfts_s(now, queue, ahead_s)
     return moved
 
 
-def _ttfts_s(now: float, queue: HeldQueue, ahead_s: float) -> list[tuple[Waiting, float]]:
-    """Return the requests at the head of a queue with the TTFT each is expected to have where it is."""
+def _ttfts_s(now: float, queue: MemberQueue, ahead_s: float) -> list[tuple[QueuedRequest, float]]:
+    """Return the requests at the head of a queue, each with its expected TTFT if it stays."""
     expected = []
-    for waiting in islice(queue, MAX_CONSIDERED):
-        ahead_s += waiting.compute_s
-        expected.append((waiting, now - waiting.request.arrived_s + ahead_s))
+    for queued in islice(queue, MAX_CONSIDERED):
+        ahead_s += queued.compute_s
+        expected.append((queued, now - queued.request.arrived_s + ahead_s))
     return expected
 
 
 def _benefit(
     now: float,
-    waiting: Waiting,
+    queued: QueuedRequest,
     ttft_s: float,
-    alternative: Callable[[Waiting], Candidate | None],
+    alternative: Callable[[QueuedRequest], Candidate | None],
     slo_ttft_s: float,
 ) -> tuple[float, Candidate | None]:
-    """Return B of eq. 6 and where the request gains it; None where it may not move or gains nothing."""
-    other = None if waiting.moved else alternative(waiting)
+    """Return B of eq. 6 and the member where the request gains it; None if it may not move or gains nothing."""
+    other = None if queued.moved else alternative(queued)
     if other is None:
         return 0.0, None
-    other_ttft_s = now - waiting.request.arrived_s + other.ttft_s
+    other_ttft_s = now - queued.request.arrived_s + other.ttft_s
     if other_ttft_s >= min(slo_ttft_s, ttft_s):
         return 0.0, None
     return ttft_s - other_ttft_s, other

@@ -1,8 +1,8 @@
-"""A new version of the pools, handed to all who must know: to metrics, to discovery, and then to the picker.
+"""Applies a new version of the pools to metrics, autoscaling demand and discovery, and then to the picker.
 
-Envoys are told first. Nearly always the picker follows at once, and a pick that reaches an Envoy a millisecond before
-the endpoint does is served by another member (PROTOCOLS section 1). But where requests wait and no member that Envoy
-knows is left, there is no other: the picker then follows when Envoys must have heard.
+Envoys get it first. Usually the picker follows at once: a pick that reaches Envoy a millisecond before its endpoint is
+served by another member. Where requests are queued and Envoy knows no member of the new version, there is no other
+member: then the picker follows once Envoys have applied the version.
 """
 
 import asyncio
@@ -10,20 +10,22 @@ from collections.abc import Sequence
 from typing import Final
 
 from dualmap.pools.pool import Pool
+from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.telemetry.metrics import Metrics
 
-# A push is applied by every worker of an idle Envoy within 2 ms (PROTOCOLS section 1); a busy one may take longer.
-# Requests that waited for an instance to start do not notice.
+# Every worker of an idle Envoy applies a push within 2 ms; a busy Envoy takes longer. Requests that waited for a member
+# to start do not notice the delay.
 NOTICE_S: Final = 0.25
 
 
 class Adoption:
-    """Takes the pools as they are now, as often as they change."""
+    """Applies every version of the pools."""
 
-    def __init__(self, metrics: Metrics, discovery: Discovery, picker: Picker) -> None:
+    def __init__(self, metrics: Metrics, demand: Demand, discovery: Discovery, picker: Picker) -> None:
         self._metrics = metrics
+        self._demand = demand
         self._discovery = discovery
         self._picker = picker
         self._pools: Sequence[Pool] = ()
@@ -33,14 +35,15 @@ class Adoption:
         """Serve these pools from now on."""
         self._pools = pools
         self._metrics.set_pools(pools)
+        self._demand.set_pools(pools)
         self._discovery.publish(pools)
         if not self._must_wait():
-            self._tell_picker()
+            self._set_picker_pools()
         elif self._due is None:
-            self._due = asyncio.get_running_loop().call_later(NOTICE_S, self._tell_picker)
+            self._due = asyncio.get_running_loop().call_later(NOTICE_S, self._set_picker_pools)
 
     def _must_wait(self) -> bool:
-        """Whether requests wait that would be sent to an endpoint as soon as Envoy hears of it."""
+        """Return whether queued requests would be sent to an endpoint that Envoy does not know yet."""
         waiting = {
             status.pool: {endpoint.endpoint for endpoint in status.endpoints}
             for status in self._picker.statuses()
@@ -52,7 +55,7 @@ class Adoption:
             if pool.id in waiting
         )
 
-    def _tell_picker(self) -> None:
+    def _set_picker_pools(self) -> None:
         if self._due is not None:
             self._due.cancel()
             self._due = None

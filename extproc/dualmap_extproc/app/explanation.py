@@ -11,9 +11,10 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
-from dualmap.requests import Completion, Decision, FirstToken
 from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
-from dualmap_extproc.request.picker import Picked, Picker, Waiting
+from dualmap_extproc.request.observations import FanOut
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.contract import Failure, Question, StoreError
 from dualmap_extproc.store.exchange import Teller, history_s
@@ -24,40 +25,6 @@ _NOW_S: Final = 86_400.0
 _NAME: Final = "explain"
 HEAR_S: Final = 2.0
 """The longest wait for Redis."""
-
-
-class _Recorder:
-    """An observer that keeps the one decision it is told of."""
-
-    def __init__(self) -> None:
-        self.decision: Decision | None = None
-
-    def routed(self, pool: str, decision: Decision) -> None:
-        self.decision = decision
-
-    def routed_bodiless(self, pool: str) -> None: ...
-
-    def refused(self, refused: Refused) -> None: ...
-
-    def waited(self, pool: str, seconds: float) -> None: ...
-
-    def decided(self, seconds: float) -> None: ...
-
-    def first_token(self, pool: str, first_token: FirstToken) -> None: ...
-
-    def finished(self, pool: str, completion: Completion) -> None: ...
-
-    def rejected(self, pool: str, completion: Completion) -> None: ...
-
-    def aborted(self, pool: str, completion: Completion) -> None: ...
-
-    def failed(self, pool: str, completion: Completion) -> None: ...
-
-    def expired(self, pool: str, completion: Completion) -> None: ...
-
-    def measured(self, pool: str, completion: Completion) -> None: ...
-
-    def served_elsewhere(self, pool: str) -> None: ...
 
 
 def decide(
@@ -75,21 +42,19 @@ def decide(
     limits = Limits()
     if len(body) > limits.body_bytes:
         return body_too_large(limits.body_bytes)
-    recorder = _Recorder()
-    outcome = _pick(_picker(pools, recorder), body, headers)
+    outcome = _pick(_picker(pools), body, headers)
     if redis is not None and not isinstance(outcome, Refused):
-        recorder = _Recorder()
-        picker = _picker(pools, recorder)
+        picker = _picker(pools)
         asyncio.run(_hear(picker, redis, _wanted(pools, body, headers)))
         outcome = _pick(picker, body, headers)
     if isinstance(outcome, Refused):
         return outcome
-    assert recorder.decision is not None, "a pick is always reported"
-    return recorder.decision.receipt
+    assert outcome.decision is not None, "a pick with a prompt has a decision"
+    return outcome.decision.receipt
 
 
-def _picker(pools: tuple[Pool, ...], recorder: _Recorder, *, shares: bool = False) -> Picker:
-    picker = Picker(Limits(), recorder, id_prefix=_NAME, shares=shares)
+def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
+    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
     # Where a request goes is asked, not when: however much the others have sent there, it does not wait here.
     picker.hold_no_more(_NOW_S)
@@ -97,7 +62,7 @@ def _picker(pools: tuple[Pool, ...], recorder: _Recorder, *, shares: bool = Fals
 
 
 def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
-    named = {name: value for name, value in headers.items() if name in picker.session_headers}
+    named = {name: value for name, value in headers.items() if name in picker.kept_headers}
     outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None)
     # Nothing is held, so it can only be the first member that it would wait for.
     return no_endpoint("") if isinstance(outcome, Waiting) else outcome
@@ -105,7 +70,7 @@ def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | R
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
-    picker = _picker(pools, _Recorder(), shares=True)
+    picker = _picker(pools, replicated=True)
     _pick(picker, body, headers)
     return {pool: news.wanted for pool, news in picker.take_news(_NOW_S)}
 

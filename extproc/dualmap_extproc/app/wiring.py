@@ -1,7 +1,7 @@
-"""The composition root of ``dualmap router``: everything is wired here and nowhere else.
+"""The composition root of ``dualmap router``: makes and connects all parts.
 
-``main`` parses the settings and calls ``run``; what is imported here takes more than a second, which its ``--help``
-need not take.
+``main`` parses the settings, then imports this module and calls ``run``: these imports take more than a second, which
+``--help`` must not take.
 """
 
 import asyncio
@@ -21,29 +21,32 @@ from dualmap_extproc.app.adoption import Adoption
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import Scaler
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry, AccessLogSink
+from dualmap_extproc.envoy.access_log.sink import AccessLogSink
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.pools.file import PoolFileError, PoolFileWatcher
 from dualmap_extproc.pools.kube import KubePools
 from dualmap_extproc.pools.metrics import KubeMetrics
-from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import RedisSettings, Settings, TracingError
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
 from dualmap_extproc.store.target import target_of
-from dualmap_extproc.telemetry.dashboard.recorder import Recorder
+from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.dashboard.snapshot import Source
 from dualmap_extproc.telemetry.dashboard.verdict import Reach
 from dualmap_extproc.telemetry.http_status import StatusServer
 from dualmap_extproc.telemetry.metrics import Metrics
-from dualmap_extproc.transport.server import ExternalProcessor, GrpcServers, keep_deadlines
+from dualmap_extproc.transport.deadlines import keep_deadlines
+from dualmap_extproc.transport.processor import ExternalProcessor
+from dualmap_extproc.transport.server import GrpcServers
 from dualmap_extproc.transport.tls import TlsError, server_credentials
 
 
 def run(settings: Settings) -> int:
-    """Run the router until it is stopped; return its exit status: 1 for a failure, 2 for bad settings or pool files."""
+    """Run the router until it is stopped; return its exit status: 1 for a failure, 2 for invalid settings or pools."""
     try:
         asyncio.run(serve(settings))
     except (KubeConfigError, PoolFileError, TlsError, TracingError) as error:
@@ -58,22 +61,32 @@ def run(settings: Settings) -> int:
 async def serve(settings: Settings) -> None:
     """Run the router until SIGTERM or SIGINT, then drain it.
 
-    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError for what keeps it from starting.
+    Raises KubeConfigError, PoolFileError, TlsError, TracingError or AddressError where it cannot start.
     """
     loop = asyncio.get_running_loop()
     stop = _stop_signalled(loop)
-    demand = Demand()
-    metrics = Metrics(version=version("dualmap"), replica_id=settings.replica_id, demand=demand)
-    # Request ids come back in access logs, which may be another replica's or older than this process.
+    observations = FanOut()
+    demand, metrics = Demand(), Metrics(version=version("dualmap"), replica_id=settings.replica_id)
+    histories = Histories() if settings.dashboard else None
+    for subscriber in (metrics, demand, histories):
+        if subscriber is not None:
+            subscriber.subscribe(observations)
+    # Access logs bring back request ids, also those of other replicas and of earlier processes.
     incarnation = f"{settings.replica_id}-{secrets.token_hex(4)}"
-    recorder = Recorder(metrics) if settings.dashboard else None
-    picker, close_tracing = _picker(settings, recorder or metrics, incarnation)
-    picker.on_held(demand.held)
+    trace_headers, close_tracing = _tracing(settings, observations)
+    picker = Picker(
+        settings.limits,
+        observations.report,
+        id_prefix=incarnation,
+        trace_headers=trace_headers,
+        replicated=settings.redis is not None,
+        log_prompts=settings.log_prompts,
+    )
     pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)
-    adoption = Adoption(metrics, discovery, picker)
+    adoption = Adoption(metrics, demand, discovery, picker)
 
     def take_entries(entries: tuple[AccessLogEntry, ...]) -> None:
         for entry in entries:
@@ -81,7 +94,7 @@ async def serve(settings: Settings) -> None:
 
     source = await _source(settings, metrics, adoption)
     servers = GrpcServers(
-        ExternalProcessor(picker, metrics, settings.limits),
+        ExternalProcessor(picker, observations.report, settings.limits),
         services=(*discovery.handlers(), scaler.handler()),
         access_log=(AccessLogSink(take_entries, metrics, id_prefix=incarnation).handler(),),
         limits=settings.limits,
@@ -89,10 +102,11 @@ async def serve(settings: Settings) -> None:
     status = StatusServer(
         router=settings.replica_id,
         statuses=picker.statuses,
+        signals=demand.signals,
         metrics=metrics,
         dashboard=None
-        if recorder is None
-        else _dashboard(settings.replica_id, picker, pool_demand, recorder, _reach(exchange, source.ages_s)),
+        if histories is None
+        else _dashboard(settings.replica_id, picker, pool_demand, histories, _reach(exchange, source.ages_s)),
     )
     tasks: list[asyncio.Task[Any]] = []
     try:
@@ -112,7 +126,7 @@ async def serve(settings: Settings) -> None:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         scaler.end_streams()
         await servers.drain(settings.drain_timeout_s)
-        # Only `stop` may end; a watcher that died must not go unnoticed, and a supervisor starts the router again.
+        # Only `stop` may end: a failed watcher ends the router, and its supervisor restarts it.
         for task in done:
             task.result()
     finally:
@@ -127,31 +141,27 @@ async def serve(settings: Settings) -> None:
         await asyncio.to_thread(close_tracing)
 
 
-def _picker(settings: Settings, observer: Observer, incarnation: str) -> tuple[Picker, Callable[[], None]]:
-    """Return the picker, and what sends the last of its spans."""
-    shares, log_prompts = settings.redis is not None, settings.log_prompts
+def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], Callable[[], None]]:
+    """Have spans made where they are exported; return the headers they need, and a function that exports the last."""
     if settings.otlp_endpoint is None:
-        picker = Picker(settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts)
-        return picker, lambda: None
-    # Here, because OpenTelemetry is an extra, and nobody else shall pay for it.
+        return frozenset(), lambda: None
+    # Here, because OpenTelemetry is an extra and takes time to import.
     try:
-        from dualmap_extproc.telemetry.tracing import TracedPicker, tracing_to
+        from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, tracing_to
     except ValueError as error:
         # OpenTelemetry reads some of its settings as it is imported.
         raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
-    traced = TracedPicker(
-        settings.limits, observer, id_prefix=incarnation, shares=shares, log_prompts=log_prompts, tracing=tracing
-    )
-    return traced, tracing.close
+    tracing.subscribe(observations)
+    return TRACE_HEADERS, tracing.close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Where pools come from: ``run`` adopts them as they change, ``known`` waits for the first ones to be adopted.
+    """A source of pools: ``run`` adopts them as they change, ``known`` waits until the first ones are adopted.
 
-    ``ages_s`` is how long ago it gave word of each resource that it watches.
+    ``ages_s`` returns the time since the last answer about each resource that it watches.
     """
 
     run: Callable[[], Coroutine[Any, Any, None]]
@@ -161,7 +171,7 @@ class _Source:
 
 
 async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _Source:
-    """Return the pools' source; those of files are adopted at once. Raises PoolFileError and KubeConfigError."""
+    """Return the source of pools; pools of files are adopted at once. Raises PoolFileError and KubeConfigError."""
     if settings.kube is not None:
         client = await KubeClient.connect()
         observer = KubeMetrics(metrics.registry, metrics.pools_refused)
@@ -181,13 +191,13 @@ async def _source(settings: Settings, metrics: Metrics, adoption: Adoption) -> _
 
 
 async def _at_once() -> None:
-    """Nothing to wait for: the pools of files are known before any port is bound, and leave nothing to close."""
+    """Return at once: pools of files are read before any port is bound, and need no closing."""
 
 
 async def _first_ended(
     tasks: Sequence[asyncio.Task[Any]], *, before: Coroutine[Any, Any, object]
 ) -> set[asyncio.Task[Any]]:
-    """Return which of the tasks ended ``before`` that did; none when it came first."""
+    """Return the tasks that ended before ``before`` did; none when ``before`` ended first."""
     awaited = asyncio.create_task(before)
     try:
         done, _ = await asyncio.wait([awaited, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +207,7 @@ async def _first_ended(
 
 
 def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return what is set by SIGTERM or SIGINT."""
+    """Return an event that SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -205,16 +215,16 @@ def _stop_signalled(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
 
 def _dashboard(
-    router: str, picker: Picker, pool_demand: PoolDemand, recorder: Recorder, reach: Callable[[], Reach]
+    router: str, picker: Picker, pool_demand: PoolDemand, histories: Histories, reach: Callable[[], Reach]
 ) -> Dashboard:
-    """Return what shows what the router knows."""
+    """Return the dashboard."""
     source = Source(
         router=router,
         version=version("dualmap"),
         pools=lambda: picker.pools,
         statuses=picker.statuses,
         demand=pool_demand.total,
-        recorder=recorder,
+        histories=histories,
         clock=time.time,
         reach=reach,
     )
@@ -222,13 +232,13 @@ def _dashboard(
 
 
 def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]]) -> Callable[[], Reach]:
-    """Return what tells how the router hears of the others and of its pools."""
+    """Return a function that says how recently the store and the pools' source answered."""
     return lambda: Reach(store_lost_s=None if exchange is None else exchange.lost_for_s, watch_ages_s=ages_s())
 
 
 def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:
-    """Return what carries news between this router and the others; ``peer`` is its name among them."""
-    from dualmap_extproc.store.redis import RedisStore  # Here, because a router that is alone need not take 0.4 s.
+    """Return the exchange of replication updates with the other routers; ``peer`` is this router's name among them."""
+    from dualmap_extproc.store.redis import RedisStore  # Here: it takes 0.4 s, which a single router does not need.
 
     target = target_of(redis)
     clock = asyncio.get_running_loop().time
@@ -239,7 +249,7 @@ def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, met
 
 
 async def _listen(settings: Settings, servers: GrpcServers, status: StatusServer) -> str:
-    """Bind every port; return the line that tells which. Raises AddressError and TlsError."""
+    """Bind every port; return the line that names them. Raises AddressError and TlsError."""
     wanted = {
         "--grpc-port": settings.grpc_port,
         "--health-port": settings.health_port,

@@ -1,8 +1,8 @@
-"""What each pool's traffic asks for, of all routers together: this router's own share and what the others report.
+"""The demand on each pool, summed over all routers: this router's share and the other routers' reports.
 
-``store.exchange`` carries the reports between the routers, ``scaler`` tells KEDA the sums. A router that has nobody to
-exchange with answers for itself; one that has, but has not heard from the store lately, does not know and says so: a
-sum that lacks somebody's share would scale down a pool that is busy. All of it belongs to the event loop.
+``store.exchange`` carries the reports between the routers, ``scaler`` serves the sums to KEDA. A single router answers
+for itself. A router with a store that it could not reach lately answers DemandUnknown: a sum without another router's
+share would scale down a busy pool. All of it belongs to the event loop.
 """
 
 import time
@@ -11,26 +11,26 @@ from math import inf
 from typing import Final
 
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import Elsewhere
 from dualmap.scaling.shares import NO_SHARE, PeerShares, Report, Share
 from dualmap_extproc.autoscaling.demand import Demand
 
 REPORT_INTERVAL_S: Final = 1.0
-"""How often a router reports its share; one whose traffic begins reports at once."""
+"""A router reports its share this often, and at once when its traffic begins."""
 
-Statuses = Callable[[Collection[str] | None], tuple[PoolStatus, ...]]
+Statuses = Callable[[Collection[str] | None], tuple[PoolSnapshot, ...]]
 
 
 class DemandUnknown(Exception):
-    """The sum over all routers is not known now; the message says why, for the on-call engineer."""
+    """The sum over all routers is not known at the moment; the message says why."""
 
 
 class PoolDemand:
     """The demand of all pools by ``namespace/name``.
 
-    ``statuses`` gives those of the named pools (``picker.Picker.statuses``); ``shares`` says that reports are exchanged
-    with other routers; ``clock`` gives monotonic seconds.
+    ``statuses`` returns those of the named pools (``Picker.statuses``). ``shares`` says that routers exchange reports.
+    ``clock`` gives monotonic seconds.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class PoolDemand:
         self._peers: dict[str, PeerShares] = {}
         self._reported_s: dict[str, float] = {}
         self._exchanged_s: float | None = None
-        # Pools that were seen to have traffic: arrivals are news in the others only.
+        # Pools with traffic: an arrival changes only the others.
         self._awake: set[str] = set()
-        self._on_change: Callable[[str], None] = _nobody_watches
+        self._on_change: Callable[[str], None] = _ignore_change
         demand.on_arrival(self._arrived)
         demand.on_elsewhere(self._elsewhere)
 
@@ -72,7 +72,7 @@ class PoolDemand:
         return self._peers_of(pool).total(now, own).active
 
     def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
-        """Return what it is time to tell the other routers of these pools, which are all that are served."""
+        """Return the reports that are due of these pools, which are all pools served here."""
         now = self._clock()
         for gone in (self._peers.keys() | self._reported_s.keys() | self._awake) - set(pools):
             self._peers.pop(gone, None)
@@ -82,23 +82,23 @@ class PoolDemand:
         return {pool: self._report(now, pool) for pool in due}
 
     def reported(self, reports: Mapping[str, Report]) -> None:
-        """Take note that the other routers can hear of these reports."""
+        """Record that these reports are in the store."""
         now = self._clock()
         for pool, report in reports.items():
-            # Unless traffic has begun meanwhile, which is news.
+            # Unless traffic began meanwhile, which must be reported at once.
             if report.own.active or pool not in self._awake:
                 self._reported_s[pool] = now
 
     def exchanged(self) -> None:
-        """Take note that all that the other routers reported has been heard, and that they can hear this one."""
+        """Record that the exchange with the store succeeded in both directions."""
         self._exchanged_s = self._clock()
 
     def on_peer(self, pool: str, peer: str, age_s: float) -> None:
-        """Take note that another router was there ``age_s`` ago."""
+        """Record that another router was alive ``age_s`` ago."""
         self._peers_of(pool).meet(self._clock() - age_s, peer)
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
-        """Take what another router reported ``age_s`` ago."""
+        """Apply another router's report, ``age_s`` old."""
         self._peers_of(pool).hear(self._clock() - age_s, peer, report)
         if report.own.active:
             self._on_change(pool)
@@ -106,12 +106,12 @@ class PoolDemand:
     def _report(self, now: float, pool: str) -> Report:
         own, peers = self._own(pool), self._peers_of(pool)
         if self._has_exchanged(now):
-            # While the store is away all are silent, and yet there.
+            # While the store is unreachable, other routers are silent but may be alive.
             peers.expire(now)
         return Report(own=own, pool=peers.live(now, own))
 
     def _elsewhere(self, pool: str) -> Sequence[Elsewhere] | None:
-        """Return what the other routers reported, None where that is not known of all that may be there."""
+        """Return the other routers' reports; None before the first exchange, when they are not known."""
         if self._shares and self._exchanged_s is None:
             return None
         peers = self._peers.get(pool)
@@ -149,5 +149,5 @@ class PoolDemand:
             raise DemandUnknown("a router is there that does not report its share: an older version?")
 
 
-def _nobody_watches(_pool: str) -> None:
-    """Nobody has asked to hear of changes."""
+def _ignore_change(_pool: str) -> None:
+    """Do nothing: nothing subscribed to changes."""

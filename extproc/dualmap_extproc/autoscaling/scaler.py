@@ -1,8 +1,7 @@
-"""KEDA's external-push scaler: the router tells KEDA whether a pool has traffic and how many instances it asks for.
+"""KEDA's external-push scaler: serves whether a pool is active and how many replicas its traffic needs.
 
-KEDA's ``externalscaler.proto`` (2.20), on the router's gRPC port; docs/autoscaling.md says what to write in a
-ScaledObject. The upper half of the module reads its metadata, without gRPC; ``Scaler`` serves. What the numbers are is
-``pool_demand``'s business.
+It implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port; docs/autoscaling.md describes the
+ScaledObject. ``read_trigger`` reads a ScaledObject's metadata, ``Scaler`` serves, ``pool_demand`` has the numbers.
 """
 
 import asyncio
@@ -21,14 +20,14 @@ from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
 from dualmap_extproc.names import SCALER_SERVICE
 from dualmap_extproc.wire import external_scaler_pb2 as wire
 
-# That a pool has gone quiet is noticed so often; that it has traffic, at once.
+# A stream checks this often whether its pool became idle. Traffic is noticed at once.
 _LOOK_S: Final = 1.0
-# KEDA drops a word that it cannot act on at the moment, and polls after half a minute: traffic is told of again.
+# KEDA drops a message that it cannot act on and polls only every half minute: an active pool is reported again.
 _REPEAT_S: Final = 5.0
 _SHOWN_CHARACTERS: Final = 100
 _DEFAULT_METRIC: Final = "desired_replicas"
 _NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII)
-# KEDA has it as a whole number, too.
+# KEDA also sends it as a whole number.
 _TARGET_MIN: Final = 0.001
 _TARGET_MAX: Final = 1e12
 _VALUES: Final[Mapping[str, Callable[[Share], float]]] = {
@@ -43,14 +42,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class MetadataError(Exception):
-    """A ScaledObject's metadata cannot be used; the message names the field, what it has and what is accepted."""
+    """A ScaledObject's metadata is invalid; the message names the field, its value and what is accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    """What a ScaledObject asks for: a ``metric`` of a pool (``namespace/name``), None for ``target`` where it has none.
+    """A ScaledObject's trigger: a ``metric`` of a pool (``namespace/name``).
 
-    ``target`` is how much of the metric one instance shall have.
+    ``target`` is the metric's value for one replica, None where it is not given.
     """
 
     pool: str
@@ -63,7 +62,7 @@ class Trigger:
 
 
 def read_trigger(reference: wire.ScaledObjectRef) -> Trigger:
-    """Return what a ScaledObject asks for; its namespace is the pool's unless that is named. Raises MetadataError."""
+    """Return a ScaledObject's trigger; the pool is in its namespace unless named otherwise. Raises MetadataError."""
     metadata = reference.scaler_metadata
     metric = metadata.get("metric", _DEFAULT_METRIC)
     if metric not in _VALUES:
@@ -100,7 +99,7 @@ def _refused(field: str, given: str, accepted: str) -> MetadataError:
 
 
 class Scaler:
-    """The ExternalScaler service. ``demand`` has the numbers; streams are told by an event that it has changed.
+    """The ExternalScaler service; ``demand`` has the numbers and wakes streams when a pool's traffic begins.
 
     A stream repeats every ``repeat_s`` seconds that its pool is active.
     """
@@ -110,7 +109,7 @@ class Scaler:
         self._repeat_s = repeat_s
         self._watching: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._ended = False
-        demand.on_change(self._stir)
+        demand.on_change(self._wake)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
         """Return the service as grpc.aio registers it."""
@@ -133,14 +132,14 @@ class Scaler:
 
     @property
     def streams(self) -> int:
-        """How many streams are open."""
+        """The number of open streams."""
         return sum(len(streams) for streams in self._watching.values())
 
     def end_streams(self) -> None:
-        """End the streams, and new ones after their first word: KEDA comes back in seconds, to a router that stays."""
+        """End open streams, and new ones after their first message: KEDA reconnects, to a router that stays."""
         self._ended = True
         for pool in tuple(self._watching):
-            self._stir(pool)
+            self._wake(pool)
 
     async def _is_active(self, reference: wire.ScaledObjectRef, context: _Context) -> wire.IsActiveResponse:
         trigger = await self._trigger(reference, context)
@@ -152,10 +151,10 @@ class Scaler:
     async def _stream_is_active(
         self, reference: wire.ScaledObjectRef, context: _Context
     ) -> AsyncIterator[wire.IsActiveResponse]:
-        """Say at once whether the pool is active, whenever that changes, and now and then while it is.
+        """Send at once whether the pool is active, again when that changes, and repeatedly while it is active.
 
-        What is not known is taken to be as before, and before anything was known nothing is said: older KEDAs than 2.20
-        take "inactive" for a reason to scale to zero.
+        While the demand is unknown, the last answer holds. Before the first answer nothing is sent: KEDA before 2.20
+        scales to zero on "inactive".
         """
         trigger = await self._trigger(reference, context)
         said: bool | None = None
@@ -190,7 +189,7 @@ class Scaler:
         return wire.GetMetricSpecResponse(metric_specs=[spec])
 
     async def _get_metrics(self, request: wire.GetMetricsRequest, context: _Context) -> wire.GetMetricsResponse:
-        """Answer UNAVAILABLE where the sum is not known: a metric that is lost lets the HPA keep the size."""
+        """Answer UNAVAILABLE where the sum is not known: without the metric the HPA keeps the replicas."""
         trigger = await self._trigger(request.scaled_object_ref, context)
         try:
             value = trigger.value(self._demand.total(trigger.pool))
@@ -200,7 +199,7 @@ class Scaler:
         return wire.GetMetricsResponse(metric_values=[metric])
 
     async def _trigger(self, reference: wire.ScaledObjectRef, context: _Context) -> Trigger:
-        """Read the metadata of a call, or end it: INVALID_ARGUMENT or, for a pool that is not served, NOT_FOUND."""
+        """Return a call's trigger, or end the call: INVALID_ARGUMENT, or NOT_FOUND for a pool that is not served."""
         try:
             trigger = read_trigger(reference)
         except MetadataError as error:
@@ -220,8 +219,8 @@ class Scaler:
             if not self._watching[pool]:
                 del self._watching[pool]
 
-    def _stir(self, pool: str) -> None:
-        """Have the streams of a pool look again."""
+    def _wake(self, pool: str) -> None:
+        """Have the streams of a pool check it again."""
         for changed in self._watching.get(pool, ()):
             changed.set()
 

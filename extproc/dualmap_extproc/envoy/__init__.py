@@ -1,1 +1,4 @@
-"""Envoy's bootstrap for a stand-alone Envoy in front of pools, made from envoy_data_plane's typed messages."""
+"""What the router serves to Envoy beside ext_proc: generated configuration, discovery, and the access log.
+
+May import ``request`` (how requests ended), ``wire`` and gRPC; gRPC in the servicers only.
+"""

@@ -1,1 +1,4 @@
-"""Where pools come from: one module for each source. Each hands whole tuples of Pool values to the router."""
+"""Sources of pools: files that are watched, or InferencePool objects and pods of the Kubernetes API.
+
+May import ``dualmap_edge`` and YAML; of the router's rooms none but ``settings``, ``errors`` and ``names``.
+"""

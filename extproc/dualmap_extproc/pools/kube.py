@@ -1,7 +1,7 @@
 """Pools from the Kubernetes API: InferencePools and their pods watched, and what follows handed on like pool files.
 
 What an object means is ``dualmap.objects.pool_reader``'s business, what a pod's says ``dualmap.objects.pods``'s.
-``reflector`` keeps
+``edge.kube.watch`` keeps
 collections up to date, ``objects`` and ``pods`` hold what is known, and this module brings them together: one watch for
 the pools in scope, one for the pods of each pool, and one task that tells of what came of them. The router writes
 nothing to Kubernetes; it lists and watches ``inferencepools`` and ``pods`` (INFERENCEPOOL).
@@ -12,23 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from dualmap.objects.pods import mapping_in, pod_facts, text_in
+from dualmap.objects.pods import PodFacts, pod_facts
 from dualmap.objects.pool_reader import API_VERSION
 from dualmap.pools.pool import Pool
-from dualmap_edge.kube.client import KubeClient
+from dualmap_edge.kube.client import KubeClient, KubeError
+from dualmap_edge.kube.watch import Collection, Reflector, WatchPolicy
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import clipped, log_changes
 from dualmap_extproc.pools.objects import PoolObjects, Refusal
 from dualmap_extproc.pools.pods import PoolPods
-from dualmap_extproc.pools.reflector import KubeObserver, Patience, Reflector
 
 POOLS: Final = "inferencepools"
 PODS: Final = "pods"
+WATCH_POLICY: Final = WatchPolicy(jitter=0.5)
 _log = get_logger(__name__)
 
 
-class KubePoolsObserver(KubeObserver, Protocol):
-    """Who is told what happens here; ``metrics`` is."""
+class KubePoolsObserver(Protocol):
+    """Counts what happens between this router and the API server; ``metrics`` implements it."""
+
+    def kube_listed(self, resource: str) -> None:
+        """Count a list of a collection."""
+
+    def kube_failed(self, resource: str, kind: str) -> None:
+        """Count a list or watch that failed: ``unreached``, ``refused`` or ``expired``."""
 
     def pools_refused(self) -> None:
         """Count a change of pools that was refused."""
@@ -43,7 +50,7 @@ class _PodWatch:
 
     selector: str
     pods: PoolPods
-    reflector: Reflector
+    reflector: Reflector[PodFacts]
     task: asyncio.Task[None]
     left_out: list[str] = field(default_factory=list)
 
@@ -60,11 +67,11 @@ class KubePools:
         namespace: str | None,
         observer: KubePoolsObserver,
         *,
-        patience: Patience | None = None,
+        policy: WatchPolicy = WATCH_POLICY,
     ) -> None:
         self._client = client
         self._observer = observer
-        self._patience = patience or Patience()
+        self._policy = policy
         self._objects = PoolObjects()
         self._watches: dict[str, _PodWatch] = {}
         self._listed = asyncio.Event()
@@ -73,13 +80,15 @@ class KubePools:
         self._refusals: tuple[Refusal, ...] = ()
         self._scope = "all namespaces" if namespace is None else f"namespace {namespace}"
         within = "" if namespace is None else f"/namespaces/{namespace}"
-        self._reflector = Reflector(
-            client,
-            f"/apis/{API_VERSION}{within}/{POOLS}",
-            _PoolSink(self._objects, self._pools_changed),
-            observer,
-            resource=POOLS,
-            patience=self._patience,
+        self._reflector: Reflector[Mapping[str, Any]] = Reflector(
+            Collection(client, f"/apis/{API_VERSION}{within}/{POOLS}"),
+            _PoolStore(self._objects, self._pools_changed, listed=lambda: observer.kube_listed(POOLS)),
+            kind=POOLS,
+            # The items of a list do not say what they are; the list does.
+            read=lambda body: {"apiVersion": API_VERSION, "kind": "InferencePool", **body},
+            policy=policy,
+            clock=asyncio.get_running_loop().time,
+            on_failure=lambda error: self._failed(POOLS, error),
         )
 
     async def listed(self) -> None:
@@ -88,8 +97,8 @@ class KubePools:
 
     def ages_s(self) -> dict[str, float]:
         """Return for each resource how long ago the API server last spoke on its quietest watch; safe in any thread."""
-        pods = [watch.reflector.age_s() for watch in tuple(self._watches.values())]
-        ages = {POOLS: self._reflector.age_s()}
+        pods = [watch.reflector.age_s for watch in tuple(self._watches.values())]
+        ages = {POOLS: self._reflector.age_s}
         return {**ages, PODS: max(pods)} if pods else ages
 
     async def run(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
@@ -145,17 +154,21 @@ class KubePools:
 
     def _watch_pods(self, namespace: str, selector: str) -> _PodWatch:
         pods = PoolPods()
-        reflector = Reflector(
-            self._client,
-            f"/api/v1/namespaces/{namespace}/{PODS}",
-            _PodSink(pods, self._changed.set),
-            self._observer,
-            resource=PODS,
-            selector=selector,
-            patience=self._patience,
+        reflector: Reflector[PodFacts] = Reflector(
+            Collection(self._client, f"/api/v1/namespaces/{namespace}/{PODS}", selector=selector),
+            _PodStore(pods, self._changed.set, listed=lambda: self._observer.kube_listed(PODS)),
+            kind=PODS,
+            read=pod_facts,
+            policy=self._policy,
+            clock=asyncio.get_running_loop().time,
+            on_failure=lambda error: self._failed(PODS, error),
         )
         task = self._tasks.create_task(reflector.run())
         return _PodWatch(selector=selector, pods=pods, reflector=reflector, task=task)
+
+    def _failed(self, resource: str, error: KubeError) -> None:
+        kind = "expired" if error.expired else "refused" if error.status else "unreached"
+        self._observer.kube_failed(resource, kind)
 
     def _tell_refusals(self) -> None:
         """Log and count what is refused now and was not before."""
@@ -177,41 +190,45 @@ class KubePools:
         self._observer.kube_pools_refused(len(refused))
 
 
-class _PoolSink:
-    """Takes InferencePool objects (``reflector.Sink``)."""
+class _PoolStore:
+    """Receives InferencePool objects (``dualmap_edge.kube.watch.Store``)."""
 
-    def __init__(self, objects: PoolObjects, changed: Callable[[], None]) -> None:
+    def __init__(self, objects: PoolObjects, changed: Callable[[], None], *, listed: Callable[[], None]) -> None:
         self._objects = objects
         self._changed = changed
+        self._listed = listed
 
-    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        # The items of a list do not say what they are; the list does.
-        kind = {"apiVersion": API_VERSION, "kind": "InferencePool"}
-        self._objects.replace([{**kind, **body} for body in objects])
+    def replace(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        self._listed()
+        self._objects.replace(objects)
         self._changed()
 
-    def changed(self, kind: str, body: Mapping[str, Any]) -> None:
-        if kind == "DELETED":
-            self._objects.remove(body)
-        else:
-            self._objects.put(body)
+    def put(self, item: Mapping[str, Any]) -> None:
+        self._objects.put(item)
+        self._changed()
+
+    def remove(self, item: Mapping[str, Any]) -> None:
+        self._objects.remove(item)
         self._changed()
 
 
-class _PodSink:
-    """Takes the pods of one pool (``reflector.Sink``)."""
+class _PodStore:
+    """Receives the pods of one pool (``dualmap_edge.kube.watch.Store``)."""
 
-    def __init__(self, pods: PoolPods, changed: Callable[[], None]) -> None:
+    def __init__(self, pods: PoolPods, changed: Callable[[], None], *, listed: Callable[[], None]) -> None:
         self._pods = pods
         self._changed = changed
+        self._listed = listed
 
-    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        self._pods.listed([pod_facts(body) for body in objects])
+    def replace(self, objects: Sequence[PodFacts]) -> None:
+        self._listed()
+        self._pods.listed(objects)
         self._changed()
 
-    def changed(self, kind: str, body: Mapping[str, Any]) -> None:
-        if kind == "DELETED":
-            self._pods.gone(text_in(mapping_in(body, "metadata"), "name"))
-        else:
-            self._pods.seen(pod_facts(body))
+    def put(self, item: PodFacts) -> None:
+        self._pods.seen(item)
+        self._changed()
+
+    def remove(self, item: PodFacts) -> None:
+        self._pods.gone(item.name)
         self._changed()

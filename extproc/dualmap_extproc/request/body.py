@@ -1,15 +1,58 @@
-"""A request's body as bytes: its prompt (for ``picker``), and whether more bytes could make it one (for ``stream``)."""
+"""A request's body: collecting it, judging whether it is complete, and reading its prompt and session."""
+
+from collections.abc import Mapping
 
 import orjson
 
 from dualmap.errors import BadRequest
+from dualmap.keys.sessions import session_key
 from dualmap.prompts.api import Api
 from dualmap.prompts.prompt import Prompt, read_prompt
 from dualmap_extproc.errors import Refused, invalid_body
+from dualmap_extproc.settings import Limits
 
 _JSON_SPACE = b" \t\r\n"
-# How orjson begins to say that a JSON text ends too early.
+# How orjson's error message begins for a JSON text that ends too early.
 _TRUNCATED = "unexpected end of data"
+_END_BYTES = 64
+
+
+class ReceivedBody:
+    """The part of a request's body that has arrived.
+
+    ``content_length`` is the length that the request's headers announce, 0 if they announce none.
+    """
+
+    __slots__ = ("_chunks", "size_bytes")
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self.size_bytes = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Append the next chunk."""
+        self.size_bytes += len(chunk)
+        if chunk:
+            # Envoy may end a body with an empty message. If it were kept, joining would copy a body of one chunk.
+            self._chunks.append(chunk)
+
+    def take(self) -> bytes:
+        """Return the body in one piece and keep only its size; a body of one chunk is not copied."""
+        chunks, self._chunks = self._chunks, []
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def looks_complete(self, last_chunk: bytes, content_length: int) -> bool:
+        """Return whether the body has its announced length, or ends as a JSON object does if no length is announced."""
+        if content_length:
+            return self.size_bytes >= content_length
+        # The last bytes first: the whole chunk is copied only if they are blank.
+        return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
+
+    def may_continue(self, content_length: int) -> bool:
+        """Return whether more bytes are announced, or could complete a JSON object if no length is announced."""
+        if content_length:
+            return self.size_bytes < content_length
+        return may_go_on(b"".join(self._chunks))
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
@@ -25,13 +68,24 @@ def read_body(body: bytes, api: Api) -> Prompt | Refused:
 
 
 def may_go_on(body: bytes) -> bool:
-    """Say whether a body is the beginning of a JSON object that more bytes could complete, and not complete yet."""
+    """Return whether a body is the incomplete beginning of a JSON object, which more bytes could complete."""
     text = body.lstrip(_JSON_SPACE)
     if not text.startswith(b"{"):
         return not text
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        # Position 0 holds the brace: what is reported there is bytes that are no UTF-8, as when a character is cut.
+        # Position 0 holds the brace: an error there means bytes that are not UTF-8, for example half a character.
         return error.pos == 0 or error.msg.startswith(_TRUNCATED)
     return False
+
+
+def session_of(name: str, root: int, limits: Limits) -> int | None:
+    """Return the session that a request names; None for a name that is empty or too long."""
+    return session_key(name, root) if 0 < len(name) <= limits.session_characters else None
+
+
+def quoted_of(prompt: Prompt, headers: Mapping[str, str], limits: Limits) -> Mapping[str, object]:
+    """Return what a debug line quotes of a request."""
+    text = prompt.text.decode("utf-8", "replace")[: limits.quoted_characters]
+    return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}

@@ -1,7 +1,6 @@
-"""What matters to routing of a request's headers and metadata, and of its response's: read once, for ``stream``.
+"""The headers and metadata that routing needs, read once from a request and from its response.
 
-The message's headers themselves are let go: only those that a pool names its sessions by are kept, and nothing else of
-a header outlives its reading.
+Of the header values only those that name sessions are kept.
 """
 
 from collections.abc import Container
@@ -23,18 +22,18 @@ from dualmap_extproc.wire import answers
 from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-# The headers that are read besides those that name sessions.
+# The headers that are read, besides those that name sessions.
 _READ = frozenset({":method", ":path", "content-length", "content-encoding", "content-type"})
 _METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
 
 
 class RequestHead:
-    """One request's headers and the endpoints it may use.
+    """The headers of one request, and the endpoints that the gateway allows it (None: all).
 
-    ``api`` is the API that the path names. ``content_length`` is 0 without a content-length header. ``unacceptable`` is
-    the answer to a request that cannot be served at all, ``unreadable`` the answer if a body arrives that the headers
-    describe as unreadable. ``strip`` names the headers that only the router may set. ``kept`` are the session headers
-    among them, by lower-case name.
+    ``api`` is the API that the path names. ``content_length`` is 0 if no length is announced. ``unacceptable`` is the
+    answer to a request that cannot be routed. ``unreadable`` is the answer if a body follows that the router cannot
+    read. ``strip`` names the client's headers that only the router may set. ``kept`` holds the session headers, by
+    lower-case name.
     """
 
     __slots__ = ("api", "content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
@@ -49,8 +48,8 @@ class RequestHead:
         self.kept: dict[str, str] = {}
         self.subset: frozenset[str] | None = None
 
-    def read(self, headers: base.HeaderMap, limits: Limits, session_headers: Container[str]) -> None:
-        """Take the request's headers; above the limits ``unacceptable`` says so and none is read."""
+    def read(self, headers: base.HeaderMap, limits: Limits, kept_headers: Container[str]) -> None:
+        """Read the request's headers; above the limits, read none and set ``unacceptable``."""
         if len(headers.headers) > limits.headers:
             self.unacceptable = too_many_headers(limits.headers)
             return
@@ -63,8 +62,8 @@ class RequestHead:
                 self._take(key, answers.header_value(header))
             elif key[:2] == "x-" and key.startswith(RESERVED_HEADER_PREFIXES):
                 self.strip.append(key)
-            if key in session_headers and key not in self.kept:
-                # Whatever bytes it holds: two values are one session only if they are the same.
+            if key in kept_headers and key not in self.kept:
+                # A name may hold any bytes; equal bytes are the same session.
                 self.kept[key] = answers.header_value(header).decode("utf-8", "surrogateescape")
 
     def _take(self, key: str, value: bytes) -> None:
@@ -83,28 +82,31 @@ class RequestHead:
             self.unreadable = multipart_unsupported()
 
     def read_subset(self, message: wire.ProcessingRequest, limits: Limits) -> None:
-        """Take the endpoints a gateway allows; senders differ in which message says so (PROTOCOLS section 1)."""
+        """Read the endpoints that a gateway allows; gateways differ in which message carries them."""
         if not message.HasField("metadata_context"):
             return
-        said = answers.subset_metadata(message.metadata_context)
-        if said is None:
+        metadata = answers.subset_metadata(message.metadata_context)
+        if metadata is None:
             return
-        if said.ByteSize() > limits.subset_bytes:
+        if metadata.ByteSize() > limits.subset_bytes:
             self.unacceptable = subset_too_large(limits.subset_bytes)
             return
-        subset = answers.subset_hint(said)
+        subset = answers.subset_hint(metadata)
         if subset is not None:
             self.subset = subset
 
     def expects_prompt(self, body_bytes: int) -> bool:
-        """Whether the request is one that has a prompt; ``body_bytes`` of its body have arrived."""
+        """Return whether requests of this method have a prompt. Without a method, those with a body do.
+
+        ``body_bytes`` of the body have arrived.
+        """
         return self.method in _METHODS_WITH_PROMPT or (not self.method and body_bytes > 0)
 
 
 def read_response(headers: base.HeaderMap, ending: Ending) -> tuple[Ending, bool]:
-    """Return what a response's headers say: how the request ends, and whether the body comes in one go.
+    """Return how a request ends by its response's headers, and whether the response is generated in one piece.
 
-    Without a status the ending is the one given.
+    Without a status, the ending is the one given.
     """
     whole = False
     for header in headers.headers:
@@ -112,9 +114,9 @@ def read_response(headers: base.HeaderMap, ending: Ending) -> tuple[Ending, bool
         if key == ":status":
             status = answers.header_value(header)
             ending = ending_of(int(status[:4]) if status.isdigit() else None)
-            # A redirect or the like may have a body, but no tokens.
+            # A body without a 2xx status, such as a redirect's, holds no tokens.
             whole |= not status.startswith(b"2")
         elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
-            # A JSON answer is written when all its tokens are there: its first chunk is no first token.
+            # An engine sends a JSON response once it has all tokens, so the first chunk is not the first token.
             whole = True
     return ending, whole

@@ -1,149 +1,137 @@
-"""From a request body to a destination, and back from what became of it: all pools of this router behind one object.
+"""Routes requests of all pools: from a request body to a destination, and from its end back to its pool's router.
 
-Synchronous and without gRPC, asyncio or a clock: ``stream`` asks and reports, ``access_log`` reports, ``store`` brings
-other replicas' news, ``server`` drives the deadlines, and each pool's ``dualmap.router.PoolRouter`` decides and keeps
-the books. Everything worth counting goes to the observer.
+Synchronous, without gRPC, asyncio or a clock. ``stream`` asks for picks and reports how requests go, the access log
+reports how they ended, ``store`` brings other replicas' updates, and ``transport.server`` drives the deadlines. Each
+pool's ``dualmap.router.PoolRouter`` decides and keeps the accounts. Every event is reported as an observation.
 
-A pool's router may hold a request. Whatever a router is told may release requests it holds (a first token, a new
-member, the time), so after each such call the picker takes the outcomes and resumes who waits for them.
+A pool's router may queue a request. A later event releases it (a first token, a new member, the time): the event's
+outcomes say so, and the picker resumes the stream that waits.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import count
 
-from dualmap.keys.sessions import session_key
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.prompts.prompt import Prompt
 from dualmap.replicas.news import News, SharedBinding
-from dualmap.requests import Completion, Decision, Held, PoolStatus, Refusal, Request, Usage
+from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
-from dualmap_extproc.envoy.access_log.sink import AccessLogEntry
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
 from dualmap_extproc.names import cluster_name
-from dualmap_extproc.request.body import read_body
-from dualmap_extproc.request.ending import Ending
-from dualmap_extproc.request.observer import Observer
+from dualmap_extproc.request.body import quoted_of, read_body, session_of
+from dualmap_extproc.request.ended import EndedRequests
+from dualmap_extproc.request.ending import AccessLogEntry, Ending
+from dualmap_extproc.request.observations import (
+    Abandoned,
+    Arrival,
+    Ended,
+    Enqueued,
+    Expired,
+    FirstTokenSeen,
+    Measured,
+    Rejected,
+    Report,
+    Routed,
+    RoutedBodiless,
+    ServedElsewhere,
+)
+from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.served_pools import Outcomes, ServedPools
 from dualmap_extproc.settings import Limits
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picked:
-    """Where a request goes. ``destination`` is ``ip:port[,ip:port]``, ``cluster`` the pool's cluster in Envoy.
+class _Queued:
+    """A queued request, its router, the time since which it waits, and the stream to resume.
 
-    ``request_id`` is empty for a request that has no prompt and is not in the books; ``receipt`` is the value of the
-    decision header, None where the response gets none; ``decision`` is what was decided on a request with a prompt.
-    """
-
-    destination: str
-    cluster: str
-    request_id: str = ""
-    receipt: str | None = None
-    decision: Decision | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A request that is held. What becomes of it is told later, unless it is aborted before."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A held request: the router that holds it, since when, and whom to tell what becomes of it.
-
-    ``quoted`` is what the log may quote of it.
+    ``quoted`` is what a debug line may quote of it.
     """
 
     router: PoolRouter
     since_s: float
-    resume: Callable[[Picked | Refused], None]
+    arrival: Arrival
     quoted: Mapping[str, object]
+    resume: Callable[[Picked | Refused], None]
 
 
 class Picker:
     """The pools of this router, found by the models they serve.
 
-    ``id_prefix`` makes request ids unique among router replicas and restarts, since access logs outlive both.
-    ``shares`` says that somebody takes the news for other replicas, ``log_prompts`` that debug lines may quote prompts.
+    ``report`` takes every observation. ``id_prefix`` makes request ids unique among replicas and restarts, since access
+    logs outlive both. ``trace_headers`` are further headers that observations carry. ``replicated`` keeps replication
+    updates for other replicas (``take_news``), ``log_prompts`` lets debug lines quote prompts.
     """
 
     def __init__(
-        self, limits: Limits, observer: Observer, *, id_prefix: str, shares: bool = False, log_prompts: bool = False
+        self,
+        limits: Limits,
+        report: Report,
+        *,
+        id_prefix: str,
+        trace_headers: frozenset[str] = frozenset(),
+        replicated: bool = False,
+        log_prompts: bool = False,
     ) -> None:
         self._limits = limits
-        self._observer = observer
+        self._report = report
         self._id_prefix = id_prefix
-        self._shares = shares
+        self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
         self._sequence = count()
-        self._routers: dict[str, PoolRouter] = {}
-        self._models: dict[str, PoolRouter] = {}
-        self._session_headers: frozenset[str] = frozenset()
-        self._max_wait_s = 0.0
-        self._holds = True
-        self._held: dict[str, _Held] = {}
+        self._served = ServedPools(replicated=replicated)
+        # The router of every request that is queued or in flight, by request id.
+        self._owners: dict[str, PoolRouter] = {}
+        self._queued: dict[str, _Queued] = {}
+        # Released requests whose streams are to be resumed, with their answers.
+        self._released: deque[tuple[str, Picked | Refused]] = deque()
+        self._resuming = False
+        self._ended = EndedRequests(limits.ended_requests)
         self._on_first_held: Callable[[], None] = lambda: None
-        self._on_held: Callable[[str], None] = lambda _: None
-        # Ended requests whose usage the access log may still report, oldest first.
-        self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
     @property
     def pools(self) -> tuple[Pool, ...]:
         """The pools as last given, in their order."""
-        return tuple(router.pool for router in self._routers.values())
+        return self._served.pools
 
     @property
     def max_wait_s(self) -> float:
-        """The longest that any pool lets a request wait for an instance."""
-        return self._max_wait_s
+        """The longest time that any pool lets a request queue."""
+        return self._served.max_wait_s
 
     @property
-    def session_headers(self) -> frozenset[str]:
-        """The lower-case names of the headers by which the pools name sessions."""
-        return self._session_headers
+    def kept_headers(self) -> frozenset[str]:
+        """The lower-case names of the headers that ``pick`` takes: the pools' session headers and the trace's."""
+        return self._kept_headers
 
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
-        """Take the pools as they are now. Books of pools that stay are kept; those of pools that are gone are dropped.
+        """Replace the pools. Accounts of pools that stay are kept; those of removed pools are dropped.
 
-        A model that two pools name stays with the first; the pool files' reader refuses such files beforehand.
-        Requests that wait in a pool that is gone are refused.
+        A model that two pools name belongs to the first; the pool files' reader refuses such files. Requests queued in
+        a removed pool are rejected.
         """
-        routers: dict[str, PoolRouter] = {}
-        models: dict[str, PoolRouter] = {}
-        for given in pools:
-            pool = given if self._holds else given.never_holding()
-            router = self._routers.get(pool.id)
-            if router is None:
-                router = PoolRouter(pool, shares=self._shares)
-            elif router.pool != pool:
-                router.on_pool(now, pool)
-            routers[pool.id] = router
-            for name in pool.model.names:
-                models.setdefault(name, router)
-        self._routers, self._models = routers, models
-        self._max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
-        self._session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
-        for request_id, held in tuple(self._held.items()):
-            pool_id = held.router.pool.id
-            if pool_id not in routers:
-                self._resume(now, request_id, self.refuse(no_endpoint(pool_id)))
-        for router in routers.values():
-            self._settle(now, router)
+        removed, effects = self._served.replace(now, pools)
+        self._kept_headers = self._served.session_headers | self._trace_headers
+        if removed:
+            self._owners = {each: router for each, router in self._owners.items() if router.pool.id not in removed}
+        for request_id, queued in tuple(self._queued.items()):
+            pool_id = queued.router.pool.id
+            if pool_id in removed:
+                refused = self._reject(now, no_endpoint(pool_id), queued.arrival, now - queued.since_s)
+                self._released.append((request_id, refused))
+        self._settle(now, *effects)
 
     def hold_no_more(self, now: float) -> None:
-        """Send on what is held and hold nothing back any longer, since this router is about to end.
+        """Release what is queued and queue nothing any longer, since this router is about to end.
 
-        Requests of a pool without members are refused: another router, or a later try, may have a place for them.
+        Requests of a pool without members are rejected: another router, or a later try, may serve them.
         """
-        self._holds = False
+        self._served.queue_no_more()
         self.set_pools(now, self.pools)
 
     def pick(
@@ -157,17 +145,18 @@ class Picker:
         resume: Callable[[Picked | Refused], None],
         api: Api = Api.UNKNOWN,
     ) -> Picked | Refused | Waiting:
-        """Choose the instance for a request that arrived at ``arrived_s``; enter it in the books under a new id.
+        """Choose the member for a request that arrived at ``arrived_s``; open its account under a new id.
 
-        ``headers`` holds those of ``session_headers`` that the request has. A request that is held is answered by
-        ``resume``, once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
+        ``headers`` holds those of ``kept_headers`` that the request has. A queued request is answered by ``resume``,
+        once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
         """
+        arrival = Arrival(at_s=arrived_s, headers=headers)
         prompt = read_body(body, api)
         if isinstance(prompt, Refused):
-            return self.refuse(prompt)
-        router = self._models.get(prompt.model)
+            return self._reject(now, prompt, arrival)
+        router = self._served.of_model(prompt.model)
         if router is None:
-            return self.refuse(model_not_found(prompt.model))
+            return self._reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
         lora = pool.model.adapter_of(prompt.model) or prompt.lora
         root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
@@ -177,164 +166,152 @@ class Picker:
             arrived_s=arrived_s,
             subset=subset,
             streamed=prompt.streamed,
-            session=self._session(headers.get(pool.routing.session.header.lower()) or prompt.session, root),
+            session=session_of(headers.get(pool.routing.session.header.lower()) or prompt.session, root, self._limits),
         )
-        quoted = self._quoted(prompt, headers) if self._log_prompts and _log.debugging else {}
-        decision = router.on_request(now, request)
-        if isinstance(decision, Held):
-            return self._hold(now, request.id, _Held(router=router, since_s=now, resume=resume, quoted=quoted))
-        answer = self._answer(pool, decision, quoted)
-        self._settle(now, router)
+        quoted = quoted_of(prompt, headers, self._limits) if self._log_prompts and _log.debugging else {}
+        self._owners[request.id] = router
+        decision, outcomes = router.on_request(now, request)
+        if isinstance(decision, Queued):
+            queued = _Queued(router=router, since_s=now, arrival=arrival, quoted=quoted, resume=resume)
+            return self._queue(now, request.id, queued, outcomes)
+        answer = self._answer(now, pool, decision, arrival, quoted)
+        self._settle(now, (router, outcomes))
         return answer
 
-    def pick_bodiless(self, subset: frozenset[str] | None) -> Picked | Refused:
+    def pick_bodiless(self, now: float, subset: frozenset[str] | None) -> Picked | Refused:
         """Choose any member for a request without a prompt: of the first pool that has one."""
-        for router in self._routers.values():
+        for router in self._served:
             endpoints = router.any_endpoints(subset)
             if endpoints:
                 pool = router.pool
-                self._observer.routed_bodiless(pool.id)
+                self._report(RoutedBodiless(now=now, pool=pool.id))
                 return Picked(destination=",".join(endpoints), cluster=cluster_name(pool.namespace, pool.name))
-        return self.refuse(no_endpoint(""))
+        return self._reject(now, no_endpoint(""), None)
 
-    def refuse(self, refused: Refused, headers: Mapping[str, str] | None = None) -> Refused:
-        """Report a refusal, whoever decided it; return it. ``headers`` are ``pick``'s, where no pick came before."""
-        self._observer.refused(refused)
-        return refused
+    def refuse(self, now: float, refused: Refused, headers: Mapping[str, str]) -> Refused:
+        """Report a rejection that ``stream`` decided before any pick; return it. ``headers`` are ``pick``'s."""
+        return self._reject(now, refused, Arrival(at_s=now, headers=headers))
 
     def first_token(self, now: float, request_id: str) -> None:
-        """Take note that the first chunk of a request's event stream came back."""
-        for router in self._routers.values():
-            first_token = router.on_first_token(now, request_id)
-            if first_token is not None:
-                self._observer.first_token(router.pool.id, first_token)
-                self._settle(now, router)
-                return
+        """Record that the first chunk of a request's event stream came back."""
+        router = self._owners.get(request_id)
+        if router is None:
+            return
+        first_token, outcomes = router.on_first_token(now, request_id)
+        if first_token is not None:
+            self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
+        self._settle(now, (router, outcomes))
 
     def heard(self, now: float, request_id: str) -> None:
-        """Take note that a request's response is still going on, so that it is not forgotten."""
-        for router in self._routers.values():
+        """Record that a request's response continues, so that the request does not expire."""
+        router = self._owners.get(request_id)
+        if router is not None:
             router.on_heard(now, request_id)
 
     def served(self, now: float, request_id: str, endpoint: str) -> None:
-        """Take note of the endpoint that Envoy says served a request."""
-        for router in self._routers.values():
-            if router.on_served(now, request_id, endpoint):
-                self._observer.served_elsewhere(router.pool.id)
-                self._settle(now, router)
-                return
+        """Record the endpoint that served a request, as Envoy reports it."""
+        router = self._owners.get(request_id)
+        if router is None:
+            return
+        elsewhere, outcomes = router.on_served(now, request_id, endpoint)
+        if elsewhere:
+            self._report(ServedElsewhere(now=now, pool=router.pool.id))
+        self._settle(now, (router, outcomes))
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Close a request whose response is complete. Usage may come now, later, or never."""
-        for router in self._routers.values():
-            completion = router.on_finished(now, request_id, usage)
-            if completion is not None:
-                pool = router.pool.id
-                self._observer.finished(pool, completion)
-                if completion.measured_cached_tokens is None:
-                    self._remember(request_id, pool, completion)
-                else:
-                    self._observer.measured(pool, completion)
-                self._settle(now, router)
-                return
-        self._measure(request_id, usage)
+        if not self._end(now, request_id, lambda router: router.on_finished(now, request_id, usage), Ending.FINISHED):
+            self._measure(now, request_id, usage)
 
     def rejected(self, now: float, request_id: str) -> None:
-        """Close a request that the engine did not take: no more was prefilled of it than of an aborted one."""
-        self._leave(now, request_id, PoolRouter.on_aborted, self._observer.rejected)
+        """Close a request that the engine rejected: it prefilled no more of it than of an aborted one."""
+        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.REJECTED)
 
     def aborted(self, now: float, request_id: str) -> None:
-        """Close a request that was cancelled or broke off; one that is held gives up its place."""
-        held = self._held.pop(request_id, None)
-        self._leave(now, request_id, PoolRouter.on_aborted, self._observer.aborted)
-        if held is not None:
-            self._observer.waited(held.router.pool.id, now - held.since_s)
-            self._settle(now, held.router)
+        """Close a request that was cancelled or broke off; a queued one leaves its queue."""
+        queued = self._queued.pop(request_id, None)
+        self._end(now, request_id, lambda router: router.on_aborted(now, request_id), Ending.ABORTED, queued)
 
     def failed(self, now: float, request_id: str) -> None:
-        """Close a request that its instance failed to serve."""
-        self._leave(now, request_id, PoolRouter.on_failed, self._observer.failed)
+        """Close a request that its member failed to serve."""
+        self._end(now, request_id, lambda router: router.on_failed(now, request_id), Ending.FAILED)
 
     def access_log(self, now: float, entry: AccessLogEntry) -> None:
-        """Take how a request ended, by Envoy's access log; it may be another router's, or have ended for us before."""
-        if entry.request_id in self._held:
-            # Envoy does not know this id yet, so it is not Envoy who speaks.
+        """Close a request by its entry in Envoy's access log; ids that are unknown or already closed are ignored."""
+        if entry.request_id in self._queued:
+            # Envoy does not know the id of a queued request yet, so this entry is not Envoy's.
             return
         if entry.served_endpoint is not None:
             self.served(now, entry.request_id, entry.served_endpoint)
-        if entry.ending is Ending.FINISHED:
-            self.finished(now, entry.request_id, entry.usage)
-        elif entry.ending is Ending.REJECTED:
-            self.rejected(now, entry.request_id)
-        else:
-            end = self.failed if entry.ending is Ending.FAILED else self.aborted
-            end(now, entry.request_id)
-            # A client that closes as soon as it has the whole answer looks gone to Envoy: the answer's usage is good.
-            self._measure(entry.request_id, entry.usage)
+        match entry.ending:
+            case Ending.FINISHED:
+                self.finished(now, entry.request_id, entry.usage)
+            case Ending.REJECTED:
+                self.rejected(now, entry.request_id)
+            case Ending.ABORTED | Ending.FAILED:
+                end = self.failed if entry.ending is Ending.FAILED else self.aborted
+                end(now, entry.request_id)
+                # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
+                self._measure(now, entry.request_id, entry.usage)
 
     def take_news(self, now: float) -> tuple[tuple[str, News], ...]:
-        """Return each pool's id and what this replica has to tell the others about it."""
-        return tuple((name, router.take_news(now)) for name, router in self._routers.items())
+        """Return each pool's id and the replication update that this replica has for the others."""
+        return tuple((router.pool.id, router.take_news(now)) for router in self._served)
 
     def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
-        """Take what replica ``peer`` told about a pool ``age_s`` ago; a pool not served here is nobody's business."""
-        router = self._routers.get(pool)
+        """Apply replica ``peer``'s update about a pool, ``age_s`` old; pools that are not served here are ignored."""
+        router = self._served.router(pool)
         if router is not None:
-            router.on_news(now, peer, news, age_s)
-            self._settle(now, router)
+            self._settle(now, (router, router.on_news(now, peer, news, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
-        """Take what the store says of a pool's sessions."""
-        router = self._routers.get(pool)
+        """Apply what the store has of a pool's sessions."""
+        router = self._served.router(pool)
         if router is not None:
             router.on_bindings(now, bindings)
-            self._settle(now, router)
 
     def next_deadline(self) -> float | None:
-        """Return when ``on_deadline`` wants to be called next, or None."""
-        deadlines = [router.next_deadline() for router in self._routers.values()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        """Return the time at which ``on_deadline`` is due next, or None."""
+        return self._served.next_deadline()
 
     @property
     def holding(self) -> bool:
-        """Whether any request is held, so that whatever happens may bring an earlier deadline."""
-        return bool(self._held)
+        """Whether any request is queued, so that any event may bring an earlier deadline."""
+        return bool(self._queued)
 
     def on_first_held(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called whenever a request is held while no other is."""
+        """Have ``wake`` called whenever a request is queued while no other is."""
         self._on_first_held = wake
 
-    def on_held(self, told: Callable[[str], None]) -> None:
-        """Have ``told`` called with the pool of every request that is held."""
-        self._on_held = told
-
     def on_deadline(self, now: float) -> None:
-        """Do what is due: let held requests go or refuse them, forget requests of which nothing was heard for long."""
-        for router in tuple(self._routers.values()):
-            for completion in router.on_deadline(now):
-                self._observer.expired(router.pool.id, completion)
-            self._settle(now, router)
+        """Do what is due: release or reject queued requests, and expire requests of which nothing was heard."""
+        for router in self._served:
+            expired, outcomes = router.on_deadline(now)
+            for completion in expired:
+                del self._owners[completion.request_id]
+                self._report(Expired(now=now, pool=router.pool.id, completion=completion))
+            self._settle(now, (router, outcomes))
 
-    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolStatus, ...]:
-        """Return what this router knows at this moment of each pool, or of those of ``pools`` that it serves."""
-        return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)
+    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
+        """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
+        return self._served.statuses(pools)
 
-    def _session(self, name: str, root: int) -> int | None:
-        """Return the session of a request by its name; an endless one names none."""
-        return session_key(name, root) if 0 < len(name) <= self._limits.session_characters else None
-
-    def _quoted(self, prompt: Prompt, headers: Mapping[str, str]) -> Mapping[str, object]:
-        """Return what the log quotes of a request where it may."""
-        text = prompt.text.decode("utf-8", "replace")[: self._limits.quoted_characters]
-        return {"prompt": text, "headers": {name: ascii(value) for name, value in headers.items()}}
-
-    def _answer(self, pool: Pool, outcome: Decision | Refusal, quoted: Mapping[str, object]) -> Picked | Refused:
-        """Report what a pool's router decided; return it as the stream wants it."""
-        if isinstance(outcome, Refusal):
-            return self.refuse(refused_by_router(pool.id, outcome))
-        self._observer.routed(pool.id, outcome)
+    def _answer(
+        self,
+        now: float,
+        pool: Pool,
+        outcome: Outcome,
+        arrival: Arrival,
+        quoted: Mapping[str, object],
+        queued_s: float | None = None,
+    ) -> Picked | Refused:
+        """Report the outcome of a pool's router; return it as the stream's answer."""
+        if isinstance(outcome, Rejection):
+            del self._owners[outcome.request_id]
+            return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s)
+        self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=arrival, queued_s=queued_s))
         if _log.debugging:
-            _log.debug("routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
+            _log.debug("Routed", request_id=outcome.request_id, **outcome.receipt.as_json(), **quoted)
         return Picked(
             destination=outcome.destination,
             cluster=cluster_name(pool.namespace, pool.name),
@@ -343,61 +320,93 @@ class Picker:
             decision=outcome,
         )
 
-    def _hold(self, now: float, request_id: str, held: _Held) -> Picked | Refused | Waiting:
-        """Keep a request that its router holds until the router decides, which it may have done meanwhile."""
-        at_once: list[Picked | Refused] = []
-        self._held[request_id] = replace(held, resume=at_once.append)
-        self._settle(now, held.router)
-        if at_once:
-            return at_once[0]
-        self._held[request_id] = held
-        if len(self._held) == 1:
+    def _reject(self, now: float, refused: Refused, arrival: Arrival | None, queued_s: float | None = None) -> Refused:
+        """Report a rejection; return it."""
+        self._report(Rejected(now=now, pool=refused.pool, refused=refused, arrival=arrival, queued_s=queued_s))
+        return refused
+
+    def _queue(
+        self, now: float, request_id: str, queued: _Queued, outcomes: tuple[Outcome, ...]
+    ) -> Picked | Refused | Waiting:
+        """Keep a queued request until its router decides; resume the others that its arrival released.
+
+        A resumed stream may end its request, which may release this one, too: then its answer is returned.
+        """
+        self._queued[request_id] = queued
+        answer = self._settle(now, (queued.router, outcomes), arriving=request_id)
+        if answer is not None:
+            return answer
+        if len(self._queued) == 1:
             self._on_first_held()
-        self._on_held(held.router.pool.id)
+        self._report(Enqueued(now=now, pool=queued.router.pool.id))
         if _log.debugging:
-            _log.debug("held", request_id=request_id, pool=held.router.pool.id)
+            _log.debug("Queued", request_id=request_id, pool=queued.router.pool.id)
         return Waiting(request_id=request_id)
 
-    def _settle(self, now: float, router: PoolRouter) -> None:
-        """Resume the held requests that a router has decided on by now."""
-        if not self._held:
-            return
-        answers = [
-            (outcome.request_id, self._answer(router.pool, outcome, self._held[outcome.request_id].quoted))
-            for outcome in router.take_outcomes()
-        ]
-        # All of them are in the books before anybody hears of it: whoever is told may come back to the picker.
-        for request_id, answer in answers:
-            self._resume(now, request_id, answer)
+    def _settle(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
+        """Resume the queued requests that routers released or rejected.
 
-    def _resume(self, now: float, request_id: str, answer: Picked | Refused) -> None:
-        held = self._held.pop(request_id, None)
-        if held is not None:
-            self._observer.waited(held.router.pool.id, now - held.since_s)
-            held.resume(answer)
+        Return the answer of the request ``arriving`` if it is among them: its stream has not been told that it waits.
+        All outcomes of a call are reported before the first stream is resumed. What a resumed stream releases in turn
+        is resumed after it, by the outermost call.
+        """
+        for router, outcomes in effects:
+            for each in outcomes:
+                queued = self._queued[each.request_id]
+                waited_s = now - queued.since_s
+                answer = self._answer(now, router.pool, each, queued.arrival, queued.quoted, waited_s)
+                self._released.append((each.request_id, answer))
+        return None if self._resuming else self._resume(arriving)
 
-    def _leave(
+    def _resume(self, arriving: str) -> Picked | Refused | None:
+        """Resume the streams of all released requests; return the answer of ``arriving``, if it is one of them."""
+        arrived: Picked | Refused | None = None
+        self._resuming = True
+        try:
+            while self._released:
+                request_id, answer = self._released.popleft()
+                queued = self._queued.pop(request_id, None)
+                if queued is None:
+                    continue
+                if request_id == arriving:
+                    arrived = answer
+                else:
+                    queued.resume(answer)
+        finally:
+            self._resuming = False
+        return arrived
+
+    def _end(
         self,
         now: float,
         request_id: str,
-        end: Callable[[PoolRouter, float, str], Completion | None],
-        report: Callable[[str, Completion], None],
-    ) -> None:
-        """Close a request that nothing good came of, and report it."""
-        for router in self._routers.values():
-            completion = end(router, now, request_id)
-            if completion is not None:
-                report(router.pool.id, completion)
-                self._settle(now, router)
-                return
+        end: Callable[[PoolRouter], Effects[Completion | None]],
+        ending: Ending,
+        queued: _Queued | None = None,
+    ) -> bool:
+        """End a request at its router and report it; return whether it was in flight.
 
-    def _remember(self, request_id: str, pool: str, completion: Completion) -> None:
-        self._ended[request_id] = (pool, completion)
-        if len(self._ended) > self._limits.ended_requests:
-            self._ended.popitem(last=False)
+        One that was taken out of its queue may be in flight: released a moment ago, and its stream not yet resumed.
+        """
+        router = self._owners.get(request_id)
+        if router is None:
+            return False
+        pool, (completion, outcomes) = router.pool.id, end(router)
+        if completion is not None:
+            del self._owners[request_id]
+            self._report(Ended(now=now, pool=pool, ending=ending, completion=completion))
+            if completion.measured_cached_tokens is not None:
+                self._report(Measured(now=now, pool=pool, completion=completion))
+            elif ending is Ending.FINISHED:
+                self._ended.add(pool, completion)
+        elif queued is not None:
+            del self._owners[request_id]
+            self._report(Abandoned(now=now, pool=pool, arrival=queued.arrival, queued_s=now - queued.since_s))
+        self._settle(now, (router, outcomes))
+        return completion is not None
 
-    def _measure(self, request_id: str, usage: Usage | None) -> None:
-        """Report what the engine measured for a request that had ended before its usage was known."""
-        pool, completion = self._ended.pop(request_id, ("", None))
-        if completion is not None and usage is not None and usage.cached_tokens is not None:
-            self._observer.measured(pool, replace(completion, measured_cached_tokens=usage.cached_tokens))
+    def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
+        """Report the engine's measurement for a request that had ended before its usage was known."""
+        measured = self._ended.measure(request_id, usage)
+        if measured is not None:
+            self._report(Measured(now=now, pool=measured[0], completion=measured[1]))

@@ -1,6 +1,5 @@
-"""State that the routers of a pool share: prefix hotness, loads, placements, session bindings.
+"""State that the routers of a pool share: prefix hotness, loads, placements, session bindings (docs/state.md).
 
-``exchange`` is the task that carries news between the picker and a store ten times a second, ``contract`` what it asks
-of a store, ``memory`` and ``redis`` the two stores there are. A request never waits for any of this: decisions are
-taken from the router's own state, into which the others' news is merged when it comes. docs/state.md has the keys.
+``exchange`` carries replication updates between the picker and a store ten times a second; ``memory`` and ``redis`` are
+the stores. No request waits for a store. May import ``settings``; only ``redis`` imports the Redis client.
 """

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report, Share
 
 NODES_MAX: Final = 4096

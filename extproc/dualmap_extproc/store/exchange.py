@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
-from dualmap.keys.hotness import HotnessCounts
 from dualmap.pools.pool import Pool
-from dualmap.replicas.news import News, SharedBinding
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding
 from dualmap.scaling.shares import Report
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError

@@ -17,8 +17,7 @@ from redis.exceptions import AuthenticationError, MovedError, NoPermissionError,
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, SharedBinding
+from dualmap.replicas.news import HotnessCounts, News, SharedBinding
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.scaling.shares import REMEMBERED_S
 from dualmap_extproc.store.codec import (

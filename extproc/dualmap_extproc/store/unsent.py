@@ -12,8 +12,7 @@ from itertools import islice
 from math import inf
 from typing import Final, TypeVar
 
-from dualmap.keys.hotness import HotnessCounts
-from dualmap.replicas.news import News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
 from dualmap_extproc.store.codec import NODES_MAX
 
 HOTNESS_S: Final = 10.0

@@ -1,20 +1,57 @@
-"""What the data path counts, as plain numbers: ``metrics`` adds to them and shows them at a scrape.
+"""Counts what happens to requests, by pool and endpoint, and makes Prometheus series of the counts at a scrape.
 
-The event loop adds while another thread may read: each number is right, together they may be an event apart.
+``RequestCounts`` subscribes to observations. It counts in plain numbers: an increment of prometheus_client's takes 1 us
+and a histogram's observation 2 us, ten to twenty times as much. The event loop adds while another thread may read: each
+number is right, together they may be an event apart. An endpoint or pool that goes takes its counts along, so that no
+series of it stays behind.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dualmap.pools.pool import Pool
+from dualmap.requests import Completion
+from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.observations import (
+    Abandoned,
+    Decided,
+    Ended,
+    Expired,
+    FanOut,
+    FirstTokenSeen,
+    Measured,
+    Rejected,
+    Routed,
+    RoutedBodiless,
+    ServedElsewhere,
+)
+
+# Around the objectives that pools set: 100 ms to 10 min by the schema, seconds in practice (5 s in the paper).
+_TTFT_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120)
+# Up to the longest queueing time that pools may set, 10 min.
+_QUEUED_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+# A decision takes a few hundred microseconds; a long prompt takes milliseconds.
+_DECISION_BUCKETS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+
+_POOL: Final = ("pool",)
+_ENDPOINT: Final = ("pool", "endpoint")
+_MET, _MISSED = "met", "missed"
+_EXPIRED: Final = "expired"
+_OUTCOMES: Final = (*(ending.value for ending in Ending), _EXPIRED)
 
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """What became of one pool's requests since this router began to serve it; every number only grows.
+    """Totals of one pool's requests since this router began to serve it; every number only grows.
 
-    ``first_tokens`` counts responses whose first token was seen (event streams), ``slo_met`` those of them in time.
-    ``prompt_tokens`` and ``predicted_cached_tokens`` are the router's estimates for all requests it routed,
+    ``first_tokens`` counts responses whose first token was seen (event streams), ``slo_met`` those within the SLO.
+    ``prompt_tokens`` and ``predicted_cached_tokens`` are the router's estimates for all requests it routed;
     ``measured_cached_tokens`` is what engines reported.
     """
 
@@ -28,7 +65,7 @@ class Traffic:
 
 
 class Distribution:
-    """How often values fell up to each of the ascending ``bounds``, or beyond the last, and their sum."""
+    """Counts of values up to each of the ascending ``bounds`` and beyond the last, and the sum of the values."""
 
     __slots__ = ("_bounds", "_counts", "total")
 
@@ -43,33 +80,269 @@ class Distribution:
         self.total += value
 
     def cumulative(self) -> list[int]:
-        """Return how many values were at most each bound, and last how many there were."""
+        """Return the count of values up to each bound, and last the count of all."""
         return list(accumulate(self._counts))
 
 
 @dataclass(slots=True, kw_only=True)
-class EndpointCounts:
-    """What was counted of one endpoint; ``checked_cached_tokens`` is what was predicted of requests measured since."""
+class _EndpointCounts:
+    """Counts of one endpoint; ``checked_cached_tokens`` are the predicted ones of requests measured since."""
 
     requests: int = 0
     prompt_tokens: int = 0
     predicted_cached_tokens: int = 0
     checked_cached_tokens: int = 0
     measured_cached_tokens: int = 0
-    outcomes: dict[str, int]
-    first_tokens: dict[str, int]
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_OUTCOMES, 0))
+    first_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys((_MET, _MISSED), 0))
 
 
 @dataclass(slots=True, kw_only=True)
-class PoolCounts:
-    """What was counted of one pool, and of its endpoints by member id."""
+class _PoolCounts:
+    """Counts of one pool, and of its endpoints by member id."""
 
-    ttft_s: Distribution
-    predicted_ttft_s: Distribution
-    held_s: Distribution
+    ttft_s: Distribution = field(default_factory=lambda: Distribution(_TTFT_BUCKETS_S))
+    predicted_ttft_s: Distribution = field(default_factory=lambda: Distribution(_TTFT_BUCKETS_S))
+    queued_s: Distribution = field(default_factory=lambda: Distribution(_QUEUED_BUCKETS_S))
     bodiless: int = 0
     served_elsewhere: int = 0
     traffic: Traffic = field(default_factory=Traffic)
-    endpoints: dict[str, EndpointCounts] = field(default_factory=dict)
+    endpoints: dict[str, _EndpointCounts] = field(default_factory=dict)
     rules: dict[str, int] = field(default_factory=dict)
-    refusals: dict[str, int] = field(default_factory=dict)
+    rejections: dict[str, int] = field(default_factory=dict)
+
+
+# Name, help, and the value's place in the counts.
+_ENDPOINT_COUNTERS: Final[tuple[tuple[str, str, Callable[[_EndpointCounts], int]], ...]] = (
+    ("dualmap_requests", "Requests sent to the endpoint.", lambda counts: counts.requests),
+    ("dualmap_prompt_tokens", "Prompt tokens sent to the endpoint, estimated.", lambda counts: counts.prompt_tokens),
+    (
+        "dualmap_predicted_cached_tokens",
+        "Prompt tokens predicted to be cached.",
+        lambda counts: counts.predicted_cached_tokens,
+    ),
+    (
+        "dualmap_checked_cached_tokens",
+        "Prompt tokens predicted to be cached, of requests whose cached tokens were measured.",
+        lambda counts: counts.checked_cached_tokens,
+    ),
+    (
+        "dualmap_measured_cached_tokens",
+        "Prompt tokens that the engine reported as cached.",
+        lambda counts: counts.measured_cached_tokens,
+    ),
+)
+# The same by one more label.
+_ENDPOINT_KINDS: Final[tuple[tuple[str, str, str, Callable[[_EndpointCounts], dict[str, int]]], ...]] = (
+    ("dualmap_completions", "Requests that ended, by outcome.", "outcome", lambda counts: counts.outcomes),
+    ("dualmap_first_tokens", "First tokens, within the SLO or not.", "slo", lambda counts: counts.first_tokens),
+)
+_POOL_COUNTERS: Final[tuple[tuple[str, str, Callable[[_PoolCounts], int]], ...]] = (
+    ("dualmap_bodiless_requests", "Requests without a prompt, sent to any endpoint.", lambda counts: counts.bodiless),
+    (
+        "dualmap_served_elsewhere",
+        "Requests served by another endpoint than the chosen one.",
+        lambda counts: counts.served_elsewhere,
+    ),
+)
+_POOL_DISTRIBUTIONS: Final[tuple[tuple[str, str, Sequence[float], Callable[[_PoolCounts], Distribution]], ...]] = (
+    (
+        "dualmap_ttft_seconds",
+        "Time from arrival to first token, in seconds.",
+        _TTFT_BUCKETS_S,
+        lambda counts: counts.ttft_s,
+    ),
+    (
+        "dualmap_predicted_ttft_seconds",
+        "Time from arrival to first token as predicted at the decision, in seconds.",
+        _TTFT_BUCKETS_S,
+        lambda counts: counts.predicted_ttft_s,
+    ),
+    (
+        "dualmap_held_seconds",
+        "Time that queued requests waited in the router, in seconds.",
+        _QUEUED_BUCKETS_S,
+        lambda counts: counts.queued_s,
+    ),
+)
+
+
+class RequestCounts(Collector):
+    """The counts of one router. All methods but ``collect`` belong to the event loop.
+
+    ``set_pools`` must precede observations of a pool or member. Observations of an unknown endpoint (a request that
+    outlives it) count for the pool only.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _PoolCounts] = {}
+        self._decision_s = Distribution(_DECISION_BUCKETS_S)
+        # Rejections of requests that reached no pool, by code.
+        self._poolless: dict[str, int] = {}
+
+    @property
+    def pools(self) -> set[str]:
+        """The pools that are counted, by ``namespace/name``."""
+        return set(self._pools)
+
+    def subscribe(self, observations: FanOut) -> None:
+        """Count these observations."""
+        observations.subscribe(Routed, self._routed)
+        observations.subscribe(RoutedBodiless, self._routed_bodiless)
+        observations.subscribe(Rejected, self._rejected)
+        observations.subscribe(Abandoned, self._abandoned)
+        observations.subscribe(Decided, self._decided)
+        observations.subscribe(FirstTokenSeen, self._first_token)
+        observations.subscribe(Ended, self._ended)
+        observations.subscribe(Expired, self._expired)
+        observations.subscribe(Measured, self._measured)
+        observations.subscribe(ServedElsewhere, self._served_elsewhere)
+
+    def set_pools(self, pools: Iterable[Pool]) -> None:
+        """Keep counts of exactly these pools and their members; counts of those that stay go on."""
+        members = {pool.id: {member.id for member in pool.members} for pool in pools}
+        for pool in self._pools.keys() - members.keys():
+            del self._pools[pool]
+        for pool, present in members.items():
+            endpoints = self._pools.setdefault(pool, _PoolCounts()).endpoints
+            for endpoint in endpoints.keys() - present:
+                del endpoints[endpoint]
+            for endpoint in sorted(present - endpoints.keys()):
+                endpoints[endpoint] = _EndpointCounts()
+
+    def traffic(self, pool: str) -> Traffic:
+        """Return a pool's totals (``pool`` is ``namespace/name``); zeros for an unknown pool."""
+        counts = self._pools.get(pool)
+        return Traffic() if counts is None else counts.traffic
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family (prometheus_client's Collector), in the scrape's thread."""
+        # Lists, here and below: the event loop may add a pool, an endpoint or a rule meanwhile.
+        pools = list(self._pools.items())
+        yield from _endpoint_families(pools)
+        for name, text, pool_count in _POOL_COUNTERS:
+            family = CounterMetricFamily(name, text, labels=_POOL)
+            for pool, counts in pools:
+                family.add_metric((pool,), pool_count(counts))
+            yield family
+        rules = [(pool, counts.rules) for pool, counts in pools]
+        yield _by_kind("dualmap_decisions", "Routing decisions, by rule.", "rule", rules)
+        rejections = [("", self._poolless), *((pool, counts.rejections) for pool, counts in pools)]
+        yield _by_kind("dualmap_refused_requests", "Requests answered with an error, by code.", "code", rejections)
+        for name, text, bounds, distribution in _POOL_DISTRIBUTIONS:
+            histogram = HistogramMetricFamily(name, text, labels=_POOL)
+            for pool, counts in pools:
+                _add(histogram, (pool,), bounds, distribution(counts))
+            yield histogram
+        text = "Time from a whole request body to the answer, in seconds."
+        decisions = HistogramMetricFamily("dualmap_decision_seconds", text, labels=())
+        _add(decisions, (), _DECISION_BUCKETS_S, self._decision_s)
+        yield decisions
+
+    def _routed(self, routed: Routed) -> None:
+        counts = self._pools.get(routed.pool)
+        if counts is None:
+            return
+        if routed.queued_s is not None:
+            counts.queued_s.observe(routed.queued_s)
+        receipt = routed.decision.receipt
+        traffic = counts.traffic
+        traffic.requests += 1
+        traffic.prompt_tokens += receipt.prompt_tokens
+        traffic.predicted_cached_tokens += receipt.matched_tokens
+        counts.rules[receipt.rule] = counts.rules.get(receipt.rule, 0) + 1
+        endpoint = counts.endpoints.get(receipt.chosen)
+        if endpoint is not None:
+            endpoint.requests += 1
+            endpoint.prompt_tokens += receipt.prompt_tokens
+            endpoint.predicted_cached_tokens += receipt.matched_tokens
+
+    def _routed_bodiless(self, routed: RoutedBodiless) -> None:
+        if routed.pool in self._pools:
+            self._pools[routed.pool].bodiless += 1
+
+    def _rejected(self, rejected: Rejected) -> None:
+        """Count an error answer; one that reached no pool, or whose pool is gone, has an empty ``pool`` label."""
+        counts = self._pools.get(rejected.pool)
+        if counts is not None:
+            counts.traffic.refused += 1
+            if rejected.queued_s is not None:
+                counts.queued_s.observe(rejected.queued_s)
+        rejections = self._poolless if counts is None else counts.rejections
+        code = rejected.refused.code
+        rejections[code] = rejections.get(code, 0) + 1
+
+    def _abandoned(self, abandoned: Abandoned) -> None:
+        counts = self._pools.get(abandoned.pool)
+        if counts is not None:
+            counts.queued_s.observe(abandoned.queued_s)
+
+    def _decided(self, decided: Decided) -> None:
+        self._decision_s.observe(decided.seconds)
+
+    def _first_token(self, seen: FirstTokenSeen) -> None:
+        counts, first_token = self._pools.get(seen.pool), seen.first_token
+        if counts is None:
+            return
+        counts.ttft_s.observe(first_token.ttft_s)
+        counts.predicted_ttft_s.observe(first_token.predicted_ttft_s)
+        counts.traffic.first_tokens += 1
+        counts.traffic.slo_met += first_token.within_slo
+        endpoint = counts.endpoints.get(first_token.member)
+        if endpoint is not None:
+            endpoint.first_tokens[_MET if first_token.within_slo else _MISSED] += 1
+
+    def _ended(self, ended: Ended) -> None:
+        self._count_outcome(ended.pool, ended.completion, ended.ending.value)
+
+    def _expired(self, expired: Expired) -> None:
+        self._count_outcome(expired.pool, expired.completion, _EXPIRED)
+
+    def _measured(self, measured: Measured) -> None:
+        """Count the cached tokens an engine reported, beside those predicted for the same request."""
+        counts, completion = self._pools.get(measured.pool), measured.completion
+        if counts is None or completion.measured_cached_tokens is None:
+            return
+        counts.traffic.measured_cached_tokens += completion.measured_cached_tokens
+        endpoint = counts.endpoints.get(completion.member)
+        if endpoint is not None:
+            endpoint.checked_cached_tokens += completion.predicted_cached_tokens
+            endpoint.measured_cached_tokens += completion.measured_cached_tokens
+
+    def _served_elsewhere(self, served: ServedElsewhere) -> None:
+        if served.pool in self._pools:
+            self._pools[served.pool].served_elsewhere += 1
+
+    def _count_outcome(self, pool: str, completion: Completion, outcome: str) -> None:
+        counts = self._pools.get(pool)
+        endpoint = None if counts is None else counts.endpoints.get(completion.member)
+        if endpoint is not None:
+            endpoint.outcomes[outcome] += 1
+
+
+def _endpoint_families(pools: Sequence[tuple[str, _PoolCounts]]) -> Iterator[Metric]:
+    endpoints = [((pool, each), counted) for pool, counts in pools for each, counted in list(counts.endpoints.items())]
+    for name, text, count in _ENDPOINT_COUNTERS:
+        family = CounterMetricFamily(name, text, labels=_ENDPOINT)
+        for labels, counted in endpoints:
+            family.add_metric(labels, count(counted))
+        yield family
+    for name, text, label, kinds in _ENDPOINT_KINDS:
+        family = CounterMetricFamily(name, text, labels=(*_ENDPOINT, label))
+        for labels, counted in endpoints:
+            for kind, number in kinds(counted).items():
+                family.add_metric((*labels, kind), number)
+        yield family
+
+
+def _by_kind(name: str, text: str, label: str, pools: Sequence[tuple[str, Mapping[str, int]]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=(*_POOL, label))
+    for pool, kinds in pools:
+        for kind, number in list(kinds.items()):
+            family.add_metric((pool, kind), number)
+    return family
+
+
+def _add(family: HistogramMetricFamily, labels: Sequence[str], bounds: Sequence[float], of: Distribution) -> None:
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    family.add_metric(labels, list(zip(names, of.cumulative(), strict=True)), sum_value=of.total)

@@ -1,45 +1,46 @@
-"""The metrics port: ``GET /metrics`` for Prometheus and ``GET /pools`` for people and the operator's drain (CONTRACT).
+"""The metrics port: ``GET /metrics`` for Prometheus, ``GET /pools`` for people and the operator, and the dashboard.
 
-With ``dashboard.routes``, which it serves where it is given, all that knows aiohttp. It shares the event loop with
-routing, so it takes the statuses there, which is quick, and has the page written by a thread, which for a thousand
-endpoints is not.
+It shares the event loop with routing: it takes the statuses there, which is quick. A thread writes the metrics page,
+which takes long for a thousand endpoints.
 """
 
 import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
+from dualmap.scaling.scaling import PoolSignals
 from dualmap_edge.ports import IDLE_TIMEOUT_S
 from dualmap_extproc.telemetry.counts import Traffic
 from dualmap_extproc.telemetry.dashboard.routes import Dashboard
 from dualmap_extproc.telemetry.metrics import CONTENT_TYPE, Metrics
 
 CONNECTIONS_MAX: Final = 256
-"""Open at a time: whoever opens more and asks nothing must not take the file descriptors that routing needs."""
+"""Connections open at a time; further ones would take file descriptors that routing needs."""
 STALLED_TIMEOUT_S: Final = 30.0
-"""So long may a client take nothing of what it is sent."""
+"""A client that reads nothing of an answer for this long is disconnected."""
 
 
 class StatusServer:
-    """Serves what ``statuses`` and ``metrics`` say at the time of each request; ``router`` is this router's name.
+    """Serves ``metrics`` with the ``statuses`` and ``signals`` at each request; ``router`` is this router's name.
 
-    Without ``dashboard`` there is nothing at ``/``. Who has asked nothing whole for ``idle_timeout_s``, or takes
-    nothing of an answer for ``stalled_timeout_s``, is cut off: however many do so, Prometheus finds a connection.
+    Without ``dashboard`` there is nothing at ``/``. A client that completes no request within ``idle_timeout_s``, or
+    reads nothing of an answer for ``stalled_timeout_s``, is disconnected, so that Prometheus finds a free connection.
     """
 
     def __init__(
         self,
         *,
         router: str,
-        statuses: Callable[[], tuple[PoolStatus, ...]],
+        statuses: Callable[[], tuple[PoolSnapshot, ...]],
+        signals: Callable[[Sequence[PoolSnapshot]], Mapping[str, PoolSignals]],
         metrics: Metrics,
         dashboard: Dashboard | None = None,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
@@ -47,10 +48,11 @@ class StatusServer:
     ) -> None:
         self._router = router
         self._statuses = statuses
+        self._signals = signals
         self._metrics = metrics
         self._dashboard = dashboard
         self._stalled_timeout_s = stalled_timeout_s
-        # One page at a time: several threads that write one would leave the event loop little of the interpreter.
+        # One page at a time: several threads would leave the event loop little time of the interpreter.
         self._writing = asyncio.Lock()
         application = web.Application()
         application.add_routes(
@@ -62,8 +64,8 @@ class StatusServer:
         )
         if dashboard is not None:
             application.add_routes(dashboard.routes())
-        # aiohttp's time for keeping a connection begins with it and after each answer, whatever part of a request
-        # comes, and stands still while one is answered. At the end none is worth waiting its usual minute for.
+        # aiohttp's keepalive timeout starts with a connection and after each answer, and pauses while one is answered.
+        # A shutdown does not wait aiohttp's default minute for open connections.
         self._runner = web.AppRunner(
             application, access_log=None, shutdown_timeout=1.0, logger=_logger(), keepalive_timeout=idle_timeout_s
         )
@@ -78,7 +80,7 @@ class StatusServer:
             await self._runner.cleanup()
             raise
         if sys.platform == "linux":
-            # Connections inherit it. aiohttp waits for ever for a client that reads nothing, and asyncio with closing.
+            # Connections inherit the option. aiohttp and asyncio wait without end for a client that reads nothing.
             for listening in self._listener.sockets:
                 timeout_ms = int(self._stalled_timeout_s * 1000)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
@@ -86,13 +88,13 @@ class StatusServer:
         return bound
 
     def _admit(self) -> asyncio.Protocol:
-        """Return what speaks with a new connection."""
+        """Return the protocol of a new connection; one too many is closed."""
         server = self._runner.server
         assert server is not None
-        return server() if len(server.connections) < CONNECTIONS_MAX else _TurnedAway()
+        return server() if len(server.connections) < CONNECTIONS_MAX else _Closed()
 
     async def close(self) -> None:
-        """Stop listening and end what is open."""
+        """Stop listening and close open connections."""
         if self._dashboard is not None:
             self._dashboard.close()
         if self._listener is not None:
@@ -102,7 +104,7 @@ class StatusServer:
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         async with self._writing:
             statuses = self._statuses()
-            page = await asyncio.to_thread(self._metrics.render, statuses, self._metrics.signals(statuses))
+            page = await asyncio.to_thread(self._metrics.render, statuses, self._signals(statuses))
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
 
     async def _get_pools(self, _request: web.Request) -> web.Response:
@@ -123,31 +125,31 @@ class StatusServer:
         )
 
 
-class _TurnedAway(asyncio.Protocol):
-    """Closes a connection that is one too many."""
+class _Closed(asyncio.Protocol):
+    """Closes a connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 def _logger() -> logging.Logger:
-    """Return a log for what goes wrong here; what is no HTTP is answered 400, and is its sender's to mend."""
+    """Return a log without errors about invalid HTTP, which is answered 400 and is the client's fault."""
     logger = logging.getLogger(f"{__name__}.aiohttp")
-    logger.addFilter(_by_us)
+    logger.addFilter(_is_ours)
     return logger
 
 
-def _by_us(record: logging.LogRecord) -> bool:
+def _is_ours(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str, object]:
-    """Return what CONTRACT has at ``GET /pools/NAMESPACE/NAME``, as JSON values.
+def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[str, object]:
+    """Return the answer to ``GET /pools/NAMESPACE/NAME``, as JSON values (docs/metrics.md).
 
     ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.
-    ``held`` counts requests that wait in this router: of the whole pool, those that wait for any first member too.
-    The ring version is the one by which requests are picked, which may be a moment behind the one that was read
-    (``pools.adoption``); an endpoint that is ``suspended`` failed several times and is left alone for a while.
+    ``held`` counts the requests queued in this router, those of a pool without members included. The ring version is
+    the one that the picker applies, which may be a moment behind the latest (``app.adoption``). A ``suspended``
+    endpoint failed several times and gets no requests for a while.
     """
     return {
         "router": router,

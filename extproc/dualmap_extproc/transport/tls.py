@@ -1,9 +1,10 @@
 """Transport security of the gRPC and access log ports: ``--tls off|self-signed|DIR`` and ``--tls-client-ca FILE``.
 
-Gateways speak TLS to an endpoint picker by default and do not verify it (PROTOCOLS section 1), hence ``self-signed``.
-A folder holds ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does. With a client CA the ports are only for
-who shows a certificate that it signed. All three files are read again when they change; ``server`` binds the ports.
-cryptography is imported where it is used: a router in plain text starts a tenth of a second earlier without it.
+By default, gateways use TLS to an endpoint picker and do not verify its certificate, hence ``self-signed``. A folder
+holds ``tls.crt`` and ``tls.key``, as a mounted Kubernetes Secret does. With a client CA, clients need a certificate
+that it signed. The router reads the three files again when they change.
+
+Functions import cryptography themselves: a router without TLS starts 0.1 s earlier without it.
 """
 
 import datetime
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _LIFETIME = datetime.timedelta(days=3650)
 _CERTIFICATE_BEGINS = b"-----BEGIN CERTIFICATE-----"
-# A gRPC handshake that has asked for the certificate makes its TLS object of it within microseconds.
+# A gRPC handshake creates its TLS object within microseconds after it has asked for the certificate.
 _SETTLED_S = 0.05
 _log = get_logger(__name__)
 
@@ -32,18 +33,18 @@ Pair: TypeAlias = tuple[bytes, bytes]
 
 
 class TlsError(Exception):
-    """``--tls`` or ``--tls-client-ca`` is no good: the message says which option or file, and what is wrong with it."""
+    """``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file and the fault."""
 
 
 def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], grpc.ServerCredentials] | None:
-    """Return what makes the credentials of one gRPC port, to be called once for each port; None for plain text.
+    """Return a function that makes the credentials of one gRPC port, to be called once a port; None without TLS.
 
-    With ``client_ca`` (a file of PEM certificates) a client must show a certificate that one of them signed.
-    Raises TlsError.
+    With ``client_ca`` (a file of PEM certificates), clients need a certificate that one of them signed. Raises
+    TlsError.
     """
     if tls == "off":
         if client_ca is not None:
-            raise TlsError("--tls-client-ca: means nothing in plain text; give --tls self-signed or --tls DIR too")
+            raise TlsError("--tls-client-ca: requires TLS; also give --tls self-signed or --tls DIR")
         return None
     if tls == "self-signed":
         return Certificates(self_signed(), client_ca).for_port
@@ -53,7 +54,7 @@ def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], 
 
 
 def self_signed() -> Pair:
-    """Make a key and a certificate for it that nobody vouches for; return both as PEM."""
+    """Return a new private key and a self-signed certificate for it, both as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -81,13 +82,13 @@ def self_signed() -> Pair:
 
 
 class Certificates:
-    """What the ports show and whom they trust: as the files say now, or as they said when they were last good.
+    """The certificate and client CA of the ports: those in the files now, or the last valid ones.
 
-    ``pair`` is the pair itself or a folder that holds it as tls.key and tls.crt. Raises TlsError for files that are no
-    good to begin with.
+    ``pair`` is the pair itself, or a folder with tls.key and tls.crt. The constructor raises TlsError for invalid
+    files.
 
-    gRPC asks at every handshake, on threads of its own. Contents are compared, not time stamps: three small files cost
-    less than a handshake, and neither clocks nor the links of a mounted Secret need be understood.
+    gRPC asks for them at every handshake, on its own threads. Contents are compared, not time stamps: reading three
+    small files costs less than a handshake, and works with the symbolic links of a mounted Secret.
     """
 
     def __init__(self, pair: Pair | Path, client_ca: Path | None) -> None:
@@ -99,7 +100,7 @@ class Certificates:
         self._configuration = _configuration(*self._contents)
 
     def for_port(self) -> grpc.ServerCredentials:
-        """Make the credentials of one port: gRPC wants to hear of a change once, and each port must hear of it."""
+        """Return the credentials of one port, which report each change to gRPC once."""
         given = self.current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -107,9 +108,9 @@ class Certificates:
             current = self.current()
             if current is given:
                 return None
-            # gRPC 1.85 frees what it had while another handshake may be about to use it, which ends the process (seen
-            # within a thousand handshakes when each brought a change). It holds a lock around this call that keeps
-            # further handshakes out, and those that are past it are done with it after the pause.
+            # gRPC 1.85 frees the old configuration although another handshake may be about to use it, which crashes the
+            # process (seen within a thousand handshakes when each brought a change). gRPC holds a lock around this call
+            # that stops further handshakes; those already past the lock have finished with it after the pause.
             time.sleep(_SETTLED_S)
             given = current
             return current
@@ -121,19 +122,19 @@ class Certificates:
         )
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """Look at the files and return the last good configuration; a reason to refuse them is logged once in a row."""
+        """Read the files and return the last valid configuration; repeated faults are logged once."""
         with self._lock:
             try:
                 contents = self._read()
                 if contents != self._contents:
                     self._configuration = _configuration(*contents)
                     self._contents = contents
-                    _log.info("changed certificate files taken up")
+                    _log.info("Loaded changed certificate files")
                 self._refused = ""
             except TlsError as error:
-                # Also met half-way through a replacement; the next handshake looks again at whatever comes next.
+                # Also happens while files are being replaced; the next handshake reads them again.
                 if str(error) != self._refused:
-                    _log.warning("certificate files refused, the last good ones serve on", reason=str(error))
+                    _log.warning("Keeping last valid certificates", reason=str(error))
                 self._refused = str(error)
             return self._configuration
 
@@ -145,7 +146,7 @@ class Certificates:
 
 
 def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificateConfiguration:
-    """Check everything that gRPC would only complain of at a handshake. Raises TlsError."""
+    """Return gRPC's configuration after the checks that gRPC makes only at a handshake. Raises TlsError."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -165,7 +166,10 @@ def _configuration(pair: Pair, client_ca: bytes | None) -> grpc.ServerCertificat
 
 
 def _certificates(content: bytes, name: str) -> "list[x509.Certificate]":
-    """Read PEM certificates; refuse a file that ends within one, of which gRPC would take the rest. Raises TlsError."""
+    """Return the PEM certificates of a file. Raises TlsError, also if the file ends in the middle of one.
+
+    gRPC would accept such a file without its last certificate.
+    """
     from cryptography import x509
 
     try:

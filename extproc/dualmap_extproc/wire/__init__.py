@@ -1,8 +1,6 @@
-"""The messages Envoy and the router exchange, as protobuf (upb) classes generated from small .proto files of our own.
+"""The protobuf messages between Envoy and the router, generated (upb) from the project's own small .proto files.
 
-The files declare, under their official field numbers, only the fields the router reads or writes; everything else
-travels as unknown fields, unparsed and unvalidated. Message names on the wire do not exist, and gRPC method paths are
-plain strings (``dualmap_extproc.names``), so the package may be called ``dualmap.wire`` without clashing with anybody
-else's ``envoy.*`` stubs. ``make proto`` regenerates the modules; tests hold them equal to the .proto files and to
-``envoy_data_plane``'s types.
+The files declare only the fields that the router reads or writes, with their official numbers; all other fields stay
+unparsed. Protobuf sends no message names, so the package ``dualmap.wire`` does not clash with other ``envoy.*`` stubs.
+``make proto`` generates the modules; tests compare them with the .proto files and with ``envoy_data_plane``.
 """

@@ -1,6 +1,6 @@
-"""The ext_proc answers the router sends, built field by field, and the few reads that take more than an attribute.
+"""Builds ext_proc answers, and reads the fields of messages that need more than an attribute.
 
-Functions of messages only; which answer is due when is the stream's business (``dualmap_extproc.request.stream``).
+``dualmap_extproc.request.stream`` decides which answer to send when.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,27 +14,27 @@ from dualmap_extproc import names
 from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-# Answers that change nothing. They are shared by all streams and never written to.
+# Answers that change nothing. All streams share them; they must not be modified.
 PLAIN_REQUEST_BODY: Final = wire.ProcessingResponse(request_body=wire.BodyResponse())
 PLAIN_RESPONSE_HEADERS: Final = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 PLAIN_RESPONSE_BODY: Final = wire.ProcessingResponse(response_body=wire.BodyResponse())
 PLAIN_RESPONSE_TRAILERS: Final = wire.ProcessingResponse(response_trailers=wire.TrailersResponse())
 
-# The answers that may change headers of the request.
+# The answers that can change request headers.
 _WITH_HEADERS: Final = ("request_headers", "request_body")
-# Destinations whose picks are kept made, about 1 KB each.
+# Cached picks, about 1 KB each.
 _PICKS: Final = 1024
 _OVERWRITE: Final = base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def header_value(header: base.HeaderValue) -> bytes:
-    """Return a header's value from whichever of the two fields the sender filled."""
+    """Return a header's value from the field that the sender filled: ``raw_value`` or ``value``."""
     return header.raw_value or header.value.encode()
 
 
 def set_header(mutation: wire.HeaderMutation, key: str, value: str) -> None:
-    """Set a header, replacing every value it had."""
-    # Each step into a message costs as much as setting a field of it.
+    """Set a header, replacing all its values."""
+    # An access to a submessage costs as much as setting a field, hence one access.
     header = mutation.set_headers.add(append_action=_OVERWRITE).header
     header.key = key
     header.raw_value = value.encode()
@@ -49,11 +49,11 @@ def add_pick(
     strip: Sequence[str],
     retries: bool,
 ) -> None:
-    """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy shall not retry.
+    """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
-    The destination goes out as a header and as dynamic metadata, since gateways differ in which they read; the request
-    id comes back in the access log. Trailers' answers cannot set headers: they carry the metadata alone, which chooses
-    within Envoy's default cluster; with several pools the stream must not let it come to that.
+    The destination is sent as a header and as dynamic metadata, because gateways differ in which they read. The access
+    log returns the request id. An answer to trailers cannot set headers and carries the metadata only, which selects an
+    endpoint in Envoy's default cluster. With several pools, the stream therefore refuses such requests.
     """
     kind = answer.WhichOneof("response")
     answer.MergeFrom(_pick(kind, destination, cluster, retries))
@@ -62,16 +62,16 @@ def add_pick(
         ours[names.REQUEST_ID_KEY].string_value = request_id
     if strip and kind in _WITH_HEADERS:
         mutation = getattr(answer, kind).response.header_mutation
-        # What is set replaces what the client sent; naming it for removal as well would rely on Envoy's order.
+        # A header that is set replaces the client's. If it were removed too, Envoy's order would decide.
         replaced = {option.header.key for option in mutation.set_headers}
         mutation.remove_headers.extend(key for key in strip if key not in replaced)
 
 
 @lru_cache(maxsize=_PICKS)
 def _pick(kind: str, destination: str, cluster: str, retries: bool) -> wire.ProcessingResponse:
-    """Return what all picks of a destination have in common, made once: never written to.
+    """Return the part that all picks of a destination share. It is cached and must not be modified.
 
-    It costs a third of making it, and a pool has few destinations: two for each pair that keys map to.
+    The cache saves two thirds of the time, and a pool has few destinations: two for each pair of members.
     """
     pick = wire.ProcessingResponse()
     lb = pick.dynamic_metadata.fields[names.LB_NAMESPACE].struct_value.fields
@@ -87,7 +87,7 @@ def _pick(kind: str, destination: str, cluster: str, retries: bool) -> wire.Proc
 
 
 def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -> wire.ProcessingResponse:
-    """Return the answer that makes Envoy send ``body`` (JSON) to the client itself."""
+    """Return the answer on which Envoy sends ``body`` (JSON) to the client and drops the request."""
     answer = wire.ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status
@@ -100,9 +100,9 @@ def refusal(*, status: int, body: bytes, code: str, retry_after_s: int | None) -
 
 
 def request_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.ProcessingResponse]:
-    """Stream a request body back (FULL_DUPLEX_STREAMED) in pieces of at most ``size`` bytes.
+    """Return a request body (FULL_DUPLEX_STREAMED) in answers of at most ``size`` bytes each.
 
-    ``last`` says that the final piece ends the stream; an empty body then still takes one piece, otherwise none.
+    With ``last``, the final piece ends the body, so that an empty body makes one piece; otherwise it makes none.
     """
     for piece in _pieces(body, size, last=last):
         answer = wire.ProcessingResponse()
@@ -111,7 +111,7 @@ def request_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.Proce
 
 
 def response_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.ProcessingResponse]:
-    """Stream a chunk of a response body back, as ``request_pieces`` does a request's."""
+    """Return a chunk of a response body in answers, as ``request_pieces`` does for a request body."""
     for piece in _pieces(body, size, last=last):
         answer = wire.ProcessingResponse()
         answer.response_body.response.body_mutation.streamed_response.CopyFrom(piece)
@@ -119,16 +119,15 @@ def response_pieces(body: bytes, size: int, *, last: bool) -> Iterator[wire.Proc
 
 
 def subset_metadata(metadata: base.Metadata) -> Struct | None:
-    """Return what a gateway says about allowed endpoints, None where it says nothing."""
+    """Return the gateway's metadata about allowed endpoints, or None if there is none."""
     return metadata.filter_metadata.get(names.SUBSET_NAMESPACE)
 
 
 def subset_hint(subset: Struct) -> frozenset[str] | None:
-    """Return the endpoints a gateway allows (``ip:port`` or ``ip``), or None where it names no such thing.
+    """Return the endpoints that a gateway allows (``ip:port`` or ``ip``), or None if it restricts nothing.
 
-    A list and a comma-separated string are both in use (PROTOCOLS section 1). Any other value allows nothing. IPv6
-    addresses come out as pools spell them (``fd00::1``, ``[fd00::1]:8000``), however the gateway spells them; entries
-    that are none are left out.
+    Gateways send a list or a comma-separated string. Any other value allows nothing. IPv6 addresses are returned in the
+    spelling that pools use (``fd00::1``, ``[fd00::1]:8000``); entries with an invalid IPv6 address are left out.
     """
     hint = subset.fields.get(names.SUBSET_KEY)
     if hint is None:
@@ -139,16 +138,16 @@ def subset_hint(subset: Struct) -> frozenset[str] | None:
 
 
 def served_endpoint(metadata: base.Metadata) -> str:
-    """Return the endpoint Envoy's host selection reports to have served, or an empty string."""
+    """Return the endpoint that served the request by Envoy's report, or an empty string."""
     lb = metadata.filter_metadata.get(names.LB_NAMESPACE)
     served = None if lb is None else lb.fields.get(names.SERVED_KEY)
     return "" if served is None else served.string_value
 
 
 def _endpoint(text: str) -> str:
-    """Return an endpoint in the spelling that pools use; empty for an IPv6 address that is none."""
+    """Return an endpoint in the spelling that pools use, or an empty string for an invalid IPv6 address."""
     if text.count(":") < 2 and "[" not in text:
-        # IPv4 has but one spelling, and what is no address equals no member's.
+        # IPv4 has one spelling, and text that is no address matches no member.
         return text
     host, _, port = text.removeprefix("[").partition("]") if text.startswith("[") else (text, "", "")
     try:

@@ -1,1 +1,4 @@
-""""""
+"""Envoy's access log: the gRPC service (``sink``), and its entries read into values (``entry``, without gRPC).
+
+May import ``request`` and ``wire``.
+"""

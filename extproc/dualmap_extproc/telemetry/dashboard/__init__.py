@@ -1,7 +1,5 @@
-"""The dashboard at ``http://ROUTER:9090/``: what an on-call engineer looks at, read-only and live.
+"""The dashboard at ``http://ROUTER:9090/``: a live, read-only view of the pools (docs/dashboard.md).
 
-``recorder`` is told of every request and keeps a bounded past of each pool (``history``); nothing else is done while
-nobody looks. While somebody does, ``feed`` has ``snapshot`` describe the pool looked at once a second, with what is
-wrong in words (``verdict``), and ``routes`` sends it as server-sent events to the page under ``static``.
-docs/dashboard.md says what is shown and what it costs.
+``histories`` keeps a bounded past of each pool from observations. While a page is open, ``feed`` takes a snapshot of
+its pool each second and ``routes`` sends it. May import ``request``, ``autoscaling``; aiohttp in ``routes`` only.
 """

@@ -1,7 +1,7 @@
-"""Who looks at the dashboard, and what they are sent: one snapshot a second while anybody does, nothing otherwise.
+"""Sends snapshots to open dashboard pages: one a second while a page is open, nothing otherwise.
 
-A snapshot is made once for all who look at the same pool. Each of them has room for one: who is too slow for one a
-second misses some, and nothing queues up. Knows no HTTP; ``routes`` does.
+All pages of a pool share one snapshot. Each page has room for one: a slow page misses some, and none queue up. It is
+independent of HTTP, which ``routes`` speaks.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from dualmap_extproc.telemetry.dashboard.snapshot import Snapshots
 
 EVERY_S: Final = 1.0
 WATCHERS: Final = 32
-"""So many may look at once; each costs a connection and what docs/dashboard.md says."""
+"""The limit of pages open at once; docs/dashboard.md says what each costs."""
 
 
 class TooManyWatchers(Exception):
-    """WATCHERS look at the dashboard already."""
+    """The limit of open pages (WATCHERS) is reached."""
 
 
 class Watcher:
-    """One who looks at ``pool``, and the newest snapshot that was not fetched yet."""
+    """An open page of ``pool``, and the newest snapshot that it has not fetched."""
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
@@ -31,7 +31,7 @@ class Watcher:
         self._changed = asyncio.Event()
 
     def offer(self, snapshot: bytes) -> None:
-        """Put the newest snapshot in the place of any that was not fetched."""
+        """Replace the snapshot that was not fetched, if any."""
         self._newest = snapshot
         self._changed.set()
 
@@ -41,7 +41,7 @@ class Watcher:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """Wait for a snapshot that was not returned before; None when there will be none."""
+        """Wait for the next snapshot and return it; None when there is none any more."""
         await self._changed.wait()
         self._changed.clear()
         newest, self._newest = self._newest, None
@@ -49,7 +49,7 @@ class Watcher:
 
 
 class Feed:
-    """Sends snapshots to those who look. Belongs to the event loop."""
+    """Sends snapshots to watchers. Belongs to the event loop."""
 
     def __init__(self, snapshots: Snapshots, *, every_s: float = EVERY_S) -> None:
         self._snapshots = snapshots
@@ -63,7 +63,7 @@ class Feed:
 
     @contextmanager
     def watching(self, pool: str) -> Iterator[Watcher]:
-        """Look at ``pool`` (empty: the first one) within the context. Raises TooManyWatchers."""
+        """Watch ``pool`` (empty: the first one) within the context. Raises TooManyWatchers."""
         if len(self._watchers) >= WATCHERS:
             raise TooManyWatchers
         watcher = Watcher(pool)
@@ -83,7 +83,7 @@ class Feed:
                 self._sending = None
 
     def close(self) -> None:
-        """Send nothing more; whoever looks is told."""
+        """Send nothing more; end every watcher."""
         self._closed = True
         for watcher in self._watchers:
             watcher.close()
@@ -92,16 +92,16 @@ class Feed:
         clock = asyncio.get_running_loop().time
         try:
             while True:
-                # However often people come and go, no more than one a second.
+                # At most one a second, however often pages open and close.
                 await asyncio.sleep(self._taken_s + self._every_s - clock())
                 self._taken_s = clock()
                 wanted = {watcher.pool for watcher in self._watchers}
                 self._documents = await asyncio.to_thread(self._snapshots.tell, self._snapshots.look(), wanted)
                 for watcher in self._watchers:
-                    # Who has come meanwhile may look at a pool that nobody looked at.
+                    # A page that opened meanwhile may watch a pool without a snapshot.
                     if watcher.pool in self._documents:
                         watcher.offer(self._documents[watcher.pool])
         finally:
-            # Should a snapshot fail, nobody is left waiting: pages say that they are cut off, and come back.
+            # If a snapshot fails, no page waits for ever: pages show the disconnection and reconnect.
             for watcher in self._watchers:
                 watcher.close()

@@ -1,8 +1,7 @@
-"""The recent past of one pool, in buckets of time: what the dashboard's figures, lines and list of decisions are of.
+"""The recent past of one pool in buckets of time, for the dashboard's figures, lines and list of decisions.
 
-Pure but for what it remembers: every ``now`` is in monotonic seconds. Its size is bounded whatever happens: so many
-buckets, and so many decisions. ``recorder`` tells it of every request, so that telling is a few additions;
-``PoolHistory.view`` does the sums, and is asked only while somebody looks.
+Every ``now`` is in monotonic seconds. The number of buckets and decisions is bounded. ``histories`` adds every request,
+which takes a few additions; ``PoolHistory.view`` sums up, only while a page is open.
 """
 
 from bisect import bisect_left
@@ -18,20 +17,20 @@ from dualmap_extproc.errors import Refused
 
 STEP_S: Final = 10
 STEPS: Final = 60
-"""The lines show so many steps: ten minutes."""
+"""Steps that the lines show: ten minutes."""
 _MINUTE_S: Final = 60
 WINDOW_S: Final = 300
-"""Figures of instances, hit rates and rules are of the last five minutes."""
+"""Figures of members, hit rates and rules cover the last five minutes."""
 _MINUTES: Final = WINDOW_S // _MINUTE_S
 DECISIONS: Final = 24
-"""So many of the last decisions are kept for each pool."""
+"""The last decisions that are kept for each pool."""
 TTFT_BOUNDS_S: Final = tuple(10 ** (tenth / 10) for tenth in range(-20, 29))
 """Ten to a decade, from 10 ms to ten minutes, the longest objective that pools may set."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """What happened in STEP_S seconds; ``point`` is what the lines show of it, once it is over and was looked at."""
+    """Counts of STEP_S seconds; ``point`` is their point in the lines, once they are over and were viewed."""
 
     number: int
     requests: int = 0
@@ -44,7 +43,7 @@ class _Step:
 
 @dataclass(slots=True)
 class EndpointPast:
-    """What was sent to one instance and came of it, within some time."""
+    """Counts of one member's requests within some time."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -56,7 +55,7 @@ class EndpointPast:
     failed: int = 0
 
     def add(self, other: "EndpointPast") -> None:
-        """Add what another one counted."""
+        """Add the counts of another one."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.predicted_cached_tokens += other.predicted_cached_tokens
@@ -68,15 +67,15 @@ class EndpointPast:
 
     @property
     def hit_rate_predicted(self) -> float | None:
-        """The share of the prompt tokens that was believed to be cached."""
+        """The share of the prompt tokens that was predicted to be cached."""
         return self.predicted_cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def hit_rate_measured(self) -> float | None:
-        """The share that was cached by the engines' word: the predicted one, corrected by what they reported since.
+        """The share that engines reported as cached: the predicted share, corrected by the reports since.
 
-        Not simply measured over prompt tokens: requests that still run, and engines that report nothing, would look
-        like misses. None where nothing was reported of requests with any prediction.
+        Measured over all prompt tokens, requests in flight and engines without reports would count as misses. None
+        where no request with a prediction has a report.
         """
         predicted = self.hit_rate_predicted
         if predicted is None or not self.checked_cached_tokens:
@@ -91,7 +90,7 @@ class EndpointPast:
 
 @dataclass(slots=True)
 class _Minute:
-    """What happened in one minute, by instance, by rule and by the code of refusals."""
+    """Counts of one minute, by member, by rule and by the code of rejections."""
 
     number: int
     endpoints: dict[str, EndpointPast] = field(default_factory=dict)
@@ -116,7 +115,7 @@ class Happening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One point of the lines: requests sent on and refused, first tokens and what of them came in time, and TTFTs."""
+    """One point of the lines: requests routed and rejected, first tokens, those within the SLO, and TTFTs."""
 
     requests: int
     refused: int
@@ -147,9 +146,9 @@ class Recent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """The past as of one moment: sums of a minute and of WINDOW_S, the lines oldest first, the decisions newest first.
+    """The past at one moment: sums of a minute and of WINDOW_S, the lines oldest first, the decisions newest first.
 
-    ``total`` adds up all instances, those that are gone too.
+    ``total`` adds up all members, removed ones included.
     """
 
     minute: Recent
@@ -163,21 +162,21 @@ class HistoryView:
 
 
 class PoolHistory:
-    """What happened to one pool's requests lately."""
+    """The recent past of one pool's requests."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=STEPS)
         self._minutes: deque[_Minute] = deque(maxlen=_MINUTES)
-        # What goes on now, and when the step is over; the beginning of a minute is that of a step.
+        # The current step and minute, and the end of the step. Every minute begins with a step.
         self._step = _Step(number=-1)
         self._minute = _Minute(-1)
         self._until_s = -inf
-        # Number, time and what; as Happening only when somebody asks, which takes longer than all the rest.
+        # Number, time and event. A view makes each a Happening, which costs more than all else here.
         self._happenings: deque[tuple[int, float, Decision | Refused]] = deque(maxlen=DECISIONS)
         self._happened = 0
 
     def routed(self, now: float, decision: Decision) -> None:
-        """Count a request sent to an instance, and remember why."""
+        """Count a request sent to a member, and keep its decision."""
         if now >= self._until_s:
             self._turn(now)
         receipt, minute = decision.receipt, self._minute
@@ -212,7 +211,7 @@ class PoolHistory:
         past.slo_met += first_token.within_slo
 
     def measured(self, now: float, completion: Completion) -> None:
-        """Count what an engine said it had cached."""
+        """Count the cached tokens that an engine reported."""
         if now >= self._until_s:
             self._turn(now)
         past = self._minute.endpoint(completion.member)
@@ -220,13 +219,13 @@ class PoolHistory:
         past.measured_cached_tokens += completion.measured_cached_tokens or 0
 
     def failed(self, now: float, completion: Completion) -> None:
-        """Count a request that an instance failed to serve."""
+        """Count a request that a member failed to serve."""
         if now >= self._until_s:
             self._turn(now)
         self._minute.endpoint(completion.member).failed += 1
 
     def quiet(self, now: float) -> bool:
-        """Whether nothing happened for so long that no line shows it any more."""
+        """Return whether no line shows anything of this pool any more."""
         return not self._steps or self._steps[-1].number <= now // STEP_S - STEPS
 
     def view(self, now: float) -> HistoryView:
@@ -275,7 +274,7 @@ class PoolHistory:
 def percentile(counts: Sequence[int], share: float) -> float | None:
     """Return the value that ``share`` of the counted TTFTs do not exceed, None without any.
 
-    Interpolated within its bound, evenly on the logarithmic scale that the bounds are on: at most 26 % off.
+    It is interpolated between two bounds on their logarithmic scale, and at most 26 % off.
     """
     *below, total = accumulate(counts, initial=0)
     if not total:
@@ -288,7 +287,7 @@ def percentile(counts: Sequence[int], share: float) -> float | None:
 
 
 def _recent(line: Sequence[_Step], seconds: int) -> Recent:
-    """Return sums of the last ``seconds`` of a line, the step that goes on now included."""
+    """Return sums of the last ``seconds`` of a line, the current step included."""
     steps = line[-seconds // STEP_S :]
     ttfts = _sum_ttfts(steps)
     return Recent(
@@ -304,7 +303,7 @@ def _recent(line: Sequence[_Step], seconds: int) -> Recent:
 
 
 def _point(step: _Step, *, over: bool) -> Step:
-    """Return a step's point; that of one that is ``over`` is made once."""
+    """Return a step's point; the point of a step that is ``over`` is made once."""
     point = step.point or Step(
         requests=step.requests,
         refused=step.refused,

@@ -1,9 +1,8 @@
-"""The dashboard over HTTP: the page and what it is made of at ``/``, its snapshots at ``/events``.
+"""The dashboard over HTTP: the page and its files at ``/``, its snapshots at ``/events``.
 
-With ``http_status``, all that knows aiohttp. The files are read once, at the start; a browser may load nothing from
-anywhere else and run nothing that is not in them (Content-Security-Policy), so what a pool or an instance is called can
-do no harm even if the page had a mistake. Links are relative: the page works behind ``kubectl port-forward`` and below
-another path, as behind the API server's proxy.
+The files are read once, at the start. The Content-Security-Policy lets a browser load and run nothing else, so that the
+name of a pool or member does no harm even where the page has a fault. Links are relative: the page works behind
+``kubectl port-forward`` and below another path, as behind the API server's proxy.
 """
 
 import asyncio
@@ -35,11 +34,11 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 _WRITE_TIMEOUT_S: Final = 30.0
-"""A page that takes nothing for so long is taken for gone."""
+"""A page that reads nothing for this long is disconnected."""
 
 
 class Dashboard:
-    """The dashboard of one router; ``routes`` are to be added to the application that serves it."""
+    """The dashboard of one router; ``http_status`` adds its ``routes`` to the application."""
 
     def __init__(self, source: Source, *, every_s: float = EVERY_S) -> None:
         self._feed = Feed(Snapshots(source), every_s=every_s)
@@ -54,7 +53,7 @@ class Dashboard:
         ]
 
     def close(self) -> None:
-        """End the streams of snapshots, so that nobody need wait for them."""
+        """End the streams of snapshots, so that the shutdown does not wait for them."""
         self._feed.close()
 
     async def _get_file(self, request: web.Request) -> web.Response:
@@ -62,7 +61,7 @@ class Dashboard:
         if file is None:
             raise web.HTTPNotFound
         body, content_type, tag = file
-        # Asked for again each time, so that a page never runs with another version's files, but sent only when changed.
+        # Browsers revalidate each time, so that no page runs with files of another version.
         headers = {**_HEADERS, "Cache-Control": "no-cache", "ETag": f'"{tag}"', "Content-Type": content_type}
         if any(each.value == tag for each in request.if_none_match or ()):
             return web.Response(status=304, headers=headers)
@@ -73,7 +72,7 @@ class Dashboard:
         headers = {**_HEADERS, "Cache-Control": "no-store"}
         try:
             with self._feed.watching(request.query.get("pool", "")) as watcher:
-                # Nginx in between would keep back what is to come at once.
+                # Without this header nginx would buffer the events.
                 headers |= {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(request)
@@ -85,7 +84,7 @@ class Dashboard:
 
 
 async def _stream(watcher: Watcher, request: web.Request, response: web.StreamResponse) -> None:
-    """Write snapshots until there will be none, or the page takes none."""
+    """Write snapshots until there are none any more, or the page reads none."""
     while (snapshot := await watcher.next()) is not None:
         try:
             async with asyncio.timeout(_WRITE_TIMEOUT_S):
@@ -94,7 +93,7 @@ async def _stream(watcher: Watcher, request: web.Request, response: web.StreamRe
             if request.transport is not None:
                 request.transport.abort()
             return
-        except ConnectionError:  # The page was closed, as pages are.
+        except ConnectionError:  # The page was closed.
             return
 
 

@@ -1,7 +1,7 @@
-"""What the page is told: one pool at one moment, as JSON values, and every pool's verdict for the list of pools.
+"""Makes the page's snapshots: one pool at one moment as JSON values, and every pool's verdict.
 
-Each snapshot is whole, so that a page that missed some, or has just come back, needs no other. It tells loads, counts
-and reasons; never an address, a prompt, its hash, a session or a header.
+Each snapshot is complete, so that a page that missed some needs no other. It has loads, counts and reasons; never an
+address, a prompt or its hash, a session or a header.
 """
 
 import json
@@ -11,9 +11,10 @@ from typing import Final
 
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, PoolStatus
+from dualmap.requests import Decision, PoolSnapshot
 from dualmap.scaling.shares import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
+from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.history import (
     DECISIONS,
     STEP_S,
@@ -23,58 +24,56 @@ from dualmap_extproc.telemetry.dashboard.history import (
     HistoryView,
     Recent,
 )
-from dualmap_extproc.telemetry.dashboard.recorder import Recorder
 from dualmap_extproc.telemetry.dashboard.verdict import Reach, Verdict, backlog_s, judge, telling
 
 _DIGITS: Final = 4
-"""After the point, of times in seconds and of shares: more mean nothing, and would be most of what is sent."""
+"""Digits after the point of seconds and shares: further ones mean nothing and would be most of a snapshot."""
 
 Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a snapshot comes from: this router's name and version, its pools and what it knows of them.
+    """The inputs of a snapshot: this router's name and version, its pools, their statuses and histories.
 
-    ``demand`` tells what a pool's traffic asks for, of all routers together, or raises DemandUnknown
-    (``pool_demand``). ``clock`` gives the time of day in seconds since 1970, ``reach`` whether what the router hears
-    from elsewhere still comes.
+    ``demand`` returns a pool's demand, summed over all routers, or raises DemandUnknown. ``clock`` gives the time of
+    day in seconds since 1970. ``reach`` says whether the store and the Kubernetes API answer.
     """
 
     router: str
     version: str
     pools: Callable[[], Sequence[Pool]]
-    statuses: Callable[[], Sequence[PoolStatus]]
+    statuses: Callable[[], Sequence[PoolSnapshot]]
     demand: Callable[[str], Share]
-    recorder: Recorder
+    histories: Histories
     clock: Callable[[], float]
     reach: Callable[[], Reach] = Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """All that is known of a pool at one moment.
+    """The inputs of one pool at one moment.
 
-    ``share`` is None where all routers' demand is not known; ``unknown`` says why.
+    ``share`` is None where the demand over all routers is not known; ``unknown`` says why.
     """
 
     pool: Pool
-    status: PoolStatus
+    status: PoolSnapshot
     past: HistoryView
     reach: Reach
     share: Share | None
     unknown: str
 
     def verdict(self) -> Verdict:
-        """Return what to make of it."""
+        """Return the pool's verdict."""
         wanted = None if self.share is None else self.share.desired_replicas
         return judge(self.pool, self.status, self.past, self.reach, wanted=wanted, unknown=self.unknown)
 
 
 class Snapshots:
-    """Makes snapshots in two parts: ``look`` is quick, ``tell`` takes longer and may be done in another thread.
+    """Makes snapshots in two steps: ``look`` is quick, ``tell`` takes longer and may run in another thread.
 
-    It remembers ring shares, which change only with the members.
+    It caches ring shares, which change only with the members.
     """
 
     def __init__(self, source: Source) -> None:
@@ -82,7 +81,7 @@ class Snapshots:
         self._shares: dict[str, tuple[Pool, frozenset[str], tuple[Mapping[str, float], Mapping[str, float]]]] = {}
 
     def look(self) -> tuple[Moment, ...]:
-        """Return what is known of every pool now; belongs to the event loop."""
+        """Return every pool's inputs at this moment; belongs to the event loop."""
         pools = {pool.id: pool for pool in self._source.pools()}
         reach = self._source.reach()
         return tuple(
@@ -92,9 +91,9 @@ class Snapshots:
         )
 
     def tell(self, moments: Sequence[Moment], wanted: Collection[str]) -> dict[str, bytes]:
-        """Return a JSON document for each of the ``wanted`` pools, those unknown included; in one thread at a time.
+        """Return a JSON document for each of the ``wanted`` pools, unknown ones included; in one thread at a time.
 
-        The empty name is the first pool's, for a page that has not chosen yet.
+        The empty name stands for the first pool.
         """
         pools = {moment.pool.id: moment for moment in moments}
         self._shares = {name: known for name, known in self._shares.items() if name in pools}
@@ -116,8 +115,8 @@ class Snapshots:
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _moment(self, pool: Pool, status: PoolStatus, reach: Reach) -> Moment:
-        past = self._source.recorder.view(pool.id)
+    def _moment(self, pool: Pool, status: PoolSnapshot, reach: Reach) -> Moment:
+        past = self._source.histories.view(pool.id)
         share, unknown = None, ""
         try:
             share = self._source.demand(pool.id)
@@ -155,8 +154,8 @@ class Snapshots:
             "decisions": [self._happening(each) for each in past.happenings],
         }
 
-    def _endpoints(self, pool: Pool, status: PoolStatus, past: HistoryView) -> dict[str, list[object]]:
-        """Return the instances as columns: a row of names each would be most of what is sent."""
+    def _endpoints(self, pool: Pool, status: PoolSnapshot, past: HistoryView) -> dict[str, list[object]]:
+        """Return the members as columns: rows would repeat the names, which would be most of a snapshot."""
         ring_1, ring_2 = self._ring_shares(pool, status)
         nothing = EndpointPast()
         endpoints = status.endpoints
@@ -179,18 +178,18 @@ class Snapshots:
             "failed": [each.failed for each in pasts],
         }
 
-    def _ring_shares(self, pool: Pool, status: PoolStatus) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
         suspended = frozenset(each.id for each in status.endpoints if each.suspended)
         known = self._shares.get(pool.id)
         if known is None or known[0] is not pool or known[1] != suspended:
             members = [member for member in pool.members if member.id not in suspended]
-            # As the router does: where all are suspended, none is.
+            # Like the router: where all members are suspended, none is.
             shares = DualRing(members or pool.members, pool.routing.ring).shares()
             known = self._shares[pool.id] = (pool, suspended, shares)
         return known[2]
 
     def _happening(self, happening: Happening) -> Json:
-        at = round(self._source.clock() - self._source.recorder.age_s(happening.at_s), 1)
+        at = round(self._source.clock() - self._source.histories.age_s(happening.at_s), 1)
         what = happening.what
         if isinstance(what, Decision):
             return {"number": happening.number, "at": at, **_decision(what)}
@@ -221,7 +220,7 @@ def _decision(decision: Decision) -> Json:
 
 
 def _share(share: Share | None) -> Json | None:
-    """Return what all routers together see of the pool, None where that is not known."""
+    """Return the demand over all routers, None where it is not known."""
     if share is None:
         return None
     attainment = share.slo_attainment if share.first_tokens else None

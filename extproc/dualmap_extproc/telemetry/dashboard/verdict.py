@@ -1,6 +1,6 @@
-"""Whether a pool keeps its SLO, and what is wrong if it does not: the dashboard's first lines, in words.
+"""The dashboard's verdict: whether a pool keeps its SLO, and its problems, in words.
 
-Pure: made of one moment's pool, status and recent past. What is said is what this router sees.
+Pure: made of one moment's pool, status and recent past, as this router sees them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,30 +11,30 @@ from statistics import median
 from typing import Final
 
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
 
 _FEW_FIRST_TOKENS: Final = 20
-"""A minute with fewer first tokens says little about attainment: then five minutes are looked at."""
+"""With fewer first tokens in a minute, attainment is taken over five minutes."""
 _BELIEVED: Final = 0.7
-"""Less of the predicted cache hits than this were real: the router believes in blocks that are gone."""
+"""Below this share of measured over predicted cache hits, the index holds blocks that engines have evicted."""
 _CHECKED_TOKENS: Final = 10_000
-"""So many predicted tokens must have been checked before that is said."""
+"""Predicted tokens that must be measured before the verdict reports that."""
 _SLOW: Final = 0.5
-"""An instance that prefills at less than this share of the median speed is called slow."""
+"""A member that prefills at less than this share of the median speed is slow."""
 _TOLERANCE: Final = 1.1
-"""A fleet this close to the wish is what was wished for, as for ``dualmap.scaling.scaling``."""
+"""Members this close to the desired replicas are enough, as in ``dualmap.scaling.scaling``."""
 _STALE_S: Final = 75.0
-"""An API server that is there gives word of everything every 45 s; after this long the alert DualMapMembershipStale
-thinks so, too."""
+"""A reachable API server answers about every resource each 45 s; the alert DualMapMembershipStale has the same
+threshold."""
 _LOST_S: Final = 3.0
-"""A Redis that hands over to its replica is away for as long; the store is tried again every second."""
+"""A failover of Redis takes this long; the store is retried every second."""
 _NAMED: Final = 3
-"""So many instances are named, the others counted."""
+"""Members that a problem names; further ones are counted."""
 
 
 class Level(StrEnum):
-    """How bad it is, best first: nothing to say, fine, look at it, users suffer."""
+    """Severity, best first: no traffic, SLO kept, needs a look, users are affected."""
 
     IDLE = "idle"
     OK = "ok"
@@ -47,7 +47,7 @@ _RANK: Final = {level: rank for rank, level in enumerate(Level)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something an on-call engineer should know; OK is merely for information."""
+    """A finding for the on-call engineer; OK is for information only."""
 
     level: Level
     text: str
@@ -55,10 +55,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """How this router hears of what it does not see itself.
+    """Whether the sources of other routers' and pools' state answer.
 
-    ``store_lost_s`` is for how long the shared state has been out of reach, None while it is there or not used;
-    ``watch_ages_s`` how long ago the Kubernetes API gave word, by resource, empty where pools come from files.
+    ``store_lost_s`` is for how long the store has been unreachable, None while it is reachable or not used.
+    ``watch_ages_s`` is the time since the Kubernetes API's last answer by resource, empty for pools of files.
     """
 
     store_lost_s: float | None = None
@@ -67,7 +67,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The first line, and what stands below it, worst first."""
+    """The headline, and the problems below it, worst first."""
 
     level: Level
     headline: str
@@ -75,37 +75,37 @@ class Verdict:
 
 
 def judge(
-    pool: Pool, status: PoolStatus, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
+    pool: Pool, status: PoolSnapshot, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
 ) -> Verdict:
-    """Return the verdict; ``wanted`` is how many instances the traffic of all routers asks for.
+    """Return the verdict; ``wanted`` is the desired replicas over all routers.
 
-    None where that is not known; ``unknown`` says why.
+    It is None where that is not known; ``unknown`` says why.
     """
     level, headline = _objective(pool, status, past)
     problems = [
         *_refusals(pool, past),
-        *_hearing(reach),
+        *_unreachable(reach),
         *_capacity(pool, status, wanted),
         *_instances(pool, status, past),
         *_members(status),
     ]
-    if unknown and not _redis_lost_s(reach):  # That says it already.
+    if unknown and not _redis_lost_s(reach):  # The lost store is reported already.
         problems.append(Problem(level=Level.WARN, text=f"What all routers see together is not known: {unknown}."))
     problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
     if worst is Level.BAD and level is not Level.BAD:
         headline = f"{pool.id} refuses requests. {headline}"
-    # News that is merely news does not make an idle pool look busy.
+    # Findings for information do not make an idle pool look busy.
     overall = level if worst is Level.OK else max(level, worst, key=_RANK.__getitem__)
     return Verdict(level=overall, headline=headline, problems=tuple(problems))
 
 
 def telling(past: HistoryView) -> Recent:
-    """Return the newest stretch of time with enough first tokens to speak of attainment."""
+    """Return the shortest recent period with enough first tokens for attainment."""
     return past.minute if past.minute.first_tokens >= _FEW_FIRST_TOKENS else past.window
 
 
-def _objective(pool: Pool, status: PoolStatus, past: HistoryView) -> tuple[Level, str]:
+def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Level, str]:
     if not any(_serves(endpoint) for endpoint in status.endpoints):
         has = f"none of its {len(status.endpoints)} instances takes requests" if status.endpoints else "it has none"
         waiting = f"; {_count(status.held, 'request')} held until one comes" if status.held else ""
@@ -139,7 +139,7 @@ def _refusals(pool: Pool, past: HistoryView) -> Iterator[Problem]:
     )
 
 
-def _hearing(reach: Reach) -> Iterator[Problem]:
+def _unreachable(reach: Reach) -> Iterator[Problem]:
     stale = {resource: age_s for resource, age_s in reach.watch_ages_s.items() if age_s > _STALE_S}
     if stale:
         yield Problem(
@@ -155,12 +155,12 @@ def _hearing(reach: Reach) -> Iterator[Problem]:
 
 
 def _redis_lost_s(reach: Reach) -> float:
-    """Return for how long Redis has been out of reach, 0 where that is no news."""
+    """Return for how long Redis has been unreachable, 0 where that is too short to report."""
     lost_s = reach.store_lost_s or 0.0
     return lost_s if lost_s > _LOST_S else 0.0
 
 
-def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[Problem]:
+def _capacity(pool: Pool, status: PoolSnapshot, wanted: float | None) -> Iterator[Problem]:
     serving = sum(endpoint.state != MemberState.DRAINING for endpoint in status.endpoints)
     if wanted is not None and serving and wanted > serving * _TOLERANCE:
         yield Problem(
@@ -177,7 +177,7 @@ def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[
         )
 
 
-def _instances(pool: Pool, status: PoolStatus, past: HistoryView) -> Iterator[Problem]:
+def _instances(pool: Pool, status: PoolSnapshot, past: HistoryView) -> Iterator[Problem]:
     suspended = [each.id for each in status.endpoints if each.suspended]
     if suspended:
         yield Problem(
@@ -209,7 +209,7 @@ def _instances(pool: Pool, status: PoolStatus, past: HistoryView) -> Iterator[Pr
         )
 
 
-def _members(status: PoolStatus) -> Iterator[Problem]:
+def _members(status: PoolSnapshot) -> Iterator[Problem]:
     for state, doing in ((MemberState.JOINING, "joining"), (MemberState.DRAINING, "draining")):
         names = [each.id for each in status.endpoints if each.state == state]
         if names:
@@ -217,22 +217,22 @@ def _members(status: PoolStatus) -> Iterator[Problem]:
 
 
 def backlog_s(endpoint: EndpointStatus) -> float:
-    """Return how long an instance takes to prefill what waits for it, held requests included, in seconds."""
+    """Return how long a member takes to prefill its pending and queued requests, in seconds."""
     tokens = endpoint.pending_prefill_tokens + endpoint.held_prefill_tokens
     return tokens / endpoint.prefill_tokens_per_second if endpoint.prefill_tokens_per_second > 0 else 0.0
 
 
 def _serves(endpoint: EndpointStatus) -> bool:
-    """Whether new requests may go there; a suspended one takes some where all are."""
+    """Return whether new requests may go to a member; a suspended one takes some where all are suspended."""
     return endpoint.state != MemberState.DRAINING and endpoint.weight > 0
 
 
-def _busy(status: PoolStatus) -> bool:
+def _busy(status: PoolSnapshot) -> bool:
     return status.held > 0 or any(endpoint.in_flight for endpoint in status.endpoints)
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent, rounded down: what misses its goal must not look as if it met it."""
+    """Return a share in percent, rounded down, so that a missed goal does not look met."""
     return f"{int(share * 1000 + 1e-6) / 10:g}%"
 
 

@@ -1,0 +1,253 @@
+"""Sends requests to their members, and queues them while those are saturated.
+
+The router calls one method per event. Each returns the outcomes of queued requests: the decisions of those it released
+and the rejections of those it gave up.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cache
+
+from dualmap.chooser import Chooser
+from dualmap.fleet.fleet import Fleet
+from dualmap.policies.situation import Candidate, Situation
+from dualmap.pools.pool import Pool
+from dualmap.queue.rebalance import REBALANCED, relieve
+from dualmap.queue.request_queue import QueuedRequest, RequestQueue
+from dualmap.receipt import Key
+from dualmap.replicas.news import Placement
+from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request
+
+
+class Dispatcher:
+    """Sends the requests of one pool to their members, and queues them while those are saturated.
+
+    ``replicated`` makes it keep for ``take_placements`` where prompts were sent, for other replicas.
+    """
+
+    def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, replicated: bool) -> None:
+        self._pool = pool
+        self._fleet = fleet
+        self._chooser = chooser
+        self._replicated = replicated
+        self._placements: list[Placement] = []
+        self._queue = RequestQueue(fleet.queue)
+        # When `release_all` was last called: an opening before that is kept closed by a stall.
+        self._released_s = -1.0
+
+    @property
+    def queued(self) -> int:
+        """How many requests are queued, unplaced ones included."""
+        return len(self._queue)
+
+    @property
+    def unplaced_tokens(self) -> int:
+        """The prompt tokens of the requests that wait for any first member."""
+        return self._queue.unplaced_tokens
+
+    def adopt(self, pool: Pool) -> None:
+        """Take a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
+        self._pool = pool
+
+    def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
+        """Send a new request to its member, queue it, or reject it."""
+        outcomes: list[Outcome] = []
+        self._place(now, request, None, outcomes)
+        if len(outcomes) == 1 and outcomes[0].request_id == request.id:
+            return Effects(outcomes[0])
+        own = [each for each in outcomes if each.request_id == request.id]
+        others = tuple([each for each in outcomes if each.request_id != request.id])
+        return Effects(own[0] if own else Queued(request_id=request.id), others)
+
+    def release(self, now: float, member: str) -> tuple[Outcome, ...]:
+        """Dispatch a member's queued requests for as long as it can take them."""
+        if member not in self._queue.queues:
+            return ()
+        outcomes: list[Outcome] = []
+        self._release(now, member, outcomes)
+        return tuple(outcomes)
+
+    def release_all(self, now: float) -> tuple[Outcome, ...]:
+        """Dispatch every member's queued requests for as long as it can take them."""
+        outcomes: list[Outcome] = []
+        for member in tuple(self._queue.queues):
+            self._release(now, member, outcomes)
+        self._released_s = now
+        return tuple(outcomes)
+
+    def requeue(self, now: float, stayed: Collection[str]) -> tuple[Outcome, ...]:
+        """Place the queued requests anew whose members may not be picked or are not in ``stayed``, and the unplaced."""
+        outcomes: list[Outcome] = []
+        ring = self._fleet.ring(None)
+        usable = {each.id for each in ring.members if each.id in stayed}
+        # All leave their queues before the first is placed, since placing one may dispatch others.
+        leaving = [queued for member, queue in self._queue.queues.items() if member not in usable for queued in queue]
+        for queued in leaving:
+            self._withdraw(queued)
+        for queued in leaving:
+            self._place(now, queued.request, queued.key, outcomes)
+        if ring.members or not self._pool.routing.queue.hold_when_empty:
+            for request in self._queue.unplaced():
+                self._place(now, request, None, outcomes)
+        return tuple(outcomes)
+
+    def forget(self, now: float, request_id: str) -> Effects[bool]:
+        """Take an aborted request out of the queue; the answer is whether it was queued."""
+        outcomes: list[Outcome] = []
+        queued = self._queue.placed(request_id)
+        if queued is not None:
+            self._withdraw(queued)
+            # The requests behind it may fit where it did not.
+            self._release(now, queued.member, outcomes)
+        return Effects(self._queue.forget(request_id), tuple(outcomes))
+
+    def expire(self, now: float) -> tuple[Outcome, ...]:
+        """Reject the requests that have waited for too long."""
+        outcomes: list[Outcome] = []
+        for request_id in self._queue.expired(now, self._pool.routing.queue.max_wait_s):
+            if request_id not in self._queue:
+                # A rejection before it made room, and released it.
+                continue
+            queued = self._queue.placed(request_id)
+            if queued is None:
+                rejection = self._rejection(now, request_id, Reason.NO_ENDPOINT)
+            else:
+                rejection = self._rejection(now, request_id, Reason.WAITED_TOO_LONG, queued.member)
+                self._withdraw(queued)
+                # The requests behind it may fit where it did not.
+                self._release(now, queued.member, outcomes)
+            self._queue.forget(request_id)
+            outcomes.append(rejection)
+        return tuple(outcomes)
+
+    def next_deadline(self) -> float | None:
+        """Return when ``release_all`` or ``expire`` has something to do, or None."""
+        if not self._queue:
+            return None
+        opens_s = self._fleet.next_dispatch_s(after_s=self._released_s)
+        expires_s = self._queue.next_expiry(self._pool.routing.queue.max_wait_s)
+        return min((each for each in (opens_s, expires_s) if each is not None), default=None)
+
+    def take_placements(self) -> tuple[Placement, ...]:
+        """Return where prompts were sent since the last call."""
+        placements, self._placements = tuple(self._placements), []
+        return placements
+
+    def _place(self, now: float, request: Request, key: Key | None, outcomes: list[Outcome]) -> None:
+        """Choose a member for a request. ``key`` is the one it had before, so that hotness counts it once."""
+        ring = self._fleet.ring(request.subset)
+        if not ring.members:
+            self._place_nowhere(now, request, outcomes)
+            return
+        key = key or self._chooser.key(now, request)
+        situation = self._chooser.situation(now, request, key, ring)
+        if self._relieve_pair(now, situation, outcomes):
+            situation = self._chooser.situation(now, request, key, ring)
+        self._admit(now, self._chooser.choose(now, request, key, situation), outcomes)
+
+    def _place_nowhere(self, now: float, request: Request, outcomes: list[Outcome]) -> None:
+        queue = self._pool.routing.queue
+        waits = queue.hold_when_empty and request.subset is None
+        if waits and (request.id in self._queue or len(self._queue) < queue.max_held):
+            self._queue.enqueue_unplaced(now, request)
+        else:
+            self._queue.forget(request.id)
+            outcomes.append(self._rejection(now, request.id, Reason.NO_ENDPOINT))
+
+    def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
+        """Dispatch a request that was placed, or queue it, or reject it because the queue is full."""
+        request, member = placed.request, placed.member
+        queue = self._queue.queues.get(member)
+        if queue:
+            self._release(now, member, outcomes)
+        if not queue and self._may_take(now, member, request):
+            self._fleet.will_cache(member, request.chain)
+            outcomes.append(self._dispatch(now, placed))
+        elif request.id not in self._queue and len(self._queue) >= self._pool.routing.queue.max_held:
+            outcomes.append(self._rejection(now, request.id, Reason.QUEUE_FULL, member))
+        else:
+            self._fleet.will_cache(member, request.chain)
+            self._queue.enqueue(now, placed)
+            # It may fit where the request whose turn it was does not.
+            self._release(now, member, outcomes)
+
+    def _may_take(self, now: float, member: str, request: Request) -> bool:
+        if self._fleet.backlog_s(now, member) > self._fleet.window_s:
+            return False
+        return self._fleet.has_room(member, request.chain.tokens)
+
+    def _release(self, now: float, member: str, outcomes: list[Outcome]) -> None:
+        """Dispatch a member's queued requests while its window is open and they fit."""
+        queue = self._queue.queues.get(member)
+        if queue is None:
+            return
+        defers = self._chooser.defers
+        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s:
+            within_s = self._pool.slo.ttft_s - backlog_s if defers else None
+            queued = queue.next(now, within_s=within_s, max_overtaken=self._pool.routing.queue.max_overtaken)
+            if not self._fleet.has_room(member, queued.request.chain.tokens):
+                break
+            self._queue.take(queued)
+            outcomes.append(self._dispatch(now, queued))
+
+    def _dispatch(self, now: float, queued: QueuedRequest) -> Decision:
+        """Enter a request as sent to its member."""
+        chain, pair = queued.request.chain, queued.pair
+        self._queue.forget(queued.request.id)
+        self._chooser.bind(now, self._fleet.dispatched(now, queued))
+        endpoint = self._fleet.endpoint(queued.member)
+        assert endpoint is not None, "requests are placed at members"
+        if self._replicated and queued.new_tokens >= chain.block_tokens:
+            self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
+        # Envoy tries the other member of the pair when the chosen one refuses the connection.
+        others = [self._fleet.endpoint(each) for each in pair if each != queued.member]
+        return Decision(
+            request_id=queued.request.id,
+            endpoints=(endpoint, *[each for each in others if each is not None][:1]),
+            receipt=queued.receipt,
+        )
+
+    def _rejection(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Rejection:
+        return Rejection(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
+
+    def _withdraw(self, queued: QueuedRequest) -> None:
+        """Take a request out of its member's queue, and back what the member was to have cached."""
+        self._queue.withdraw(queued)
+        self._fleet.will_not_cache(queued)
+
+    def _relieve_pair(self, now: float, situation: Situation, outcomes: list[Outcome]) -> int:
+        """Run a round of rebalancing if both candidates of a request are overloaded; return how many requests moved."""
+        slo_ttft_s = self._pool.slo.ttft_s
+        if not self._queue.queues or not self._chooser.rebalances:
+            return 0
+        if any(situation.waited_s + each.ttft_s <= slo_ttft_s for each in situation.pair):
+            return 0
+        queue_s = cache(lambda member: self._fleet.queue_s(now, member))
+        return sum(
+            relieve(
+                now,
+                queue,
+                ahead_s=self._fleet.backlog_s(now, each.id),
+                slo_ttft_s=slo_ttft_s,
+                queue_s=queue_s,
+                alternative=lambda queued: self._chooser.alternative(now, queued),
+                move=lambda queued, to: self._move(now, queued, to, outcomes),
+            )
+            for each in situation.pair
+            if (queue := self._queue.queues.get(each.id)) is not None
+        )
+
+    def _move(self, now: float, queued: QueuedRequest, to: Candidate, outcomes: list[Outcome]) -> None:
+        """Move a queued request to another member: into its queue, or to the member at once."""
+        self._withdraw(queued)
+        predicted_ttft_s = now - queued.request.arrived_s + to.ttft_s
+        moved = replace(
+            queued,
+            member=to.id,
+            matched_tokens=to.matched_tokens,
+            compute_s=to.compute_s,
+            predicted_ttft_s=predicted_ttft_s,
+            receipt=queued.receipt.moved(to, REBALANCED, predicted_ttft_s=predicted_ttft_s),
+            moved=True,
+        )
+        self._admit(now, moved, outcomes)

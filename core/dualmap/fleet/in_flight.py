@@ -1,0 +1,57 @@
+"""A request that was sent to a member and has not ended."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dualmap.prompts.blocks import BlockChain
+from dualmap.requests import Completion, Usage
+
+
+class Stage(Enum):
+    """What a member is believed to do with a request."""
+
+    PENDING = "its prefill has not ended"
+    DECODING = "its answer is generated"
+    SILENT = "nothing: no report of it came for so long that its end must have been missed"
+
+
+@dataclass(slots=True)
+class InFlightRequest:
+    """A request in flight, as the ledger records it.
+
+    ``compute_s`` is the expected time to compute the uncached part of its prompt. The router sees the end of a prefill
+    only when the answer is ``streamed``; otherwise it assumes that the prefill ends on time. ``prefilled`` is set when
+    the end was seen or assumed by that rule. A request without reports may reach a later ``stage`` without it.
+    ``silent_since_s`` is the time of the last report, or of the beginning of decoding. ``alone`` says that no other
+    replica had prefills at the member when this request was dispatched.
+    """
+
+    request_id: str
+    member: str
+    chain: BlockChain
+    matched_tokens: int
+    arrived_s: float
+    dispatched_s: float
+    predicted_ttft_s: float
+    compute_s: float
+    heard_s: float
+    streamed: bool = True
+    prefilled: bool = False
+    stage: Stage = Stage.PENDING
+    silent_since_s: float = 0.0
+    alone: bool = True
+    session: int | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that the member has to compute."""
+        return self.chain.tokens - self.matched_tokens
+
+    def completion(self, usage: Usage | None) -> Completion:
+        """Return the completion that reports the request's end, with the engine's token counts where known."""
+        return Completion(
+            request_id=self.request_id,
+            member=self.member,
+            predicted_cached_tokens=self.matched_tokens,
+            measured_cached_tokens=None if usage is None else usage.cached_tokens,
+        )

@@ -1,0 +1,115 @@
+"""The pending prefills of one member: how many tokens, and how long they keep the member busy."""
+
+from collections import OrderedDict
+from math import inf
+
+from dualmap.fleet.in_flight import InFlightRequest
+
+# A prefill at the head counts as ended without a report when no prefill of the member ended for this long, or for this
+# many times the prefill's own expected time, whichever is longer.
+SILENT_PREFILL_S = 30.0
+SILENT_PREFILL_FACTOR = 10.0
+
+
+class PrefillAccount:
+    """The prefills not yet seen to end, in order of dispatch: engines serve first come, first served."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Pending prefill tokens."""
+        self.compute_s = 0.0
+        self.head: InFlightRequest | None = None
+        """The first of the pending prefills. Kept beside them, since every event asks for it several times."""
+        self.pending: OrderedDict[str, InFlightRequest] = OrderedDict()
+        # The earliest time at which the head can have begun: the end of the prefill before it, or its own dispatch.
+        self._head_since_s = 0.0
+        # Since when the head is first and no prefill ended. Later than `_head_since_s` if the one before was given up.
+        self._silent_since_s = 0.0
+
+    def add(self, request: InFlightRequest, begins_s: float) -> None:
+        """Add a dispatched request; if no other is pending, its prefill begins at ``begins_s``."""
+        if self.head is None:
+            self.head = request
+            self._head_since_s = self._silent_since_s = begins_s
+            self.compute_s = 0.0  # Removes the rounding error of earlier sums.
+        self.pending[request.request_id] = request
+        self.compute_s += request.compute_s
+        self.tokens += request.new_tokens
+
+    def remove(self, request: InFlightRequest) -> None:
+        """Remove a pending request."""
+        del self.pending[request.request_id]
+        if self.head is request:
+            self.head = next(iter(self.pending.values()), None)
+        self.compute_s -= request.compute_s
+        self.tokens -= request.new_tokens
+
+    def restart(self, begins_s: float) -> None:
+        """Record that the head's prefill begins at ``begins_s``."""
+        self._head_since_s = self._silent_since_s = begins_s
+
+    def give_up_head(self, now: float) -> None:
+        """Remove the head as ended without a report; the member's stall goes on, if it is one."""
+        if self.head is not None:
+            self.remove(self.head)
+            self._silent_since_s = now
+
+    def busy_since_s(self, request: InFlightRequest) -> float:
+        """Return since when the member can have worked on a request's prefill if it is the head."""
+        return max(self._head_since_s, request.dispatched_s)
+
+    def overdue_s(self) -> float:
+        """Return when the head's prefill counts as ended without a report; infinity without a head.
+
+        An answer that is not streamed shows no first token, so its prefill is assumed to end on time.
+        """
+        head = self.head
+        if head is None:
+            return inf
+        if head.streamed:
+            return self._silent_since_s + max(SILENT_PREFILL_S, SILENT_PREFILL_FACTOR * head.compute_s)
+        return self.busy_since_s(head) + head.compute_s
+
+    def backlog_s(self, now: float, decode_stall_s: float) -> float:
+        """Return how many seconds of prefill are pending.
+
+        The head's progress so far is deducted. If the head runs ``decode_stall_s`` longer than its own computation
+        should take, the member is in the paper's decode bottleneck, and the time without a completed prefill is added
+        (section A.7). Deviation: the paper compares the whole interval with T, which flags every prefill that is longer
+        than T for good reason, such as one of 20 000 tokens.
+        """
+        head = self.head
+        if head is None:
+            return 0.0
+        # Comparisons instead of min and max: every member with queued requests computes this at every event.
+        interval_s, compute_s = now - self._head_since_s, head.compute_s
+        if interval_s <= 0.0:
+            backlog_s = self.compute_s
+        elif interval_s <= compute_s:
+            backlog_s = self.compute_s - interval_s
+        else:
+            backlog_s = self.compute_s - compute_s
+            if interval_s > compute_s + decode_stall_s:
+                backlog_s += interval_s
+        return backlog_s if backlog_s > 0.0 else 0.0
+
+    def forecast(self, now: float, decode_stall_s: float) -> tuple[float, float, float]:
+        """Return ``backlog_s`` as a function of time: ``max(ends_s - t, least_s)`` for every t before ``until_s``."""
+        head = self.head
+        if head is None:
+            return -inf, 0.0, inf
+        began_s, behind_s = self._head_since_s, max(0.0, self.compute_s - head.compute_s)
+        stalls_s = began_s + head.compute_s + decode_stall_s
+        if now < began_s:
+            return -inf, self.compute_s, began_s
+        if now > stalls_s:
+            return -inf, behind_s + (now - began_s), -inf
+        return began_s + self.compute_s, behind_s, stalls_s
+
+    def reaches_s(self, backlog_s: float) -> float:
+        """Return when the backlog comes down to ``backlog_s`` by time alone; infinity if it takes an event."""
+        head = self.head
+        if head is None:
+            return inf
+        over_s = self.compute_s - backlog_s
+        return self._head_since_s + over_s if over_s <= head.compute_s else inf

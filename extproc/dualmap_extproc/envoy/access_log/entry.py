@@ -1,0 +1,93 @@
+"""Reads entries of Envoy's access log from its protobuf messages.
+
+Messages are not trusted: absent or invalid fields become None.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from dualmap.requests import Usage
+from dualmap_extproc.names import (
+    DUALMAP_NAMESPACE,
+    REQUEST_ID_KEY,
+    TAG_CACHED_TOKENS,
+    TAG_COMPLETION_TOKENS,
+    TAG_PROMPT_TOKENS,
+    TAG_REQUEST_ID,
+)
+from dualmap_extproc.request.ending import AccessLogEntry
+from dualmap_extproc.wire import access_log_pb2 as wire
+
+# Longer than any id that a router gives.
+ID_CHARACTERS: Final = 512
+# Above any context length, below where floats lose whole numbers.
+TOKENS_MAX: Final = 10**9
+
+
+def read_id(entry: wire.HTTPAccessLogEntry) -> str:
+    """Return an entry's request id; empty where it has none, since no router picked for that request."""
+    common = entry.common_properties
+    request_id = _tag(common.custom_tags, TAG_REQUEST_ID) or _metadata_id(common)
+    return request_id if len(request_id) <= ID_CHARACTERS else ""
+
+
+def read_entry(entry: wire.HTTPAccessLogEntry, request_id: str) -> AccessLogEntry:
+    """Return an entry as a value, given its id; never raises."""
+    common = entry.common_properties
+    flags: tuple[str, ...] = ()
+    if common.HasField("response_flags"):
+        flags = tuple(field.name for field, _ in common.response_flags.ListFields())
+    return AccessLogEntry(
+        request_id=request_id,
+        status=entry.response.response_code.value if entry.response.HasField("response_code") else None,
+        flags=flags,
+        served_endpoint=_served_endpoint(common),
+        usage=_usage(common.custom_tags),
+    )
+
+
+def _tag(tags: Mapping[str, str], name: str) -> str:
+    """Return a custom tag's value, empty where it is absent or ``-``, which Envoy writes for a value it lacks."""
+    value = tags.get(name, "")
+    return "" if value == "-" else value
+
+
+def _metadata_id(common: wire.AccessLogCommon) -> str:
+    """Return the request id from the dynamic metadata, for gateways whose access log lacks the router's tags."""
+    # Test with `in` first: protobuf maps of messages insert an absent key when it is read.
+    namespaces = common.metadata.filter_metadata
+    if DUALMAP_NAMESPACE not in namespaces:
+        return ""
+    fields = namespaces[DUALMAP_NAMESPACE].fields
+    return fields[REQUEST_ID_KEY].string_value if REQUEST_ID_KEY in fields else ""
+
+
+def _served_endpoint(common: wire.AccessLogCommon) -> str | None:
+    if not common.HasField("upstream_remote_address"):
+        return None
+    address = common.upstream_remote_address.socket_address
+    if not address.address or not 0 < address.port_value < 2**16:
+        return None
+    host = f"[{address.address}]" if ":" in address.address else address.address
+    return f"{host}:{address.port_value}"
+
+
+def _usage(tags: Mapping[str, str]) -> Usage | None:
+    prompt, completion, cached = (
+        _number(_tag(tags, name)) for name in (TAG_PROMPT_TOKENS, TAG_COMPLETION_TOKENS, TAG_CACHED_TOKENS)
+    )
+    if prompt is None and completion is None and cached is None:
+        return None
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+
+
+def _number(text: str) -> int | None:
+    """Return a count of tokens in Envoy's notation (``12``, ``1e+06``), None for anything else."""
+    if not text or len(text) > 32:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return int(value) if math.isfinite(value) and 0 <= value <= TOKENS_MAX else None

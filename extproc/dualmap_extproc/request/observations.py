@@ -1,0 +1,177 @@
+"""Observations: what the router saw happen to requests, as typed values, and the fan-out that passes them on.
+
+``picker`` and ``transport.server`` report each event once, on the event loop. Metrics, autoscaling demand, the
+dashboard and tracing subscribe to the types they need. ``now`` is the event's time in monotonic seconds, ``pool`` the
+pool's ``namespace/name``. Loads are not reported: they are read from the pools' statuses (``Picker.statuses``).
+
+Observations are named tuples: as unchangeable as frozen dataclasses, and made in half the time. Every request makes
+about five.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from dualmap.requests import Completion, Decision, FirstToken
+from dualmap_edge.logs import get_logger
+from dualmap_extproc.errors import Refused
+from dualmap_extproc.request.ending import Ending
+
+_log = get_logger(__name__)
+
+
+class Arrival(NamedTuple):
+    """When a request reached the router, and those of its headers that the picker keeps (``Picker.kept_headers``)."""
+
+    at_s: float
+    headers: Mapping[str, str]
+
+
+class Routed(NamedTuple):
+    """A request with a prompt was sent to a member; ``queued_s`` is how long it was queued, None where it was not."""
+
+    now: float
+    pool: str
+    decision: Decision
+    arrival: Arrival
+    queued_s: float | None = None
+
+
+class RoutedBodiless(NamedTuple):
+    """A request without a prompt was sent to any member."""
+
+    now: float
+    pool: str
+
+
+class Rejected(NamedTuple):
+    """The router answered a request with an error; ``pool`` is empty where it reached no pool.
+
+    ``arrival`` is None for a request without a prompt. ``queued_s`` is as in Routed.
+    """
+
+    now: float
+    pool: str
+    refused: Refused
+    arrival: Arrival | None
+    queued_s: float | None = None
+
+
+class Enqueued(NamedTuple):
+    """A request waits in the router. Routed, Rejected or Abandoned follows."""
+
+    now: float
+    pool: str
+
+
+class Abandoned(NamedTuple):
+    """The client of a queued request left before the request was routed or rejected."""
+
+    now: float
+    pool: str
+    arrival: Arrival
+    queued_s: float
+
+
+class Decided(NamedTuple):
+    """Reading a body, choosing a member and building the answer took ``seconds`` of this process."""
+
+    now: float
+    seconds: float
+
+
+class FirstTokenSeen(NamedTuple):
+    """The first chunk of an event stream came back."""
+
+    now: float
+    pool: str
+    first_token: FirstToken
+
+
+class Ended(NamedTuple):
+    """A request that was sent to a member ended."""
+
+    now: float
+    pool: str
+    ending: Ending
+    completion: Completion
+
+
+class Expired(NamedTuple):
+    """A request was removed because nothing was heard of it within the time to live of requests in flight."""
+
+    now: float
+    pool: str
+    completion: Completion
+
+
+class Measured(NamedTuple):
+    """The engine reported how many prompt tokens it had cached, at a request's end or a little later."""
+
+    now: float
+    pool: str
+    completion: Completion
+
+
+class ServedElsewhere(NamedTuple):
+    """Envoy reported that another member than the chosen one served a request."""
+
+    now: float
+    pool: str
+
+
+Observation: TypeAlias = (
+    Routed
+    | RoutedBodiless
+    | Rejected
+    | Enqueued
+    | Abandoned
+    | Decided
+    | FirstTokenSeen
+    | Ended
+    | Expired
+    | Measured
+    | ServedElsewhere
+)
+Report: TypeAlias = Callable[[Observation], None]
+
+_Kind = TypeVar("_Kind", bound=Observation)
+
+
+class FanOut:
+    """Passes each observation to the handlers of its type, in the order of their subscription.
+
+    Handlers must not block. A handler that raises is logged the first time and disturbs neither routing nor the other
+    handlers.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[Any], tuple[Callable[[Any], None], ...]] = {}
+        self._failed: set[Callable[[Any], None]] = set()
+
+    def subscribe(self, kind: type[_Kind], handler: Callable[[_Kind], None]) -> None:
+        """Have ``handler`` called with every observation of this type."""
+        self._handlers[kind] = (*self._handlers.get(kind, ()), handler)
+
+    def report(self, observation: Observation) -> None:
+        """Pass an observation on; never raises."""
+        for handler in self._handlers.get(type(observation), ()):
+            try:
+                handler(observation)
+            except Exception as error:  # noqa: BLE001  # Routing goes on whatever a subscriber does.
+                self._log_once(handler, observation, error)
+
+    def _log_once(self, handler: Callable[[Any], None], observation: Observation, error: Exception) -> None:
+        if handler in self._failed:
+            return
+        self._failed.add(handler)
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        # The type and place only: an observation holds headers, and an error's text may quote them.
+        _log.error(
+            "Observation handler failed, further failures are not logged",
+            handler=getattr(handler, "__qualname__", repr(type(handler))),
+            observation=type(observation).__name__,
+            error=type(error).__name__,
+            place="" if line is None else f"{line.tb_frame.f_code.co_filename}:{line.tb_lineno}",
+        )

@@ -1,0 +1,144 @@
+"""The response half of a stream: answers to response messages, and reports to the picker on how the request ends.
+
+Except in FULL_DUPLEX_STREAMED, the router ends the stream at the first chunk of the response, and Envoy sends the rest
+past it. The access log then reports the end of the request to the picker.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum, auto
+from typing import ClassVar, TypeAlias
+
+from dualmap_extproc.names import DECISION_HEADER
+from dualmap_extproc.request.ending import Ending
+from dualmap_extproc.request.head import read_response
+from dualmap_extproc.request.modes import Modes, ResponseBody
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import answers
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+_Step: TypeAlias = Callable[["Response", float, wire.ProcessingRequest], list[wire.ProcessingResponse]]
+
+
+class ResponsePhase(StrEnum):
+    """How far a response has come."""
+
+    AWAITED = auto()
+    """No byte of the body has arrived."""
+    STREAMING = auto()
+    """The first chunk has arrived, and the router sends every chunk back (FULL_DUPLEX_STREAMED)."""
+    ENDED = auto()
+    """The router needs no more of the response; the stream ends."""
+
+
+# Found faster than in their enums (``modes``).
+_AWAITED, _STREAMING, RESPONSE_ENDED = ResponsePhase
+_WHOLE, _DUPLEX = ResponseBody.WHOLE, ResponseBody.DUPLEX
+_FINISHED, _ABORTED = Ending.FINISHED, Ending.ABORTED
+
+
+class Response:
+    """The response to one request, and the request's entry in the picker between its pick and its end.
+
+    ``request_id`` is the id of that entry; it is empty before the pick, for a request without a prompt, and after the
+    end. ``receipt`` is the value of the decision header, None for none. ``ending`` is how the request ends according to
+    the response's status.
+    """
+
+    __slots__ = ("_alive_due_s", "_limits", "_modes", "_picker", "_whole", "ending", "phase", "receipt", "request_id")
+
+    def __init__(self, picker: Picker, limits: Limits, modes: Modes, arrived_s: float) -> None:
+        self._picker = picker
+        self._limits = limits
+        self._modes = modes
+        self._alive_due_s = arrived_s + limits.news_s
+        # Whether the body comes in one go, so that its first chunk is no first token.
+        self._whole = modes.response_body is _WHOLE
+        self.phase = _AWAITED
+        self.ending = _ABORTED
+        self.request_id = ""
+        self.receipt: str | None = None
+
+    def receive(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        """Return the answers to a response message."""
+        return self.STEPS[self.phase][message.WhichOneof("request")](self, now, message)
+
+    def end(self, now: float, ending: Ending) -> None:
+        """Report the end of the request to the picker, once."""
+        request_id, self.request_id = self.request_id, ""
+        if not request_id:
+            return
+        match ending:
+            case Ending.FINISHED:
+                self._picker.finished(now, request_id, None)
+            case Ending.REJECTED:
+                self._picker.rejected(now, request_id)
+            case Ending.ABORTED:
+                self._picker.aborted(now, request_id)
+            case Ending.FAILED:
+                self._picker.failed(now, request_id)
+
+    def _on_headers(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        headers = message.response_headers
+        self.ending, whole = read_response(headers.headers, self.ending)
+        self._whole |= whole
+        if self.request_id and message.HasField("metadata_context"):
+            served = answers.served_endpoint(message.metadata_context)
+            if served:
+                self._picker.served(now, self.request_id, served)
+        if headers.end_of_stream or self.ending is not _FINISHED:
+            self.end(now, self.ending)
+        if headers.end_of_stream:
+            self._leave()
+        if self.receipt is None:
+            return [answers.PLAIN_RESPONSE_HEADERS]
+        answer = wire.ProcessingResponse()
+        answers.set_header(answer.response_headers.response.header_mutation, DECISION_HEADER, self.receipt)
+        return [answer]
+
+    def _on_first_chunk(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        if message.response_body.body:
+            self.phase = _STREAMING
+            if self._whole:
+                self.end(now, _FINISHED)
+            elif self.request_id:
+                self._picker.first_token(now, self.request_id)
+        return self._on_chunk(now, message)
+
+    def _on_chunk(self, now: float, message: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        chunk = message.response_body
+        if chunk.end_of_stream:
+            self.end(now, _FINISHED)
+        if self.request_id and now >= self._alive_due_s:
+            self._alive_due_s = now + self._limits.news_s
+            self._picker.heard(now, self.request_id)
+        if self._modes.response_body is _DUPLEX:
+            return list(answers.response_pieces(chunk.body, self._limits.chunk_bytes, last=chunk.end_of_stream))
+        if self.phase is _STREAMING or chunk.end_of_stream:
+            # The rest does not pass the router; the access log reports the end of this request.
+            self.request_id = ""
+            self.phase = RESPONSE_ENDED
+        return [answers.PLAIN_RESPONSE_BODY]
+
+    def _on_trailers(self, now: float, _: wire.ProcessingRequest) -> list[wire.ProcessingResponse]:
+        self.end(now, self.ending)
+        self._leave()
+        return [answers.PLAIN_RESPONSE_TRAILERS]
+
+    def _leave(self) -> None:
+        """End the stream, except in FULL_DUPLEX_STREAMED, where Envoy ends it."""
+        if self._modes.response_body is not _DUPLEX:
+            self.phase = RESPONSE_ENDED
+
+    STEPS: ClassVar[Mapping[ResponsePhase, Mapping[str | None, _Step]]] = {
+        _AWAITED: {
+            "response_headers": _on_headers,
+            "response_body": _on_first_chunk,
+            "response_trailers": _on_trailers,
+        },
+        _STREAMING: {
+            "response_headers": _on_headers,
+            "response_body": _on_chunk,
+            "response_trailers": _on_trailers,
+        },
+    }

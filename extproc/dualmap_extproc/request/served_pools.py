@@ -1,0 +1,77 @@
+"""The pools that this router serves: their routers, by pool and by model, and what is asked of all of them at once."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from dualmap.pools.pool import Pool
+from dualmap.requests import Outcome, PoolSnapshot
+from dualmap.router import PoolRouter
+
+Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
+"""A pool's router, and the outcomes of queued requests that one of its events had."""
+
+
+class ServedPools:
+    """The routers of all pools; ``replicated`` makes them keep replication updates for other replicas."""
+
+    def __init__(self, *, replicated: bool) -> None:
+        self._replicated = replicated
+        self._queues = True
+        self._routers: dict[str, PoolRouter] = {}
+        self._models: dict[str, PoolRouter] = {}
+        self.max_wait_s = 0.0
+        """The longest time that any pool lets a request queue."""
+        self.session_headers: frozenset[str] = frozenset()
+        """The lower-case names of the headers by which the pools name sessions."""
+
+    def __iter__(self) -> Iterator[PoolRouter]:
+        return iter(tuple(self._routers.values()))
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools as last given, in their order."""
+        return tuple(router.pool for router in self._routers.values())
+
+    def router(self, pool: str) -> PoolRouter | None:
+        """Return the router of a pool (``namespace/name``), None where the pool is not served here."""
+        return self._routers.get(pool)
+
+    def of_model(self, model: str) -> PoolRouter | None:
+        """Return the router of the pool that serves a model, None where there is none."""
+        return self._models.get(model)
+
+    def queue_no_more(self) -> None:
+        """Have pools queue nothing from the next ``replace`` on."""
+        self._queues = False
+
+    def replace(self, now: float, pools: Sequence[Pool]) -> tuple[frozenset[str], list[Outcomes]]:
+        """Replace the pools; return the ids of the removed ones, and the outcomes of queued requests in the others.
+
+        A pool that stays keeps its router. A model that two pools name belongs to the first.
+        """
+        routers: dict[str, PoolRouter] = {}
+        models: dict[str, PoolRouter] = {}
+        effects: list[Outcomes] = []
+        for given in pools:
+            pool = given if self._queues else given.never_queueing()
+            router = self._routers.get(pool.id)
+            if router is None:
+                router = PoolRouter(pool, replicated=self._replicated)
+            elif router.pool != pool:
+                effects.append((router, router.on_pool(now, pool).outcomes))
+            routers[pool.id] = router
+            for name in pool.model.names:
+                models.setdefault(name, router)
+        removed = frozenset(self._routers.keys() - routers.keys())
+        self._routers, self._models = routers, models
+        self.max_wait_s = max((pool.routing.queue.max_wait_s for pool in pools), default=0.0)
+        self.session_headers = frozenset(pool.routing.session.header.lower() for pool in pools)
+        return removed, effects
+
+    def next_deadline(self) -> float | None:
+        """Return the time at which any router's ``on_deadline`` is due next, or None."""
+        deadlines = [router.next_deadline() for router in self._routers.values()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def statuses(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
+        """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
+        return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)

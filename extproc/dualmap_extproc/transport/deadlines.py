@@ -1,0 +1,36 @@
+"""The task that calls the picker at its deadlines."""
+
+import asyncio
+import contextlib
+from typing import Final
+
+from dualmap_extproc.request.picker import Picker
+
+_POLL_S: Final = 1.0
+# While requests are queued, every event may move deadlines; looking at all members' deadlines may take 0.1 ms.
+_QUEUED_POLL_S: Final = 0.02
+# Deadlines closer together than this are handled in one call.
+_PAUSE_S: Final = 0.005
+
+
+async def keep_deadlines(picker: Picker) -> None:
+    """Call the picker at each of its deadlines, until cancelled.
+
+    The task sleeps until the next deadline, at most one second, and at most 20 ms while requests are queued.
+    """
+    clock = asyncio.get_running_loop().time
+    first_held = asyncio.Event()
+    picker.on_first_held(first_held.set)
+    while True:
+        deadline_s = picker.next_deadline()
+        if deadline_s is not None and deadline_s <= clock():
+            picker.on_deadline(clock())
+            deadline_s = picker.next_deadline()
+        first_held.clear()
+        sleep_s = _QUEUED_POLL_S if picker.holding else _POLL_S
+        if deadline_s is not None:
+            # Never zero: a deadline that stays in the past must not block the event loop.
+            sleep_s = min(max(deadline_s - clock(), _PAUSE_S), sleep_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(sleep_s):
+                await first_held.wait()

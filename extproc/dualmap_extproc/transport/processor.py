@@ -1,0 +1,161 @@
+"""The ext_proc service in grpc.aio: feeds each stream's state machine and writes its answers."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from dualmap_extproc.names import EXT_PROC_METHOD, EXT_PROC_SERVICE
+from dualmap_extproc.request.observations import Decided, Report
+from dualmap_extproc.request.picker import Picker
+from dualmap_extproc.request.stream import Stream
+from dualmap_extproc.settings import Limits
+from dualmap_extproc.wire import ext_proc_pb2 as wire
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[wire.ProcessingRequest, wire.ProcessingResponse]"
+Handler: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
+
+_EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
+# Deadlines of streams are 0.1 s and more, and only requests with trailers or slow clients reach them.
+_POLL_S: Final = 0.02
+
+
+class ExternalProcessor:
+    """The ext_proc service: one state machine per stream, driven by the clock of the event loop."""
+
+    def __init__(self, picker: Picker, report: Report, limits: Limits) -> None:
+        self._picker = picker
+        self._report = report
+        self._limits = limits
+        self._deadlines = _StreamDeadlines()
+        self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def handler(self) -> Handler:
+        """Return the service as grpc.aio registers it."""
+        method = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=wire.ProcessingRequest.FromString,
+            response_serializer=wire.ProcessingResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method})
+
+    @property
+    def open_requests(self) -> int:
+        """The number of open streams: requests that Envoy may still send messages about."""
+        return self._streams
+
+    async def idle(self) -> None:
+        """Return when no stream is open."""
+        await self._idle.wait()
+
+    def hold_no_more(self) -> None:
+        """Dispatch or reject all queued requests, and queue none from now on."""
+        self._picker.hold_no_more(asyncio.get_running_loop().time())
+
+    async def _process(self, _: object, context: _Context) -> None:
+        """Serve one stream, and close its state machine however the stream ends."""
+        clock = asyncio.get_running_loop().time
+        writer = _UnpromptedWriter(context)
+        stream = Stream(self._picker, self._limits, writer.write)
+        cancelled = True
+        self._streams += 1
+        self._idle.clear()
+        try:
+            while not stream.ended:
+                message = await context.read()
+                if writer.writing is not None:
+                    await writer.writing
+                if message is _EOF:
+                    break
+                now = clock()
+                undecided = not stream.decided
+                answers = stream.receive(now, message)
+                if undecided and stream.decided:
+                    done_s = clock()
+                    self._report(Decided(now=done_s, seconds=done_s - now))
+                for answer in answers:
+                    await context.write(answer)
+                self._deadlines.watch(stream, writer)
+            cancelled = False
+        except DecodeError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._deadlines.forget(stream)
+            stream.close(clock(), cancelled=cancelled)
+            writer.cancel()
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+
+
+class _UnpromptedWriter:
+    """Writes the answers that follow no message: after a stream's deadline, and when a queued request is decided.
+
+    The stream's handler awaits the next message meanwhile. gRPC takes one write at a time: ``writing`` must be awaited
+    before anything else is written.
+    """
+
+    def __init__(self, context: _Context) -> None:
+        self._context = context
+        self.writing: asyncio.Task[None] | None = None
+
+    def write(self, answers: Sequence[wire.ProcessingResponse]) -> None:
+        """Start writing answers, after those that are being written."""
+        self.writing = asyncio.create_task(self._write(answers, after=self.writing))
+        # If the call ends meanwhile, the write fails. The handler sees the end itself, so the error is dropped here.
+        self.writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def cancel(self) -> None:
+        """Stop writing; the stream is over."""
+        if self.writing is not None:
+            self.writing.cancel()
+
+    async def _write(self, answers: Sequence[wire.ProcessingResponse], after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await after
+        for answer in answers:
+            await self._context.write(answer)
+
+
+class _StreamDeadlines:
+    """Calls the streams whose deadlines pass before their next messages arrive.
+
+    One timer looks at all of them 50 times a second while there are any. Nearly every request sets a deadline and
+    nearly none reaches it; a timer for each would cost 6 us a request. If the answer ends its stream (a rejection),
+    Envoy closes the call, and no message is left to read.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[Stream, _UnpromptedWriter] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, stream: Stream, writer: _UnpromptedWriter) -> None:
+        """Watch the stream if it has a deadline; ``writer`` writes the answers at that deadline."""
+        if stream.deadline_s is not None:
+            self._watched[stream] = writer
+            if self._timer is None:
+                self._set_timer()
+
+    def forget(self, stream: Stream) -> None:
+        """Stop watching a stream."""
+        self._watched.pop(stream, None)
+
+    def _poll(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for stream, writer in tuple(self._watched.items()):
+            if stream.deadline_s is None:
+                self.forget(stream)
+            elif stream.deadline_s <= now:
+                answers = stream.on_deadline(now)
+                if answers:
+                    writer.write(answers)
+        self._timer = None
+        if self._watched:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_POLL_S, self._poll)

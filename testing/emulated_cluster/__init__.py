@@ -1,0 +1,4 @@
+"""A Kubernetes cluster for tests on one machine: a real control plane, and nodes and Services made of processes.
+
+May import: the standard library, pytest and libraries of PyPI, never the product (`dualmap*`).
+"""

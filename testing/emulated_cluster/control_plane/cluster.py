@@ -1,0 +1,311 @@
+"""A real Kubernetes control plane of one's own: etcd, API server, controller manager and scheduler, without nodes.
+
+The fixtures of `conftest.py` start one per test session; `build.py` has built its programs, and `netns.sh` has made
+the network namespace that lets it have fixed ports and pods real addresses. What runs pods is `kubelet/`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import shutil
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.control_plane import kubeconfigs
+from emulated_cluster.control_plane.certificates import Authority, write_signing_keys
+from emulated_cluster.control_plane.programs import Program
+
+# The address the API server says it has: loopback is refused. Pods have the other /24 of 10.244.0.0/16.
+ADVERTISED = "10.244.255.1"
+# Where pods reach it: the Service `kubernetes` has no endpoints.
+API_SERVER = (ADVERTISED, 6443)
+_ETCD = "http://127.0.0.1:2379"
+_SERVER = "https://127.0.0.1:6443"
+_SCHEDULER = "https://127.0.0.1:10259"
+_PODS = ipaddress.ip_network("10.244.0.0/16")
+_SERVICES = "10.0.0.0/24"
+# Several minutes' work of others may be on the machine; an idle one needs 8 s for all of it.
+_READY_TIMEOUT_S = 90.0
+# In order the API server would wait for a minute while anybody watches.
+_STOP_GRACE_S = 1.0
+_KUBECTL_TIMEOUT_S = 60.0
+_HTTP_TIMEOUT_S = 5.0
+_NODE_LIFECYCLE_OFF = "--controllers=*,-node-lifecycle-controller"
+_NODE_LIFECYCLE_ON = ("--controllers=*", "--node-monitor-period=1s", "--node-monitor-grace-period=5s")
+_AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "omitManagedFields": True,
+    "rules": [{"level": "Metadata"}],
+}
+
+
+class KubectlError(AssertionError):
+    """kubectl failed; the message has the command and what it printed."""
+
+
+class Cluster:
+    """The control plane. A context: entering starts it, leaving stops it; the logs stay in `directory`/logs.
+
+    Everything here blocks, so that it does not matter which event loop a test has; nothing takes long but the
+    start and `restart_apiserver`.
+    """
+
+    def __init__(self, binaries: Path, directory: Path) -> None:
+        self._binaries = binaries
+        self._directory = directory
+        self.logs = directory / "logs"
+        self._kubeconfigs = directory / "kubeconfigs"
+        for folder in (directory, self.logs, self._kubeconfigs):
+            folder.mkdir(exist_ok=True)
+        self._authority = Authority()
+        self._programs: dict[str, Program] = {}
+        self._numbers = itertools.count(1)
+        self._blocks = _PODS.subnets(new_prefix=24)
+        self._audit_read = 0
+        self._audited: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def kubeconfig(self, user: str = "admin", groups: Sequence[str] = ("system:masters",)) -> Path:
+        """Write a kubeconfig for a user with a client certificate and return its path.
+
+        Without groups the user may do nothing until a role is bound to it.
+        """
+        path = self._kubeconfigs / f"{next(self._numbers)}-{user.replace(':', '-')}.json"
+        return kubeconfigs.write_for_certificate(
+            path, server=_SERVER, authority=self._authority.certificate, user=self._authority.user(user, groups)
+        )
+
+    def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
+        """Write a kubeconfig with a token of a service account, which must exist, and return its path."""
+        token = self.kubectl("create", "token", name, "--namespace", namespace, "--duration", "24h").strip()
+        path = self._kubeconfigs / f"{next(self._numbers)}-{namespace}-{name}.json"
+        return kubeconfigs.write_for_token(
+            path, server=_SERVER, authority=self._authority.certificate, token=token, namespace=namespace
+        )
+
+    async def client(self) -> KubeClient:
+        """A client of the administrator, for whoever asks to close; others: `KubeClient.connect(kubeconfig)`."""
+        return await KubeClient.connect(self._admin)
+
+    def kubectl(self, *args: str, input: str | None = None, check: bool = True) -> str:
+        """Run kubectl as the administrator (another user: `--kubeconfig PATH` among `args`) and return its stdout.
+
+        Raises `KubectlError` when it fails; with `check=False` what it printed on both is returned instead.
+        """
+        command = [str(self._binaries / "kubectl"), "--kubeconfig", str(self._admin), *self._kubectl_cache(), *args]
+        ran = subprocess.run(command, input=input, capture_output=True, text=True, timeout=_KUBECTL_TIMEOUT_S)
+        if ran.returncode == 0:
+            return ran.stdout
+        if check:
+            raise KubectlError(f"kubectl {' '.join(args)} exited with {ran.returncode}:\n{ran.stdout}{ran.stderr}")
+        return ran.stdout + ran.stderr
+
+    def namespace(self) -> str:
+        """Make a fresh namespace, in which pods can be made already, and return its name."""
+        name = f"e2e-{next(self._numbers)}"
+        self.kubectl("create", "namespace", name)
+        self._wait_for_service_account(name)
+        return name
+
+    def address_block(self) -> ipaddress.IPv4Network:
+        """256 pod addresses that nobody else was given, for one node."""
+        block = next(self._blocks)
+        assert isinstance(block, ipaddress.IPv4Network)
+        assert ipaddress.ip_address(ADVERTISED) not in block, "no pod addresses left"
+        return block
+
+    def audit(self) -> list[dict[str, Any]]:
+        """Return the audit log so far: who (`user.username`) did what (`verb`, `objectRef`), and the answer's code.
+
+        A request is there once it is answered (`stage` ResponseComplete); the server writes it just after answering,
+        so wait for an entry. A watch also has one when it begins (ResponseStarted).
+        """
+        with (self.logs / "audit.jsonl").open("rb") as log:
+            log.seek(self._audit_read)
+            *lines, _half_written = log.read().split(b"\n")
+        self._audit_read += sum(len(line) + 1 for line in lines)
+        self._audited += (json.loads(line) for line in lines)
+        return list(self._audited)
+
+    def stop_apiserver(self) -> None:
+        """Stop the API server; watches break off and nothing answers until `start_apiserver`."""
+        self._programs["kube-apiserver"].stop(grace_s=_STOP_GRACE_S)
+
+    def start_apiserver(self) -> None:
+        """Start the API server and wait until it is ready."""
+        apiserver = self._programs["kube-apiserver"]
+        apiserver.start()
+        apiserver.wait_until(lambda: self._answers(f"{_SERVER}/readyz"), "/readyz", timeout_s=_READY_TIMEOUT_S)
+
+    def restart_apiserver(self) -> None:
+        """Stop the API server, start it again over the same etcd, and wait until it is ready."""
+        self.stop_apiserver()
+        self.start_apiserver()
+
+    @contextmanager
+    def node_lifecycle(self) -> Iterator[None]:
+        """Have nodes that send no heartbeat for 5 s count as lost; without this nobody looks at heartbeats."""
+        self._restart_controller_manager(*_NODE_LIFECYCLE_ON)
+        try:
+            yield
+        finally:
+            self._restart_controller_manager(_NODE_LIFECYCLE_OFF)
+
+    @property
+    def _admin(self) -> Path:
+        return self._kubeconfigs / "admin.json"
+
+    def _kubectl_cache(self) -> tuple[str, ...]:
+        # What kubectl remembers is filed under the server's address, which every run has anew.
+        return "--cache-dir", str(self._directory / "kubectl-cache")
+
+    def _start(self) -> None:
+        self._write_credentials()
+        etcd = self._program("etcd", *self._etcd_flags())
+        etcd.start()
+        etcd.wait_until(lambda: self._answers(f"{_ETCD}/health"), "/health", timeout_s=_READY_TIMEOUT_S)
+        self._program("kube-apiserver", *self._apiserver_flags())
+        self.start_apiserver()
+        controllers = self._program("kube-controller-manager", *self._controller_manager_flags())
+        controllers.start(_NODE_LIFECYCLE_OFF)
+        scheduler = self._program("kube-scheduler", *self._client_flags("kube-scheduler"), "--leader-elect=false")
+        scheduler.start()
+        scheduler.wait_until(lambda: self._answers(f"{_SCHEDULER}/readyz"), "/readyz", timeout_s=_READY_TIMEOUT_S)
+        self._wait_for_service_account("default")
+
+    def _stop(self) -> None:
+        """Stop everything, the clients before what they ask; leaves logs, and removes etcd's data."""
+        for program in reversed(self._programs.values()):
+            program.stop(grace_s=_STOP_GRACE_S)
+        shutil.rmtree(self._directory / "etcd", ignore_errors=True)
+
+    def _program(self, name: str, *flags: str) -> Program:
+        program = Program([self._binaries / name, *flags], log=self.logs / f"{name}.log")
+        self._programs[name] = program
+        return program
+
+    def _restart_controller_manager(self, *flags: str) -> None:
+        controllers = self._programs["kube-controller-manager"]
+        controllers.stop(grace_s=_STOP_GRACE_S)
+        controllers.start(*flags)
+        # Its service account controller answering is the sign that the controllers run.
+        self.namespace()
+
+    def _wait_for_service_account(self, namespace: str) -> None:
+        """Wait until the controller manager has made the account without which no pod is admitted."""
+
+        def made() -> bool:
+            name = self.kubectl("get", "serviceaccount", "default", "-n", namespace, "-o", "name", "--ignore-not-found")
+            return name != ""
+
+        controllers = self._programs["kube-controller-manager"]
+        controllers.wait_until(made, f"the service account of {namespace}", timeout_s=_READY_TIMEOUT_S)
+
+    def _answers(self, url: str) -> bool:
+        """Whether this says 200; a server that does not listen yet does not, and neither does one getting ready."""
+        context = ssl.create_default_context(cadata=self._authority.certificate.decode())
+        try:
+            with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S, context=context):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def _write_credentials(self) -> None:
+        hosts = ("127.0.0.1", "localhost", ADVERTISED, "10.0.0.1", "kubernetes.default.svc")
+        (self._directory / "ca.crt").write_bytes(self._authority.certificate)
+        self._authority.server("kube-apiserver", hosts).write(self._directory, "server")
+        self._authority.user("front-proxy").write(self._directory, "front-proxy")
+        write_signing_keys(self._directory, "service-accounts")
+        self.kubeconfig().rename(self._admin)
+        for component in ("kube-controller-manager", "kube-scheduler"):
+            self.kubeconfig(f"system:{component}", ()).rename(self._kubeconfigs / f"{component}.json")
+        (self._directory / "audit-policy.json").write_text(json.dumps(_AUDIT_POLICY))
+
+    def _etcd_flags(self) -> tuple[str, ...]:
+        return (
+            f"--data-dir={self._directory / 'etcd'}",
+            f"--listen-client-urls={_ETCD}",
+            f"--advertise-client-urls={_ETCD}",
+            "--listen-peer-urls=http://127.0.0.1:2380",
+            "--unsafe-no-fsync",
+        )
+
+    def _apiserver_flags(self) -> tuple[str, ...]:
+        here = self._directory
+        return (
+            f"--etcd-servers={_ETCD}",
+            "--bind-address=0.0.0.0",
+            "--secure-port=6443",
+            f"--advertise-address={ADVERTISED}",
+            "--endpoint-reconciler-type=none",
+            "--allow-privileged=true",
+            f"--service-cluster-ip-range={_SERVICES}",
+            "--authorization-mode=Node,RBAC",
+            f"--client-ca-file={here / 'ca.crt'}",
+            f"--tls-cert-file={here / 'server.crt'}",
+            f"--tls-private-key-file={here / 'server.key'}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={here / 'service-accounts.pub'}",
+            f"--service-account-signing-key-file={here / 'service-accounts.key'}",
+            f"--requestheader-client-ca-file={here / 'ca.crt'}",
+            "--requestheader-allowed-names=front-proxy",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={here / 'front-proxy.crt'}",
+            f"--proxy-client-key-file={here / 'front-proxy.key'}",
+            f"--audit-policy-file={here / 'audit-policy.json'}",
+            f"--audit-log-path={self.logs / 'audit.jsonl'}",
+            # In megabytes: one file, however long the tests run.
+            "--audit-log-maxsize=4096",
+        )
+
+    def _client_flags(self, component: str) -> tuple[str, ...]:
+        config = self._kubeconfigs / f"{component}.json"
+        return (
+            f"--kubeconfig={config}",
+            f"--authentication-kubeconfig={config}",
+            f"--authorization-kubeconfig={config}",
+            "--bind-address=127.0.0.1",
+            f"--tls-cert-file={self._directory / 'server.crt'}",
+            f"--tls-private-key-file={self._directory / 'server.key'}",
+            # By default 20 requests a second, at which a thousand pods take minutes to be made.
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
+        )
+
+    def _controller_manager_flags(self) -> tuple[str, ...]:
+        return (
+            *self._client_flags("kube-controller-manager"),
+            "--leader-elect=false",
+            f"--root-ca-file={self._directory / 'ca.crt'}",
+            f"--service-account-private-key-file={self._directory / 'service-accounts.key'}",
+            "--use-service-account-credentials",
+            "--horizontal-pod-autoscaler-sync-period=2s",
+            "--horizontal-pod-autoscaler-initial-readiness-delay=1s",
+            "--horizontal-pod-autoscaler-downscale-stabilization=5s",
+        )

@@ -1,0 +1,85 @@
+"""Pytest plugin of the tests that run on a control plane: the fixtures `cluster` and `kubelet`, skips and time limits.
+
+A `conftest.py` loads it with `import_plugin`, so that all folders of one session share one control plane. The tests
+need the programs of `build.py` and the network namespace of `netns.sh`; `make e2e` provides both.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from emulated_cluster.control_plane.build import binaries_folder, missing
+from emulated_cluster.control_plane.cluster import ADVERTISED, Cluster
+from emulated_cluster.kubelet.fixtures import kubelet_fixture  # noqa: F401  # pytest finds fixtures by import
+
+# As in pyproject.toml, but for the test alone: whoever comes first starts the control plane.
+_TEST_TIMEOUT_S = 120
+# The tests' times are those of a quiet machine; in CI the other half of them runs beside.
+_PATIENCE = 2
+_DIRECTORY = pytest.StashKey[Path]()
+
+
+def prepare(items: list[pytest.Item], folder: Path) -> None:
+    """Skip the tests of a folder where they cannot run; their time limits leave out their fixtures."""
+    reason = _why_not()
+    for item in items:
+        if folder not in item.path.parents:
+            continue
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        marker = item.get_closest_marker("timeout")
+        limit_s = _TEST_TIMEOUT_S if marker is None else marker.args[0]
+        item.add_marker(pytest.mark.timeout(_PATIENCE * limit_s, func_only=True), append=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say where the logs are, if they were kept."""
+    kept = config.stash.get(_DIRECTORY, None)
+    if kept and kept.is_dir():
+        terminalreporter.write_line(f"logs of the control plane: {kept / 'logs'}")
+
+
+@pytest.fixture(scope="session", name="cluster")
+def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The control plane that the session's tests share; its logs are kept, and named, when a test failed."""
+    directory = Path(tempfile.mkdtemp(prefix="dualmap-controlplane-"))
+    request.config.stash[_DIRECTORY] = directory
+    with _ended_in_order(), Cluster(binaries_folder(), directory) as cluster:
+        yield cluster
+    if not request.session.testsfailed:
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Have SIGTERM end pytest as Ctrl-C does: otherwise the programs would be left running."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"signal {number}")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _why_not() -> str | None:
+    """What is missing for these tests, if anything."""
+    if files := missing():
+        return f"not built: {', '.join(files)}: make e2e"
+    with socket.socket() as probe:
+        try:
+            probe.bind((ADVERTISED, 0))
+        except OSError:
+            return "not in a network namespace for pods: make e2e"
+    return None

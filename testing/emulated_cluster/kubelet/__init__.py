@@ -1,0 +1,4 @@
+"""A node whose pods are local processes: registers, runs pods, reports their status.
+
+May import: its own rooms, `api` and `control_plane`.
+"""

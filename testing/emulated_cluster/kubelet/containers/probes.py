@@ -1,0 +1,68 @@
+"""A container's probes: how often they ask, and how many answers in a row decide (core/v1 Probe).
+
+``containers.py`` acts on the verdicts; ``actions.py`` does the asking.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from emulated_cluster.kubelet.containers.actions import Surroundings, perform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One probe as its container declares it; ``grace_s`` is its own grace period for the restart it causes."""
+
+    handler: Mapping[str, Any]
+    initial_delay_s: float
+    period_s: float
+    timeout_s: float
+    success_threshold: int
+    failure_threshold: int
+    grace_s: float | None
+
+    @classmethod
+    def read(cls, container: Mapping[str, Any], kind: str) -> Self | None:
+        """Return the container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``; None where it has none."""
+        spec = container.get(kind)
+        if spec is None:
+            return None
+        return cls(
+            handler=spec,
+            initial_delay_s=spec.get("initialDelaySeconds", 0),
+            period_s=spec.get("periodSeconds", 10),
+            timeout_s=spec.get("timeoutSeconds", 1),
+            success_threshold=spec.get("successThreshold", 1),
+            failure_threshold=spec.get("failureThreshold", 3),
+            grace_s=spec.get("terminationGracePeriodSeconds"),
+        )
+
+
+class Tally:
+    """Answers in a row. A verdict falls once there are as many alike as the probe's threshold says."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._last: bool | None = None
+        self._alike = 0
+
+    def add(self, success: bool) -> bool | None:
+        """Count one answer; returns the verdict it makes, None where it makes none yet."""
+        self._alike = self._alike + 1 if success is self._last else 1
+        self._last = success
+        needed = self._probe.success_threshold if success else self._probe.failure_threshold
+        return success if self._alike >= needed else None
+
+
+async def verdicts(probe: Probe, where: Surroundings) -> AsyncGenerator[bool, None]:
+    """Ask from now on, once per period; yields every verdict, also one that only confirms the last."""
+    tally = Tally(probe)
+    await asyncio.sleep(probe.initial_delay_s)
+    while True:
+        next_s = asyncio.get_running_loop().time() + probe.period_s
+        verdict = tally.add(await perform(probe.handler, where, timeout_s=probe.timeout_s))
+        if verdict is not None:
+            yield verdict
+        await asyncio.sleep(next_s - asyncio.get_running_loop().time())

@@ -1,0 +1,67 @@
+"""The kubelet as pytest fixtures; ``conftest.py`` imports them.
+
+``kubelet`` is the session's one node. A test that loses a node makes one of its own with ``kubelet_on``.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from emulated_cluster.control_plane.cluster import API_SERVER, Cluster
+from emulated_cluster.kubelet.isolation.roots import Image
+from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
+
+# Enough addresses for 1000 pods, and for as many that end while those start.
+_BLOCKS = 8
+
+
+@pytest.fixture(scope="session", name="kubelet")
+def kubelet_fixture(cluster: Cluster) -> Iterator[ProcessKubelet]:
+    """The node that the session's tests share."""
+    with kubelet_on(cluster, "node-0", blocks=_BLOCKS) as kubelet:
+        yield kubelet
+
+
+@contextmanager
+def kubelet_on(
+    cluster: Cluster,
+    node: str,
+    *,
+    blocks: int = 1,
+    images: Mapping[str, Path | Image] | None = None,
+    nameserver: str | None = None,
+) -> Iterator[ProcessKubelet]:
+    """A further node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH.
+
+    With ``images`` it takes every pod that is made while it is there: the scheduler knows nothing of images. Raises
+    RootsError where containers cannot have root file systems of their own.
+    """
+    logs = cluster.logs / node
+    logs.mkdir(exist_ok=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    networks = [cluster.address_block() for _ in range(blocks)]
+    kubelet = ProcessKubelet(
+        cluster.kubeconfig(f"kubelet-{node}"),
+        node,
+        networks,
+        environment={"PATH": path, "HOME": str(logs)},
+        logs=logs,
+        api_server=API_SERVER,
+        images=images,
+        nameserver=nameserver,
+    )
+    others = []
+    if images:
+        others = cluster.kubectl("get", "nodes", "--field-selector", "spec.unschedulable!=true", "-o", "name").split()
+    with kubelet:
+        for other in others:
+            cluster.kubectl("cordon", other)
+        try:
+            yield kubelet
+        finally:
+            for other in others:
+                cluster.kubectl("uncordon", other)

@@ -1,0 +1,264 @@
+"""A pod's volumes: folders of this machine that its containers have mounted, and that follow the objects they show.
+
+``home.py`` holds them for a pod; ``payloads.py`` says which files a volume made of objects has. Such a volume changes
+as a kubelet's does: the files lie in a folder of their own, ``..data`` is a link to it, and renaming a new link over
+``..data`` changes all of them at once. Who watches for moved files sees it.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from dualmap_edge.kube.client import KubeClient, KubeError
+from emulated_cluster.api.follow import follow
+from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, passing
+from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Field
+from emulated_cluster.kubelet.pod_spec.identity import Owner
+from emulated_cluster.kubelet.pod_spec.payloads import (
+    COLLECTIONS,
+    File,
+    Object,
+    Payload,
+    Reference,
+    contents,
+    read_payload,
+)
+
+# As a kubelet renews a token: when a fifth of its time is left.
+_RENEWED_AT: Final = 0.8
+_TOKEN_LIFETIME_S: Final = 3600
+
+
+class Volumes:
+    """All volumes of one pod. Belongs to one event loop; ``close`` ends what follows their objects."""
+
+    def __init__(self, fields: Field, client: KubeClient, owner: Owner, *, folder: Path, memory: Path) -> None:
+        """Volumes lie in ``folder``, and in ``memory``, a folder of a tmpfs, where their medium says so."""
+        self._source = _Objects(fields.pod["metadata"]["namespace"], client)
+        self._fields = fields
+        self._client = client
+        self._owner = owner
+        self._folder = folder
+        self._memory = memory
+        self._paths: dict[str, Path] = {}
+        self._payloads: dict[str, _PayloadVolume] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+
+    async def prepare(self) -> None:
+        """Make every volume; may be asked again after a failure. Raises ContainerConfigError."""
+        for volume in self._fields.pod["spec"].get("volumes") or ():
+            if volume["name"] not in self._paths:
+                await self._make(volume)
+
+    def path(self, name: str) -> Path:
+        """Return a volume's folder; raises ContainerConfigError for one the pod has not."""
+        if name not in self._paths:
+            raise ContainerConfigError(f"volumeMounts: the pod has no volume {name}")
+        return self._paths[name]
+
+    def read_only(self, name: str) -> bool:
+        """Whether nobody may write to it, however it is mounted."""
+        return name in self._payloads
+
+    def observe(self, pod: Object) -> None:
+        """Take in what the API server shows of the pod: its labels and annotations may be in files."""
+        self._fields = replace(self._fields, pod=pod)
+        for volume in self._payloads.values():
+            volume.changed.set()
+
+    async def close(self) -> None:
+        """Stop following objects; the folders are left to the caller, but for those in memory."""
+        self._source.close()
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, *self._source.tasks, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._memory, ignore_errors=True)
+
+    async def _make(self, volume: Object) -> None:
+        name = volume["name"]
+        if "emptyDir" in volume:
+            home = self._memory if volume["emptyDir"].get("medium") == "Memory" else self._folder
+            path = home / name
+            path.mkdir(parents=True, exist_ok=True)
+            self._owner.own_writable_folder(path)
+            self._paths[name] = path
+            return
+        payload = read_payload(volume)
+        if payload is None:
+            kind = next((key for key in volume if key != "name"), "nothing")
+            raise ContainerConfigError(f"volume {name}: {kind} is not known here")
+        path = self._folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        made = _PayloadVolume(payload, path, self._owner)
+        self._source.add_listener(made)
+        token = _Token(payload.token, self._fields.pod, self._client)
+        made.write(payload.files(await self._source.get(payload.references), self._fields, await token.get()))
+        self._paths[name] = path
+        self._payloads[name] = made
+        self._keeping.append(asyncio.create_task(self._keep(made, token)))
+
+    async def _keep(self, volume: "_PayloadVolume", token: "_Token") -> None:
+        """Write the volume again whenever an object of it changes, or its token has to be renewed."""
+        while True:
+            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the change.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(token.good_for_s):
+                    await volume.changed.wait()
+            volume.changed.clear()
+            objects = await self._source.get(volume.payload.references)
+            try:
+                volume.write(volume.payload.files(objects, self._fields, await token.get()))
+            except ContainerConfigError:
+                # Something that has been deleted leaves the files as they were, as with a kubelet; a token that was
+                # refused is asked for again.
+                await asyncio.sleep(RETRY_S)
+
+
+class _PayloadVolume:
+    """The folder of a volume made of objects. ``changed`` is set when one of them may have."""
+
+    def __init__(self, payload: Payload, folder: Path, owner: Owner) -> None:
+        self.payload = payload
+        self.changed = asyncio.Event()
+        self._folder = folder
+        self._owner = owner
+        self._written: Mapping[str, File] | None = None
+
+    def write(self, files: Mapping[str, File]) -> None:
+        """Have the folder show exactly these files, all at once."""
+        if files == self._written:
+            return
+        version = Path(tempfile.mkdtemp(prefix=f"..{datetime.now(UTC):%Y_%m_%d_%H_%M_%S}.", dir=self._folder))
+        version.chmod(0o755)
+        for path, file in files.items():
+            target = version / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.content)
+            self._owner.own_file(target, file)
+        data = self._folder / "..data"
+        before = data.resolve() if data.is_symlink() else None
+        new = self._folder / "..data_tmp"
+        new.symlink_to(version.name)
+        new.replace(data)
+        shown = {Path(path).parts[0] for path in files}
+        for name in shown:
+            link = self._folder / name
+            if not link.is_symlink():
+                link.symlink_to(Path("..data") / name)
+        for entry in self._folder.iterdir():
+            if not entry.name.startswith("..") and entry.name not in shown:
+                entry.unlink()
+        if before is not None:
+            shutil.rmtree(before)
+        self._written = files
+
+
+class _Objects:
+    """The ConfigMaps and Secrets of one namespace that a pod's volumes show, each followed by a watch."""
+
+    def __init__(self, namespace: str, client: KubeClient) -> None:
+        self._namespace = namespace
+        self._client = client
+        self._found: dict[Reference, Mapping[str, Object]] = {}
+        self._known: dict[Reference, asyncio.Event] = {}
+        self._listeners: list[_PayloadVolume] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def add_listener(self, volume: _PayloadVolume) -> None:
+        """Tell this volume of changes."""
+        self._listeners.append(volume)
+
+    async def get(self, references: frozenset[Reference]) -> dict[Reference, Object | None]:
+        """Return objects as they are, None for one that is not there; from now on they are followed."""
+        for reference in references:
+            if reference not in self._known:
+                self._known[reference] = asyncio.Event()
+                self.tasks.append(asyncio.create_task(self._follow(reference)))
+            await self._known[reference].wait()
+        return {each: next(iter(self._found[each].values()), None) for each in references}
+
+    def close(self) -> None:
+        """Follow nothing any more; ``tasks`` end."""
+        for task in self.tasks:
+            task.cancel()
+
+    async def _follow(self, reference: Reference) -> None:
+        kind, name = reference
+        path = f"/api/v1/namespaces/{self._namespace}/{COLLECTIONS[kind]}"
+        only = (("fieldSelector", f"metadata.name={name}"),)
+        async with contextlib.aclosing(follow(self._client, path, query=only)) as states:
+            async for state in states:
+                self._found[reference] = state
+                self._known[reference].set()
+                for volume in self._listeners:
+                    if reference in volume.payload.references:
+                        volume.changed.set()
+
+
+class _Token:
+    """A token of the pod's service account, by the TokenRequest API; bound to the pod, renewed before it expires."""
+
+    def __init__(self, source: Object | None, pod: Object, client: KubeClient) -> None:
+        self._source = source
+        self._pod = pod
+        self._client = client
+        self._token = ""
+        self._renew_at_s = 0.0
+
+    @property
+    def good_for_s(self) -> float | None:
+        """How long the token needs no renewal; None where there is none."""
+        return None if self._source is None else max(0.0, self._renew_at_s - asyncio.get_running_loop().time())
+
+    async def get(self) -> str:
+        """Return a token that is good for a while, "" where none was asked for; waits for the API server."""
+        if self._source is None or self.good_for_s:
+            return self._token
+        lifetime_s = self._source.get("expirationSeconds", _TOKEN_LIFETIME_S)
+        metadata = self._pod["metadata"]
+        pod = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+        audience = self._source.get("audience")
+        spec = {
+            "audiences": [audience] if audience else [],
+            "expirationSeconds": lifetime_s,
+            "boundObjectRef": pod,
+        }
+        account = self._pod["spec"].get("serviceAccountName") or "default"
+        path = f"/api/v1/namespaces/{metadata['namespace']}/serviceaccounts/{account}/token"
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        answer = await persistently(self._client, "POST", path, body=request)
+        if answer is None:
+            raise ContainerConfigError(f"service account {account} of {metadata['namespace']} not found")
+        self._token = answer["status"]["token"]
+        self._renew_at_s = asyncio.get_running_loop().time() + _RENEWED_AT * lifetime_s
+        return self._token
+
+
+async def values_of(client: KubeClient, namespace: str, reference: Reference) -> Mapping[str, bytes] | None:
+    """Return what a ConfigMap or Secret has now, by its keys; None where it is not there."""
+    kind, name = reference
+    path = f"/api/v1/namespaces/{namespace}/{COLLECTIONS[kind]}/{name}"
+    found = await persistently(client, "GET", path)
+    return None if found is None else contents(kind, found)
+
+
+async def persistently(client: KubeClient, method: str, path: str, *, body: object = None) -> Mapping[str, Any] | None:
+    """Ask until the API server answers; None for what is not there. Raises ContainerConfigError when it refuses.
+
+    It does so in a namespace that is being deleted, until the pods there have been told to end.
+    """
+    while True:
+        try:
+            return await client.request(method, path, body=body)
+        except KubeError as error:
+            if error.status == NOT_FOUND:
+                return None
+            if not passing(error):
+                raise ContainerConfigError(f"{method} {path}: {error}") from error
+        await asyncio.sleep(RETRY_S)

@@ -1,0 +1,236 @@
+"""A kubelet for tests that runs pods as local processes: its own thread, its own loop, a handle for the test.
+
+``fixtures.py`` makes one for pytest. What it honours of a pod, and what not, is told in ``ProcessKubelet``.
+"""
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from dualmap_edge.kube.client import KubeClient, KubeError
+from emulated_cluster.kubelet.agent import NodeAgent
+from emulated_cluster.kubelet.containers.containers import NodeSettings, log_name
+from emulated_cluster.kubelet.isolation.roots import Image, why_not
+from emulated_cluster.kubelet.pods import PodWorker
+
+_START_TIMEOUT_S: Final = 60.0
+_CALL_TIMEOUT_S: Final = 30.0
+_FAREWELL_TIMEOUT_S: Final = 5.0
+# A tmpfs wherever Linux runs: volumes whose medium is Memory.
+_MEMORY: Final = Path("/dev/shm")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """A pod on the node at one moment; ``processes`` has the ids of the containers' main processes by their names."""
+
+    namespace: str
+    name: str
+    uid: str
+    address: str
+    ready: bool
+    processes: Mapping[str, int]
+
+
+class RootsError(Exception):
+    """Containers cannot have root file systems of their own here; the message says why and what helps."""
+
+
+class ProcessKubelet:
+    """A node whose pods are processes here; needs a network namespace in which their addresses can be bound.
+
+    Honoured: command, args and env with ``$(VAR)``, fieldRef, ConfigMaps and Secrets; init containers; startup,
+    liveness and readiness probes (httpGet, tcpSocket, exec, grpc); readiness gates; restartPolicy with a short
+    back-off; preStop (exec, httpGet, sleep) before SIGTERM; grace periods with SIGKILL at their end; eviction and
+    deletion; an API server that goes away and comes back.
+
+    Of containers whose image is among ``images`` also: the root file system, volumes (emptyDir, configMap, secret,
+    downwardAPI, projected), users and groups, a network namespace per pod, host names, the service account's token.
+    Others are processes of this machine and can mount nothing.
+
+    Not: postStart, resources, capabilities, init containers that keep running. A pod annotated
+    ``kubelet.dualmap.dev/fake: "true"`` has a status and no process.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: Path,
+        node: str,
+        networks: Sequence[IPv4Network],
+        *,
+        environment: Mapping[str, str],
+        logs: Path,
+        api_server: tuple[str, int],
+        images: Mapping[str, Path | Image] | None = None,
+        nameserver: str | None = None,
+    ) -> None:
+        """``networks`` are the node's own: their addresses bound its pods. Containers inherit ``environment``.
+
+        Each container writes to a file under ``logs``, which must exist. ``images`` are root file systems by the
+        references that pods name them by. Pods of these ask ``nameserver`` for names and find the API server at
+        ``api_server``. Raises RootsError where there can be no root file systems.
+        """
+        reason = why_not() if images else None
+        if reason is not None:
+            raise RootsError(reason)
+        self.node = node
+        self._kubeconfig = kubeconfig
+        self._networks = networks
+        self._environment = environment
+        self._logs = logs
+        self._api_server = api_server
+        given = (images or {}).items()
+        self._images = {name: each if isinstance(each, Image) else Image(root=each) for name, each in given}
+        self._nameserver = nameserver
+        self._running: Future[tuple[asyncio.AbstractEventLoop, NodeAgent]] = Future()
+        self._stop: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kubelet-{node}")
+
+    def pods(self) -> tuple[PodView, ...]:
+        """Return the pods on the node, also those that end at the moment."""
+
+        async def views() -> tuple[PodView, ...]:
+            return tuple(_view(worker) for worker in self._agent.workers)
+
+        return self._call(views())
+
+    def pod(self, namespace: str, name: str) -> PodView:
+        """Return a pod on the node, the newest of its name; raises LookupError."""
+        for view in reversed(self.pods()):
+            if (view.namespace, view.name) == (namespace, name):
+                return view
+        raise LookupError(f"node {self.node} has no pod {namespace}/{name}")
+
+    def kill(self, pod: PodView) -> None:
+        """Kill a pod's processes with SIGKILL, as a crash does; raises LookupError or ProcessLookupError."""
+
+        async def crash() -> None:
+            worker = next((each for each in self._agent.workers if each.uid == pod.uid), None)
+            if worker is None:
+                raise LookupError(f"node {self.node} has no pod {pod.namespace}/{pod.name} {pod.uid} any more")
+            for container in worker.containers.values():
+                container.crash()
+
+        self._call(crash())
+
+    def execute(self, pod: PodView, container: str, command: Sequence[str]) -> tuple[int, str]:
+        """Run a command in a running container as ``kubectl exec`` does; returns its exit status and what it wrote.
+
+        Raises LookupError, or ProcessLookupError where the container does not run.
+        """
+
+        async def run(log: Path) -> int:
+            worker = next((each for each in self._agent.workers if each.uid == pod.uid), None)
+            if worker is None or container not in worker.containers:
+                raise LookupError(f"node {self.node} has no container {container} in {pod.namespace}/{pod.name}")
+            return await worker.containers[container].execute(command, log=log)
+
+        with tempfile.NamedTemporaryFile() as output:
+            log = Path(output.name)
+            return self._call(run(log)), log.read_text(errors="replace")
+
+    def log(self, pod: PodView) -> str:
+        """Return what a pod's containers, their probes and their hooks wrote, also after the pod's end."""
+        written = sorted(self._logs.glob(log_name(pod.name, pod.uid, "*")))
+        return "".join(each.read_text(errors="replace") for each in written)
+
+    def freeze_node(self) -> None:
+        """Cut the node off for good: nothing is heard from it and it hears nothing, while its processes run on."""
+        self._call(self._agent.freeze())
+
+    def lose_node(self) -> None:
+        """Switch the node off for good: nothing is heard from it, and its processes are killed."""
+        self._call(self._agent.lose())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._running.result(timeout=_START_TIMEOUT_S)
+        except BaseException:
+            self._thread.join()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Kill every process, delete the node; raises what broke in the kubelet, unless the test has failed already."""
+        loop, agent = self._running.result()
+        assert self._stop is not None
+        loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        if error is None and agent.failures:
+            raise agent.failures[0]
+
+    @property
+    def _agent(self) -> NodeAgent:
+        return self._running.result(timeout=0)[1]
+
+    def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Have the kubelet's loop do it, and wait."""
+        loop, _ = self._running.result(timeout=0)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(timeout=_CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # whatever it is belongs to the thread that waits for the start
+            if self._running.done():
+                raise
+            self._running.set_exception(error)
+
+    async def _serve(self) -> None:
+        with ExitStack() as folders:
+            folder, memory = (
+                Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="dualmap-kubelet-", dir=where)))
+                for where in (None, _MEMORY)
+            )
+            await self._serve_from(folder, memory)
+
+    async def _serve_from(self, folder: Path, memory: Path) -> None:
+        self._stop = asyncio.Event()
+        client = await KubeClient.connect(self._kubeconfig)
+        settings = NodeSettings(
+            environment=self._environment,
+            logs=self._logs,
+            images=self._images,
+            nameserver=self._nameserver,
+            api_server=self._api_server,
+            folder=folder,
+            memory=memory,
+        )
+        agent = NodeAgent(client, self.node, self._networks, settings)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await agent.start()
+            self._running.set_result((asyncio.get_running_loop(), agent))
+            await self._stop.wait()
+        finally:
+            await agent.lose()
+            try:
+                async with asyncio.timeout(_FAREWELL_TIMEOUT_S):
+                    await agent.remove_node()
+            except (KubeError, TimeoutError):
+                pass  # The cluster may have been stopped first.
+            await client.close()
+
+
+def _view(worker: PodWorker) -> PodView:
+    return PodView(
+        namespace=worker.namespace,
+        name=worker.name,
+        uid=worker.uid,
+        address=worker.place.address,
+        ready=worker.ready,
+        processes={name: each.pid for name, each in worker.containers.items() if each.pid is not None},
+    )

@@ -1,0 +1,332 @@
+"""What a cluster gives Services and this control plane has no nodes for: their names and their cluster addresses.
+
+A DNS server for pods (``names.py`` has the names) and a proxy for every port of every cluster address, both following
+the API server. ``netns.sh`` makes the addresses local; ``kubelet/`` tells its pods of the name server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.api.follow import follow
+from emulated_cluster.control_plane.cluster import API_SERVER, Cluster
+from emulated_cluster.services.names import SERVICE_LABEL, read_question, resolve, write_answer
+
+Object = Mapping[str, Any]
+Address = tuple[str, int]
+
+NAMESERVER: Final = "10.244.255.53"
+_DNS_PORT: Final = 53
+_START_TIMEOUT_S: Final = 60.0
+_SERVICES: Final = "/api/v1/services"
+_SLICES: Final = "/apis/discovery.k8s.io/v1/endpointslices"
+
+
+class Services:
+    """A context: while it is entered, names are answered for and cluster addresses can be connected to.
+
+    It has a thread of its own, so that a test that blocks its loop does not hold up what flows through.
+    """
+
+    nameserver: Final = NAMESERVER
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._running: Future[asyncio.AbstractEventLoop] = Future()
+        self._stop: asyncio.Event | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="services")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._running.result(timeout=_START_TIMEOUT_S)
+        except BaseException:
+            self._thread.join()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close everything; raises what broke, unless the test has failed already."""
+        assert self._stop is not None
+        if self._thread.is_alive():
+            self._running.result().call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        if error is None and self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001  # it belongs to the thread that waits for the start or the end
+            if self._running.done():
+                self._failure = error
+            else:
+                self._running.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        client = await self._cluster.client()
+        state = _State()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(state.follow(client))
+                await state.known.wait()
+                async with _name_server(state):
+                    self._running.set_result(asyncio.get_running_loop())
+                    await self._stop.wait()
+                following.cancel()
+        finally:
+            await state.close()
+            await client.close()
+
+
+class _State:
+    """Services and their endpoints as the API server has them, and a proxy for each that has both."""
+
+    def __init__(self) -> None:
+        self.known = asyncio.Event()
+        self._services: Mapping[str, Object] | None = None
+        self._slices: Mapping[str, Object] | None = None
+        self._of_service: dict[str, list[Object]] = {}
+        self._proxies: dict[Address, _Proxy] = {}
+        self._turn = asyncio.Lock()
+
+    async def follow(self, client: KubeClient) -> None:
+        """Keep names and proxies as the API server says."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._each(follow(client, _SERVICES), self._take_services))
+            tasks.create_task(self._each(follow(client, _SLICES), self._take_slices))
+
+    def answer(self, message: bytes, *, udp: bool) -> bytes | None:
+        """Return the answer to a DNS message, None to what is no question."""
+        question = read_question(message)
+        if question is None:
+            return None
+        return write_answer(message, question, resolve(question.name, self._services or {}, self._of_service), udp=udp)
+
+    async def close(self) -> None:
+        """Listen no more, and cut what flows."""
+        for proxy in self._proxies.values():
+            proxy.close()
+            await proxy.cut()
+
+    async def _each(
+        self, states: AsyncGenerator[Mapping[str, Object], None], take: Callable[[Mapping[str, Object]], None]
+    ) -> None:
+        async with aclosing(states):
+            async for state in states:
+                take(state)
+                if self._services is not None and self._slices is not None:
+                    async with self._turn:
+                        await self._update()
+                    self.known.set()
+
+    def _take_services(self, services: Mapping[str, Object]) -> None:
+        self._services = services
+
+    def _take_slices(self, slices: Mapping[str, Object]) -> None:
+        self._slices = slices
+        self._of_service = {}
+        for each in slices.values():
+            metadata = each["metadata"]
+            name = (metadata.get("labels") or {}).get(SERVICE_LABEL)
+            if name is not None and each["addressType"] == "IPv4":
+                self._of_service.setdefault(f"{metadata['namespace']}/{name}", []).append(each)
+
+    async def _update(self) -> None:
+        """Have a proxy at every cluster address and port that has endpoints: others refuse connections."""
+        wanted = {}
+        for key, service in (self._services or {}).items():
+            for port in service["spec"].get("ports") or ():
+                address = service["spec"].get("clusterIP") or "None"
+                endpoints = self._endpoints(key, port)
+                if address != "None" and port.get("protocol", "TCP") == "TCP" and endpoints:
+                    wanted[address, int(port["port"])] = endpoints
+        for gone in self._proxies.keys() - wanted.keys():
+            # What flows through it goes on, as in a cluster.
+            self._proxies[gone].close()
+        for where, endpoints in wanted.items():
+            await self._proxies.setdefault(where, _Proxy(where)).lead_to(endpoints)
+
+    def _endpoints(self, key: str, port: Object) -> tuple[Address, ...]:
+        if key == "default/kubernetes":
+            # The API server has been told to publish none: with them it would forget a test's own.
+            return (API_SERVER,)
+        return _endpoints(self._of_service.get(key, ()), port.get("name", ""))
+
+
+def _endpoints(slices: Sequence[Object], port: str) -> tuple[Address, ...]:
+    """Return where a Service's port leads: ready endpoints, and where there are none those that still serve."""
+    found = [
+        (endpoint.get("conditions", {}), (address, int(each["port"])))
+        for slice_ in slices
+        for each in slice_.get("ports") or ()
+        if (each.get("name") or "") == port
+        for endpoint in slice_.get("endpoints") or ()
+        for address in endpoint["addresses"]
+    ]
+    ready = tuple(address for conditions, address in found if conditions.get("ready") is not False)
+    return ready or tuple(address for conditions, address in found if conditions.get("serving"))
+
+
+class _Proxy:
+    """Listens at one cluster address and port; each connection goes to the next endpoint in turn."""
+
+    def __init__(self, where: Address) -> None:
+        self._where = where
+        self._endpoints: Sequence[Address] = ()
+        self._turns = itertools.count()
+        self._server: asyncio.Server | None = None
+        self._open: set[_Side] = set()
+
+    async def lead_to(self, endpoints: Sequence[Address]) -> None:
+        """Listen, and have new connections go to one of these."""
+        self._endpoints = endpoints
+        if self._server is None:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(self._accept, *self._where, backlog=1024)
+
+    def close(self) -> None:
+        """Take no new connections, so that who tries is refused; those there are go on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def cut(self) -> None:
+        """End the connections there are."""
+        for side in tuple(self._open):
+            side.transport.abort()
+        # What aborting has to tell comes with the loop's next turn.
+        await asyncio.sleep(0)
+
+    def _accept(self) -> _Side:
+        return _Side(self._open, connect=self._connect)
+
+    async def _connect(self, near: _Side) -> _Side:
+        address = self._endpoints[next(self._turns) % len(self._endpoints)]
+        _, far = await asyncio.get_running_loop().create_connection(lambda: _Side(self._open, other=near), *address)
+        return far
+
+
+class _Side(asyncio.Protocol):
+    """One of the two connections of a proxied one: what comes goes to the other at once, an end of sending too."""
+
+    def __init__(
+        self,
+        open_: set[_Side],
+        *,
+        connect: Callable[[_Side], Awaitable[_Side]] | None = None,
+        other: _Side | None = None,
+    ) -> None:
+        """The side that was accepted makes the other by ``connect``; each is among ``open_`` as long as it is open."""
+        self.transport: asyncio.Transport
+        self._open = open_
+        self._connect = connect
+        self._other = other
+        self._connecting: asyncio.Task[None] | None = None
+        self._ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._open.add(self)
+        if self._connect is not None:
+            transport.pause_reading()
+            self._connecting = asyncio.create_task(self._reach(self._connect))
+
+    def data_received(self, data: bytes) -> None:
+        self._others.write(data)
+
+    def eof_received(self) -> bool:
+        assert self._other is not None
+        self._ended = True
+        if not self._other._ended:
+            self._others.write_eof()
+            return True
+        self._others.close()
+        return False
+
+    def pause_writing(self) -> None:
+        self._others.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._others.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.discard(self)
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._other is not None:
+            if exc is None:
+                self._others.close()
+            else:
+                self._others.abort()
+
+    @property
+    def _others(self) -> asyncio.Transport:
+        assert self._other is not None
+        return self._other.transport
+
+    async def _reach(self, connect: Callable[[_Side], Awaitable[_Side]]) -> None:
+        try:
+            self._other = await connect(self)
+        except OSError:
+            self.transport.abort()
+        else:
+            self.transport.resume_reading()
+
+
+@asynccontextmanager
+async def _name_server(state: _State) -> AsyncGenerator[None, None]:
+    """Answer questions by UDP and TCP."""
+
+    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                size = int.from_bytes(await reader.readexactly(2))
+                answer = state.answer(await reader.readexactly(size), udp=False)
+                if answer is None:
+                    break
+                writer.write(len(answer).to_bytes(2) + answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+        lambda: _Datagrams(state), local_addr=(NAMESERVER, _DNS_PORT)
+    )
+    try:
+        async with await asyncio.start_server(converse, NAMESERVER, _DNS_PORT):
+            yield
+    finally:
+        transport.close()
+
+
+class _Datagrams(asyncio.DatagramProtocol):
+    """Questions by UDP."""
+
+    def __init__(self, state: _State) -> None:
+        self._state = state
+        self._transport: asyncio.DatagramTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # asyncio's own is no subclass of what it is documented to be.
+        self._transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
+        answer = self._state.answer(data, udp=True)
+        if answer is not None:
+            self._transport.sendto(answer, addr)

@@ -1,0 +1,125 @@
+"""What the process kubelet does where the API server refuses or is away: it asks again, and no pod ends of it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dualmap_edge.kube.client import KubeClient, KubeError
+from emulated_cluster.api.retries import Patience
+from emulated_cluster.kubelet.containers.containers import NodeSettings, Place
+from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
+from emulated_cluster.kubelet.pod_spec.volumes import persistently
+from emulated_cluster.kubelet.pods import FAKE_ANNOTATION, PodWorker
+from kube_api import write_kubeconfig
+from waiting import until
+
+POD = {
+    "metadata": {
+        "name": "chat-0",
+        "namespace": "team",
+        "uid": "0f1e2d3c-0000",
+        "resourceVersion": "1",
+        "annotations": {FAKE_ANNOTATION: "true"},
+    },
+    "spec": {"nodeName": "node-0", "containers": [{"name": "engine"}]},
+}
+TERMINATED = {"kind": "Status", "message": "unable to create new content in namespace team", "reason": "Forbidden"}
+
+
+class Server:
+    """Answers with these statuses, one request after the other, and then says yes to all."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.taken: list[str] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if self.statuses:
+            return web.json_response(TERMINATED, status=self.statuses.pop(0))
+        self.taken.append(request.method)
+        said: dict[str, Any] = await request.json()
+        return web.json_response({**POD, **said, "metadata": {**POD["metadata"], "resourceVersion": "2"}})
+
+
+@asynccontextmanager
+async def server(folder: Path, *statuses: int) -> AsyncIterator[tuple[Server, KubeClient]]:
+    refusing = Server(*statuses)
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", refusing.answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        write_kubeconfig(folder / "kubeconfig", f"http://127.0.0.1:{runner.addresses[0][1]}")
+        client = await KubeClient.connect(folder / "kubeconfig")
+        try:
+            yield refusing, client
+        finally:
+            await client.close()
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_status_that_is_refused_is_said_again_and_refusals_alone_are_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="emulated_cluster.kubelet.pods")
+    async with server(tmp_path, 503, 403, 409, 403) as (refusing, client):
+        node = NodeSettings(
+            environment={},
+            logs=tmp_path,
+            images={},
+            nameserver=None,
+            api_server=("", 0),
+            folder=tmp_path,
+            memory=tmp_path,
+        )
+        place = Place(address="10.244.0.2", host_address="10.244.0.1", node=node)
+        worker = PodWorker(POD, place, client, asyncio.Semaphore(1))
+        running = asyncio.create_task(worker.run())
+
+        await until(lambda: refusing.taken == ["PATCH"])
+        worker.forget()
+        await running
+    (told,) = caplog.messages
+    assert "403 unable to create new content" in told
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_patience_is_for_a_minute_of_refusals_however_long_the_server_was_away_before() -> None:
+    clock = Clock()
+    patience = Patience(clock)
+    refused, away = KubeError(403, "no"), KubeError(0, "away")
+    clock.now_s += 100.0
+    patience.bear(away)
+    patience.bear(refused)
+    clock.now_s += 59.0
+    patience.bear(refused)
+    patience.bear(away)
+    clock.now_s += 59.0
+    patience.bear(refused)
+    clock.now_s += 61.0
+    patience.bear(away)
+    patience.bear(refused)
+    clock.now_s += 61.0
+    with pytest.raises(KubeError, match="403 no"):
+        patience.bear(refused)
+
+
+async def test_what_a_container_needs_and_is_refused_is_its_configuration_error(tmp_path: Path) -> None:
+    async with server(tmp_path, 403) as (_, client):
+        with pytest.raises(ContainerConfigError, match="403 unable to create new content"):
+            await persistently(client, "POST", "/api/v1/namespaces/team/serviceaccounts/default/token", body={})
