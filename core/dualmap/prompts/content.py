@@ -123,6 +123,10 @@ class Conversation:
             return
         kind = part.get("type")
         only = _FIELD_OF_TYPE.get(kind) if self.exact and isinstance(kind, str) else None
+        if only in _TEXT_FIELDS and isinstance(part.get(only), str):
+            # Nearly all parts.
+            yield spelled(part[only])
+            return
         texts = [part[name] for name in _TEXT_FIELDS if only in (None, name) and isinstance(part.get(name), str)]
         media = [name for name in _MEDIA_FIELDS if only in (None, name) and part.get(name)]
         yield from map(spelled, texts)
