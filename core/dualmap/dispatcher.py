@@ -15,7 +15,7 @@ from dualmap.pools.pool import Pool
 from dualmap.queue.rebalance import REBALANCED, relieve
 from dualmap.queue.request_queue import QueuedRequest, RequestQueue
 from dualmap.receipt import Key
-from dualmap.replicas.news import Placement
+from dualmap.replicas.update import Placement
 from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request
 
 

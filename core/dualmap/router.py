@@ -16,7 +16,7 @@ from dualmap.dispatcher import Dispatcher
 from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.pools.pool import Pool
-from dualmap.replicas.news import News, SharedBinding
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Completion,
     Decision,
@@ -34,7 +34,7 @@ from dualmap.requests import (
 class PoolRouter:
     """Routes the requests of one pool and records what its members do.
 
-    ``replicated`` makes it keep for ``take_news`` what other replicas need to know.
+    ``replicated`` makes it keep for ``take_update`` what other replicas need to know.
     """
 
     def __init__(self, pool: Pool, *, replicated: bool = False) -> None:
@@ -142,9 +142,9 @@ class PoolRouter:
         deadlines = (self._fleet.next_deadline(), self._dispatcher.next_deadline())
         return min((each for each in deadlines if each is not None), default=None)
 
-    def take_news(self, now: float) -> News:
+    def take_update(self, now: float) -> ReplicaUpdate:
         """Return the replication update for the other replicas: what happened here since the last one."""
-        return News(
+        return ReplicaUpdate(
             hotness=self._chooser.tree.take_counts(),
             loads=self._fleet.own_loads(now),
             placements=self._dispatcher.take_placements(),
@@ -152,15 +152,15 @@ class PoolRouter:
             wanted=self._chooser.sessions.take_wanted(),
         )
 
-    def on_news(self, now: float, peer: str, news: News, age_s: float) -> Effects[None]:
+    def on_update(self, now: float, peer: str, update: ReplicaUpdate, age_s: float) -> Effects[None]:
         """Take the replication update that another replica made ``age_s`` ago."""
         said_s = now - age_s
-        if news.loads is not None:
-            self._fleet.on_loads(said_s, peer, news.loads, age_s=age_s)
-        self._chooser.tree.merge(said_s, news.hotness)
-        for placement in news.placements:
+        if update.loads is not None:
+            self._fleet.on_loads(said_s, peer, update.loads, age_s=age_s)
+        self._chooser.tree.merge(said_s, update.hotness)
+        for placement in update.placements:
             self._fleet.on_placement(placement)
-        for binding in news.bindings:
+        for binding in update.bindings:
             self._chooser.sessions.adopt(said_s, binding, hinted=False)
         return Effects(None, self._dispatcher.release_all(now))
 

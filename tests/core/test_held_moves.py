@@ -13,7 +13,7 @@ from builders import request, text_of
 from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
 from dualmap.fleet.suspension import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.replicas.news import HotnessCounts, News, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedLoad
 from dualmap.requests import Decision, Effects, Queued, Reason, Rejection
 from dualmap.router import PoolRouter
 
@@ -254,8 +254,8 @@ class TestRebalancing:
                 effects = router.on_pool(now, CHANGES[event](router.pool, pick))
             elif event == "news":
                 load = SharedLoad(pending_prefill_tokens=pick * 100, backlog_s=pick * 0.1, in_flight=1)
-                news = News(hotness=HotnessCounts(requests=1, nodes={}), loads={f"m-{pick % 3}": load})
-                effects = router.on_news(now, f"peer {pick % 2}", news, 0.0)
+                update = ReplicaUpdate(hotness=HotnessCounts(requests=1, nodes={}), loads={f"m-{pick % 3}": load})
+                effects = router.on_update(now, f"peer {pick % 2}", update, 0.0)
             elif event == "back":
                 effects = router.on_pool(now, whole)
             elif event == "abort" and waiting and pick % 2:

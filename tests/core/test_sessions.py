@@ -8,7 +8,7 @@ from builders import pool, request, text_of
 from dualmap.keys.sessions import MAX_SESSIONS, SessionTable, session_key
 from dualmap.pools.pool import Engine, MemberState, Pool, Queue, Routing, Session, SessionMigration
 from dualmap.prompts.blocks import chain_root
-from dualmap.replicas.news import SharedBinding
+from dualmap.replicas.update import SharedBinding
 from dualmap.requests import Decision, Request
 from dualmap.router import PoolRouter
 

@@ -17,7 +17,7 @@ from clusters import (
     small_pool,
 )
 from dualmap.pools.pool import Engine, Queue
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
 from dualmap.requests import Decision, Effects, Queued, Reason, Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module
@@ -85,8 +85,8 @@ def test_late_replication_update_has_no_effect() -> None:
     assert first_tokens(late) == first_tokens(blind)
 
 
-def placements_only(news: News) -> News:
-    return News(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=news.placements)
+def placements_only(update: ReplicaUpdate) -> ReplicaUpdate:
+    return ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=update.placements)
 
 
 def test_exchange_carries_only_the_chosen_updates() -> None:

@@ -17,8 +17,8 @@ from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
-from dualmap.replicas.news import Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S, Peers
+from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, Usage
 
 # The expected output of a request in tokens before any has ended, and the weight of each one that ends in the mean.

@@ -15,8 +15,8 @@ from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
 from dualmap.fleet.suspension import Suspension
 from dualmap.queue.request_queue import MemberQueue
-from dualmap.replicas.news import SharedLoad
 from dualmap.replicas.peers import NO_LOAD
+from dualmap.replicas.update import SharedLoad
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dualmap.replicas.news import HotnessCounts
+from dualmap.replicas.update import HotnessCounts
 
 # A bucket is a twelfth of the window, but never longer than this: recent traffic is the newest two buckets.
 BUCKETS = 12

@@ -16,7 +16,7 @@ from math import inf
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.replicas.news import SharedBinding
+from dualmap.replicas.update import SharedBinding
 
 MAX_SESSIONS = 65_536
 # The store answers within about a tenth of a second. A binding that arrives later than this is no answer to a guess.

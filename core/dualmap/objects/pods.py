@@ -110,15 +110,18 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 
 
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
-    """Return whether the control plane, and not the pod's kubelet, made the pod unready.
+    """Return whether the node lifecycle controller took the pod's readiness away because its node stopped reporting.
 
-    When a node stops reporting, the control plane sets Ready to false without a reason and leaves ContainersReady
-    unchanged. A kubelet that sets Ready to false gives a reason, such as our closed gate. If it gives none, Ready was
-    false before the containers became ready.
+    That controller sets Ready to false without a reason and leaves ContainersReady as it was. A kubelet gives a reason
+    for Ready false. For one that gives none, two facts explain Ready false: Ready was false before the containers
+    became ready, or our gate was closed first. A gate closed later is our own answer to the loss.
     """
     containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
-    # The API writes times as UTC in whole seconds, so their texts sort in the order of the times.
-    return not ready.holds and not ready.reason and ready.since > containers.since
+    gate = conditions.get(IN_RING_GATE)
+    # The API writes every time as UTC in whole seconds, so that the order of the texts is the order of the times. A
+    # kubelet answers to the gate within the second.
+    gate_explains = gate is not None and not gate.holds and gate.since <= ready.since
+    return not ready.holds and not ready.reason and ready.since > containers.since and not gate_explains
 
 
 def _address(status: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ A report is valid for PEER_TTL_S. After that the replica counts as gone, and its
 
 from collections.abc import Mapping, Sequence
 
-from dualmap.replicas.news import SharedLoad
+from dualmap.replicas.update import SharedLoad
 
 # Replicas report at least once a second. After three missing reports a replica is gone or cut off.
 PEER_TTL_S = 3.0

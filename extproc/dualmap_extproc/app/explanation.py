@@ -72,7 +72,7 @@ def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) ->
     """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
     picker = _picker(pools, replicated=True)
     _pick(picker, body, headers)
-    return {pool: news.wanted for pool, news in picker.take_news(_NOW_S)}
+    return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}
 
 
 async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -16,7 +16,7 @@ from itertools import count
 from dualmap.pools.pool import Pool
 from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.replicas.news import News, SharedBinding
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
@@ -65,7 +65,7 @@ class Picker:
 
     ``report`` takes every observation. ``id_prefix`` makes request ids unique among replicas and restarts, since access
     logs outlive both. ``trace_headers`` are further headers that observations carry. ``replicated`` keeps replication
-    updates for other replicas (``take_news``), ``log_prompts`` lets debug lines quote prompts.
+    updates for other replicas (``take_update``), ``log_prompts`` lets debug lines quote prompts.
     """
 
     def __init__(
@@ -254,15 +254,15 @@ class Picker:
                 # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
 
-    def take_news(self, now: float) -> tuple[tuple[str, News], ...]:
+    def take_update(self, now: float) -> tuple[tuple[str, ReplicaUpdate], ...]:
         """Return each pool's id and the replication update that this replica has for the others."""
-        return tuple((router.pool.id, router.take_news(now)) for router in self._served)
+        return tuple((router.pool.id, router.take_update(now)) for router in self._served)
 
-    def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
+    def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
         """Apply replica ``peer``'s update about a pool, ``age_s`` old; pools that are not served here are ignored."""
         router = self._served.router(pool)
         if router is not None:
-            self._settle(now, (router, router.on_news(now, peer, news, age_s).outcomes))
+            self._settle(now, (router, router.on_update(now, peer, update, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         """Apply what the store has of a pool's sessions."""

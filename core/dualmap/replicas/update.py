@@ -1,6 +1,7 @@
 """What the router replicas of a pool send each other, as values.
 
-``PoolRouter.take_news`` returns what happened since the last call, and ``on_news`` takes another replica's. The driver
+``PoolRouter.take_update`` returns what happened since the last call, and ``on_update`` takes another replica's. The
+driver
 transports it (Redis streams in production, a delayed list in the simulator). It may arrive late, twice or not at all.
 Times are ages, since replicas share no clock.
 """
@@ -64,12 +65,12 @@ class SharedBinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class ReplicaUpdate:
     """What one replica sends the others about a pool.
 
     ``loads`` is complete each time, by member id: this replica puts no load on a member that is left out. None means
-    that loads are not included. The rest is new since the last News. ``wanted`` are sessions that this replica met
-    without knowing their binding.
+    that loads are not included. The rest is new since the last ReplicaUpdate. ``wanted`` are sessions that this
+    replica met without knowing their binding.
     """
 
     hotness: HotnessCounts
