@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dualmap.prompts.api import PATHS, Api, api_of
+from dualmap.prompts.api import PATHS, Api, api_of, guess_api
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import LAYOUTS, read_prompt
 
@@ -235,3 +235,24 @@ def test_the_page_lists_every_path_and_field_in_order() -> None:
     rows = re.findall(r"^\| (`/.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
     listed = {path: re.findall("`(.*?)`", fields) for paths, fields in rows for path in re.findall("`(.*?)`", paths)}
     assert listed == {path: list(LAYOUTS[api].fields) for path, api in PATHS.items()}
+
+
+@pytest.mark.parametrize(
+    ("body", "api"),
+    [
+        *((body, api) for api, body in BODIES.items() if api not in (Api.MESSAGES, Api.EMBEDDINGS, Api.TOKENIZE)),
+        ({"messages": [USER], "tools": [{"type": "function", "function": {}}], "prompt": "Hi"}, Api.CHAT),
+        ({"messages": [USER], "tools": "none"}, Api.CHAT),
+        ({"messages": [USER], "system": "Be brief."}, Api.MESSAGES),
+        ({"messages": [USER], "tools": [{"name": "t", "input_schema": {}}]}, Api.MESSAGES),
+        ({"input": [1, 2, 3]}, Api.EMBEDDINGS),
+        ({"input": ["a", "b"]}, Api.EMBEDDINGS),
+        ({"input": [USER]}, Api.RESPONSES),
+        *(({name: ["a"]}, Api.SCORE) for name in ("queries", "items", "text_1", "text_2", "data_1", "data_2")),
+        ({"query": "Hi"}, Api.UNKNOWN),
+        ({}, Api.UNKNOWN),
+        ("a text", Api.UNKNOWN),
+    ],
+)
+def test_a_body_without_a_path_is_guessed_by_its_fields(body: Any, api: Api) -> None:
+    assert guess_api(body) is api
