@@ -99,6 +99,7 @@ def test_a_setting_counts_as_a_few_tokens_at_any_size(api: Api, field: str, valu
         (Api.CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "note": LONG}]}]}),
         (Api.CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}, "note": LONG}]}),
         (Api.RESPONSES, {"input": [{"type": "message", "role": "user", "content": "Hi", "result": LONG}]}),
+        (Api.RESPONSES, {"input": "Hi", "tools": [{"type": "namespace", "tools": [{"name": "t", "note": LONG}]}]}),
         (Api.MESSAGES, {"messages": [{**USER, "tool_calls": LONG}]}),
         (Api.MESSAGES, {"messages": [USER], "tools": [{"name": "t", "cache_control": LONG}]}),
         (Api.MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": LONG}]}]}),
@@ -136,6 +137,25 @@ def test_token_ids_are_the_prompt_where_the_api_takes_them(api: Api, field: str)
 )
 def test_every_field_of_a_chat_message_counts(role: str, field: str, values: tuple[Any, Any]) -> None:
     one, other = (key_and_tokens(Api.CHAT, {"messages": [{"role": role, field: value}]}) for value in values)
+    assert one[0] != other[0]
+
+
+@pytest.mark.parametrize(
+    ("api", "field"),
+    [
+        *((api, field) for api in (Api.CHAT, Api.TOKENIZE) for field in ("type", "function", "defer_loading")),
+        *((Api.RESPONSES, field) for field in ("type", "name", "description", "parameters", "defer_loading")),
+        *((Api.MESSAGES, field) for field in ("type", "name", "description", "input_schema", "defer_loading")),
+    ],
+)
+def test_every_field_of_a_tool_counts(api: Api, field: str) -> None:
+    one, other = (key_and_tokens(api, {**BODIES[api], "tools": [{field: text}]}) for text in TEXTS)
+    assert one[0] != other[0]
+
+
+def test_the_tools_of_a_responses_namespace_count() -> None:
+    tools = [[{"type": "namespace", "name": "n", "tools": [{"name": text}]}] for text in TEXTS]
+    one, other = (key_and_tokens(Api.RESPONSES, {"input": "Hi", "tools": each}) for each in tools)
     assert one[0] != other[0]
 
 
