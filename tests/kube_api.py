@@ -133,7 +133,7 @@ class KubeApi:
     async def _list(self, request: web.Request, wanted: Callable[[Body], bool]) -> web.Response:
         await self._may_list.wait()
         found = [body for _, body in sorted(self._objects.items()) if wanted(body)]
-        begin, limit = int(request.query.get("continue", "0")), int(request.query["limit"])
+        begin, limit = int(request.query.get("continue", "0")), int(request.query.get("limit", "500"))
         metadata = {"resourceVersion": str(self._now)}
         if begin + limit < len(found):
             metadata["continue"] = str(begin + limit)

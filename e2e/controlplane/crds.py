@@ -40,10 +40,8 @@ def remove_namespace(cluster: Cluster, namespace: str) -> None:
 
     What is left running costs every later test: a loop of shells, or engines that are probed each second.
     """
-    cluster.kubectl("delete", "namespace", namespace, "--wait=false", check=False)
+    cluster.remove_namespace(namespace)
     _let_go(cluster, "--namespace", namespace)
-    # In one request: kubectl would ask for each pod's end, of a thousand for minutes.
-    cluster.kubectl("delete", "--raw", f"/api/v1/namespaces/{namespace}/pods?gracePeriodSeconds=1", check=False)
 
 
 def _let_go(cluster: Cluster, *where: str) -> bool:

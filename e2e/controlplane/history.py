@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dualmap_edge.kube.client import KubeClient, KubeError
+from emulated_cluster.api.client import ApiClient, ApiError
 
 _RETRY_S: Final = 0.2
 _KINDS: Final = {"serving.dualmap.dev/v1alpha1": "inferencepools", "apps/v1": "statefulsets"}
@@ -29,7 +29,7 @@ class Shrink:
 class History:
     """The versions of one pool and its StatefulSet since ``recording`` began."""
 
-    def __init__(self, client: KubeClient, namespace: str, name: str) -> None:
+    def __init__(self, client: ApiClient, namespace: str, name: str) -> None:
         self._client = client
         self._namespace = namespace
         self._name = name
@@ -91,7 +91,7 @@ class History:
                         version = event.object["metadata"]["resourceVersion"]
                         if event.type in ("ADDED", "MODIFIED"):
                             self._take(event.object)
-            except KubeError as error:
+            except ApiError as error:
                 # An API server that restarts. It may know no more of what was before; then what is now has to do.
                 if error.expired:
                     version = None

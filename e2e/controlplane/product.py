@@ -1,7 +1,7 @@
 """The product on the control plane: operator, routers and Envoy as processes, a pool of simulated engines as pods.
 
 Everything runs as a user would have it: the CRD and RBAC of the repository, service accounts' tokens, ``envoy-config``
-on what kubectl prints. The tests of issue 6's promises share it; ``harness.traffic`` is what loads it.
+on what kubectl prints. The tests of docs/operator.md's promises share it; ``harness.traffic`` is what loads it.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import aiohttp
 
 from controlplane import crds
 from controlplane.history import History
-from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.api.client import ApiClient
 from emulated_cluster.control_plane.cluster import Cluster
 from harness.envoy import Envoy
 from harness.processes import Child, dualmap_argv
@@ -119,7 +119,7 @@ class Product:
         self.namespace = ""
         self.routers: list[Router] = []
         self.envoy: Envoy | None = None
-        self._client: KubeClient
+        self._client: ApiClient
         self._audited = 0
         self._count = routers
         self._stack = AsyncExitStack()
@@ -127,7 +127,7 @@ class Product:
     async def __aenter__(self) -> Self:
         self._audited = len(self.cluster.audit())
         await asyncio.to_thread(self._install)
-        self._client = await self.cluster.client()
+        self._client = self.cluster.client()
         self._stack.push_async_callback(self._client.close)
         if self._count:
             redis = self._stack.enter_context(redis_server(self.directory / "redis"))
@@ -261,6 +261,20 @@ class Product:
         """Wait until exactly the first ``count`` ordinals are in the ring, all Active, and the StatefulSet has them."""
         wanted = {f"{name}-{number}": "Active" for number in range(count)}
         await self.until(lambda status: _states(status) == wanted and status.get("replicas") == count, name, timeout_s)
+
+    async def until_in_ring(self, count: int, name: str = "qwen") -> None:
+        """Wait until exactly the first ``count`` ordinals take requests: Active, or Joining, which lasts 30 s."""
+        wanted = {f"{name}-{number}" for number in range(count)}
+
+        def in_ring(status: dict[str, Any]) -> bool:
+            states = _states(status)
+            return (
+                states.keys() == wanted
+                and set(states.values()) <= {"Active", "Joining"}
+                and (status.get("replicas") == count)
+            )
+
+        await self.until(in_ring, name)
 
     async def until(
         self, holds: Callable[[dict[str, Any]], bool], name: str = "qwen", timeout_s: float = _WAIT_S

@@ -12,7 +12,7 @@ from harness.waiting import until
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
-# Of the contract: how soon another operator has taken over, and one that is told to stop has ended.
+# How soon another operator has taken over, and one that is told to stop has ended.
 TAKE_OVER_S = 20.0
 STOP_S = 15.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")
@@ -20,6 +20,12 @@ CHILDREN = ("statefulset", "service", "poddisruptionbudget")
 
 def condition(status: dict[str, Any], kind: str) -> str:
     return {each["type"]: each["status"] for each in status.get("conditions", [])}.get(kind, "absent")
+
+
+async def joined(product: Product, *, replicas: int) -> None:
+    """Apply a pool and wait until all its members take requests."""
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=replicas))
+    await product.until_in_ring(replicas)
 
 
 async def applied(product: Product, *, replicas: int, **spec: Any) -> None:
@@ -134,7 +140,7 @@ async def test_edits_of_children_are_undone(product: Product) -> None:
 
 async def test_a_deleted_pool_drains_and_is_gone_with_all_it_had(product: Product) -> None:
     await product.operator()
-    await applied(product, replicas=2)
+    await joined(product, replicas=2)
     await product.kubectl("delete", "dmpool/qwen", "--timeout=60s")
 
     async def gone() -> bool:
@@ -165,7 +171,7 @@ async def test_a_pool_deleted_while_no_operator_ran_is_drained_by_the_next(produ
 @pytest.mark.timeout(240, func_only=True)
 async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
-    await applied(product, replicas=2)
+    await joined(product, replicas=2)
     # The controllers must not make it anew before the operator has seen that it is gone.
     operator.pause()
     await product.kubectl("delete", "statefulset/qwen", "--cascade=orphan")
@@ -175,7 +181,7 @@ async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(prod
 
     await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == ["qwen-0"])
     # And it is made anew, and joins.
-    await product.until_active(2)
+    await product.until_in_ring(2)
 
 
 @pytest.mark.timeout(240, func_only=True)
@@ -203,7 +209,7 @@ async def test_of_two_operators_one_acts_and_the_other_follows(product: Product)
     third = await product.operator("operator-2", "--leader-election")
     await taken_over_after(product, holder, second.kill())
     await product.kubectl("scale", "dmpool/qwen", "--replicas=2")
-    await product.until_active(2)
+    await product.until_in_ring(2)
     assert await third.healthy()
     leases = await product.kubectl("get", "leases", "-n", "dualmap-system", "-o", "name")
     assert len(leases.split()) == 1

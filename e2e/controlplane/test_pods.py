@@ -26,11 +26,13 @@ async def uids(product: Product) -> dict[str, str]:
 async def test_a_crashed_engine_leaves_and_comes_back_with_its_id_and_an_empty_cache(
     product: Product, kubelet: ProcessKubelet
 ) -> None:
-    await serving(product, 2)
+    await product.operator()
+    await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
+    await product.until_in_ring(2)
     (before,) = (each for each in (await product.pool())["status"]["ring"]["members"] if each["id"] == "qwen-1")
     kubelet.kill(kubelet.pod(product.namespace, "qwen-1"))
     await product.until(lambda status: "qwen-1" not in {each["id"] for each in status["ring"]["members"]})
-    await product.until_active(2)
+    await product.until_in_ring(2)
     (after,) = (each for each in (await product.pool())["status"]["ring"]["members"] if each["id"] == "qwen-1")
     assert after["incarnation"] != before["incarnation"]
 
@@ -59,7 +61,7 @@ async def test_a_pod_sent_away_finishes_its_streams(product: Product, how: str) 
             return (await uids(product)).get("qwen-0", before["qwen-0"]) != before["qwen-0"]
 
         await until(replaced, "qwen-0 has a successor", timeout_s=90.0)
-        await product.until_active(2)
+        await product.until_in_ring(2)
     print(f"a pod {how} under 8 clients: {dict(tally(traffic.exchanges))}")
     assert failed(traffic.exchanges) == []
 

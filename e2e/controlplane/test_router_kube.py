@@ -15,14 +15,11 @@ import aiohttp
 import pytest
 
 from controlplane.product import Product
-from emulated_cluster.control_plane.between import Between
 from emulated_cluster.control_plane.cluster import Cluster
 from harness.stack import Router
 from harness.waiting import until
 
 POOLS = "inferencepools"
-# A watch that is cut without a word is given up after 55 s of silence (``edge.kube.watch.WatchPolicy``).
-NOTICED_S = 90.0
 SOON_S = 30.0
 
 
@@ -111,12 +108,10 @@ def pool(namespace: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(cluster: Cluster, directory: Path, between: Between | None = None) -> AsyncIterator[Served]:
+async def serving(cluster: Cluster, directory: Path) -> AsyncIterator[Served]:
     async with Product(cluster, directory, routers=0) as product:
         await product.apply(pool(product.namespace))
         kubeconfig = product.kubeconfig("dualmap-router")
-        if between is not None:
-            kubeconfig = between.kubeconfig(directory / "between", kubeconfig)
         router = Router((), directory=directory, arguments=("--kube", "--namespace", product.namespace))
         router.argv = ["/usr/bin/env", f"KUBECONFIG={kubeconfig}", *router.argv]
         async with router:
@@ -168,17 +163,6 @@ async def test_with_the_api_server_away_the_router_serves_on_and_catches_up(clus
         await asyncio.to_thread(cluster.start_apiserver)
     await served.publish(2, qwen_0="Active", qwen_1="Active")
     await served.until_version(2)
-
-
-@pytest.mark.timeout(240, func_only=True)
-async def test_a_watch_that_is_cut_silently_is_noticed(cluster: Cluster, tmp_path: Path) -> None:
-    async with Between().running() as between, serving(cluster, tmp_path, between) as served:
-        await served.publish(1, qwen_0="Active")
-        await served.until_version(1)
-        between.freeze()
-        await served.publish(2, qwen_0="Active", qwen_1="Active")
-        await served.until_version(2, timeout_s=NOTICED_S)
-        assert await served.router.metric("dualmap_kube_errors_total", resource=POOLS, kind="unreached") >= 1
 
 
 async def test_the_router_asks_for_nothing_it_may_not_have(cluster: Cluster, served: Served) -> None:

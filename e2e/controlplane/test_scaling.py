@@ -11,7 +11,7 @@ from harness.waiting import until
 async def test_apply_ready_first_request(product: Product) -> None:
     await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
-    await product.until_active(2)
+    await product.until_in_ring(2)
     await product.open_gateway()
     traffic = product.traffic(streams=2, plain=1, tokens=5)
     async with traffic.running():
@@ -35,7 +35,7 @@ async def test_scaling_under_streams_fails_no_request_and_cuts_none(product: Pro
         await traffic.streaming(8)
         for size in (4, 2, 3, 1):
             await product.kubectl("scale", "dmpool/qwen", f"--replicas={size}")
-            await product.until_active(size)
+            await product.until_in_ring(size)
             await traffic.flowing(10)
 
         async def gone() -> bool:

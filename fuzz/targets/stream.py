@@ -52,7 +52,7 @@ class _Talk:
     def __init__(self, choices: Choices) -> None:
         self._source = choices
         self._counts: Counter[type[Observation]] = Counter()
-        self._picker = Picker(_LIMITS, self._count, id_prefix="r", shares=choices.flag())
+        self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=choices.flag())
         self._now = 100.0
         queue = Queue(
             dispatch_window_s=choices.pick(_WINDOWS_S),

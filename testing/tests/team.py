@@ -17,17 +17,16 @@ from typing import Any
 
 import pytest
 
-from controlplane import crds
-from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.api.client import ApiClient
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.isolation.roots import Image, why_not
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
-from harness.waiting import until
+from emulated_cluster.waiting import until
 
 Object = dict[str, Any]
 
 WITHIN_S = 60.0
-GATE = "serving.dualmap.dev/in-ring"
+GATE = "example.com/in-ring"
 IMAGE = "registry.example/busybox:1"
 PYTHON = "registry.example/python:1"
 # What Kubernetes' Pod Security Standard `restricted` demands, and a root file system nobody writes to.
@@ -43,11 +42,11 @@ RESTRICTED = {
 @asynccontextmanager
 async def team_on(cluster: Cluster) -> AsyncIterator[Team]:
     """A team on a fresh namespace, which goes with it."""
-    client = await cluster.client()
+    client = cluster.client()
     try:
         team = Team(cluster, client)
         yield team
-        crds.remove_namespace(cluster, team.namespace)
+        cluster.remove_namespace(team.namespace)
     finally:
         await client.close()
 
@@ -55,7 +54,7 @@ async def team_on(cluster: Cluster) -> AsyncIterator[Team]:
 class Team:
     """One namespace, as the tests read and write it."""
 
-    def __init__(self, cluster: Cluster, client: KubeClient) -> None:
+    def __init__(self, cluster: Cluster, client: ApiClient) -> None:
         self.namespace = cluster.namespace()
         self._cluster = cluster
         self._client = client

@@ -17,8 +17,8 @@ from clusters import (
     small_pool,
 )
 from dualmap.pools.pool import Engine, Queue
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding
-from dualmap.requests import Decision, Effects, Held, Reason, Refusal, Request
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
+from dualmap.requests import Decision, Effects, Queued, Reason, Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module
 from dualmap_sim.cluster import Cluster, Record, Replica, ReplicationConfig
@@ -85,8 +85,8 @@ def test_late_replication_update_has_no_effect() -> None:
     assert first_tokens(late) == first_tokens(blind)
 
 
-def placements_only(news: News) -> News:
-    return News(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=news.placements)
+def placements_only(update: ReplicaUpdate) -> ReplicaUpdate:
+    return ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=update.placements)
 
 
 def test_exchange_carries_only_the_chosen_updates() -> None:
@@ -155,8 +155,8 @@ def test_cluster_with_equal_config_gives_equal_records() -> None:
 
 def test_lost_request_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loses(PoolRouter):
-        def on_request(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
-            return Effects(Held(request_id=request.id))
+        def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
+            return Effects(Queued(request_id=request.id))
 
     monkeypatch.setattr(cluster_module, "PoolRouter", Loses)
     with pytest.raises(AssertionError, match="1 requests never end"):

@@ -1,4 +1,4 @@
 """What the emulated parts share as clients of the API server: which errors pass, and following a collection.
 
-May import: nothing of the other rooms.
+May import: aiohttp, nothing of the other rooms.
 """

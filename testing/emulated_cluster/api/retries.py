@@ -1,10 +1,10 @@
-"""What the kubelet's parts share in talking to the API server: patches and retries."""
+"""Errors of the API server: which of them pass, and how long a request is repeated; types of patches."""
 
 import time
 from collections.abc import Callable
 from typing import Final
 
-from dualmap_edge.kube.client import KubeError
+from emulated_cluster.api.client import ApiError
 
 STRATEGIC_MERGE: Final = "application/strategic-merge-patch+json"
 MERGE: Final = "application/merge-patch+json"
@@ -12,44 +12,43 @@ NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 RETRY_S: Final = 0.3
 _TOO_MANY_REQUESTS: Final = 429
-# What is refused on a machine that does twenty things at once; a mistake of ours is refused for longer.
-_REFUSED_FOR_S: Final = 60.0
+# Longer than a busy machine needs for rights and namespaces to settle; a request that is wrong is rejected for longer.
+_REJECTED_FOR_S: Final = 60.0
 
 
-def passing(error: KubeError) -> bool:
-    """Whether a request that failed so may succeed later: the server was away or busy, or somebody else wrote."""
+def is_temporary(error: ApiError) -> bool:
+    """Whether the request may succeed later: the server was away or busy, or another client wrote the object."""
     return error.status in {0, CONFLICT, _TOO_MANY_REQUESTS} or error.status >= 500
 
 
-class Patience:
-    """How long one request is sent again: while the server is away, and for a minute though it refuses.
+class Retries:
+    """How long one request is repeated: while the server is away, and for a minute while it rejects the request.
 
-    What it refuses because of something that is on its way (a namespace that ends, a right just bound) it will soon
-    take or no longer be asked; a kubelet does not end of either. The minute is one of refusals alone: a server that
-    was away between two of them may have come back as another.
+    Some rejections pass: a namespace that is being deleted, a right that was bound just now. The minute counts
+    rejections alone; an outage between two of them starts it anew.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` tells seconds."""
+        """``clock`` is monotonic, in seconds."""
         self._clock = clock
-        self._refused_since_s: float | None = None
-        self._told: set[str] = set()
+        self._rejected_since_s: float | None = None
+        self._logged: set[str] = set()
 
-    def bear(self, error: KubeError) -> None:
-        """Return where the request should be sent again; raises the error otherwise."""
-        if passing(error):
-            self._refused_since_s = None
+    def check(self, error: ApiError) -> None:
+        """Return where the request should be sent again; raise the error otherwise."""
+        if is_temporary(error):
+            self._rejected_since_s = None
             return
         now_s = self._clock()
-        if self._refused_since_s is None:
-            self._refused_since_s = now_s
-        if now_s - self._refused_since_s > _REFUSED_FOR_S:
+        if self._rejected_since_s is None:
+            self._rejected_since_s = now_s
+        if now_s - self._rejected_since_s > _REJECTED_FOR_S:
             raise error
 
-    def is_news(self, error: KubeError) -> bool:
-        """Whether to tell of an error: a refusal, in words that have not been told of this request yet."""
+    def should_log(self, error: ApiError) -> bool:
+        """Whether this is a rejection whose text has not been logged for this request yet."""
         text = str(error)
-        if passing(error) or text in self._told:
+        if is_temporary(error) or text in self._logged:
             return False
-        self._told.add(text)
+        self._logged.add(text)
         return True

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.api.client import ApiClient
 from emulated_cluster.control_plane import kubeconfigs
 from emulated_cluster.control_plane.certificates import Authority, write_signing_keys
 from emulated_cluster.control_plane.programs import Program
@@ -107,9 +107,9 @@ class Cluster:
             path, server=_SERVER, authority=self._authority.certificate, token=token, namespace=namespace
         )
 
-    async def client(self) -> KubeClient:
-        """A client of the administrator, for whoever asks to close; others: `KubeClient.connect(kubeconfig)`."""
-        return await KubeClient.connect(self._admin)
+    def client(self) -> ApiClient:
+        """Return a client of the administrator, which the caller closes; it belongs to the running event loop."""
+        return ApiClient.from_kubeconfig(self._admin)
 
     def kubectl(self, *args: str, input: str | None = None, check: bool = True) -> str:
         """Run kubectl as the administrator (another user: `--kubeconfig PATH` among `args`) and return its stdout.
@@ -130,6 +130,12 @@ class Cluster:
         self.kubectl("create", "namespace", name)
         self._wait_for_service_account(name)
         return name
+
+    def remove_namespace(self, name: str) -> None:
+        """Delete a namespace and its pods without waiting for their end."""
+        self.kubectl("delete", "namespace", name, "--wait=false", check=False)
+        # One request for all pods: kubectl would delete a thousand of them one by one, which takes minutes.
+        self.kubectl("delete", "--raw", f"/api/v1/namespaces/{name}/pods?gracePeriodSeconds=1", check=False)
 
     def address_block(self) -> ipaddress.IPv4Network:
         """256 pod addresses that nobody else was given, for one node."""

@@ -4,31 +4,29 @@
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections.abc import Coroutine, Sequence
 from ipaddress import IPv4Network
 from typing import Any, Final
 
-from dualmap_edge.kube.client import KubeClient, KubeError
-from emulated_cluster.api.retries import RETRY_S, passing
+from emulated_cluster.api.client import ApiClient
+from emulated_cluster.api.follow import follow
 from emulated_cluster.kubelet.containers.containers import NodeSettings, Object, Place
 from emulated_cluster.kubelet.node import Node
 from emulated_cluster.kubelet.pods import PodWorker
 
 _PODS: Final = "/api/v1/pods"
-_LIST_TIMEOUT_S: Final = 30.0
 _CALLS_AT_ONCE: Final = 16
 _LOG: Final = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """Everything that happens on one node. Belongs to one event loop."""
+    """Everything that happens on one node; the store of the node's pods. Belongs to one event loop."""
 
     def __init__(
         self,
-        client: KubeClient,
+        client: ApiClient,
         node: str,
         networks: Sequence[IPv4Network],
         settings: NodeSettings,
@@ -55,7 +53,8 @@ class NodeAgent:
         """Register the node; from then on its pods run."""
         await self._node.register()
         self._talk(self._node.stay_ready())
-        self._talk(self._follow())
+        query = (("fieldSelector", f"spec.nodeName={self._node.name}"),)
+        self._talk(follow(self._client, _PODS, self, query=query))
 
     async def freeze(self) -> None:
         """Say nothing more and hear of nothing more, as a node cut off from its API server; processes run on."""
@@ -73,57 +72,35 @@ class NodeAgent:
         """Delete the node, so that nothing is scheduled to it."""
         await self._node.remove()
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                version = await self._list()
-                while True:
-                    version = await self._watch(version)
-            except KubeError as error:
-                if not passing(error) and not error.expired:
-                    raise
-            await asyncio.sleep(RETRY_S)
-
-    async def _list(self) -> str:
-        """Take in every pod of the node as it is now; returns the version that a watch goes on from."""
-        pods = await self._client.request("GET", _PODS, query=self._query(), timeout_s=_LIST_TIMEOUT_S)
-        there = {pod["metadata"]["uid"] for pod in pods["items"]}
+    def replace(self, objects: Sequence[Object]) -> None:
+        """Take the node's pods as a list has them: pods that are missing have been deleted."""
+        there = {pod["metadata"]["uid"] for pod in objects}
         for uid, worker in tuple(self._workers.items()):
             if uid not in there:
                 worker.forget()
-        for pod in pods["items"]:
-            self._observe(pod)
-        version: str = pods["metadata"]["resourceVersion"]
-        return version
+        for pod in objects:
+            self.put(pod)
 
-    async def _watch(self, version: str) -> str:
-        """Take in what happens after ``version`` until the watch ends; returns the version to go on from."""
-        query = (*self._query(), ("resourceVersion", version))
-        async with contextlib.aclosing(self._client.watch(_PODS, query=query)) as events:
-            async for event in events:
-                version = event.object["metadata"]["resourceVersion"]
-                if event.type in {"ADDED", "MODIFIED"}:
-                    self._observe(event.object)
-                elif event.type == "DELETED" and event.object["metadata"]["uid"] in self._workers:
-                    self._workers[event.object["metadata"]["uid"]].forget()
-        return version
-
-    def _query(self) -> tuple[tuple[str, str], ...]:
-        return (("fieldSelector", f"spec.nodeName={self._node.name}"),)
-
-    def _observe(self, pod: Object) -> None:
-        uid = pod["metadata"]["uid"]
+    def put(self, item: Object) -> None:
+        """Take a pod that was added or modified."""
+        uid = item["metadata"]["uid"]
         worker = self._workers.get(uid)
         if worker is not None:
-            worker.observe(pod)
+            worker.observe(item)
             return
         place = Place(
             address=self._free_address(),
             host_address=self._node.address,
             node=self._settings,
         )
-        self._workers[uid] = worker = PodWorker(pod, place, self._client, self._turns)
+        self._workers[uid] = worker = PodWorker(item, place, self._client, self._turns)
         self._talk(self._tend(worker))
+
+    def remove(self, item: Object) -> None:
+        """Take a pod that was deleted."""
+        worker = self._workers.get(item["metadata"]["uid"])
+        if worker is not None:
+            worker.forget()
 
     async def _tend(self, worker: PodWorker) -> None:
         await worker.run()

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
-from dualmap_edge.kube.client import KubeClient, KubeError
-from emulated_cluster.api.retries import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Patience
+from emulated_cluster.api.client import ApiClient, ApiError
+from emulated_cluster.api.retries import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Retries
 from emulated_cluster.kubelet.containers.status import timestamp
 
 # Far below the node-lifecycle controller's patience, also where a test shortens that.
@@ -24,7 +24,7 @@ _CAPACITY: Final = {"cpu": "2000", "memory": "8000Gi", "ephemeral-storage": "800
 class Node:
     """The Node object and its Lease."""
 
-    def __init__(self, name: str, address: str, room: int, client: KubeClient) -> None:
+    def __init__(self, name: str, address: str, room: int, client: ApiClient) -> None:
         """``room`` is how many pods it takes."""
         self.name = name
         self.address = address
@@ -40,7 +40,7 @@ class Node:
             "kind": "Node",
             "metadata": {"name": self.name, "labels": {"kubernetes.io/hostname": self.name}},
         }
-        patience = Patience()
+        retries = Retries()
         while True:
             try:
                 with _unless(CONFLICT):
@@ -49,14 +49,14 @@ class Node:
                 # Admission taints every new node, and where the node-lifecycle controller is off nobody takes it back.
                 await self._client.request("PATCH", self._path, body={"spec": {"taints": None}}, content_type=MERGE)
                 return
-            except KubeError as error:
-                patience.bear(error)
+            except ApiError as error:
+                retries.check(error)
             await asyncio.sleep(RETRY_S)
 
     async def stay_ready(self) -> None:
         """Report and renew the lease for ever; an API server that is away hears of the node when it is back."""
         while True:
-            with contextlib.suppress(KubeError):
+            with contextlib.suppress(ApiError):
                 await self._report()
                 await self._renew()
             await asyncio.sleep(HEARTBEAT_S)
@@ -93,7 +93,7 @@ class Node:
         }
         try:
             await self._client.request("PATCH", f"{_LEASES}/{self.name}", body={"spec": spec}, content_type=MERGE)
-        except KubeError as error:
+        except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
             lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": self.name}}
@@ -105,6 +105,6 @@ def _unless(status: int) -> Iterator[None]:
     """Let a request fail with this status: what it was to bring about is so already."""
     try:
         yield
-    except KubeError as error:
+    except ApiError as error:
         if error.status != status:
             raise

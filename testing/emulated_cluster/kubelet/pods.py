@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dualmap_edge.kube.client import KubeClient, KubeError
-from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Patience
+from emulated_cluster.api.client import ApiClient, ApiError
+from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Retries
 from emulated_cluster.kubelet.containers.containers import Container, FakeContainer, Object, Place
 from emulated_cluster.kubelet.containers.home import PodHome
 from emulated_cluster.kubelet.containers.process_containers import ProcessContainer
@@ -30,7 +30,7 @@ _LOG: Final = logging.getLogger(__name__)
 class PodWorker:
     """A pod from its arrival on the node to its end. Containers run from the beginning, also while nothing is said."""
 
-    def __init__(self, pod: Object, place: Place, client: KubeClient, turns: asyncio.Semaphore) -> None:
+    def __init__(self, pod: Object, place: Place, client: ApiClient, turns: asyncio.Semaphore) -> None:
         """``turns`` bounds how many workers talk to the API server at once."""
         metadata = pod["metadata"]
         self.namespace: str = metadata["namespace"]
@@ -155,17 +155,17 @@ class PodWorker:
 
     async def _say(self, method: str, path: str, body: Object, content_type: str) -> Object | None:
         """Send until it is taken; None when the pod is gone. Conflicts pass, or the watch says that it is gone."""
-        patience = Patience()
+        retries = Retries()
         while not self._gone:
             try:
                 async with self._turns:
                     return await self._client.request(method, path, body=body, content_type=content_type)
-            except KubeError as error:
+            except ApiError as error:
                 if error.status == NOT_FOUND:
                     return None
-                if patience.is_news(error):
+                if retries.should_log(error):
                     _LOG.warning("%s %s: %s", method, path, error)
-                patience.bear(error)
+                retries.check(error)
             await asyncio.sleep(RETRY_S)
         return None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from dualmap_edge.kube.client import KubeClient, KubeError
+from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.kubelet.agent import NodeAgent
 from emulated_cluster.kubelet.containers.containers import NodeSettings, log_name
 from emulated_cluster.kubelet.isolation.roots import Image, why_not
@@ -199,7 +199,7 @@ class ProcessKubelet:
 
     async def _serve_from(self, folder: Path, memory: Path) -> None:
         self._stop = asyncio.Event()
-        client = await KubeClient.connect(self._kubeconfig)
+        client = ApiClient.from_kubeconfig(self._kubeconfig)
         settings = NodeSettings(
             environment=self._environment,
             logs=self._logs,
@@ -220,7 +220,7 @@ class ProcessKubelet:
             try:
                 async with asyncio.timeout(_FAREWELL_TIMEOUT_S):
                     await agent.remove_node()
-            except (KubeError, TimeoutError):
+            except (ApiError, TimeoutError):
                 pass  # The cluster may have been stopped first.
             await client.close()
 

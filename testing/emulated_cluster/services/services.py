@@ -11,12 +11,12 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
-from dualmap_edge.kube.client import KubeClient
-from emulated_cluster.api.follow import follow
+from emulated_cluster.api.client import ApiClient
+from emulated_cluster.api.follow import Mirror, follow
 from emulated_cluster.control_plane.cluster import API_SERVER, Cluster
 from emulated_cluster.services.names import SERVICE_LABEL, read_question, resolve, write_answer
 
@@ -76,7 +76,7 @@ class Services:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        client = await self._cluster.client()
+        client = self._cluster.client()
         state = _State()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -100,13 +100,19 @@ class _State:
         self._slices: Mapping[str, Object] | None = None
         self._of_service: dict[str, list[Object]] = {}
         self._proxies: dict[Address, _Proxy] = {}
-        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
 
-    async def follow(self, client: KubeClient) -> None:
+    async def follow(self, client: ApiClient) -> None:
         """Keep names and proxies as the API server says."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._each(follow(client, _SERVICES), self._take_services))
-            tasks.create_task(self._each(follow(client, _SLICES), self._take_slices))
+            tasks.create_task(follow(client, _SERVICES, Mirror(self._take_services)))
+            tasks.create_task(follow(client, _SLICES, Mirror(self._take_slices)))
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                if self._services is not None and self._slices is not None:
+                    await self._update()
+                    self.known.set()
 
     def answer(self, message: bytes, *, udp: bool) -> bytes | None:
         """Return the answer to a DNS message, None to what is no question."""
@@ -121,19 +127,9 @@ class _State:
             proxy.close()
             await proxy.cut()
 
-    async def _each(
-        self, states: AsyncGenerator[Mapping[str, Object], None], take: Callable[[Mapping[str, Object]], None]
-    ) -> None:
-        async with aclosing(states):
-            async for state in states:
-                take(state)
-                if self._services is not None and self._slices is not None:
-                    async with self._turn:
-                        await self._update()
-                    self.known.set()
-
     def _take_services(self, services: Mapping[str, Object]) -> None:
         self._services = services
+        self._changed.set()
 
     def _take_slices(self, slices: Mapping[str, Object]) -> None:
         self._slices = slices
@@ -143,6 +139,7 @@ class _State:
             name = (metadata.get("labels") or {}).get(SERVICE_LABEL)
             if name is not None and each["addressType"] == "IPv4":
                 self._of_service.setdefault(f"{metadata['namespace']}/{name}", []).append(each)
+        self._changed.set()
 
     async def _update(self) -> None:
         """Have a proxy at every cluster address and port that has endpoints: others refuse connections."""

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from dualmap_edge.kube.client import KubeError
+from emulated_cluster.api.client import ApiError
 from emulated_cluster.control_plane.cluster import Cluster
 from emulated_cluster.kubelet.fixtures import kubelet_on
 from emulated_cluster.kubelet.pods import FAKE_ANNOTATION
 from emulated_cluster.kubelet.process_kubelet import PodView, ProcessKubelet
-from harness.waiting import until
+from emulated_cluster.waiting import until
 from team import GATE, WITHIN_S, Team, condition, container_status, pod, shell, statefulset, team_on
 
 FOREVER = "while :; do sleep 0.05; done"
@@ -201,7 +201,7 @@ async def test_what_cannot_be_run_says_why(team: Team, kubelet: ProcessKubelet) 
     await until(refused, "the reason", timeout_s=WITHIN_S)
     team.delete_pod("imaginary")
     await team.until_gone("imaginary")
-    with pytest.raises(KubeError, match="not found"):
+    with pytest.raises(ApiError, match="not found"):
         await team.pod("imaginary")
 
 

@@ -16,7 +16,7 @@ from emulated_cluster.kubelet.fixtures import kubelet_on
 from emulated_cluster.kubelet.isolation.network import interface_of
 from emulated_cluster.kubelet.isolation.roots import Image
 from emulated_cluster.kubelet.process_kubelet import PodView, ProcessKubelet
-from harness.waiting import until
+from emulated_cluster.waiting import until
 from team import (
     IMAGE,
     PYTHON,

@@ -15,7 +15,7 @@ from emulated_cluster.kubelet.fixtures import kubelet_on
 from emulated_cluster.kubelet.isolation.roots import Image
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from emulated_cluster.services.services import Services
-from harness.waiting import until
+from emulated_cluster.waiting import until
 from team import (
     IMAGE,
     PYTHON,

@@ -16,7 +16,7 @@ from emulated_cluster.kubelet.containers.status import (
 )
 from kubelet_objects import pod
 
-GATE = "serving.dualmap.dev/in-ring"
+GATE = "example.com/in-ring"
 
 
 def test_a_pod_is_ready_only_with_its_containers_and_every_gate() -> None:

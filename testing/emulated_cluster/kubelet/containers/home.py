@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Final
 
-from dualmap_edge.kube.client import KubeClient
+from emulated_cluster.api.client import ApiClient
 from emulated_cluster.kubelet.containers.containers import Object, Place
 from emulated_cluster.kubelet.isolation.network import PodNetwork
 from emulated_cluster.kubelet.isolation.roots import Mount
@@ -22,7 +22,7 @@ _DOMAIN: Final = "cluster.local"
 class PodHome:
     """Made when its first container asks (``prepare``); belongs to one event loop."""
 
-    def __init__(self, pod: Object, place: Place, client: KubeClient) -> None:
+    def __init__(self, pod: Object, place: Place, client: ApiClient) -> None:
         metadata = pod["metadata"]
         self.hostname: str = pod["spec"].get("hostname") or metadata["name"]
         self._pod = pod

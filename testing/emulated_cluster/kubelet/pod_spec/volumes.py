@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from dualmap_edge.kube.client import KubeClient, KubeError
-from emulated_cluster.api.follow import follow
-from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, passing
+from emulated_cluster.api.client import ApiClient, ApiError
+from emulated_cluster.api.follow import Mirror, follow
+from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, is_temporary
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Field
 from emulated_cluster.kubelet.pod_spec.identity import Owner
 from emulated_cluster.kubelet.pod_spec.payloads import (
@@ -38,7 +38,7 @@ _TOKEN_LIFETIME_S: Final = 3600
 class Volumes:
     """All volumes of one pod. Belongs to one event loop; ``close`` ends what follows their objects."""
 
-    def __init__(self, fields: Field, client: KubeClient, owner: Owner, *, folder: Path, memory: Path) -> None:
+    def __init__(self, fields: Field, client: ApiClient, owner: Owner, *, folder: Path, memory: Path) -> None:
         """Volumes lie in ``folder``, and in ``memory``, a folder of a tmpfs, where their medium says so."""
         self._source = _Objects(fields.pod["metadata"]["namespace"], client)
         self._fields = fields
@@ -162,7 +162,7 @@ class _PayloadVolume:
 class _Objects:
     """The ConfigMaps and Secrets of one namespace that a pod's volumes show, each followed by a watch."""
 
-    def __init__(self, namespace: str, client: KubeClient) -> None:
+    def __init__(self, namespace: str, client: ApiClient) -> None:
         self._namespace = namespace
         self._client = client
         self._found: dict[Reference, Mapping[str, Object]] = {}
@@ -192,19 +192,21 @@ class _Objects:
         kind, name = reference
         path = f"/api/v1/namespaces/{self._namespace}/{COLLECTIONS[kind]}"
         only = (("fieldSelector", f"metadata.name={name}"),)
-        async with contextlib.aclosing(follow(self._client, path, query=only)) as states:
-            async for state in states:
-                self._found[reference] = state
-                self._known[reference].set()
-                for volume in self._listeners:
-                    if reference in volume.payload.references:
-                        volume.changed.set()
+
+        def changed(objects: Mapping[str, Object]) -> None:
+            self._found[reference] = objects
+            self._known[reference].set()
+            for volume in self._listeners:
+                if reference in volume.payload.references:
+                    volume.changed.set()
+
+        await follow(self._client, path, Mirror(changed), query=only)
 
 
 class _Token:
     """A token of the pod's service account, by the TokenRequest API; bound to the pod, renewed before it expires."""
 
-    def __init__(self, source: Object | None, pod: Object, client: KubeClient) -> None:
+    def __init__(self, source: Object | None, pod: Object, client: ApiClient) -> None:
         self._source = source
         self._pod = pod
         self._client = client
@@ -240,7 +242,7 @@ class _Token:
         return self._token
 
 
-async def values_of(client: KubeClient, namespace: str, reference: Reference) -> Mapping[str, bytes] | None:
+async def values_of(client: ApiClient, namespace: str, reference: Reference) -> Mapping[str, bytes] | None:
     """Return what a ConfigMap or Secret has now, by its keys; None where it is not there."""
     kind, name = reference
     path = f"/api/v1/namespaces/{namespace}/{COLLECTIONS[kind]}/{name}"
@@ -248,7 +250,7 @@ async def values_of(client: KubeClient, namespace: str, reference: Reference) ->
     return None if found is None else contents(kind, found)
 
 
-async def persistently(client: KubeClient, method: str, path: str, *, body: object = None) -> Mapping[str, Any] | None:
+async def persistently(client: ApiClient, method: str, path: str, *, body: object = None) -> Mapping[str, Any] | None:
     """Ask until the API server answers; None for what is not there. Raises ContainerConfigError when it refuses.
 
     It does so in a namespace that is being deleted, until the pods there have been told to end.
@@ -256,9 +258,9 @@ async def persistently(client: KubeClient, method: str, path: str, *, body: obje
     while True:
         try:
             return await client.request(method, path, body=body)
-        except KubeError as error:
+        except ApiError as error:
             if error.status == NOT_FOUND:
                 return None
-            if not passing(error):
+            if not is_temporary(error):
                 raise ContainerConfigError(f"{method} {path}: {error}") from error
         await asyncio.sleep(RETRY_S)

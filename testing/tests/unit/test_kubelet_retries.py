@@ -1,4 +1,4 @@
-"""What the process kubelet does where the API server refuses or is away: it asks again, and no pod ends of it."""
+"""The process kubelet repeats requests that the API server rejects or does not answer."""
 
 import asyncio
 import logging
@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dualmap_edge.kube.client import KubeClient, KubeError
-from emulated_cluster.api.retries import Patience
+from emulated_cluster.api.client import ApiClient, ApiError
+from emulated_cluster.api.retries import Retries
 from emulated_cluster.kubelet.containers.containers import NodeSettings, Place
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 from emulated_cluster.kubelet.pod_spec.volumes import persistently
 from emulated_cluster.kubelet.pods import FAKE_ANNOTATION, PodWorker
-from kube_api import write_kubeconfig
 from waiting import until
 
 POD = {
@@ -33,7 +32,7 @@ TERMINATED = {"kind": "Status", "message": "unable to create new content in name
 
 
 class Server:
-    """Answers with these statuses, one request after the other, and then says yes to all."""
+    """Answers with these statuses, one request each, and accepts every request after them."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses = list(statuses)
@@ -48,7 +47,7 @@ class Server:
 
 
 @asynccontextmanager
-async def server(folder: Path, *statuses: int) -> AsyncIterator[tuple[Server, KubeClient]]:
+async def server(*statuses: int) -> AsyncIterator[tuple[Server, ApiClient]]:
     refusing = Server(*statuses)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", refusing.answer)
@@ -56,8 +55,7 @@ async def server(folder: Path, *statuses: int) -> AsyncIterator[tuple[Server, Ku
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        write_kubeconfig(folder / "kubeconfig", f"http://127.0.0.1:{runner.addresses[0][1]}")
-        client = await KubeClient.connect(folder / "kubeconfig")
+        client = ApiClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
         try:
             yield refusing, client
         finally:
@@ -66,11 +64,11 @@ async def server(folder: Path, *statuses: int) -> AsyncIterator[tuple[Server, Ku
         await runner.cleanup()
 
 
-async def test_a_status_that_is_refused_is_said_again_and_refusals_alone_are_told_of_once(
+async def test_pod_status_rejected_is_sent_again_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="emulated_cluster.kubelet.pods")
-    async with server(tmp_path, 503, 403, 409, 403) as (refusing, client):
+    async with server(503, 403, 409, 403) as (refusing, client):
         node = NodeSettings(
             environment={},
             logs=tmp_path,
@@ -99,27 +97,27 @@ class Clock:
         return self.now_s
 
 
-def test_patience_is_for_a_minute_of_refusals_however_long_the_server_was_away_before() -> None:
+def test_retries_count_a_minute_of_rejections_but_no_outage() -> None:
     clock = Clock()
-    patience = Patience(clock)
-    refused, away = KubeError(403, "no"), KubeError(0, "away")
+    retries = Retries(clock)
+    refused, away = ApiError(403, "no"), ApiError(0, "away")
     clock.now_s += 100.0
-    patience.bear(away)
-    patience.bear(refused)
+    retries.check(away)
+    retries.check(refused)
     clock.now_s += 59.0
-    patience.bear(refused)
-    patience.bear(away)
+    retries.check(refused)
+    retries.check(away)
     clock.now_s += 59.0
-    patience.bear(refused)
+    retries.check(refused)
     clock.now_s += 61.0
-    patience.bear(away)
-    patience.bear(refused)
+    retries.check(away)
+    retries.check(refused)
     clock.now_s += 61.0
-    with pytest.raises(KubeError, match="403 no"):
-        patience.bear(refused)
+    with pytest.raises(ApiError, match="403 no"):
+        retries.check(refused)
 
 
-async def test_what_a_container_needs_and_is_refused_is_its_configuration_error(tmp_path: Path) -> None:
-    async with server(tmp_path, 403) as (_, client):
+async def test_request_for_a_container_rejected_is_its_config_error() -> None:
+    async with server(403) as (_, client):
         with pytest.raises(ContainerConfigError, match="403 unable to create new content"):
             await persistently(client, "POST", "/api/v1/namespaces/team/serviceaccounts/default/token", body={})

@@ -1,0 +1,169 @@
+"""A small client of the Kubernetes API for emulated parts and tests: JSON objects in and out, no generated models.
+
+It reads the kubeconfig files that ``control_plane/kubeconfigs.py`` writes. Retries are up to the callers.
+"""
+
+import asyncio
+import base64
+import json
+import ssl
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import aiohttp
+
+_GONE: Final = 410
+# The server ends a watch after the first; a watch that is silent for longer than the second is broken.
+_WATCH_TIMEOUT_S: Final = 45
+_WATCH_SILENCE_S: Final = 55.0
+# A watch sends one event per line, and an object may have some megabytes.
+_LONGEST_LINE: Final = 1 << 24
+# A TLS connection that was interrupted closes itself within this time of its event loop.
+_INTERRUPTED_CLOSES_WITHIN_S: Final = 0.2
+
+
+class ApiError(Exception):
+    """A request failed. ``status`` is the HTTP status, 0 where no answer came."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(f"{status} {message}" if status else message)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the server no longer has the version that a watch began at, so that a new list is needed."""
+        return self.status == _GONE
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One line of a watch: ``type`` is ADDED, MODIFIED, DELETED or BOOKMARK."""
+
+    type: str
+    object: dict[str, Any]
+
+    @property
+    def version(self) -> str:
+        """The version from which another watch continues."""
+        version: str = self.object["metadata"]["resourceVersion"]
+        return version
+
+
+class ApiClient:
+    """One API server and one user. Belongs to the event loop that made it; close it there."""
+
+    def __init__(self, server: str, *, tls: ssl.SSLContext | None = None, token: str | None = None) -> None:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._server = server
+        self._interrupted = False
+        # Each watch holds a connection, so their number has no limit.
+        connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True, limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_LONGEST_LINE)
+
+    @classmethod
+    def from_kubeconfig(cls, path: Path) -> Self:
+        """Return a client for the only user and the only server of a kubeconfig file in JSON."""
+        document = json.loads(path.read_text())
+        cluster = document["clusters"][0]["cluster"]
+        user = document["users"][0]["user"]
+        return cls(cluster["server"], tls=_tls(cluster, user), token=user.get("token"))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]] = (),
+        body: object = None,
+        content_type: str = "application/json",
+        timeout_s: float = 10.0,
+    ) -> dict[str, Any]:
+        """Send one request and return the answer's JSON object; raises ApiError."""
+        try:
+            async with self._session.request(
+                method,
+                self._server + path,
+                params=query,
+                data=None if body is None else json.dumps(body).encode(),
+                headers={"Content-Type": content_type},
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                return _document(response.status, await response.read())
+        except asyncio.CancelledError:
+            self._interrupted = True
+            raise
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._interrupted = True
+            raise _unreachable(error) from error
+
+    async def watch(self, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[WatchEvent, None]:
+        """Yield the events of a collection after the ``resourceVersion`` in ``query``; raises ApiError.
+
+        Returns when the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
+        """
+        asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(_WATCH_TIMEOUT_S))]
+        self._interrupted = True
+        silence = aiohttp.ClientTimeout(total=None, sock_read=_WATCH_SILENCE_S)
+        try:
+            async with self._session.get(self._server + path, params=asked, timeout=silence) as response:
+                if response.status >= 400:
+                    _document(response.status, await response.read())
+                async for line in response.content:
+                    yield _event(line)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _unreachable(error) from error
+
+    async def close(self) -> None:
+        """End every request and watch, and close the connections."""
+        await self._session.close()
+        if self._interrupted:
+            await asyncio.sleep(_INTERRUPTED_CLOSES_WITHIN_S)
+
+
+def _tls(cluster: Mapping[str, str], user: Mapping[str, str]) -> ssl.SSLContext | None:
+    """Return the TLS settings of a kubeconfig: its authority, and the user's certificate where it has one."""
+    if "certificate-authority-data" not in cluster:
+        return None
+    context = ssl.create_default_context(cadata=_decoded(cluster["certificate-authority-data"]).decode())
+    if "client-certificate-data" in user:
+        # The ssl module reads certificates from files only.
+        with tempfile.TemporaryDirectory() as folder:
+            certificate, key = Path(folder, "user.crt"), Path(folder, "user.key")
+            certificate.write_bytes(_decoded(user["client-certificate-data"]))
+            key.write_bytes(_decoded(user["client-key-data"]))
+            context.load_cert_chain(certificate, key)
+    return context
+
+
+def _decoded(data: str) -> bytes:
+    return base64.b64decode(data)
+
+
+def _document(status: int, text: bytes) -> dict[str, Any]:
+    """Return the JSON object of an answer; raises ApiError for an error and for anything else."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    if status >= 400:
+        message = document.get("message") if isinstance(document, dict) else None
+        raise ApiError(status, str(message or text.decode(errors="replace").strip()))
+    if not isinstance(document, dict):
+        raise ApiError(0, f"the answer is no JSON object: {text[:200]!r}")
+    return document
+
+
+def _event(line: bytes) -> WatchEvent:
+    """Return the event of one line; raises ApiError for an event of type ERROR."""
+    document = _document(0, line)
+    if document["type"] == "ERROR":
+        status = document["object"]
+        raise ApiError(status.get("code", 500), str(status.get("message")))
+    return WatchEvent(document["type"], document["object"])
+
+
+def _unreachable(error: Exception) -> ApiError:
+    return ApiError(0, f"the API server cannot be reached: {error or type(error).__name__}")
