@@ -2,12 +2,12 @@
 
 The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the very objects that serve in wall-clock time;
 this module drives them, as ``extproc/server.py`` and ``engine_driver.py`` do elsewhere. What production cannot know at
-once is late here too: first tokens and ends reach a router after ``feedback_delay_s`` or never, other routers' news
-after the exchange's period and delay. Everything follows from the configuration and the arrivals: equal ones give equal
+once is late here too: first tokens and ends reach a router after ``feedback_delay_s`` or never, other routers' updates
+after the replication period and delay. Everything follows from the configuration and the arrivals: equal ones give equal
 records on any machine.
 
 ``arrivals`` makes the requests, ``records`` holds the results, ``summary`` computes the figures; ``instances``,
-``exchange`` and ``events`` are parts of this. An ``observer`` may watch and change the pool.
+``replication`` and ``events`` are parts of this. An ``observer`` may watch and change the pool.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""``dualmap goodput``: the highest rate that each policy copes with, in virtual time."""
+"""``dualmap goodput``: the highest rate at which each policy meets the SLO, in virtual time."""
 
 import sys
 from dataclasses import replace
