@@ -1,10 +1,9 @@
 """A cluster in virtual time: routers, engines, and what passes between them, as discrete events on a timeline.
 
-The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the very objects that serve in wall-clock time;
-this module drives them, as ``extproc/server.py`` and ``engine_driver.py`` do elsewhere. What production cannot know at
-once is late here too: first tokens and ends reach a router after ``feedback_delay_s`` or never, other routers' updates
-after the replication period and delay. Everything follows from the configuration and the arrivals: equal ones give equal
-records on any machine.
+The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the objects that serve in wall-clock time, too.
+This module drives them as the router's ``request/`` and ``engine_driver.py`` do. Reports are late as in production:
+first tokens and completions reach a router after ``feedback_delay_s`` or never, and other routers' updates after the
+replication period and delay. Equal configurations and arrivals give equal records on any machine.
 
 ``arrivals`` makes the requests, ``records`` holds the results, ``summary`` computes the figures; ``instances``,
 ``replication`` and ``events`` are parts of this. An ``observer`` may watch and change the pool.
