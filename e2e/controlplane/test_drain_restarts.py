@@ -34,7 +34,7 @@ STEPS: dict[str, Callable[[Status], bool]] = {
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_a_drain_survives_operators_killed_at_each_of_its_steps(product: Product) -> None:
+async def test_drain_survives_an_operator_killed_at_each_step(product: Product) -> None:
     operator = await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=3))
     await product.until_active(3)
@@ -62,7 +62,7 @@ async def test_a_drain_survives_operators_killed_at_each_of_its_steps(product: P
 
 
 @pytest.mark.timeout(180, func_only=True)
-async def test_a_larger_wish_takes_a_busy_victim_back(product: Product) -> None:
+async def test_drain_cancelled_by_scale_up_keeps_the_busy_pod(product: Product) -> None:
     await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
     await product.until_active(2)
@@ -80,7 +80,7 @@ async def test_a_larger_wish_takes_a_busy_victim_back(product: Product) -> None:
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_a_drain_survives_an_api_server_that_restarts_and_a_watch_cut_silently(
+async def test_drain_survives_api_server_restart_and_silent_watch(
     product: Product, cluster: Cluster, tmp_path: Path
 ) -> None:
     async with Between().running() as between:

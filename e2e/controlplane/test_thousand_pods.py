@@ -34,7 +34,7 @@ class Passes:
 
 
 @pytest.mark.timeout(600, func_only=True)
-async def test_a_thousand_pods_are_one_ring(product: Product) -> None:
+async def test_pool_of_a_thousand_pods_converges_and_shrinks(product: Product) -> None:
     operator = await product.operator("operator-0", "--log-level", "info")
     manifest = pool_manifest("qwen", product.namespace, replicas=PODS)
     template = manifest["spec"]["workload"]["template"]
