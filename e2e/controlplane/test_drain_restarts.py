@@ -9,8 +9,8 @@ import pytest
 
 from controlplane.history import Shrink
 from controlplane.product import Product, pool_manifest
-from emulated_cluster.control_plane.between import Between
 from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.silent_proxy import SilentProxy
 from harness.traffic import failed, tally
 
 Status = dict[str, Any]
@@ -83,8 +83,8 @@ async def test_drain_cancelled_by_scale_up_keeps_the_busy_pod(product: Product) 
 async def test_drain_survives_api_server_restart_and_silent_watch(
     product: Product, cluster: Cluster, tmp_path: Path
 ) -> None:
-    async with Between().running() as between:
-        behind = between.kubeconfig(tmp_path / "between", product.kubeconfig("dualmap-operator"))
+    async with SilentProxy().running() as proxy:
+        behind = proxy.kubeconfig(tmp_path / "proxy", product.kubeconfig("dualmap-operator"))
         operator = await product.operator(kubeconfig=behind)
         await product.apply(pool_manifest("qwen", product.namespace, replicas=3, abrupt=True))
         await product.until_active(3)
@@ -98,7 +98,7 @@ async def test_drain_survives_api_server_restart_and_silent_watch(
             await asyncio.to_thread(cluster.restart_apiserver)
             await product.until_active(2)
             await traffic.streaming(6)
-            between.freeze()
+            proxy.freeze()
             await product.kubectl("scale", "dmpool/qwen", "--replicas=1")
             await product.until(_draining, timeout_s=NOTICED_S)
             await product.until_active(1)

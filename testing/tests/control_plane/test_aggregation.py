@@ -1,6 +1,6 @@
-"""The API server hands a group of its API to a server of the tests, as metrics adapters need it.
+"""The API server forwards an API group to a server of the tests, which metrics adapters need.
 
-Without a network for services, the way there is a Service that is a name (ExternalName) for localhost.
+The group's Service is an ExternalName for localhost, because the control plane has no Service network.
 """
 
 import json
@@ -36,7 +36,7 @@ def test_aggregated_api_is_reached_with_the_user_name(cluster: Cluster, tmp_path
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Says what it was asked for and in whose name."""
+    """Answers with the path and the user of the request."""
 
     def do_GET(self) -> None:
         body = json.dumps({"path": self.path, "user": self.headers["X-Remote-User"]}).encode()

@@ -1,4 +1,4 @@
-"""The control plane that the other tests rely on is one: it keeps objects, says who did what, and can be restarted."""
+"""The control plane stores objects, authenticates users, writes an audit log and survives a restart."""
 
 import json
 import re

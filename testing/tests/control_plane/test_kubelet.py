@@ -1,4 +1,4 @@
-"""The process kubelet that other tests rely on is one: Kubernetes' own controllers cannot tell the difference."""
+"""The process kubelet works with Kubernetes' own controllers as a real one does."""
 
 import asyncio
 import json

@@ -262,7 +262,7 @@ async def test_pod_deleted_leaves_no_files_and_interfaces(team: Team, kubelet: P
 
 
 def traces(view: PodView) -> list[str]:
-    """What this machine has of a pod, but for its processes."""
+    """Return the folders and network interfaces of a pod on this machine."""
     folders = [
         f"dualmap-kubelet-/{each.name}" for each in Path(tempfile.gettempdir()).glob(f"dualmap-kubelet-*/{view.uid}")
     ]

@@ -1,4 +1,4 @@
-"""Services' names and cluster addresses, which a cluster's nodes would give and this control plane has none."""
+"""Names and cluster addresses of Services."""
 
 import asyncio
 import json
@@ -209,7 +209,7 @@ def endpoints(service: str, ready: Mapping[str, bool]) -> Object:
 
 @asynccontextmanager
 async def answering(address: str, word: bytes) -> AsyncIterator[None]:
-    """A server that says a word to whoever connects."""
+    """A server that sends a word on every connection."""
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(word)

@@ -1,4 +1,4 @@
-"""What the process kubelet tells a container: its variables and its command line."""
+"""The environment and the command line that the kubelet gives a container."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Processes of the process kubelet: probes, restarts, hooks, and that none is left running."""
+"""Processes of the kubelet: probes, restarts, hooks, and no process left over."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the process kubelet says of a pod: phase, conditions and containers."""
+"""The status that the kubelet publishes for a pod: phase, conditions and containers."""
 
 from collections.abc import Mapping
 from typing import Any

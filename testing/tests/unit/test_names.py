@@ -1,4 +1,4 @@
-"""Names of a cluster as the emulated cluster answers for them to pods."""
+"""Names of a cluster as its DNS server resolves them."""
 
 import struct
 
