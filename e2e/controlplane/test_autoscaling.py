@@ -1,4 +1,4 @@
-"""A real HorizontalPodAutoscaler on the pool itself, driven by what the routers say of their traffic."""
+"""A real HorizontalPodAutoscaler scales the pool by the routers' metrics."""
 
 import asyncio
 from contextlib import ExitStack

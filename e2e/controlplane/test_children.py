@@ -1,4 +1,4 @@
-"""What the operator makes of a pool, before the real API server: accepted as it is, and the same every time."""
+"""The operator's children of a pool on a real API server: accepted in strict validation and stable."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a person does with pools: columns, scale, explain, short names, and somebody else's Kind of that name beside."""
+"""kubectl with pools: columns, scale, explain, short names, and another CRD of the same kind."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a drain survives: operators killed at its every step, an API server that restarts, a watch cut silently."""
+"""A drain survives operators killed at each step, a restart of the API server and a watch that goes silent."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from emulated_cluster.control_plane.silent_proxy import SilentProxy
 from harness.traffic import failed, tally
 
 Status = dict[str, Any]
-# A watch that is cut without a word is given up after 55 s of silence.
+# The operator ends a watch after 55 s of silence.
 NOTICED_S = 90.0
 
 
@@ -103,7 +103,7 @@ async def test_drain_survives_api_server_restart_and_silent_watch(
             await product.until(_draining, timeout_s=NOTICED_S)
             await product.until_active(1)
         assert operator.returncode is None
-        # The operator ends before what it speaks through, which its stop would wait for.
+        # The operator stops before the proxy: its stop needs the API server.
         assert await operator.stop() == 0
     print(f"API server restarted and a watch cut during drains: {dict(tally(traffic.exchanges))}")
     assert failed(traffic.exchanges) == []

@@ -1,4 +1,4 @@
-"""Real KEDA on the pool itself, driven by a router's scaler: what grows and shrinks it, and what must not."""
+"""Real KEDA scales the pool by a router's scaler, and does not when the scaler is away."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Real KEDA takes a pool to nothing and back: the request that wakes it is held, and answered by what it woke."""
+"""Real KEDA scales a pool to zero and back: the first request is queued and answered by the new instance."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from harness.deployment import CHAT
 from harness.traffic import failed
 from harness.waiting import until
 
-# KEDA asks so seldom that what it does within a test it was told by the router.
+# KEDA polls so seldom that in a test it acts only on pushes of the router.
 SELDOM_S = 600
 START_S = 60.0
 

@@ -1,4 +1,4 @@
-"""What happens to pods by others' hands: killed, deleted, evicted, rolled out, their node lost, their pool deleted."""
+"""Pods that are killed, deleted, evicted or rolled out, whose node is lost or whose pool is deleted."""
 
 import json
 
@@ -77,7 +77,7 @@ async def test_template_changed_rolls_one_pod_at_a_time(product: Product) -> Non
         await traffic.streaming(5)
         await product.apply(manifest)
         await product.until(lambda status: any(each["state"] == "Draining" for each in status["ring"]["members"]))
-        # Another operator goes on in the middle of it.
+        # Another operator continues.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -103,7 +103,7 @@ async def test_pool_deleted_finishes_streams_and_removes_children(product: Produ
         incident = traffic.incident()
         await product.kubectl("delete", "dmpool/qwen", "--wait=false")
         await product.until(lambda status: {each["state"] for each in status["ring"]["members"]} == {"Draining"})
-        # Another operator goes on in the middle of it.
+        # Another operator continues.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -112,7 +112,7 @@ async def test_pool_deleted_finishes_streams_and_removes_children(product: Produ
             return left.split() == []
 
         await until(all_gone, "pool and children are gone", timeout_s=90.0)
-    # New requests are refused while it goes; those under way get their answers.
+    # New requests are rejected during the drain; requests in flight complete.
     assert failed(incident.caught) == []
 
 

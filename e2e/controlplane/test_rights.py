@@ -1,6 +1,6 @@
-"""Least privilege: nothing is refused to operator and router, and no granted verb goes unused, by the audit log.
+"""Least privilege by the audit log: operator and router get no 403 and use every granted verb.
 
-It judges what the accounts did in this one test; what another test's operator used proves nothing of the rights here.
+Only the requests of this one test count.
 """
 
 import json

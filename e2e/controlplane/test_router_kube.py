@@ -1,7 +1,7 @@
-"""``dualmap router --kube`` on a real API server: what it serves follows pools and pods, come what may.
+"""``dualmap router --kube`` on a real API server: its members follow pools and pods.
 
-No operator and no kubelet take part: the tests write status themselves, of pools as the operator and of pods as a
-kubelet would, so that each step is theirs.
+No operator and no kubelet take part: the tests write the status of pools like the operator, and of pods like a
+kubelet, so that they control each step.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Served:
 
     async def create_pod(self, name: str, number: int) -> None:
         container = {"name": "engine", "image": "none"}
-        # No node is like this, so that no kubelet ever says anything of it.
+        # No node has this label, so no kubelet writes a status.
         spec = {"containers": [container], "nodeSelector": {"dualmap.dev/nowhere": "true"}}
         metadata = {"name": name, "labels": {"app": "qwen"}}
         await self.product.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})

@@ -1,4 +1,4 @@
-"""A thousand pods in one pool: it converges and shrinks; what a pass takes is reported (bench/results/operator.md).
+"""A pool of a thousand pods converges and shrinks; the test prints the time of a pass (bench/results/operator.md).
 
 The pods are fakes of the kubelet's, a status without processes; the control plane, operator and routers are real.
 """
@@ -17,7 +17,7 @@ from harness.waiting import until
 
 PODS = 1000
 FEWER = 998
-# A pool of a thousand members is large: asking for it all the time would be the test's own load.
+# A pool of a thousand members is large: a tight poll would itself be load.
 LOOK_S = 1.0
 
 
