@@ -102,8 +102,8 @@ class ApiClient:
     ) -> AsyncGenerator[WatchEvent, None]:
         """Yield the events of a collection after the ``resourceVersion`` in ``query``; raises ApiError.
 
-        The server ends the watch after ``timeout_s``; a watch that is silent for ``inactivity_s`` is broken. Returns when
-        the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
+        The server ends the watch after ``timeout_s``; a watch that is silent for ``inactivity_s`` is broken. Returns
+        when the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         self._interrupted = True
