@@ -12,8 +12,8 @@ import click
 from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, seconds, workloads
 
 from dualmap.pools.pool import Routing, Session, SessionMigration
-from dualmap.replicas.news import HotnessCounts, News
-from dualmap_extproc.store.codec import encode_news
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate
+from dualmap_extproc.store.codec import encode_update
 from dualmap_sim.cluster import Exchange, Record, Replica, everything
 from dualmap_sim.summary import Summary, summarise
 
@@ -31,37 +31,37 @@ KEY_BYTES = 8
 """What asking for a session's binding takes at least."""
 
 
-def loads(news: News) -> News:
+def loads(update: ReplicaUpdate) -> ReplicaUpdate:
     """Leave only each replica's load per instance."""
-    return News(hotness=NOTHING_COUNTED, loads=news.loads)
+    return ReplicaUpdate(hotness=NOTHING_COUNTED, loads=update.loads)
 
 
-def loads_and_hotness(news: News) -> News:
+def loads_and_hotness(update: ReplicaUpdate) -> ReplicaUpdate:
     """Leave the loads and how often each prefix was asked for."""
-    return News(hotness=news.hotness, loads=news.loads)
+    return ReplicaUpdate(hotness=update.hotness, loads=update.loads)
 
 
-def no_bindings(news: News) -> News:
+def no_bindings(update: ReplicaUpdate) -> ReplicaUpdate:
     """Leave everything but sessions: loads, hotness and which prompt went where."""
-    return replace(news, bindings=(), wanted=())
+    return replace(update, bindings=(), wanted=())
 
 
-def no_placements(news: News) -> News:
+def no_placements(update: ReplicaUpdate) -> ReplicaUpdate:
     """Leave everything but which prompt went where."""
-    return replace(news, placements=())
+    return replace(update, placements=())
 
 
 class Scales:
     """Carries what another does, and weighs it as it is written to Redis."""
 
-    def __init__(self, carries: Callable[[News], News]) -> None:
+    def __init__(self, carries: Callable[[ReplicaUpdate], ReplicaUpdate]) -> None:
         self.bytes = 0
         self._carries = carries
 
-    def __call__(self, news: News) -> News:
+    def __call__(self, update: ReplicaUpdate) -> ReplicaUpdate:
         """Return what is carried of the news, weighed."""
-        carried = self._carries(news)
-        self.bytes += len(encode_news(carried)) + KEY_BYTES * len(carried.wanted)
+        carried = self._carries(update)
+        self.bytes += len(encode_update(carried)) + KEY_BYTES * len(carried.wanted)
         return carried
 
 
@@ -91,7 +91,7 @@ class Reuse:
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="A small part of everything, in about a minute.")
+@click.option("--quick", is_flag=True, help="Measure a small part of every section, in about a minute.")
 def main(quick: bool) -> None:
     """Measure one to four routers in virtual time, and print the tables."""
     samples = SAMPLES[:1] if quick else SAMPLES
@@ -195,7 +195,7 @@ def _sessions(workload: str, rate: float, samples: Sequence[int], numbers: Seque
     _table("routers | keys", rows)
 
 
-def _exchange(carries: Callable[[News], News], period_s: float) -> Exchange:
+def _exchange(carries: Callable[[ReplicaUpdate], ReplicaUpdate], period_s: float) -> Exchange:
     """Return an exchange whose replicas look for news as often as they tell theirs, so half a period later."""
     return Exchange(period_s=period_s, delay_s=period_s / 2, carries=carries)
 

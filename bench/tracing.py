@@ -79,7 +79,7 @@ def main(arguments: list[str], prog_name: str) -> None:
 
 @click.command()
 def _command() -> None:
-    """What spans cost: a request's way through the router's state machine with and without, as ratios."""
+    """Measure the cost of spans: process requests in the router with and without tracing, and print the ratios."""
     limits = Limits()
     metrics = Metrics(version="0", replica_id="bench")
     tracing = Tracing(Nowhere(), replica_id="bench", version="0")

@@ -54,7 +54,7 @@ QUICK = Extent(
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="A small part of everything, in less than a minute.")
+@click.option("--quick", is_flag=True, help="Measure a small part of every section, in less than a minute.")
 def main(quick: bool) -> None:
     """Measure the dispatch window in virtual time, and print the tables."""
     for workload in workloads():

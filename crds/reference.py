@@ -16,12 +16,13 @@ FILE = ROOT / "docs" / "crd.md"
 _HEAD = """\
 # InferencePool: every field
 
-Made from the schema in [crds/](../crds/) by `python crds/reference.py`; `kubectl explain dmpool.spec` says the same.
-What pools are for, with examples: [pool.md](pool.md).
+Generated from the schema in [crds/](../crds/) by `python crds/reference.py`.
+`kubectl explain dmpool.spec` shows the same texts.
+Pools with examples: [pool.md](pool.md).
 
 Group `{group}`, version `{version}`, kind `{kind}`; `kubectl get {short}`.
 """
-_SECTIONS = {"spec": "What you write", "status": "What the operator writes"}
+_SECTIONS = {"spec": "Desired state", "status": "Observed state"}
 _Schema = Mapping[str, Any]
 
 

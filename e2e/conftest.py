@@ -1,6 +1,7 @@
 """Fixtures of the end-to-end tests: the shared world, one deployment per message mode, and the stage for faults."""
 
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -9,6 +10,14 @@ from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
 from harness.stage import Stage
 from harness.world import World
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sigint_reaches_children() -> Iterator[None]:
+    """Reset SIGINT: children inherit it ignored where this command does (`nohup make test &`), but never handled."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_world")

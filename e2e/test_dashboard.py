@@ -233,7 +233,7 @@ async def test_decisions_are_pointed_at_by_the_keyboard_too(browser: Browser) ->
     told = await browser.text("#tiles")
     await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
     assert await browser.run(f"return {SEEN}", "#decisions li") == shown
-    assert "standing still" in await browser.text("#decisions-note")
+    assert "paused" in await browser.text("#decisions-note")
     # Its pair is the one on the rings, the chosen one with a dot.
     chosen = await browser.run("return document.activeElement.decision.chosen")
     assert await browser.run("return document.querySelector('.chord .chosen').dataset.key") == f"end-{chosen}"

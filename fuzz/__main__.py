@@ -109,33 +109,39 @@ def _help() -> str:
 
 @click.command(epilog=_help())
 @click.argument("names", metavar="[TARGET]...", type=click.Choice(list(TARGETS)), nargs=-1)
-@click.option("--seconds", type=click.IntRange(1, 86_400), default=30, show_default=True, help="For each target.")
-@click.option("--runs", type=click.IntRange(0), default=0, help="End each target after so many executions.")
-@click.option("--seed", type=click.IntRange(1, 2**31 - 1), help="Begin as an earlier run did; by default any.")
+@click.option(
+    "--seconds", type=click.IntRange(1, 86_400), default=30, show_default=True, help="Seconds to fuzz each target."
+)
+@click.option("--runs", type=click.IntRange(0), default=0, help="Stop each target after this number of executions.")
+@click.option(
+    "--seed", type=click.IntRange(1, 2**31 - 1), help="Random seed, to repeat an earlier run. Default: a new one."
+)
 @click.option(
     "--work",
     type=click.Path(file_okay=False, path_type=Path),
     default=WORK,
     show_default=True,
-    help="Where to put what is found.",
+    help="Folder for new inputs and crashes.",
 )
-@click.option("--random", is_flag=True, help="Vary inputs at random, even where atheris could be guided by coverage.")
+@click.option("--random", is_flag=True, help="Mutate inputs at random, even where atheris is installed.")
 @click.option(
-    "--minimise", "shrink", is_flag=True, help="Instead: put into the corpus what is needed of what runs found."
+    "--minimise",
+    "shrink",
+    is_flag=True,
+    help="Do not fuzz; add the inputs of earlier runs that reach new code to the corpus.",
 )
 def main(
     names: tuple[str, ...], seconds: int, runs: int, seed: int | None, work: Path, random: bool, shrink: bool
 ) -> None:
-    """Feed the router's readers with what nobody should send, and see that what must hold does.
+    """Feed malformed input to the router's parsers and check their invariants.
 
-    Each TARGET (by default all) starts from fuzz/corpus/TARGET and what earlier runs found; what it finds goes to
-    build/fuzz/corpus/TARGET, and an input that crashes it to build/fuzz/crashes/TARGET. Exits with 1 when anything
-    crashed.
+    Each TARGET (default: all) starts from fuzz/corpus/TARGET and the inputs of earlier runs. New inputs go to
+    build/fuzz/corpus/TARGET, crashes to build/fuzz/crashes/TARGET. Exits with 1 if any target crashed.
 
     \b
-    python -m fuzz --seconds 60 body     one target, for a minute
-    python -m fuzz --minimise            afterwards: keep what reaches something new
-    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    once more
+    python -m fuzz --seconds 60 body     fuzz one target for a minute
+    python -m fuzz --minimise            keep the inputs that reach new code
+    python -c "from fuzz.targets import load; load('body').check(open('crash-...', 'rb').read())"    repeat one input
     """
     chosen = names or tuple(TARGETS)
     if shrink:
@@ -144,7 +150,7 @@ def main(
             click.echo(f"{name:<12} {kept} of {of} inputs kept, {size} bytes")
         return
     if not random and not engine.guided():
-        click.echo("atheris is not installed (it has no wheel for every platform): varying inputs at random", err=True)
+        click.echo("atheris is not installed (it has no wheel for every platform): mutating inputs at random", err=True)
         random = True
     seed = seed or SystemRandom().randint(1, 2**31 - 1)
     done = []

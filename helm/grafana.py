@@ -1,7 +1,7 @@
-"""Writes the Grafana dashboard of the chart, ``helm/dualmap/files/dashboard.json``: ``python helm/grafana.py``.
+"""Generates the chart's Grafana dashboard, ``helm/dualmap/files/dashboard.json``: ``python helm/grafana.py``.
 
-Grafana's JSON is too long to be read or kept by hand; what a panel asks is said here in a line each.
-``tests/packaging/test_grafana.py`` keeps the file equal to this and its queries to what is exported.
+Grafana's JSON is too long to maintain by hand. ``ROWS`` defines each panel and its queries.
+``tests/packaging/test_grafana.py`` checks that the file is up to date and queries exported metrics only.
 """
 
 import json
@@ -20,7 +20,7 @@ _FAILED = 'outcome="failed"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A chart: its title, what it tells (shown on its corner), unit, and queries by legend."""
+    """A chart: title, description (shown in its corner), unit, and queries by legend."""
 
     title: str
     about: str
@@ -46,10 +46,10 @@ def _quantile_of_all(share: float, metric: str) -> str:
 
 
 ROWS: dict[str, tuple[Panel, ...]] = {
-    "Are first tokens in time?": (
+    "Time to first token and SLO": (
         Panel(
             title="SLO attainment",
-            about="Share of first tokens within the objective, beside the share that shall be.",
+            about="Share of first tokens within the TTFT objective, with the goal (spec.slo.attainment).",
             unit="percentunit",
             queries={
                 "{{pool}}": f"sum by (pool) ({_rate('dualmap_first_tokens_total', _MET)})"
@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Time to first token",
-            about="From arrival to the first chunk, time held included, beside the objective.",
+            about="Time from arrival to the first chunk, including time queued in the router, with the objective.",
             unit="s",
             queries={
                 "{{pool}} p50": _quantile(0.5, "dualmap_ttft_seconds_bucket"),
@@ -70,7 +70,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Predicted time to first token",
-            about="What decisions predicted of the same requests: far below the truth, engines are too slow.",
+            about="Predicted TTFT of the same requests. Far below the measured TTFT: engines are slower than expected.",
             unit="s",
             queries={
                 "{{pool}} p50": _quantile(0.5, "dualmap_predicted_ttft_seconds_bucket"),
@@ -81,22 +81,22 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Traffic": (
         Panel(
             title="Requests by endpoint",
-            about="How the traffic spreads.",
+            about="Requests per second sent to each endpoint.",
             unit="reqps",
             queries={"{{pool}} {{endpoint}}": f"sum by (pool, endpoint) ({_rate('dualmap_requests_total')})"},
         ),
         Panel(
             title="Decisions by rule",
-            about="The pair serves while its objective holds; spilling means that it is at risk.",
+            about="The pair serves requests while it keeps the TTFT objective. Other rules: the objective is at risk.",
             unit="reqps",
             queries={"{{rule}}": f"sum by (rule) ({_rate('dualmap_decisions_total')})"},
         ),
         Panel(
-            title="Refused and failed",
-            about="Answered with an error by the router, failed by an engine, or served elsewhere than chosen.",
+            title="Rejected and failed requests",
+            about="Requests rejected by the router, failed by an engine, or served by another endpoint than picked.",
             unit="reqps",
             queries={
-                "refused: {{code}}": f"sum by (code) ({_rate('dualmap_refused_requests_total')})",
+                "rejected: {{code}}": f"sum by (code) ({_rate('dualmap_refused_requests_total')})",
                 "failed by engines": f"sum({_rate('dualmap_completions_total', _FAILED)})",
                 "served elsewhere": f"sum({_rate('dualmap_served_elsewhere_total')})",
             },
@@ -105,7 +105,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Caches": (
         Panel(
             title="Cache hit rate",
-            about="Share of prompt tokens that routers believe cached, and how much of that the engines confirm.",
+            about="Share of prompt tokens predicted as cached, and the part of these that engines confirm.",
             unit="percentunit",
             queries={
                 "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"
@@ -115,14 +115,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            title="Blocks believed to be cached",
-            about="Falls to 0 when an endpoint loses its cache.",
+            title="Indexed blocks",
+            about="Blocks that routers expect in each endpoint's cache. Falls to 0 when an endpoint loses its cache.",
             unit="short",
             queries={"{{pool}} {{endpoint}}": f"max by (pool, endpoint) ({_of('dualmap_endpoint_indexed_blocks')})"},
         ),
         Panel(
             title="Hot prefixes",
-            about="Prefixes whose key is longer, so that they spread over more pairs.",
+            about="Prefixes with a longer key, which spreads their requests over more pairs.",
             unit="short",
             queries={"{{pool}}": f"max by (pool) ({_of('dualmap_split_prefixes')})"},
         ),
@@ -130,47 +130,47 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Load": (
         Panel(
             title="Pending prefill tokens",
-            about="Uncached prompt tokens that each endpoint has still to compute, of all routers together.",
+            about="Uncached prompt tokens that each endpoint still has to compute, summed over routers.",
             unit="short",
             queries={
                 "{{pool}} {{endpoint}}": f"sum by (pool, endpoint) ({_of('dualmap_endpoint_pending_prefill_tokens')})"
             },
         ),
         Panel(
-            title="In flight and held",
-            about="Requests that endpoints serve, and those that wait in the routers.",
+            title="In flight and queued",
+            about="Requests in flight at endpoints, and requests queued in the routers.",
             unit="short",
             queries={
                 "in flight": f"sum({_of('dualmap_endpoint_in_flight_requests')})",
-                "held": f"sum({_of('dualmap_pool_held_requests')})",
+                "queued": f"sum({_of('dualmap_pool_held_requests')})",
             },
         ),
         Panel(
-            title="Instances: wished for and there",
-            about="The sum of the routers' wishes, rounded up, beside the members of the ring by state.",
+            title="Desired replicas and ring members",
+            about="Desired replicas, summed over routers and rounded up, and ring members by state.",
             unit="short",
             queries={
-                "{{pool}} wished": f"ceil(sum by (pool) ({_of('dualmap_pool_desired_replicas')}))",
+                "{{pool}} desired": f"ceil(sum by (pool) ({_of('dualmap_pool_desired_replicas')}))",
                 "{{pool}} {{state}}": f"max by (pool, state) ({_of('dualmap_ring_members')})",
             },
         ),
     ),
-    "Is DualMap well?": (
+    "Health of DualMap": (
         Panel(
-            title="Let through without a router",
-            about="Envoy failing open, per second: 0.",
+            title="Requests that bypass the routers",
+            about="Requests per second for which Envoy fails open. Expected: 0.",
             unit="reqps",
             queries={"{{pod}}": "sum by (pod) (rate(envoy_http_ext_proc_failure_mode_allowed[$__rate_interval]))"},
         ),
         Panel(
             title="Shared state and leader",
-            about="1 where a router reaches Redis; the sum over operators that lead: 1.",
+            about="1 if a router reaches Redis. Number of leading operators, expected: 1.",
             unit="short",
             queries={"redis {{pod}}": "min by (pod) (dualmap_store_up)", "leaders": "sum(dualmap_operator_leader)"},
         ),
         Panel(
-            title="Age of what is known of the cluster",
-            about="Since the API server last said anything: at rest a saw-tooth up to 45 s.",
+            title="Age of cluster data",
+            about="Seconds since the last message of the API server. At rest it rises to 45 s and restarts at 0.",
             unit="s",
             queries={
                 "{{pod}} {{resource}}": "max by (pod, resource) (dualmap_kube_watch_age_seconds)",
@@ -178,8 +178,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            title="Time of a decision",
-            about="From the whole body to the answer.",
+            title="Decision time",
+            about="Time from the complete request body to the router's answer.",
             unit="s",
             queries={
                 "p50": _quantile_of_all(0.5, "dualmap_decision_seconds_bucket"),
@@ -187,14 +187,14 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            title="Drains",
-            about="From Draining to gone.",
+            title="Drain time",
+            about="Time from the state Draining to the member's removal.",
             unit="s",
             queries={"p90": _quantile_of_all(0.9, "dualmap_operator_drain_seconds_bucket")},
         ),
         Panel(
-            title="Operator's passes",
-            about="By how they ended; failed ones are tried again.",
+            title="Reconciles",
+            about="Reconciles of the operator by result. Failed ones are retried.",
             unit="ops",
             queries={"{{result}}": "sum by (result) (rate(dualmap_operator_reconciles_total[$__rate_interval]))"},
         ),

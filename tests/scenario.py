@@ -6,6 +6,7 @@ A scenario that could never be (``check``) is refused, so that no test asserts o
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dualmap.objects.pods import IN_RING_GATE
 from dualmap.pools.pool import Engine, MemberState
 from dualmap_operator.decide import drain
 from dualmap_operator.decide.observed import (
@@ -17,9 +18,11 @@ from dualmap_operator.decide.observed import (
     RingMember,
     RouterReport,
 )
-from dualmap_operator.decide.plan import REST_LOOK_S, plan
+from dualmap_operator.decide.plan import REST_INTERVAL_S, plan
 from dualmap_operator.decide.plan_values import Plan
+from dualmap_operator.decide.pod_reading import read_pod
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
+from dualmap_operator.decide.status import time_text
 
 NOW_S = 1_800_000_000.0
 TEMPLATE = {"spec": {"containers": [{"name": "engine", "image": "engine:1", "args": ["--shutdown-timeout=60"]}]}}
@@ -111,7 +114,7 @@ def seen(
     version: int = 5,
     routers: Sequence[RouterReport] = (),
     engines: Mapping[str, int | None] | None = None,
-    idle_looks: Mapping[str, int] | None = None,
+    idle_checks: Mapping[str, int] | None = None,
     revision: str = REVISION,
 ) -> Observed:
     """Return what is observed, refused when it could not be."""
@@ -121,7 +124,7 @@ def seen(
         pods=tuple(pods),
         routers=tuple(routers),
         engine_requests=engines or {},
-        idle_looks=idle_looks or {},
+        idle_checks=idle_checks or {},
     )
     check(observed)
     return observed
@@ -147,7 +150,7 @@ def check(observed: Observed) -> None:
     if observed.published.members and observed.published.ring_version < 1:
         wrong.append("members in a ring that never had a version")
     draining = {each.id for each in drain.draining(observed.published)}
-    if observed.idle_looks.keys() - draining:
+    if observed.idle_checks.keys() - draining:
         wrong.append("looks at members that do not drain")
     if any(report.ring_version > observed.published.ring_version for report in observed.routers):
         wrong.append("a router is ahead of the published ring")
@@ -170,7 +173,8 @@ def size_asked(of: Plan) -> int | None:
 class World:
     """A cluster that does what plans say: a StatefulSet controller, pods that start, routers that follow the ring.
 
-    ``busy`` is how many requests are in flight at each member; they end only when a test says so.
+    ``busy`` is how many requests are in flight at each member; they end only when a test says so. ``stranded`` are the
+    pods whose closed gate makes them look as if their node was lost.
     """
 
     spec: PoolSpec
@@ -180,9 +184,11 @@ class World:
     pods: dict[str, ObservedPod] = field(default_factory=dict)
     busy: dict[str, int] = field(default_factory=dict)
     lives: int = 0
-    idle_looks: dict[str, int] = field(default_factory=dict)
+    idle_checks: dict[str, int] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     revision: str = REVISION
+    kubelet_gives_reasons: bool = True
+    stranded: set[str] = field(default_factory=set)
 
     def observed(self) -> Observed:
         report = router(version=self.published.ring_version, busy=self.busy)
@@ -195,11 +201,11 @@ class World:
             routers=(report,),
             engine_requests=dict(self.busy),
         )
-        self.idle_looks = {
-            each.id: self.idle_looks.get(each.id, 0) + 1 if drain.idle(each, observed) else 0
+        self.idle_checks = {
+            each.id: self.idle_checks.get(each.id, 0) + 1 if drain.idle(each, observed) else 0
             for each in drain.draining(observed.published)
         }
-        observed = replace(observed, idle_looks=self.idle_looks)
+        observed = replace(observed, idle_checks=self.idle_checks)
         check(observed)
         return observed
 
@@ -211,7 +217,12 @@ class World:
         self.published = made.status
         for gate in made.gates:
             turned = self.pods[gate.pod]
-            self.pods[gate.pod] = replace(turned, in_ring=gate.in_ring, ready=gate.in_ring and turned.serving)
+            ready = gate.in_ring and turned.serving
+            # What the operator makes of a closed gate and Ready false, both since now, is read from a body.
+            serving = turned.serving and (ready or read_pod(self._unready_body(turned)).serving)
+            if turned.serving and not serving:
+                self.stranded.add(gate.pod)
+            self.pods[gate.pod] = replace(turned, in_ring=gate.in_ring, ready=ready, serving=serving)
         for restart in made.restarts:
             self.terminate(restart.pod)
         asked = size_asked(made)
@@ -224,13 +235,14 @@ class World:
         """Make passes until one finds nothing to do and nothing to wait for."""
         for _ in range(steps):
             before = self.published
-            if self.step().again_s == REST_LOOK_S and self.published == before:
+            if self.step().requeue_after_s == REST_INTERVAL_S and self.published == before:
                 return
 
     def terminate(self, name: str) -> None:
         """Have a pod go; in this world it is gone by the next pass."""
         self.pods.pop(name, None)
         self.busy.pop(name, None)
+        self.stranded.discard(name)
 
     def crash(self, name: str) -> None:
         """Have a pod's container restart where it is."""
@@ -238,11 +250,25 @@ class World:
         self.busy.pop(name, None)
         self.pods[name] = replace(self.pods[name], serving=False, ready=False, incarnation=f"{name}-life-{self.lives}")
 
+    def _unready_body(self, of: ObservedPod) -> dict[str, object]:
+        """Return what the API shows of a serving pod whose gate was just closed."""
+        reason = {"reason": "ReadinessGatesNotReady"} if self.kubelet_gives_reasons else {}
+        conditions = [
+            {"type": "ContainersReady", "status": "True", "lastTransitionTime": time_text(of.serving_since_s)},
+            {"type": IN_RING_GATE, "status": "False", "lastTransitionTime": time_text(self.now_s)},
+            {"type": "Ready", "status": "False", "lastTransitionTime": time_text(self.now_s), **reason},
+        ]
+        return {
+            "metadata": {"name": of.name, "uid": of.uid},
+            "spec": {"readinessGates": [{"conditionType": IN_RING_GATE}]},
+            "status": {"phase": "Running", "podIP": of.address, "conditions": conditions},
+        }
+
     def _statefulset(self) -> None:
         for each in [each for each in self.pods.values() if self.size is not None and (each.ordinal or 0) >= self.size]:
             self.terminate(each.name)
         for name, each in self.pods.items():
-            if not each.serving:
+            if not each.serving and name not in self.stranded:
                 self.pods[name] = replace(each, serving=True, serving_since_s=self.now_s, ready=bool(each.in_ring))
         for number in range(self.size or 0):
             if f"qwen-{number}" not in self.pods:

@@ -22,15 +22,17 @@ _QUICK: Final = _ROOT / "build" / "autoscaling-quick"
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--stale", is_flag=True, help="Measure again what other code than the present one measured.")
-@click.option("--draw", "only_draw", is_flag=True, help="Measure nothing; write the page and chart from what is there.")
-@click.option("--quick", is_flag=True, help="One shape once, to see that it works (into build/).")
-@click.option("--processes", default=2, type=click.IntRange(1, 64), help="Measurements at the same time.")
+@click.option("--stale", is_flag=True, help="Repeat measurements that were made by another version of the code.")
+@click.option(
+    "--draw", "only_draw", is_flag=True, help="Measure nothing; write the page and the chart from the stored results."
+)
+@click.option("--quick", is_flag=True, help="Run one load shape once as a smoke test; results go to build/.")
+@click.option("--processes", default=2, type=click.IntRange(1, 64), help="Number of measurements to run in parallel.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     default=TRACE,
-    help="The Conversation trace; Tool&Agent is generated where there is none.",
+    help="File of the Conversation trace. Without it, Tool&Agent is generated.",
 )
 def autoscaling(*, stale: bool, only_draw: bool, quick: bool, processes: int, trace: Path) -> None:
     """Measure autoscaling in virtual time, and print the tables; about a quarter of an hour of two cores.

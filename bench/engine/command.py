@@ -29,17 +29,19 @@ def engine() -> None:
 
 
 @engine.command()
-@click.option("--url", help="An engine that runs, such as http://127.0.0.1:8000.")
-@click.option("--python", type=_EXISTING, help="A Python that has vLLM: start an engine with a small random model.")
+@click.option("--url", help="URL of a running engine, such as http://127.0.0.1:8000.")
+@click.option(
+    "--python", type=_EXISTING, help="Python with vLLM installed; starts an engine with a small random model."
+)
 @click.option("--step-tokens", required=True, type=click.IntRange(32), help="vLLM's --max-num-batched-tokens.")
 @click.option("--whole", is_flag=True, help="With --python: start vLLM with --no-enable-chunked-prefill.")
-@click.option("--options", default="", help="With --url: the engine's options, to be noted in the file.")
-@click.option("--rounds", default=4, type=click.IntRange(2, 20), help="How often everything is asked.")
-@click.option("--out", required=True, type=_NEW, help="Where the recording goes.")
+@click.option("--options", default="", help="With --url: the engine's options, recorded in the file.")
+@click.option("--rounds", default=4, type=click.IntRange(2, 20), help="Number of times to send every prompt.")
+@click.option("--out", required=True, type=_NEW, help="File to write the recording to.")
 def record(
     *, url: str | None, python: Path | None, step_tokens: int, whole: bool, options: str, rounds: int, out: Path
 ) -> None:
-    """Send prompts to a real engine, alone and queued, cold and warm, and write down when their tokens came.
+    """Send prompts to a real engine, alone and queued, cold and warm, and record when their tokens arrive.
 
     Four rounds take about six minutes of one quiet core.
 
@@ -73,7 +75,7 @@ def record(
 
 @engine.command()
 @click.argument("recordings", nargs=-1, required=True, type=_EXISTING)
-@click.option("--plot", "picture", type=_NEW, help="Draw the model's TTFT against the real one there (PNG).")
+@click.option("--plot", "picture", type=_NEW, help="Write a PNG of the model's TTFT against the measured one.")
 def fit(*, recordings: tuple[Path, ...], picture: Path | None) -> None:
     """Fit the model to every other round of each recording, predict the other rounds, and print the errors.
 

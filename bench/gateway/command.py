@@ -20,15 +20,29 @@ _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rounds", default=3, type=click.IntRange(1, 100), help="How often every stack has its turn.")
-@click.option("--seconds", default=2.0, type=click.FloatRange(0.1, 60), help="Length of one measurement.")
-@click.option("--idle-seconds", default=20.0, type=click.FloatRange(0.5, 600), help="Length of the idle measurement.")
-@click.option("--connections", default=32, type=click.IntRange(1, 200), help="Clients of the closed loops.")
-@click.option("--rate", default=200.0, type=click.FloatRange(1, 10_000), help="Requests a second of the open loops.")
-@click.option("--section", "sections", multiple=True, type=click.Choice(SECTIONS), help="Only these; repeat.")
-@click.option("--quick", is_flag=True, help="Rough figures in about a minute, whatever the lengths above.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample there.")
-@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep configurations and logs there.")
+@click.option(
+    "--rounds", default=3, type=click.IntRange(1, 100), help="Number of rounds; each measures every stack once."
+)
+@click.option("--seconds", default=2.0, type=click.FloatRange(0.1, 60), help="Length of one measurement in seconds.")
+@click.option(
+    "--idle-seconds", default=20.0, type=click.FloatRange(0.5, 600), help="Length of the idle measurement in seconds."
+)
+@click.option("--connections", default=32, type=click.IntRange(1, 200), help="Clients of the closed-loop measurements.")
+@click.option(
+    "--rate", default=200.0, type=click.FloatRange(1, 10_000), help="Requests per second of the open-loop measurements."
+)
+@click.option(
+    "--section",
+    "sections",
+    multiple=True,
+    type=click.Choice(SECTIONS),
+    help="Section to measure; repeat for several. Default: all.",
+)
+@click.option("--quick", is_flag=True, help="Rough figures in about two minutes; overrides the lengths above.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample to this JSON file."
+)
+@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Folder for configurations and logs.")
 def gateway(
     *,
     rounds: int,
@@ -41,7 +55,7 @@ def gateway(
     json_file: Path | None,
     keep: Path | None,
 ) -> None:
-    """Measure the router behind a real Envoy, beside that Envoy alone and beside a picker that does nothing.
+    """Measure the router behind a real Envoy, and compare it with Envoy alone and with a picker that does nothing.
 
     Every stack has its turn in every round; figures are medians of the rounds (least to most), ratios are taken
     within a round. The whole takes about six minutes.

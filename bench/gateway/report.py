@@ -156,7 +156,7 @@ class Tables:
         for each in self._measured.idle:
             aimed = f"idle with {each.endpoints} endpoints: at most {AIM_IDLE_CORES} core"
             rows.append([aimed, f"{each.router:.4f}", _met(each.router <= AIM_IDLE_CORES)])
-        return _markdown("Aims (issue 4, section 5)", ["aim", "measured", "met"], rows) if rows else ""
+        return _markdown("Targets", ["target", "measured", "met"], rows) if rows else ""
 
     def _chunk_cell(self, chunks: int) -> Cell:
         return Cell(section="chunks", prompt_kb=1, chunks=chunks, rate=self._measured.plan.rate)

@@ -51,20 +51,26 @@ def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | N
     "--section",
     "names",
     callback=_names,
-    help=f"Only these, separated by commas: {', '.join(SECTIONS)}.",
+    help=f"Sections to measure, separated by commas: {', '.join(SECTIONS)}.",
 )
-@click.option("--policies", callback=_names, help="Measure these again, whatever is there, and nothing else.")
-@click.option("--stale", is_flag=True, help="Measure again what other code than the present one measured.")
-@click.option("--draw", "only_draw", is_flag=True, help="Measure nothing; write pages and plots from what is there.")
-@click.option("--quick", is_flag=True, help="One short window of everything, to see that it works (into build/).")
-@click.option("--processes", default=2, type=click.IntRange(1, 64), help="Measurements at the same time.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where results are kept.")
+@click.option(
+    "--policies", callback=_names, help="Policies to measure again even where results exist; skip all others."
+)
+@click.option("--stale", is_flag=True, help="Repeat measurements that were made by another version of the code.")
+@click.option(
+    "--draw", "only_draw", is_flag=True, help="Measure nothing; write pages and plots from the stored results."
+)
+@click.option(
+    "--quick", is_flag=True, help="Measure one short window of every section as a smoke test; results go to build/."
+)
+@click.option("--processes", default=2, type=click.IntRange(1, 64), help="Number of measurements to run in parallel.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the results.")
 @click.option(
     "--trace",
     "asked_trace",
     type=click.Path(dir_okay=False, path_type=Path),
     callback=_trace,
-    help=f"The Conversation trace.  [default: {TRACE}; what needs it is left out where there is none]",
+    help=f"File of the Conversation trace.  [default: {TRACE}; what needs it is left out where there is none]",
 )
 def paper(
     *,

@@ -12,31 +12,41 @@ from typing import Any
 import click
 
 from dualmap_cli.interrupts import INTERRUPTED, SIGNAL_EXIT_BASE
+from dualmap_cli.stderr import drop_what_stderr_refuses
 
 # Subcommand -> (module holding it, attribute, the line `dualmap --help` shows).
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "router": (
         "dualmap_extproc.app.main",
         "router",
-        "Run the endpoint picker that Envoy asks where each request goes.",
+        "Run the endpoint picker, which tells Envoy where to send each request.",
     ),
-    "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that keeps InferencePools."),
+    "operator": ("dualmap_operator.main", "operator", "Run the Kubernetes operator that reconciles InferencePools."),
     "envoy-config": (
         "dualmap_extproc.app.envoy_config",
         "envoy_config",
         "Print an Envoy bootstrap for the given pools.",
     ),
-    "explain": ("dualmap_extproc.app.explain", "explain", "Say which instance a request would go to, and why."),
+    "explain": ("dualmap_extproc.app.explain", "explain", "Print which instance a request would go to, and why."),
     "policies": ("dualmap_extproc.app.explain", "policies", "List every routing policy with its source."),
     "engine-sim": ("dualmap_sim.engine_server", "engine_sim", "Run a simulated OpenAI-compatible engine."),
     "simulate": ("dualmap_cli.simulate.simulate_command", "simulate", "Compare policies in virtual time."),
-    "goodput": ("dualmap_cli.simulate.goodput_command", "goodput", "Find the highest rate each policy copes with."),
+    "goodput": (
+        "dualmap_cli.simulate.goodput_command",
+        "goodput",
+        "Find the highest rate at which each policy meets the SLO.",
+    ),
     "demo": ("dualmap_cli.demo.command", "demo", "Replay a workload through a real Envoy, once per policy."),
 }
 
 
 class LazyGroup(click.Group):
     """A group whose subcommands live in modules that are imported on first use."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Parse the command line, run the subcommand and exit with its status, whatever becomes of stderr."""
+        drop_what_stderr_refuses()
+        return super().main(*arguments, **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name every subcommand, in the order of COMMANDS."""

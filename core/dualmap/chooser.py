@@ -1,6 +1,6 @@
-"""From a request to its choice: the key, the pair, what each candidate looks like, and what the policy says.
+"""Chooses a request's member: its key, its pair, the candidates, and the policy's choice among them.
 
-``router`` books what is chosen here, and holds it where its instance has enough to do.
+``dispatcher`` sends the request to the chosen member, or queues it while that member is saturated.
 """
 
 from functools import partial
@@ -22,11 +22,11 @@ from dualmap.requests import Request
 
 
 class Chooser:
-    """Chooses for one pool; it remembers which prefixes are hot and where sessions have their KV."""
+    """Chooses for one pool; it keeps which prefixes are hot and which member has each session's KV."""
 
-    def __init__(self, pool: Pool, fleet: Fleet, *, shares: bool) -> None:
+    def __init__(self, pool: Pool, fleet: Fleet, *, replicated: bool) -> None:
         self._fleet = fleet
-        self.sessions = SessionTable(pool.routing.session.ttl_s, shares=shares)
+        self.sessions = SessionTable(pool.routing.session.ttl_s, replicated=replicated)
         self._sequence = 0
         self._pool = pool
         self._pool_id = pool.id
@@ -42,16 +42,16 @@ class Chooser:
         self.sessions.ttl_s = pool.routing.session.ttl_s
 
     def key(self, now: float, request: Request) -> Key:
-        """Return the key of a request, counting it for hotness: to be asked once for each."""
-        # Shares are judged by the whole ring, also for a request that may use only part of it: keys are the pool's.
+        """Return the key of a request and count the request for hotness; call it once per request."""
+        # Thresholds use the whole ring, also for a request that may use part of it: keys belong to the pool.
         hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:
-            # A prompt without text has no prefix to share; its own id spreads such requests over the pool.
+            # A prompt without text shares no prefix; the request's id spreads such requests over the pool.
             own = xxh3_64_intdigest(request.id.encode()) if session is None else session
             return Key(hash=own, blocks=0, tokens=0)
         if session is not None:
-            # The session stands for the initial blocks and roots those behind them, should it turn hot by itself.
+            # The session replaces the initial blocks and roots the later ones, in case the session alone turns hot.
             rooted = (each ^ session for each in hashes[prefix.initial_blocks : prefix.max_blocks])
             hashes = (*(session for _ in hashes[: prefix.initial_blocks]), *rooted)
         if rule is None:
@@ -63,7 +63,7 @@ class Chooser:
         return Key(hash=hashes[blocks - 1], blocks=blocks, tokens=request.chain.tokens_of(blocks))
 
     def situation(self, now: float, request: Request, key: Key, ring: DualRing) -> Situation:
-        """Return a request with the members it could go to, as they stand."""
+        """Return a request with the members that it can go to, as they are now."""
         fleet, chain = self._fleet, request.chain
         view, members = fleet.view(now, chain), ring.pair(key.hash)
         binding = None if request.session is None else self.sessions.get(now, request.session)
@@ -91,7 +91,7 @@ class Chooser:
         )
 
     def choose(self, now: float, request: Request, key: Key, situation: Situation) -> QueuedRequest:
-        """Choose, and return the request as placed at the member of choice."""
+        """Let the session rule or the policy choose; return the request as placed at the chosen member."""
         choice = self._session_choice(situation) or self._policy.choose(situation)
         self._sequence += 1
         chosen, receipt = choice.candidate, self._receipt(key, situation, choice)
@@ -108,21 +108,21 @@ class Chooser:
 
     @property
     def rebalances(self) -> bool:
-        """Whether held requests are moved within their pair when both of it are overloaded."""
+        """Whether queued requests move within their pair when both of its members are overloaded."""
         return self._policy.rebalances and self._pool.routing.rebalance.enabled
 
     @property
     def defers(self) -> bool:
-        """Whether held requests that will miss the SLO let those go first that can still make it."""
+        """Whether queued requests that will miss the SLO are overtaken by those that can still meet it."""
         return self._policy.defers or self._pool.routing.queue.order == "Deadline"
 
     def bind(self, now: float, request: InFlightRequest) -> None:
-        """Remember where the KV of a request's session lies from now on."""
+        """Record which member has the KV of a request's session from now on."""
         if request.session is not None:
             self.sessions.bind(now, request.session, host=request.member, tokens=request.chain.tokens)
 
     def alternative(self, now: float, queued: QueuedRequest) -> Candidate | None:
-        """Return the other member of a held request's pair, if it may take requests."""
+        """Return the other member of a queued request's pair, if it may be picked."""
         ring = self._fleet.ring(queued.request.subset)
         view = self._fleet.view(now, queued.request.chain)
         others = [each for each in queued.pair if each != queued.member and each in ring.ids]
@@ -130,11 +130,11 @@ class Chooser:
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 
     def _may_move(self, now: float, binding: Binding) -> bool:
-        """Whether a session has stayed where it is for the cooldown."""
+        """Whether a session has not moved for the cooldown."""
         return binding.version == 0 or now - binding.moved_s >= self._pool.routing.session.migration.cooldown_s
 
     def _session_choice(self, situation: Situation) -> Choice | None:
-        """Return where a session that stays with its host goes; None where the policy decides."""
+        """Return the choice of the session rule; None if the policy decides."""
         rule = self._pool.routing.session.migration
         if situation.host is None or not rule.enabled:
             return None

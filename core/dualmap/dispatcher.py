@@ -15,21 +15,21 @@ from dualmap.pools.pool import Pool
 from dualmap.queue.rebalance import REBALANCED, relieve
 from dualmap.queue.request_queue import QueuedRequest, RequestQueue
 from dualmap.receipt import Key
-from dualmap.replicas.news import Placement
-from dualmap.requests import Decision, Effects, Held, Outcome, Reason, Refusal, Request
+from dualmap.replicas.update import Placement
+from dualmap.requests import Decision, Effects, Outcome, Queued, Reason, Rejection, Request
 
 
 class Dispatcher:
     """Sends the requests of one pool to their members, and queues them while those are saturated.
 
-    ``shares`` makes it keep for ``take_placements`` where prompts were sent, for other replicas.
+    ``replicated`` makes it keep for ``take_placements`` where prompts were sent, for other replicas.
     """
 
-    def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, shares: bool) -> None:
+    def __init__(self, pool: Pool, fleet: Fleet, chooser: Chooser, *, replicated: bool) -> None:
         self._pool = pool
         self._fleet = fleet
         self._chooser = chooser
-        self._shares = shares
+        self._replicated = replicated
         self._placements: list[Placement] = []
         self._queue = RequestQueue(fleet.queue)
         # When `release_all` was last called: an opening before that is kept closed by a stall.
@@ -49,19 +49,19 @@ class Dispatcher:
         """Take a new version of the pool; ``requeue`` and ``release_all`` apply it to queued requests."""
         self._pool = pool
 
-    def place(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
+    def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Send a new request to its member, queue it, or reject it."""
         outcomes: list[Outcome] = []
         self._place(now, request, None, outcomes)
-        for position, outcome in enumerate(outcomes):
-            if outcome.request_id == request.id:
-                del outcomes[position]
-                return Effects(outcome, tuple(outcomes))
-        return Effects(Held(request_id=request.id), tuple(outcomes))
+        if len(outcomes) == 1 and outcomes[0].request_id == request.id:
+            return Effects(outcomes[0])
+        own = [each for each in outcomes if each.request_id == request.id]
+        others = tuple([each for each in outcomes if each.request_id != request.id])
+        return Effects(own[0] if own else Queued(request_id=request.id), others)
 
     def release(self, now: float, member: str) -> tuple[Outcome, ...]:
         """Dispatch a member's queued requests for as long as it can take them."""
-        if self._queue.of(member) is None:
+        if member not in self._queue.queues:
             return ()
         outcomes: list[Outcome] = []
         self._release(now, member, outcomes)
@@ -70,7 +70,7 @@ class Dispatcher:
     def release_all(self, now: float) -> tuple[Outcome, ...]:
         """Dispatch every member's queued requests for as long as it can take them."""
         outcomes: list[Outcome] = []
-        for member in tuple(self._queue.members):
+        for member in tuple(self._queue.queues):
             self._release(now, member, outcomes)
         self._released_s = now
         return tuple(outcomes)
@@ -81,9 +81,7 @@ class Dispatcher:
         ring = self._fleet.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
         # All leave their queues before the first is placed, since placing one may dispatch others.
-        leaving = [
-            queued for member in self._queue.members if member not in usable for queued in self._queue.of(member) or ()
-        ]
+        leaving = [queued for member, queue in self._queue.queues.items() if member not in usable for queued in queue]
         for queued in leaving:
             self._withdraw(queued)
         for queued in leaving:
@@ -159,9 +157,10 @@ class Dispatcher:
     def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
         """Dispatch a request that was placed, or queue it, or reject it because the queue is full."""
         request, member = placed.request, placed.member
-        if self._queue.of(member) is not None:
+        queue = self._queue.queues.get(member)
+        if queue:
             self._release(now, member, outcomes)
-        if self._queue.of(member) is None and self._may_take(now, member, request):
+        if not queue and self._may_take(now, member, request):
             self._fleet.will_cache(member, request.chain)
             outcomes.append(self._dispatch(now, placed))
         elif request.id not in self._queue and len(self._queue) >= self._pool.routing.queue.max_held:
@@ -173,17 +172,18 @@ class Dispatcher:
             self._release(now, member, outcomes)
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:
-        return self._fleet.is_open(now, member) and self._fleet.has_room(member, request.chain.tokens)
+        if self._fleet.backlog_s(now, member) > self._fleet.window_s:
+            return False
+        return self._fleet.has_room(member, request.chain.tokens)
 
     def _release(self, now: float, member: str, outcomes: list[Outcome]) -> None:
         """Dispatch a member's queued requests while its window is open and they fit."""
-        queue = self._queue.of(member)
+        queue = self._queue.queues.get(member)
         if queue is None:
             return
-        defers, within_s = self._chooser.defers, None
-        while queue and self._fleet.is_open(now, member):
-            if defers:
-                within_s = self._pool.slo.ttft_s - self._fleet.backlog_s(now, member)
+        defers = self._chooser.defers
+        while queue and (backlog_s := self._fleet.backlog_s(now, member)) <= self._fleet.window_s:
+            within_s = self._pool.slo.ttft_s - backlog_s if defers else None
             queued = queue.next(now, within_s=within_s, max_overtaken=self._pool.routing.queue.max_overtaken)
             if not self._fleet.has_room(member, queued.request.chain.tokens):
                 break
@@ -197,7 +197,7 @@ class Dispatcher:
         self._chooser.bind(now, self._fleet.dispatched(now, queued))
         endpoint = self._fleet.endpoint(queued.member)
         assert endpoint is not None, "requests are placed at members"
-        if self._shares and queued.new_tokens >= chain.block_tokens:
+        if self._replicated and queued.new_tokens >= chain.block_tokens:
             self._placements.append(Placement(endpoint=endpoint, hashes=chain.cacheable))
         # Envoy tries the other member of the pair when the chosen one refuses the connection.
         others = [self._fleet.endpoint(each) for each in pair if each != queued.member]
@@ -207,8 +207,8 @@ class Dispatcher:
             receipt=queued.receipt,
         )
 
-    def _rejection(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Refusal:
-        return Refusal(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
+    def _rejection(self, now: float, request_id: str, reason: Reason, member: str | None = None) -> Rejection:
+        return Rejection(request_id=request_id, reason=reason, retry_after_s=self._fleet.retry_after_s(now, member))
 
     def _withdraw(self, queued: QueuedRequest) -> None:
         """Take a request out of its member's queue, and back what the member was to have cached."""
@@ -218,7 +218,7 @@ class Dispatcher:
     def _relieve_pair(self, now: float, situation: Situation, outcomes: list[Outcome]) -> int:
         """Run a round of rebalancing if both candidates of a request are overloaded; return how many requests moved."""
         slo_ttft_s = self._pool.slo.ttft_s
-        if not self._queue.members or not self._chooser.rebalances:
+        if not self._queue.queues or not self._chooser.rebalances:
             return 0
         if any(situation.waited_s + each.ttft_s <= slo_ttft_s for each in situation.pair):
             return 0
@@ -234,7 +234,7 @@ class Dispatcher:
                 move=lambda queued, to: self._move(now, queued, to, outcomes),
             )
             for each in situation.pair
-            if (queue := self._queue.of(each.id)) is not None
+            if (queue := self._queue.queues.get(each.id)) is not None
         )
 
     def _move(self, now: float, queued: QueuedRequest, to: Candidate, outcomes: list[Outcome]) -> None:

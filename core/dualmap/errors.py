@@ -3,10 +3,10 @@
 ::
 
     DualMapError
-    ├── PoolError        an InferencePool object says something it must not (the writer of the pool mends it)
-    └── BadRequest       a request body says something it must not (the client mends it)
+    ├── PoolError        a field of an InferencePool is not accepted (its author corrects it)
+    └── BadRequest       a request body cannot be routed (the client corrects it)
 
-Which HTTP status or exit code an error becomes is decided by the adapter that meets it, never here.
+The application that catches an error maps it to an HTTP status or exit code.
 """
 
 

@@ -1,8 +1,8 @@
-"""The receipt of a routing decision: what was known, which rule fired, who was chosen.
+"""The receipt of a routing decision: what the router knew, which rule decided, and the chosen member.
 
 Receipts leave the router as the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary), as
-JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``). They are named tuples, as unchangeable
-as frozen dataclasses, since each decision makes several and making one takes a third of the time.
+JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``). They are named tuples: as immutable as
+frozen dataclasses and made in a third of the time, and each decision makes several.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Key(NamedTuple):
 
 
 class CandidateReceipt(NamedTuple):
-    """One instance as the policy saw it. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
+    """One member as the policy saw it. ``ttft_s`` is the predicted T_q + T_c in seconds (paper eq. 7)."""
 
     id: str
     state: str
@@ -30,7 +30,7 @@ class CandidateReceipt(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """Why a request went where it went. ``pair`` is in ring order (ring 1, ring 2); ``reason`` follows "because"."""
+    """Why a request went to its member. ``pair`` is in ring order (ring 1, ring 2); ``reason`` follows "because"."""
 
     pool: str
     policy: str
@@ -54,7 +54,7 @@ class Receipt(NamedTuple):
         )
 
     def moved(self, to: Candidate, rule: Rule, *, predicted_ttft_s: float) -> "Receipt":
-        """Return the receipt of the same request, held until now, that goes to another member after all."""
+        """Return the receipt of the same request after it was moved to another member's queue."""
         return self._replace(
             rule=rule.name,
             reason=rule.meaning,

@@ -1,8 +1,8 @@
 """The values that go into a pool's router and come out of it.
 
-``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Refusal, or Held. The decision or rejection of a
-queued request is an outcome of a later event. The drivers (the ext_proc server, the simulator) report to the router how
-requests go on, and get values back to count and log.
+``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Rejection, or Queued. A later event returns the
+outcome of a queued request: its Decision or Rejection. The drivers (the ext_proc server, the simulator) report to the
+router how requests go on, and receive values to count and log.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from dualmap.receipt import Receipt
 class Request:
     """A request for a pool.
 
-    ``id`` is unique among live requests; ``arrived_s`` is on the clock of every ``now``; ``subset`` holds the
-    ``ip:port`` or bare ``ip`` strings a gateway allows (None: no restriction; empty: nothing is allowed). ``streamed``
-    says whether the answer comes token by token, so that the first token will be seen. ``session`` names the session
-    it belongs to (dualmap.keys.sessions), None where the client named none.
+    ``id`` is unique among requests that have not ended. ``arrived_s`` is on the clock of every ``now``. ``subset``
+    holds the ``ip:port`` or bare ``ip`` strings that the gateway allows (None: no restriction; empty: none is allowed).
+    ``streamed`` says whether the answer comes token by token, so that the router sees the first token. ``session`` is
+    the key of its session (dualmap.keys.sessions), None if the client named none.
     """
 
     id: str
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Where a request goes: ``endpoints`` are ``ip:port`` in the order Envoy shall try them, the choice first."""
+    """Where a request goes: ``endpoints`` are ``ip:port`` in the order in which Envoy tries them, the choice first."""
 
     request_id: str
     endpoints: tuple[str, ...]
@@ -46,7 +46,7 @@ class Decision:
 
 
 class Reason(StrEnum):
-    """Why a request got no instance."""
+    """Why a request is rejected."""
 
     NO_ENDPOINT = "no_endpoint"
     QUEUE_FULL = "queue_full"
@@ -54,8 +54,8 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A request that got no instance; ``retry_after_s`` is when it may fare better, None where nobody knows."""
+class Rejection:
+    """A rejected request; ``retry_after_s`` is when a new try has better chances, None if that is unknown."""
 
     request_id: str
     reason: Reason
@@ -63,13 +63,13 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Queued:
     """A request that is queued in the router: a later event has its outcome, unless the request is aborted first."""
 
     request_id: str
 
 
-Outcome = Decision | Refusal
+Outcome = Decision | Rejection
 AnswerT = TypeVar("AnswerT", covariant=True)
 
 
@@ -87,7 +87,7 @@ class Effects(NamedTuple, Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts as the engine reported them; None where it did not say."""
+    """Token counts as the engine reported them; None for those that it did not report."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -96,7 +96,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """A request's first token was seen. ``predicted_ttft_s`` is what the decision expected, ``ttft_s`` what it took."""
+    """The first token of a request: ``predicted_ttft_s`` was expected at the decision, ``ttft_s`` was measured."""
 
     member: str
     ttft_s: float
@@ -106,7 +106,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A request ended. Cached tokens are None unless the engine reported usage for it."""
+    """The end of a request. Measured cached tokens are None unless the engine reported its usage."""
 
     request_id: str
     member: str
@@ -116,12 +116,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointStatus:
-    """One member as this router knows it: its own share of the load in tokens and requests, speed as learnt.
+    """One member as this router knows it: the load that this router put on it, and its learnt speed.
 
-    ``held`` requests with ``held_prefill_tokens`` to compute wait in the router for this member;
-    ``pending_prefill_tokens`` are of those handed over. ``prefill_tokens_per_second`` is what a request may count on,
-    ``solo_tokens_per_second`` what the instance can do where no other router's prefills come between. A ``suspended``
-    member failed several times in a row and is left alone for a moment.
+    ``held`` requests with ``held_prefill_tokens`` to compute are queued for this member; ``pending_prefill_tokens``
+    belong to requests in flight. ``prefill_tokens_per_second`` is what a request can expect, ``solo_tokens_per_second``
+    what the member can do without other routers' prefills. A ``suspended`` member failed several requests in a row and
+    gets no new ones for a moment.
     """
 
     id: str
@@ -140,18 +140,17 @@ class EndpointStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStatus:
-    """A pool as this router knows it, taken at one moment.
+class PoolSnapshot:
+    """A snapshot of a pool as this router knows it.
 
-    ``held`` counts every request that waits in the router, those included that wait for any first member, whose prompts
-    have ``homeless_prefill_tokens``;
-    ``sessions`` the session bindings it remembers, ``peers`` the other routers it has heard of lately.
+    ``held`` counts every queued request. ``unplaced_prefill_tokens`` are the prompts of those that wait for any first
+    member. ``sessions`` counts the session bindings, ``peers`` the other routers that reported lately.
     """
 
     pool: str
     ring_version: int
     held: int
-    homeless_prefill_tokens: int = 0
+    unplaced_prefill_tokens: int = 0
     sessions: int
     peers: int
     endpoints: tuple[EndpointStatus, ...]

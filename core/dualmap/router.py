@@ -16,16 +16,16 @@ from dualmap.dispatcher import Dispatcher
 from dualmap.fleet.fleet import Fleet
 from dualmap.fleet.in_flight import InFlightRequest
 from dualmap.pools.pool import Pool
-from dualmap.replicas.news import News, SharedBinding
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import (
     Completion,
     Decision,
     Effects,
     FirstToken,
-    Held,
     Outcome,
-    PoolStatus,
-    Refusal,
+    PoolSnapshot,
+    Queued,
+    Rejection,
     Request,
     Usage,
 )
@@ -34,14 +34,14 @@ from dualmap.requests import (
 class PoolRouter:
     """Routes the requests of one pool and records what its members do.
 
-    ``shares`` makes it keep for ``take_news`` what other replicas need to know.
+    ``replicated`` makes it keep for ``take_update`` what other replicas need to know.
     """
 
-    def __init__(self, pool: Pool, *, shares: bool = False) -> None:
+    def __init__(self, pool: Pool, *, replicated: bool = False) -> None:
         self._pool = pool
         self._fleet = Fleet(pool)
-        self._chooser = Chooser(pool, self._fleet, shares=shares)
-        self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, shares=shares)
+        self._chooser = Chooser(pool, self._fleet, replicated=replicated)
+        self._dispatcher = Dispatcher(pool, self._fleet, self._chooser, replicated=replicated)
         self._bodiless_sequence = 0
 
     @property
@@ -49,7 +49,7 @@ class PoolRouter:
         """The current version of the pool."""
         return self._pool
 
-    def on_request(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
+    def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
         """Choose the member of a new request; dispatch the request to it, queue it, or reject it."""
         self._fleet.resume(now)
         return self._dispatcher.place(now, request)
@@ -142,9 +142,9 @@ class PoolRouter:
         deadlines = (self._fleet.next_deadline(), self._dispatcher.next_deadline())
         return min((each for each in deadlines if each is not None), default=None)
 
-    def take_news(self, now: float) -> News:
+    def take_update(self, now: float) -> ReplicaUpdate:
         """Return the replication update for the other replicas: what happened here since the last one."""
-        return News(
+        return ReplicaUpdate(
             hotness=self._chooser.tree.take_counts(),
             loads=self._fleet.own_loads(now),
             placements=self._dispatcher.take_placements(),
@@ -152,15 +152,15 @@ class PoolRouter:
             wanted=self._chooser.sessions.take_wanted(),
         )
 
-    def on_news(self, now: float, peer: str, news: News, age_s: float) -> Effects[None]:
+    def on_update(self, now: float, peer: str, update: ReplicaUpdate, age_s: float) -> Effects[None]:
         """Take the replication update that another replica made ``age_s`` ago."""
         said_s = now - age_s
-        if news.loads is not None:
-            self._fleet.on_loads(said_s, peer, news.loads, age_s=age_s)
-        self._chooser.tree.merge(said_s, news.hotness)
-        for placement in news.placements:
+        if update.loads is not None:
+            self._fleet.on_loads(said_s, peer, update.loads, age_s=age_s)
+        self._chooser.tree.merge(said_s, update.hotness)
+        for placement in update.placements:
             self._fleet.on_placement(placement)
-        for binding in news.bindings:
+        for binding in update.bindings:
             self._chooser.sessions.adopt(said_s, binding, hinted=False)
         return Effects(None, self._dispatcher.release_all(now))
 
@@ -169,13 +169,13 @@ class PoolRouter:
         for binding in bindings:
             self._chooser.sessions.adopt(now, binding, hinted=True)
 
-    def status(self) -> PoolStatus:
+    def status(self) -> PoolSnapshot:
         """Return a snapshot of the pool as this router knows it."""
-        return PoolStatus(
+        return PoolSnapshot(
             pool=self._pool.id,
             ring_version=self._pool.ring_version,
             held=self._dispatcher.queued,
-            homeless_prefill_tokens=self._dispatcher.unplaced_tokens,
+            unplaced_prefill_tokens=self._dispatcher.unplaced_tokens,
             sessions=len(self._chooser.sessions),
             peers=self._fleet.peers,
             endpoints=self._fleet.statuses(),

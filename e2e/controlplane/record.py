@@ -15,7 +15,7 @@ from typing import Any
 
 from controlplane import crds
 from dualmap.pools.pool import MemberState
-from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
+from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, TrafficStatus
 from dualmap_operator.decide.spec import read_spec
 from dualmap_operator.decide.status import status_document, time_text
 from dualmap_operator.decide.workload.children import children
@@ -120,7 +120,7 @@ def _status(pods: list[_Object]) -> PoolStatus:
             )
             for pod, state in zip(pods, states, strict=True)
         ),
-        traffic=Shown(slo_attainment="0.97", cache_hit_rate="0.63"),
+        traffic=TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63"),
         conditions=(
             Condition(
                 type="Accepted",

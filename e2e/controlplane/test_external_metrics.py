@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from controlplane import crds, external_metrics
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.telemetry.metrics import Metrics
@@ -82,7 +82,7 @@ class Wish(Demand):
         self._pool = pool
         self.replicas = 2.0
 
-    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+    def signals(self, statuses: Sequence[PoolSnapshot]) -> Mapping[str, PoolSignals]:
         return {
             self._pool: PoolSignals(
                 pending_prefill_tokens_per_endpoint=0.0,

@@ -1,6 +1,6 @@
 """A scripted stand-in for the router: ext_proc, EDS, health and access log on one port, to test Envoy's side alone.
 
-It sends the messages each mode wants (PROTOCOLS section 1), with the pick that the test gives, and keeps what Envoy
+It sends the messages each mode wants, with the pick that the test gives, and keeps what Envoy
 told it. The router's own stream state machine is deliberately not used: the two check each other.
 """
 
@@ -218,7 +218,7 @@ class _Conversation:
         return True
 
     async def _decide_after_silence(self) -> None:
-        """Decide on a whole body that no end of stream followed: the request has trailers (PROTOCOLS section 1)."""
+        """Decide on a whole body that no end of stream followed: the request has trailers."""
         await asyncio.sleep(SILENCE_S)
         await self._decide(trailers=True)
 

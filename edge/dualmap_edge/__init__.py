@@ -1,1 +1,4 @@
-"""What the applications share at their edges: logs, ports, options of their commands, the way to the API server."""
+"""Edge: what router, operator and simulator share outside the pure core: Kubernetes client, logs, ports, options.
+
+May import ``dualmap`` (the core) and libraries; never an application.
+"""

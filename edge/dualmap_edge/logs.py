@@ -1,11 +1,11 @@
-"""Structured logs on stderr, as text for people or JSON for machines: the only module that knows structlog.
+"""Structured logs on stderr, as text or JSON: the only module that imports structlog.
 
-Every module asks ``get_logger`` and logs a constant sentence with key=value details. Ids, counts, addresses and
-reasons may be logged; prompt text and header values never are, but for ``picker``'s debug line under ``--log-prompts``.
+Every module calls ``get_logger`` and logs a constant message with key=value details. Ids, counts, addresses and reasons
+may be logged. Prompt text and header values never are, except in ``picker``'s debug line with ``--log-prompts``.
 
-Lines travel through ``logging``, so that libraries' lines come out in the same form, and because its handlers swallow
-a broken stderr: a log reader that goes away must not fail a request. structlog renders them; importing it takes a
-third of a second, which is why only ``configure`` does.
+Messages pass through ``logging``: libraries' messages get the same format, and its handlers ignore a broken stderr, so
+that a log reader that goes away fails no request. structlog renders them. Its import takes a third of a second, so only
+``configure`` imports it.
 """
 
 import logging
@@ -23,30 +23,30 @@ LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 
 
 class Logger:
-    """Writes one line per call: a constant sentence and its details, which may be of any type."""
+    """Writes one line per call: a constant message and its details, of any type."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
 
     @property
     def debugging(self) -> bool:
-        """Whether debug lines are written: ask before putting together details that cost something."""
+        """Whether debug lines are written: check before computing expensive details."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def debug(self, sentence: str, **details: object) -> None:
-        """Say what only somebody looking into one request wants to know."""
+        """Log a detail for debugging one request."""
         self._logger.debug(sentence, extra={"details": details})
 
     def info(self, sentence: str, **details: object) -> None:
-        """Say that something happened that an operator wants to see: a start, a reload, a peer coming or going."""
+        """Log a regular event: a start, a reload, a peer that comes or goes."""
         self._logger.info(sentence, extra={"details": details})
 
     def warning(self, sentence: str, **details: object) -> None:
-        """Say that something is not as it should be, and goes on working."""
+        """Log a problem that the program works around."""
         self._logger.warning(sentence, extra={"details": details})
 
     def error(self, sentence: str, **details: object) -> None:
-        """Say that something failed and somebody should mend it."""
+        """Log a failure that needs attention."""
         self._logger.error(sentence, extra={"details": details})
 
 
@@ -98,6 +98,6 @@ def _handler(*, json: bool) -> logging.Handler:
 
 
 def _add_details(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Put a line's details beside its sentence; a structlog processor."""
+    """Add a record's details to the event; a structlog processor."""
     details = getattr(event["_record"], "details", {})
     return {**details, **event}

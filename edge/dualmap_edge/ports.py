@@ -1,6 +1,6 @@
-"""The addresses router and operator listen on: how they are written, and whether they can be had.
+"""Listen addresses of router and operator: their format, and a check that they can be bound.
 
-``wiring`` asks before ``server`` and ``http_status`` bind: gRPC says why it cannot bind only in its own log, in C++.
+The check runs before the servers bind: gRPC reports why it cannot bind only in its own C++ log.
 """
 
 import errno
@@ -8,8 +8,8 @@ import socket
 from typing import Final
 
 IDLE_TIMEOUT_S: Final = 20.0
-"""So long may a connection by HTTP be without a whole request, first or next: the chart's Prometheus asks every 15 s,
-and aiohttp's own time is an hour."""
+"""An HTTP connection without a complete request for so long is closed. The chart's Prometheus scrapes every 15 s;
+aiohttp's default is an hour."""
 
 
 class AddressError(Exception):
@@ -29,7 +29,7 @@ def check_free(host: str, port: int, option: str) -> None:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As gRPC does: connections of a router that has just stopped are no hindrance, one that listens is.
+            # As gRPC does: connections of a router that has just stopped do not block the port; a listener does.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except (socket.gaierror, UnicodeError) as error:

@@ -10,7 +10,7 @@ from typing import assert_never
 
 import orjson
 
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 
 # The largest Retry-After: the most that a pool may set as queue.maxWait.
 _RETRY_AFTER_MAX_S = 600
@@ -99,7 +99,7 @@ def no_endpoint(pool: str, *, retry_after_s: float | None = None) -> Refused:
     return Refused(status=503, code=Reason.NO_ENDPOINT.value, message=message, retry_after_s=wait_s, pool=pool)
 
 
-def refused_by_router(pool: str, refusal: Refusal) -> Refused:
+def refused_by_router(pool: str, refusal: Rejection) -> Refused:
     """Return the answer to a request that ``pool`` rejects: 503 without a candidate, 429 if it may not queue longer."""
     match refusal.reason:
         case Reason.NO_ENDPOINT:

@@ -1,4 +1,4 @@
-"""What is fuzzed: one module a target, each with ``check`` and, where bytes alone reach little, ``mutate``."""
+"""The fuzz targets: one module each, with ``check`` and optionally ``mutate``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from importlib import import_module
 from random import Random
 from typing import Final
 
-# By name: what make fuzz shows of it. The modules are imported only to be run, since atheris instruments at import.
+# Name to help text. The modules are imported only to be run, since atheris instruments at import.
 TARGETS: Final = {
     "body": "request bodies: JSON to prompt to block hashes",
     "pools": "pool files: YAML to pools that route",
     "access_log": "Envoy's access log: protobuf to entries",
-    "stream": "ext_proc streams: messages to answers and closed books",
-    "news": "other replicas' news: the store's bytes to values",
+    "stream": "ext_proc streams: messages to answers, without leaks",
+    "news": "replication updates: the store's bytes to values",
 }
 
 
@@ -20,8 +20,8 @@ TARGETS: Final = {
 class Target:
     """A target, loaded.
 
-    ``check`` raises for an input by which something that must hold does not. ``mutate`` varies an input in its own
-    terms, or returns None to have its bytes varied; it is None where bytes are all there is.
+    ``check`` raises for an input that breaks an invariant. ``mutate`` varies an input by its structure, or returns
+    None to have its bytes varied; it is None for targets without structure.
     """
 
     check: Callable[[bytes], None]

@@ -6,10 +6,10 @@ from typing import Final
 
 from dualmap.pools.pool import Member, Model, Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
-from dualmap.requests import Refusal, Request
+from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
+from dualmap.requests import Rejection, Request
 from dualmap.router import PoolRouter
-from dualmap_extproc.store.codec import LONGEST_S, UnreadableNews, decode_news, encode_news
+from dualmap_extproc.store.codec import LONGEST_S, UnreadableUpdate, decode_update, encode_update
 from fuzz.source import Source
 
 _SECONDS: Final = (0.0, 0.25, 1.0, LONGEST_S, 1e300, float("inf"), -1.0)
@@ -25,62 +25,62 @@ _TEXTS: Final = ("", "a", "10.0.0.1:8000", "[fd00::1]:8000", "é\N{SNOWMAN}", "x
 
 
 def check(data: bytes) -> None:
-    """Bytes are refused by UnreadableNews or are news within bounds, and news come back as they were sent.
+    """Bytes are refused by UnreadableUpdate or are news within bounds, and news come back as they were sent.
 
     The bytes are read twice: as an entry of the store's streams, whose form is the same for news and loads, and as
     choices by which news are put together.
     """
-    with suppress(UnreadableNews):
-        news = decode_news(data)
-        _check_times(news)
-        assert decode_news(encode_news(news)) == news
-        _check_taken(news)
+    with suppress(UnreadableUpdate):
+        update = decode_update(data)
+        _check_times(update)
+        assert decode_update(encode_update(update)) == update
+        _check_taken(update)
     made = _news(Source(data))
-    read = decode_news(encode_news(made))
+    read = decode_update(encode_update(made))
     _check_times(read)
     assert read == _as_sent(made)
     _check_taken(read)
-    with suppress(UnreadableNews):
-        decode_news(encode_news(made)[:-1])
+    with suppress(UnreadableUpdate):
+        decode_update(encode_update(made)[:-1])
         raise AssertionError("news that lack their last byte were read")
 
 
-def _check_times(news: News) -> None:
-    loads, bindings = news.loads.values(), news.bindings
+def _check_times(update: ReplicaUpdate) -> None:
+    loads, bindings = update.loads.values(), update.bindings
     assert all(0.0 <= seconds <= LONGEST_S for load in loads for seconds in (load.backlog_s, load.held_s))
     assert all(0.0 <= binding.moved_ago_s <= LONGEST_S for binding in bindings)
 
 
-def _check_taken(news: News) -> None:
+def _check_taken(update: ReplicaUpdate) -> None:
     """Whatever another replica says, requests are routed, and what this one says of them can be sent."""
-    router = PoolRouter(_POOL, shares=True)
-    router.on_news(1.0, "peer", news, 0.5)
-    router.on_bindings(1.0, news.bindings)
-    session = news.bindings[0].session if news.bindings else 1
+    router = PoolRouter(_POOL, replicated=True)
+    router.on_update(1.0, "peer", update, 0.5)
+    router.on_bindings(1.0, update.bindings)
+    session = update.bindings[0].session if update.bindings else 1
     outcome = router.on_request(1.5, Request(id="r", chain=_CHAIN, arrived_s=1.5, session=session)).answer
-    assert not isinstance(outcome, Refusal)
-    decode_news(encode_news(router.take_news(2.0)))
+    assert not isinstance(outcome, Rejection)
+    decode_update(encode_update(router.take_update(2.0)))
     router.on_aborted(2.0, "r")
     status = router.status()
     assert status.held == 0
     assert all(each.in_flight == 0 and each.pending_prefill_tokens == 0 for each in status.endpoints)
 
 
-def _as_sent(news: News) -> News:
+def _as_sent(update: ReplicaUpdate) -> ReplicaUpdate:
     """Return news as another replica shall see them."""
     loads = {
         member: replace(load, backlog_s=_bounded(load.backlog_s), held_s=_bounded(load.held_s))
-        for member, load in news.loads.items()
+        for member, load in update.loads.items()
     }
-    bindings = tuple(replace(each, moved_ago_s=_bounded(each.moved_ago_s)) for each in news.bindings)
-    return replace(news, loads=loads, bindings=bindings, wanted=())
+    bindings = tuple(replace(each, moved_ago_s=_bounded(each.moved_ago_s)) for each in update.bindings)
+    return replace(update, loads=loads, bindings=bindings, wanted=())
 
 
 def _bounded(seconds: float) -> float:
     return min(max(seconds, 0.0), LONGEST_S)
 
 
-def _news(source: Source) -> News:
+def _news(source: Source) -> ReplicaUpdate:
     nodes: dict[int, int] = {}
     loads: dict[str, SharedLoad] = {}
     placements: list[Placement] = []
@@ -111,7 +111,7 @@ def _news(source: Source) -> News:
                         moved_ago_s=source.pick(_SECONDS),
                     )
                 )
-    return News(
+    return ReplicaUpdate(
         hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(nodes)[: requests % 4]),
         loads=loads,
         placements=tuple(placements),

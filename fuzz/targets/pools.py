@@ -9,7 +9,7 @@ import yaml
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.requests import Decision, Held, Refusal, Request
+from dualmap.requests import Decision, Queued, Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 from fuzz import trees
@@ -84,10 +84,10 @@ def _check_routes(pool: Pool) -> None:
             outcome.receipt.header()
             router.on_first_token(1.5, "r")
             assert router.on_finished(2.0, "r", None).answer is not None
-        case Held():
+        case Queued():
             assert router.status().held == 1
             router.on_aborted(1.5, "r")
-        case Refusal():
+        case Rejection():
             assert not any(member.weight and member.state == "Active" for member in pool.members)
     status = router.status()
     assert status.held == 0

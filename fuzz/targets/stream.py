@@ -52,7 +52,7 @@ class _Talk:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._counts: Counter[type[Observation]] = Counter()
-        self._picker = Picker(_LIMITS, self._count, id_prefix="r", shares=source.flag())
+        self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=source.flag())
         self._now = 100.0
         queue = Queue(
             dispatch_window_s=source.pick(_WINDOWS_S),

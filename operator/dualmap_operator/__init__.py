@@ -1,4 +1,5 @@
-"""The control plane: keeps an InferencePool's children, its hash rings' members and its status as the spec wants them.
+"""The operator: reconciles InferencePools, that is, their children, the members of their hash rings and their status.
 
-Gather (``gather``) -> decide (``plan``, pure) -> apply (``apply``); docs/architecture.md has the walk of a pass.
+Layers, each of which may import those below it only: main, wiring, run, act, observe, api, decide (pure), then names,
+settings and errors. docs/architecture.md walks through one reconcile.
 """

@@ -1,7 +1,7 @@
-"""What the operator asks of the API server, over ``dualmap_edge.kube.client``: one method for each kind of request.
+"""The operator's requests to the API server: one method for each kind of request, over ``dualmap_edge.kube.client``.
 
-``apply`` and ``events`` write through it, ``leader`` keeps its Lease through it. Its errors are this package's
-(``errors``). Nothing is written once ``may_write`` says no: an operator that has lost its lease must not race the next.
+``apply`` and ``events`` write through it, and ``leader`` renews its Lease through it. It raises the errors of
+``errors``. While ``may_write`` returns False it writes nothing: an operator without the lease must not race the leader.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +33,10 @@ _PLURALS: Final[Mapping[str, str]] = {
 
 
 class ApiObserver(Protocol):
-    """Who counts requests."""
+    """Counts requests to the API server."""
 
     def api_request(self, verb: str, code: int) -> None:
-        """Count one request, by the API's verb and the HTTP status, 0 for none."""
+        """Count one request by the API's verb and the HTTP status; 0 means no answer."""
 
 
 def collection_path(api_version: str, kind: str, namespace: str | None) -> str:
@@ -47,7 +47,7 @@ def collection_path(api_version: str, kind: str, namespace: str | None) -> str:
 
 
 class Api:
-    """The operator's requests. Each raises ApiError; ConflictError, GoneError or NotLeadingError where that was it."""
+    """Sends the operator's requests. Each method raises ApiError or its subclass for the cause."""
 
     def __init__(self, client: KubeClient, observer: ApiObserver, may_write: Callable[[], bool]) -> None:
         self._client = client
@@ -55,16 +55,16 @@ class Api:
         self._may_write = may_write
 
     async def find_child(self, child: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what has the name of ``child``, labelled as ours or not; None if nothing has."""
+        """Return the object with the kind and name of ``child``, with or without our label; None if there is none."""
         metadata = child["metadata"]
         path = collection_path(child["apiVersion"], child["kind"], metadata["namespace"])
-        # A list of one, since reading by name would be one more right to grant.
+        # A list with a field selector: a get by name would need one more RBAC verb.
         answer = await self.request("GET", path, query=(("fieldSelector", f"metadata.name={metadata['name']}"),))
         found: list[dict[str, Any]] = answer.get("items") or []
         return found[0] if found else None
 
     async def apply_child(self, child: Mapping[str, Any]) -> dict[str, Any]:
-        """Make an object as ``child`` says by server-side apply, and return it as it is now."""
+        """Apply ``child`` by server-side apply and return the resulting object."""
         path = self._path(child["apiVersion"], child["kind"], child["metadata"])
         query = (("fieldManager", FIELD_MANAGER), ("force", "true"))
         return await self._write("PATCH", path, query=query, body=child, content_type=_APPLY)
@@ -72,13 +72,13 @@ class Api:
     async def write_status(
         self, namespace: str, name: str, status: Mapping[str, Any], *, resource_version: str
     ) -> dict[str, Any]:
-        """Merge ``status`` into a pool's; raises ConflictError unless it is still at ``resource_version``."""
+        """Merge ``status`` into a pool's status; raises ConflictError unless the pool is at ``resource_version``."""
         path = f"{collection_path(API_VERSION, 'InferencePool', namespace)}/{quote(name)}/status"
         body = {"metadata": {"resourceVersion": resource_version}, "status": status}
         return await self._write("PATCH", path, query=_MANAGED, body=body, content_type=_MERGE)
 
     async def set_gate(self, namespace: str, gate: Gate, now_s: float) -> None:
-        """Set the condition of our readiness gate; raises ConflictError when the name is another pod's by now."""
+        """Set our readiness gate's condition; raises ConflictError if another pod has the name by now."""
         condition = {
             "type": IN_RING_GATE,
             "status": "True" if gate.in_ring else "False",
@@ -90,12 +90,12 @@ class Api:
         await self._write("PATCH", path, query=_MANAGED, body=body, content_type=_STRATEGIC)
 
     async def restart_pod(self, namespace: str, restart: Restart) -> None:
-        """Delete a pod, with its own grace period; raises ConflictError when the name is another pod's by now."""
+        """Delete a pod with its own grace period; raises ConflictError if another pod has the name by now."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": restart.uid}}
         await self._write("DELETE", f"{collection_path('v1', 'Pod', namespace)}/{quote(restart.pod)}", body=body)
 
     async def create(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an object; raises ConflictError when there is one of that name."""
+        """Create an object; raises ConflictError if the name exists."""
         path = collection_path(document["apiVersion"], document["kind"], document["metadata"]["namespace"])
         return await self._write("POST", path, query=_MANAGED, body=document)
 
@@ -114,7 +114,7 @@ class Api:
         content_type: str = "application/json",
         timeout_s: float = 10.0,
     ) -> dict[str, Any]:
-        """Send any request, whether or not this operator may write, and count it. Raises ApiError."""
+        """Send and count any request, whether or not this operator may write. Raises ApiError."""
         try:
             answer = await self._client.request(
                 method, path, query=query, body=body, content_type=content_type, timeout_s=timeout_s
@@ -127,7 +127,7 @@ class Api:
 
     async def _write(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         if not self._may_write():
-            raise NotLeadingError(f"{method} {path}: not sent, this operator leads no more")
+            raise NotLeadingError(f"{method} {path}: not sent, this operator is not the leader")
         return await self.request(method, path, **request)
 
     def _path(self, api_version: str, kind: str, metadata: Mapping[str, Any]) -> str:

@@ -1,22 +1,23 @@
-"""What can go wrong on the control plane.
+"""Errors of the operator.
 
     OperatorError
-    |-- ApiError            the API server refused a request, or could not be reached
-    |   |-- ConflictError   the object has changed since it was read: gather again
-    |   |-- GoneError       the object is no longer there
-    |   `-- NotLeadingError nothing was sent: this operator may not write any more
-    `-- SettingsError       the command line or the environment asks for what cannot be done
+    |-- ApiError            the API server refused a request or did not answer
+    |   |-- ConflictError   the object has changed since it was read: observe again
+    |   |-- GoneError       the object no longer exists
+    |   `-- NotLeadingError nothing was sent: this operator may not write
+    |-- ControlError        a part of the operator ended by itself (``run.control``)
+    `-- LeadershipLostError the lease was not renewed (``run.leader``)
 
-What is wrong with a user's object is a ``dualmap.errors.PoolError``, which names field, value and what is accepted.
+An error in a user's object is a ``dualmap.errors.PoolError``, which names field, value and what is accepted.
 """
 
 
 class OperatorError(Exception):
-    """Anything that keeps the operator from what it was to do."""
+    """Base of the operator's errors."""
 
 
 class ApiError(OperatorError):
-    """The API server refused (``status`` is its HTTP status) or was not reached (``status`` 0)."""
+    """The API server refused a request (``status`` is the HTTP status) or did not answer (``status`` 0)."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         self.status = status
@@ -28,12 +29,8 @@ class ConflictError(ApiError):
 
 
 class GoneError(ApiError):
-    """The object does not exist any more."""
+    """The object no longer exists."""
 
 
 class NotLeadingError(ApiError):
-    """Nothing was sent, since another operator may act by now."""
-
-
-class SettingsError(OperatorError):
-    """What was asked for on the command line cannot be done, with the reason in words."""
+    """The request was not sent: another operator may be the leader."""

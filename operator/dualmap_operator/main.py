@@ -1,4 +1,4 @@
-"""``dualmap operator``: the command. Settings are parsed here, once; ``wiring`` runs what they describe."""
+"""``dualmap operator``: the command. Parses the settings once; ``wiring`` runs the operator."""
 
 import os
 import re
@@ -18,7 +18,7 @@ _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class _DnsLabel(click.ParamType[str]):
-    """The name of a namespace or Service."""
+    """Parses the name of a namespace or Service."""
 
     name = "name"
 
@@ -29,7 +29,7 @@ class _DnsLabel(click.ParamType[str]):
 
 
 class _Address(click.ParamType[tuple[str, int]]):
-    """``HOST:PORT``, an IPv6 host in brackets."""
+    """Parses ``HOST:PORT``; an IPv6 host is in brackets."""
 
     name = "HOST:PORT"
 
@@ -45,18 +45,20 @@ class _Address(click.ParamType[tuple[str, int]]):
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--namespace", type=_DnsLabel(), help="Look after the pools of this namespace alone.")
-@click.option("--all-namespaces", is_flag=True, help="Look after the pools of all namespaces; so it is without either.")
-@click.option("--leader-election", is_flag=True, help="Of several operators let one act, by a Lease in POD_NAMESPACE.")
-@click.option("--host", default="0.0.0.0", help="Address that both ports are bound on.")
-@click.option("--metrics-port", default=9091, type=PORT, help="/metrics over HTTP. 0: any.")
-@click.option("--health-port", default=9092, type=PORT, help="/healthz over HTTP. 0: any.")
+@click.option("--namespace", type=_DnsLabel(), help="Reconcile the pools of this namespace only.")
+@click.option("--all-namespaces", is_flag=True, help="Reconcile the pools of all namespaces (the default).")
+@click.option(
+    "--leader-election", is_flag=True, help="Elect one leader among several operators, by a Lease in POD_NAMESPACE."
+)
+@click.option("--host", default="0.0.0.0", help="Address to listen on.")
+@click.option("--metrics-port", default=9091, type=PORT, help="Port of /metrics (HTTP). 0: any free port.")
+@click.option("--health-port", default=9092, type=PORT, help="Port of /healthz (HTTP). 0: any free port.")
 @click.option(
     "--router-service",
     default="dualmap-router",
     type=_DnsLabel(),
     metavar="NAME",
-    help="Service of the routers, in POD_NAMESPACE; its port named metrics is asked what is in flight.",
+    help="Service of the routers, in POD_NAMESPACE; its port must be named metrics.",
 )
 @click.option(
     "--router",
@@ -64,35 +66,36 @@ class _Address(click.ParamType[tuple[str, int]]):
     multiple=True,
     type=_Address(),
     metavar="HOST:METRICSPORT",
-    help="Ask this router instead, outside of a cluster; repeat for several.",
+    help="Ask this router instead of the Service's, outside a cluster. Repeatable.",
 )
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(logs.LOG_FORMATS))
 def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> None:
-    """Keep InferencePools: their pods, the members of their rings, their status.
+    """Reconcile InferencePools: their pods, the members of their rings, their status.
 
     \b
     Examples:
       dualmap operator --all-namespaces --leader-election
       KUBECONFIG=admin.conf dualmap operator --namespace llm --router 127.0.0.1:9090
 
-    The API server is found by env KUBECONFIG, else as a pod finds it. POD_NAMESPACE (default: dualmap-system) is where
-    the Lease and the routers' Service are. SIGTERM finishes what is being written, hands the Lease over, and exits 0.
+    The API server is found by env KUBECONFIG, else by the pod's service account. POD_NAMESPACE (default:
+    dualmap-system) is the namespace of the Lease and of the routers' Service. On SIGTERM the operator finishes its
+    writes, releases the Lease, and exits 0.
     """
-    from dualmap_operator.wiring import run  # Here, because kopf and aiohttp take a second that --help need not.
+    from dualmap_operator.wiring import run  # Late: kopf and aiohttp take a second to import.
 
     if namespace is not None and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if options["health_port"] and options["health_port"] == options["metrics_port"]:
         raise click.UsageError("--health-port and --metrics-port are the same; give each a port of its own")
-    # The one place of the operator that reads the environment.
+    # The only place in the operator that reads the environment.
     pod_namespace = os.environ.get("POD_NAMESPACE") or _DEFAULT_NAMESPACE  # noqa: TID251
     if not _DNS_LABEL.fullmatch(pod_namespace):
         raise click.UsageError(f"env POD_NAMESPACE: {pod_namespace!r} is not accepted; give the name of a namespace")
     settings = Settings(
         namespace=namespace,
         pod_namespace=pod_namespace,
-        # Two lives of one pod are two candidates: what the former was doing is not known.
+        # A restarted pod is another candidate: nothing is known of what it did before.
         identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         **options,
     )

@@ -1,4 +1,4 @@
-"""Names that users, dashboards and scripts rely on: labels, the readiness gate, conditions, reasons of Events."""
+"""Names that users, dashboards and scripts rely on: labels, the readiness gate, condition types, Event reasons."""
 
 from enum import StrEnum
 from typing import Final
@@ -17,7 +17,7 @@ REVISION_LABEL: Final = "controller-revision-hash"
 
 
 class ConditionType(StrEnum):
-    """The types of condition in an InferencePool's status."""
+    """The condition types in an InferencePool's status."""
 
     ACCEPTED = "Accepted"
     AVAILABLE = "Available"
@@ -29,7 +29,7 @@ class ConditionType(StrEnum):
 
 
 class EventReason(StrEnum):
-    """The reasons of the Kubernetes Events that the operator posts on a pool."""
+    """The reasons of the Events that the operator records on a pool."""
 
     ACCEPTED = "Accepted"
     INVALID_SPEC = "InvalidSpec"

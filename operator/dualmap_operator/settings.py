@@ -1,4 +1,4 @@
-"""What ``dualmap operator`` was told: ``main`` makes these values once, ``wiring`` runs what they describe."""
+"""The settings of ``dualmap operator``: ``main`` parses them once, ``wiring`` constructs the operator from them."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ from dualmap_edge.logs import LogFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
-    """How leadership is timed, in seconds.
+    """The timing of leader election, in seconds.
 
-    A lease that was not renewed for ``duration_s`` may be taken by another; its holder stops writing ``renew_within_s``
-    after the last renewal it knows of, so that there is time to stop in; each attempt comes ``retry_s`` after the last.
+    Another candidate may take a lease that was not renewed for ``duration_s``. The holder stops writing
+    ``renew_within_s`` after its last renewal, which leaves time to stop. Attempts are ``retry_s`` apart.
     """
 
     name: str = "dualmap-operator"
@@ -23,9 +23,8 @@ class LeaseSettings:
 class Settings:
     """The operator's command line and environment.
 
-    ``namespace`` is the one namespace to look after, None for all of them; ``pod_namespace`` the one it runs in, where
-    its Lease and the routers' Service are. ``routers`` are the routers' metrics ports, when they are not to be looked
-    up.
+    ``namespace`` is the namespace of the pools to reconcile, None for all. ``pod_namespace`` is the one the operator
+    runs in, with its Lease and the routers' Service. ``routers`` are the routers' metrics ports; empty: look them up.
     """
 
     namespace: str | None

@@ -1,4 +1,4 @@
-"""Chunked prefill: one step of an engine that computes a piece of the prompts beside a token of all who decode.
+"""Chunked prefill: one step of an engine that computes a piece of the prompts and one token of every decoding request.
 
 ``engine.py`` puts together a step of this kind whenever a prompt is to be computed, and otherwise lets the batch decode
 as if there were no chunks. Who gets what is vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on chunked
@@ -7,7 +7,7 @@ that decodes takes one of it; what is left goes to the prompt begun before, then
 memory admits them, and the prompt on which it runs out is continued in the next step. So at most one is in pieces,
 and it goes on with every step: whoever joins the decodes had at least one token of prompt in the step before.
 
-What such a step takes is put together from the costs of ALGORITHMS section 7, so that a step without decodes costs what
+The time of such a step combines the costs in docs/engine-model.md, so that a step without decodes costs what
 a prefill of its tokens does, and one without prompt tokens what a decode step does. What grows with the work adds up:
 each prompt token's share of the linear layers, its attention to all before it, the KV that the decodes read. What does
 not (reading the weights and launching the pass: ``o`` of a prefill, ``d0`` of a decode step) is paid once, by the

@@ -18,7 +18,7 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, Held, Outcome, Refusal, Request, Usage
+from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
 from dualmap_sim.attendant import Attendant
@@ -69,7 +69,7 @@ class Cluster:
     def __init__(self, config: ClusterConfig, *, attendant: Attendant | None = None) -> None:
         self._config = config
         self._attendant = attendant
-        self.routers = tuple(PoolRouter(config.pool, shares=config.exchange is not None) for _ in config.replicas)
+        self.routers = tuple(PoolRouter(config.pool, replicated=config.exchange is not None) for _ in config.replicas)
         self.samples: list[LoadSample] = []
         self.gave_up = False
         """Whether ``gives_up`` ended the run."""
@@ -149,15 +149,15 @@ class Cluster:
         present = [number for number, replica in enumerate(self._config.replicas) if replica.at_s <= now]
         return present[xxh3_64_intdigest(b"share " + request_id.encode()) % len(present)]
 
-    def _decided(self, outcome: Decision | Held | Refusal) -> None:
+    def _decided(self, outcome: Decision | Queued | Rejection) -> None:
         record = self._records[outcome.request_id]
         assert record.dispatched_s is None, f"{outcome.request_id} was dispatched twice"
         assert record.refused is None, f"{outcome.request_id} was refused before"
-        if isinstance(outcome, Held):
+        if isinstance(outcome, Queued):
             record.held = True
             if self._attendant is not None:
                 self._attendant.held(self._timeline.now_s, record.router)
-        elif isinstance(outcome, Refusal):
+        elif isinstance(outcome, Rejection):
             record.refused = outcome.reason
             self._open -= 1
             if self._attendant is not None:

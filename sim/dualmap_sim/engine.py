@@ -1,19 +1,17 @@
-"""One LLM engine as a function of time: what arrives goes in with ``now``, what happened comes out as events.
+"""One LLM engine as a function of time: calls pass requests and ``now`` in, and events come out.
 
-The model is ALGORITHMS section 7: first come, first served; one prefill at a time, before any decode; a
-request is admitted when its prompt and output fit into the KV memory beside those running, and until it is,
-it keeps everyone behind it waiting; then all running requests decode together, one token each per step. With
-``chunk_tokens`` prompts are computed in pieces beside the decodes instead (``chunked.py``).
+docs/engine-model.md describes the model. Requests are served first come, first served; one prefill runs at a time,
+before any decode. A request is admitted when its prompt and output fit into the free KV memory; until then it blocks
+the requests behind it. All running requests decode together, one token each per step. With ``chunk_tokens``, prompts
+are computed in pieces alongside the decodes (``chunked.py``).
 
-There is no clock, thread, socket or chance in here. Two drivers use the same object: ``engine_driver.py``
-with the wall clock times a speed, and a discrete-event simulation of a cluster with a heap. The latter pushes
-a million requests through, so nothing is done per token: a *run* is a stretch of decode steps over an
-unchanged batch, its duration has a closed form, and it is cut short only when an arrival or an abort changes
-what should happen next. Where single tokens matter, ``decode_steps`` and ``next_step_s`` read them off the
-run under way.
+The model has no clock, thread, socket or randomness. Two drivers use it: ``engine_driver.py`` with a scaled wall
+clock, and a discrete-event simulation of a cluster. The simulation serves a million requests, so the model does no
+work per token. A *run* is a series of decode steps over an unchanged batch; its duration has a closed form. Only an
+arrival or an abort ends a run early. ``decode_steps`` and ``next_step_s`` derive single tokens from the current run.
 
-Requests cost O(blocks + log batch + log queue), and where prompts are computed in pieces each piece O(1); an engine
-that waits costs nothing.
+A request costs O(blocks + log batch + log queue), and each piece of a chunked prompt O(1). An idle engine costs
+nothing.
 """
 
 from math import inf

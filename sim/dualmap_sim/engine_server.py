@@ -29,7 +29,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Port to listen on; 0 takes any free one.",
+    help="Port to listen on; 0 selects a free one.",
 )
 @click.option(
     "--model", callback=not_blank, default="simulated", show_default=True, help="Model name that requests must use."
@@ -44,7 +44,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
 @click.option(
     "--cache-tokens",
     type=click.IntRange(min=0),
-    help="Capacity of the prefix cache in tokens; 0 switches it off.  [default: the preset's]",
+    help="Capacity of the prefix cache in tokens; 0 disables it.  [default: the preset's]",
 )
 @click.option(
     "--speed",
@@ -59,12 +59,12 @@ def engine_sim(
 ) -> None:
     """Run a simulated OpenAI-compatible engine.
 
-    It answers chat completions, completions and embeddings with made-up words, at the pace at which the
-    modelled engine would: prefill first come first served, a prefix cache, batched decode. Four bytes of
-    prompt are one token. A line on stderr says where it listens.
+    It answers chat completions, completions and embeddings with made-up words, at the speed of the
+    modelled engine: first-come, first-served prefill, a prefix cache and batched decode. Four bytes of a
+    prompt count as one token. A line on stderr gives the address.
 
-    Of a long prompt only the beginning is computed and counted: 20480 tokens with the presets 7b and pd,
-    10240 with 14b, 131072 with agent. /v1/models and /tokenize tell it as max_model_len.
+    Of a long prompt only the first tokens are computed and counted: 20480 with the presets 7b and pd,
+    10240 with 14b, 131072 with agent. /v1/models and /tokenize report the limit as max_model_len.
 
     \b
     Example:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dualmap.replicas.news import News, SharedBinding
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Outcome
 from dualmap.router import PoolRouter
 from dualmap_sim.timeline import Timeline
@@ -25,9 +25,9 @@ class Replica:
     replay_s: float = 0.0
 
 
-def everything(news: News) -> News:
+def everything(update: ReplicaUpdate) -> ReplicaUpdate:
     """Return the news as it is: what an exchange carries by default."""
-    return news
+    return update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Exchange:
 
     period_s: float = 0.1
     delay_s: float = 0.05
-    carries: Callable[[News], News] = everything
+    carries: Callable[[ReplicaUpdate], ReplicaUpdate] = everything
 
 
 class Grapevine:
@@ -60,7 +60,7 @@ class Grapevine:
         self._routers = routers
         self._timeline = timeline
         self._after = after
-        self._told: deque[tuple[float, int, News]] = deque()
+        self._told: deque[tuple[float, int, ReplicaUpdate]] = deque()
         self._remembered_s = max(replica.replay_s for replica in replicas)
         self._bindings: dict[int, tuple[float, SharedBinding]] = {}
 
@@ -76,25 +76,25 @@ class Grapevine:
         exchange, timeline = self._exchange, self._timeline
         now = timeline.now_s
         timeline.at(now + exchange.period_s, self._tick, router, ticks=True)
-        news = exchange.carries(self._routers[router].take_news(now))
+        update = exchange.carries(self._routers[router].take_update(now))
         if self._remembered_s:
-            self._told.append((now, router, news))
+            self._told.append((now, router, update))
             while self._told[0][0] < now - self._remembered_s:
                 self._told.popleft()
         for peer, replica in enumerate(self._replicas):
             if peer != router and replica.at_s <= now:
-                timeline.at(now + exchange.delay_s, self._hear_news, (peer, router, news), ticks=True)
-        answers = self._store(now, news)
+                timeline.at(now + exchange.delay_s, self._deliver, (peer, router, update), ticks=True)
+        answers = self._store(now, update)
         if answers:
             timeline.at(now + exchange.delay_s, self._hear_bindings, (router, answers), ticks=True)
 
-    def _store(self, now: float, news: News) -> tuple[SharedBinding, ...]:
+    def _store(self, now: float, update: ReplicaUpdate) -> tuple[SharedBinding, ...]:
         """Answer what is wanted, then compare and set: the newer version holds, of equal ones the first.
 
         Return what was wanted and known, and the winners over what was not set.
         """
-        answers = [self._bindings[session] for session in news.wanted if session in self._bindings]
-        for binding in news.bindings:
+        answers = [self._bindings[session] for session in update.wanted if session in self._bindings]
+        for binding in update.bindings:
             held = self._bindings.get(binding.session)
             if held is None or held[1].version < binding.version:
                 self._bindings[binding.session] = (now, binding)
@@ -104,9 +104,11 @@ class Grapevine:
             replace(binding, moved_ago_s=binding.moved_ago_s + now - stored_s) for stored_s, binding in answers
         )
 
-    def _hear_news(self, heard: tuple[int, int, News]) -> None:
-        router, peer, news = heard
-        effects = self._routers[router].on_news(self._timeline.now_s, f"router-{peer}", news, self._exchange.delay_s)
+    def _deliver(self, heard: tuple[int, int, ReplicaUpdate]) -> None:
+        router, peer, update = heard
+        effects = self._routers[router].on_update(
+            self._timeline.now_s, f"router-{peer}", update, self._exchange.delay_s
+        )
         self._after(router, effects.outcomes)
 
     def _hear_bindings(self, heard: tuple[int, tuple[SharedBinding, ...]]) -> None:
@@ -117,7 +119,7 @@ class Grapevine:
         now = self._timeline.now_s
         since_s = now - self._replicas[router].replay_s
         outcomes: tuple[Outcome, ...] = ()
-        for told_s, peer, news in self._told:
+        for told_s, peer, update in self._told:
             if told_s > since_s:
-                outcomes += self._routers[router].on_news(now, f"router-{peer}", news, now - told_s).outcomes
+                outcomes += self._routers[router].on_update(now, f"router-{peer}", update, now - told_s).outcomes
         self._after(router, outcomes)

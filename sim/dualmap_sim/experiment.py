@@ -1,10 +1,10 @@
 """One experiment: a workload at a rate, a policy, engines and an objective, replayed in virtual time.
 
 An ``Experiment`` is a value: equal ones give equal outcomes on any machine, it can be sent to another process, and
-``dataclasses.replace`` makes a variant. What stands in it is what the paper varies (ALGORITHMS sections 6 and 7).
+``dataclasses.replace`` makes a variant. Its fields are what the DualMap paper varies (section 5).
 
-Neighbours: ``cluster`` and ``oracles`` replay, ``summary`` does the sums, ``goodput`` searches over rates,
-``parallel`` runs many. Traces and prompts are kept per process, so runs that differ in policy or rate share them.
+Neighbours: ``cluster`` and ``oracles`` replay, ``summary`` computes the figures, ``goodput`` searches over rates,
+``parallel`` runs several. Traces and prompts are kept per process, so runs that differ in policy or rate share them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
 """Goodput: the highest rate at which a share of the requests still gets its first token within the SLO.
 
-The paper's measure (section 5.1; ALGORITHMS section 6). Attainment falls as the rate rises, but not at every step: a
-slightly higher rate is another run, in which chance puts other requests side by side. So there may be several rates
-where attainment crosses the wanted share, and what is found is one of them: a rate that attains it whose next higher
-one does not, a relative ``tolerance`` apart. Rates are those of one fixed grid whatever the search begins with, so
-that different policies are tried at the very same rates. Several windows and seeds show how much of it is chance.
+This is the measure of the DualMap paper, section 5.1. Attainment falls as the rate rises, but not monotonically,
+because a slightly different rate places different requests side by side. Attainment may therefore cross the wanted
+share at several rates. The search returns one of them: a rate that attains the share while the next rate, a relative
+``tolerance`` higher, does not. All searches use one fixed grid of rates, so that policies are compared at the same
+rates. Several windows and seeds show the random variation.
 
 Neighbours: ``experiment`` does the runs, ``parallel`` several searches at once.
 """

@@ -1,11 +1,10 @@
-"""The simulated engine's HTTP surface: vLLM's endpoints, answered at the pace of the engine model.
+"""The simulated engine's HTTP server: vLLM's endpoints, answered at the speed of the engine model.
 
-Behaves towards its peers as vLLM does (PROTOCOLS section 2): response headers leave when a request is
-accepted, the first body chunk with the first token; a client that goes away aborts its request; ``/metrics``
-speaks vLLM's names. Unlike vLLM it takes prompts of any length and computes only the preset's longest input
-of them, as the paper does with its traces. Two headers are for tests: ``x-engine`` names the instance,
-``x-request-sha256`` is the digest of the request body as it arrived, so that a body's way through a proxy can
-be checked.
+It behaves as vLLM does: response headers leave when a request is accepted, and the first body chunk leaves with the
+first token. A client that disconnects aborts its request, and ``/metrics`` uses vLLM's names. Unlike vLLM it accepts
+prompts of any length and computes only the first tokens, up to the preset's limit, as the DualMap paper does with
+its traces. Two response headers are for tests: ``x-engine`` names the instance, and ``x-request-sha256`` is the
+digest of the request body as it arrived, which shows whether a proxy changed it.
 
 ``openai_api.py`` and ``openai_answers.py`` hold the format, ``engine_driver.py`` the time,
 ``engine_server.py`` the command and the signals. This module alone knows aiohttp.

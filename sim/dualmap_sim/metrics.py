@@ -1,8 +1,7 @@
-"""The simulated engine's ``/metrics``: vLLM's names, read off the engine model when scraped.
+"""The simulated engine's ``/metrics``: vLLM's names, computed from the engine model at each scrape.
 
-Names and labels are those of vLLM 0.32 (PROTOCOLS section 2); only what routers and autoscalers read is
-exported. Durations are wall-clock seconds, as an outside observer would measure them: model seconds over the
-server's speed.
+Names and labels are those of vLLM 0.32. Only the metrics that routers and autoscalers read are exported. Durations
+are wall-clock seconds: model seconds divided by the server's speed.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
 """OpenAI responses as vLLM writes them: whole answers, SSE chunks and errors, as bytes ready to send.
 
-Fields and their order follow vLLM 0.32 (recorded streams: PROTOCOLS section 2). Every generated token is a
-space and three letters, so an answer that comes back in the next turn's prompt counts as many tokens as were
-generated; and its text needs no escaping, so that a stream's chunk is a few bytes glued together and not a
-JSON document built anew.
+Fields and their order follow vLLM 0.32, as recorded from it. Every generated token is a space and three letters, so
+an answer that returns in the next turn's prompt counts as many tokens as were generated. The text needs no escaping,
+so a stream's chunk is a concatenation of bytes, not a JSON document built for each chunk.
 
 ``openai_api.py`` is the other direction.
 """

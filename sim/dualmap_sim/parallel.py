@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Tell = Callable[[object], None]
 
 _TOLD, _DONE, _FAILED = range(3)
+# Signals for which a worker has handlers of its own.
+_RESET: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class WorkerError(Exception):
@@ -90,7 +92,13 @@ class _Worker(Generic[Item, Result]):
         self._process = context.Process(
             target=_work, args=(function, theirs, (*inherited, self.pipe)), name="dualmap-run", daemon=True
         )
-        self._process.start()
+        # The parent's handlers must not run in the worker: one that raises before ``_work`` has reset them is lost in
+        # the interpreter's start-up, and ``end`` would wait for ever. Until then signals stay pending.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def begin(self, number: int, item: Item) -> None:
@@ -125,6 +133,7 @@ def _work(function: Callable[[Item, Tell], Result], pipe: Connection, inherited:
     # Ctrl-C reaches every process of the terminal; the parent decides what becomes of the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RESET)
     # Were the parent's ends left open here, no worker would see that the parent is gone.
     for each in inherited:
         each.close()

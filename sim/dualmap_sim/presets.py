@@ -1,8 +1,7 @@
-"""What an engine costs and holds: the parameters of the engine model, and its named presets.
+"""Parameters of the engine model (times and memory), and its named presets.
 
-The formulas and the numbers are those of ALGORITHMS section 7: assumptions calibrated on the paper's prose,
-so that results can be compared with others' of the same model. Every number is a field;
-``dataclasses.replace`` makes a variant of a preset. ``engine.py`` spends these costs.
+docs/engine-model.md has the formulas. The numbers are assumptions calibrated on the text of the DualMap paper. Every
+number is a field; ``dataclasses.replace`` makes a variant of a preset. ``engine.py`` uses these costs.
 """
 
 from collections.abc import Mapping
@@ -160,4 +159,4 @@ PRESETS: Final[Mapping[str, EngineConfig]] = MappingProxyType(
         ),
     }
 )
-"""ALGORITHMS section 7, by name."""
+"""The presets by name."""

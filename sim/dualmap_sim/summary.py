@@ -1,4 +1,4 @@
-"""What came of a run, in the figures of ALGORITHMS section 6: TTFT percentiles, SLO attainment, hit rate."""
+"""Computes the figures of a run: TTFT percentiles, SLO attainment, hit rate (DualMap paper, section 5.1)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -121,7 +121,7 @@ class TestChatRequest:
         ("reply", "said"),
         [
             ((404, {"error": {"message": "no such model"}}, {}), "HTTP 404"),
-            ((200, ANSWER, {}), "no router was asked (no x-dualmap-decision)"),
+            ((200, ANSWER, {}), "without a router's decision (no x-dualmap-decision)"),
             ((200, {"choices": []}, DECISION), "no text in the answer"),
             ((200, "<html>", DECISION), "is not JSON"),
             ((200, "[]", DECISION), "is not a JSON object"),
@@ -131,7 +131,7 @@ class TestChatRequest:
         done = self.run(Peer(answers={"/v1/chat/completions": [reply]}), "--model=qwen", "--timeout=1")
         assert done.returncode == 1
         assert said in done.stderr
-        assert "no good answer within 1 s" in done.stderr
+        assert "no successful answer within 1 s" in done.stderr
 
     def test_a_gateway_that_is_not_there_is_said(self) -> None:
         command = [sys.executable, CHART / "files" / "chat_request.py", "--url=http://127.0.0.1:9", "--timeout=1"]

@@ -315,7 +315,7 @@ def test_the_scripts_are_the_files() -> None:
     [
         ({}, "helm test dualmap --namespace dualmap-system --logs"),
         ({}, "kubectl port-forward --namespace dualmap-system service/dualmap-gateway 8080:80"),
-        ({}, "NOTE: the bundled Redis is for trying out"),
+        ({}, "NOTE: the bundled Redis is for evaluation"),
         ({"redis": {"mode": "none"}}, "WARNING: 2 routers share nothing (redis.mode=none)"),
         ({"router": {"replicas": 1}}, "answered 503 router_unreachable"),
         (

@@ -1,4 +1,4 @@
-"""values.yaml, its schema and the README's table are one; what is wrong is refused with words that help."""
+"""values.yaml, its schema and the README's table agree; wrong values are rejected with a helpful message."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_the_schema_is_closed_and_describes_every_value() -> None:
 
 
 def test_no_value_can_be_taken_away() -> None:
-    """helm takes a null for "without it": a template would fail, or go without what the value stands for."""
+    """helm treats null as unset: a template would fail or lack the value."""
     may_be_left_out = {"values": {"global"}, "values.podSecurity": {"runAsUser"}}
     for path, each in levels(SCHEMA):
         if "properties" in each and "[]" not in path:
@@ -130,48 +130,48 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"image": {"tag": "latest"}}, "image.tag: latest says nothing"),
-        ({"redis": {"bundled": {"image": {"tag": ""}}}}, "redis.bundled.image: give a tag or a digest"),
+        ({"image": {"tag": "latest"}}, "image.tag: latest is not accepted"),
+        ({"redis": {"bundled": {"image": {"tag": ""}}}}, "redis.bundled.image: set a tag or a digest"),
         (
             {"router": {"tls": {"mode": "secret"}}},
-            "name the Secret (ca.crt, tls.crt, tls.key) in router.tls.secretName",
+            "set router.tls.secretName to the Secret with ca.crt, tls.crt and tls.key",
         ),
-        ({"router": {"tls": {"mode": "certManager"}}}, "name the issuer in router.tls.issuerRef.name"),
-        ({"router": {"tls": {"mutual": True}}}, "router.tls.mutual: means nothing without TLS"),
+        ({"router": {"tls": {"mode": "certManager"}}}, "set router.tls.issuerRef.name to the issuer"),
+        ({"router": {"tls": {"mutual": True}}}, "router.tls.mutual: requires TLS"),
         (
             {"router": {"tls": {"mode": "secret", "secretName": "a", "mutual": True}}},
-            "name the Secret with Envoy's certificate in router.tls.gatewaySecretName",
+            "set router.tls.gatewaySecretName to the Secret with Envoy's certificate",
         ),
         (
             {"router": {"tls": {"mode": "selfSigned", "mutual": True}}, "gateway": {"mode": "gaie"}},
-            "gateways of the Gateway API show no certificate",
+            "Gateway API gateways present no client certificate",
         ),
-        ({"redis": {"mode": "external"}}, "give the server in redis.external.url"),
+        ({"redis": {"mode": "external"}}, "set redis.external.url to the server"),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://u:secret@h:6379"}}},
-            "put it into a Secret and name that in redis.external.existingSecret",
+            "store it in a Secret and set redis.external.existingSecret",
         ),
         *(
             (
                 {"redis": {"mode": "external", "external": {"url": url}}},
-                "put it into a Secret and name that in redis.external.existingSecret",
+                "store it in a Secret and set redis.external.existingSecret",
             )
             for url in ("redis://:p/w@h", "redis://h:6379/0?password=s3cret")
         ),
         *(
-            ({"redis": {"mode": "external", "external": {"url": url}}}, "give redis://[USER@]HOST[:PORT][/DATABASE]")
+            ({"redis": {"mode": "external", "external": {"url": url}}}, "use redis://[USER@]HOST[:PORT][/DATABASE]")
             for url in ("redis://h:notaport/x", "redis://a b:1", "redis://h/x")
         ),
-        ({"router": {"drainTimeout": "999999h"}}, "router.drainTimeout: 999999h is not accepted; give at most 1h"),
+        ({"router": {"drainTimeout": "999999h"}}, "router.drainTimeout: 999999h is not accepted; the maximum is 1h"),
         ({"gateway": {"bundled": {"longestWait": "61m"}}}, "gateway.bundled.longestWait: 61m is not accepted"),
-        ({"router": {"otlp": {"endpoint": "http://x y:1"}}}, "give http://HOST:PORT"),
+        ({"router": {"otlp": {"endpoint": "http://x y:1"}}}, "use http://HOST:PORT"),
         (
             {"router": {"tls": {"mode": "secret", "secretName": "dualmap-router-tls"}}},
             "copy yours to other names",
         ),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://h", "usernameKey": "u"}}},
-            "name the Secret that has the key in redis.external.existingSecret",
+            "set redis.external.existingSecret to the Secret that has the key",
         ),
         (
             {
@@ -180,16 +180,16 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
                     "external": {"url": "redis://me@h", "usernameKey": "u", "existingSecret": "s"},
                 }
             },
-            "from usernameKey or from the url, not from both",
+            "in usernameKey or in the url, not in both",
         ),
         (
             {"redis": {"mode": "external", "external": {"url": "redis://h", "caSecret": "s"}}},
-            "give a rediss:// url",
+            "use a rediss:// url",
         ),
         ({"gateway": {"mode": "gaie"}}, "list the pools in gateway.gaie.pools"),
         (
             {"gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}]}}},
-            "say who the gateway's pods are in networkPolicy.gatewayFrom",
+            "set networkPolicy.gatewayFrom to the gateway's pods",
         ),
         (
             {
@@ -204,39 +204,39 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}, {"name": "qwen", "port": 80}]}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
-            "gateway.gaie.pools: qwen stands there twice",
+            "gateway.gaie.pools: qwen is listed twice",
         ),
         (
             {
                 "gateway": {"mode": "gaie", "gaie": {"pools": [{"name": "qwen"}], "istio": {"destinationRule": True}}},
                 "networkPolicy": {"gatewayFrom": GATEWAYS},
             },
-            "has Istio speak TLS to the routers",
+            "makes Istio use TLS to the routers",
         ),
         (
             {"autoscaling": {"hpa": [{**POOLS[0], "minReplicas": 20}]}},
-            "pool qwen: minReplicas 20 is more than maxReplicas 16",
+            "pool qwen: minReplicas 20 is greater than maxReplicas 16",
         ),
-        ({"autoscaling": {"hpa": POOLS, "keda": POOLS}}, "pool llm/qwen stands under hpa and keda"),
+        ({"autoscaling": {"hpa": POOLS, "keda": POOLS}}, "pool llm/qwen is listed under hpa and keda"),
         (
             {"autoscaling": {"hpa": [{"pool": "a", "namespace": NAMESPACE, "maxReplicas": 2}], "keda": [UNPLACED]}},
-            f"pool {NAMESPACE}/a stands under hpa and keda",
+            f"pool {NAMESPACE}/a is listed under hpa and keda",
         ),
         *(
             (
                 {"watchNamespace": "llm", "autoscaling": {form: [UNPLACED]}},
-                f"autoscaling.{form}: nobody looks after pool {NAMESPACE}/a, since watchNamespace is llm",
+                f"autoscaling.{form}: pool {NAMESPACE}/a is not watched, because watchNamespace is llm",
             )
             for form in ("hpa", "keda")
         ),
-        ({"autoscaling": {"keda": [UNPLACED, UNPLACED]}}, f"pool {NAMESPACE}/a stands under keda twice"),
+        ({"autoscaling": {"keda": [UNPLACED, UNPLACED]}}, f"pool {NAMESPACE}/a is listed under keda twice"),
         (
             {"autoscaling": {"keda": POOLS}, "redis": {"mode": "none"}},
-            "give redis.mode bundled or external, or router.replicas=1",
+            "set redis.mode to bundled or external, or router.replicas to 1",
         ),
         (
             {"autoscaling": {"keda": POOLS}, "router": {"tls": {"mode": "selfSigned", "mutual": True}}},
-            "Name in `authentication` a TriggerAuthentication",
+            "Set `authentication` to a TriggerAuthentication",
         ),
     ],
 )

@@ -32,7 +32,7 @@ async def ready_pid(children: Children, name: str, code: str) -> int:
     return int((await child.ready(within_s=GONE_WITHIN_S))["pid"])
 
 
-async def test_ready_line_is_read_and_output_kept(tmp_path):
+async def test_child_ready_line_is_read_and_output_kept(tmp_path):
     async with Children(tmp_path / "logs") as children:
         child = await children.start("fake", python(SLEEPS))
 
@@ -49,7 +49,7 @@ async def test_leaving_the_context_ends_the_children(tmp_path, code):
     assert all(wait_until_gone(pid) for pid in pids)
 
 
-async def test_what_a_child_started_ends_with_it(tmp_path):
+async def test_grandchildren_end_with_their_child(tmp_path):
     async with Children(tmp_path) as children:
         await ready_pid(children, "fake", HAS_A_CHILD)
         grandchild = int((tmp_path / "fake.log").read_text().split()[1])
@@ -57,7 +57,7 @@ async def test_what_a_child_started_ends_with_it(tmp_path):
     assert wait_until_gone(grandchild)
 
 
-async def test_a_failure_inside_the_context_ends_the_children(tmp_path):
+async def test_failure_in_the_context_ends_the_children(tmp_path):
     with suppress(ZeroDivisionError):
         async with Children(tmp_path) as children:
             pid = await ready_pid(children, "fake", SLEEPS)
@@ -66,7 +66,7 @@ async def test_a_failure_inside_the_context_ends_the_children(tmp_path):
     assert wait_until_gone(pid)
 
 
-async def test_a_child_that_dies_before_it_is_ready_shows_its_log(tmp_path):
+async def test_child_exit_before_ready_shows_its_log(tmp_path):
     async with Children(tmp_path) as children:
         child = await children.start("fake", python("print('no such thing'); raise SystemExit(3)"))
         with pytest.raises(ChildError) as failure:
@@ -77,7 +77,7 @@ async def test_a_child_that_dies_before_it_is_ready_shows_its_log(tmp_path):
     assert str(tmp_path / "fake.log") in str(failure.value)
 
 
-async def test_a_child_that_is_never_ready_is_given_up(tmp_path):
+async def test_child_never_ready_times_out(tmp_path):
     async with Children(tmp_path) as children:
         child = await children.start("fake", python("import time; time.sleep(600)"))
         with pytest.raises(ChildError, match=r"fake was not ready within 0\.2 s"):
@@ -86,7 +86,7 @@ async def test_a_child_that_is_never_ready_is_given_up(tmp_path):
     assert wait_until_gone(child.process.pid)
 
 
-async def test_a_crash_ends_the_work(tmp_path):
+async def test_child_crash_ends_the_work(tmp_path):
     cancelled = asyncio.Event()
 
     async def work() -> None:
@@ -105,7 +105,7 @@ async def test_a_crash_ends_the_work(tmp_path):
     assert cancelled.is_set()
 
 
-async def test_work_that_ends_is_handed_back_and_its_errors_too(tmp_path):
+async def test_guard_returns_result_and_raises_errors(tmp_path):
     async def fails() -> None:
         raise ZeroDivisionError
 
@@ -117,14 +117,14 @@ async def test_work_that_ends_is_handed_back_and_its_errors_too(tmp_path):
             await children.guard(fails())
 
 
-async def test_run_keeps_what_was_printed(tmp_path):
+async def test_run_keeps_the_output(tmp_path):
     async with Children(tmp_path) as children:
         await children.run("fake", python("print('a: 1')"), into=tmp_path / "out", within_s=GONE_WITHIN_S)
 
     assert (tmp_path / "out").read_text() == "a: 1\n"
 
 
-async def test_run_shows_the_errors_of_what_failed(tmp_path):
+async def test_run_failure_shows_stderr(tmp_path):
     async with Children(tmp_path) as children:
         with pytest.raises(ChildError, match=r"exited with code 1(.|\n)*boom"):
             await children.run(
@@ -132,7 +132,7 @@ async def test_run_shows_the_errors_of_what_failed(tmp_path):
             )
 
 
-async def test_run_gives_up_in_time_and_leaves_nothing(tmp_path):
+async def test_run_timeout_leaves_no_process(tmp_path):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     async with Children(tmp_path) as children:
         with pytest.raises(ChildError, match="did not end within"):
@@ -160,7 +160,7 @@ asyncio.run(_interruptible(work()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_to_the_demo_ends_its_children(tmp_path: Path, number: signal.Signals):
+def test_signal_to_the_demo_ends_its_children(tmp_path: Path, number: signal.Signals):
     """Also SIGKILL, after which the demo cannot stop anything itself."""
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:

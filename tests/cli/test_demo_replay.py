@@ -59,7 +59,7 @@ async def whole_answer() -> AsyncIterator[bytes]:
     yield event(choices=[], usage=USAGE) + b"data: [DONE]\n\n"
 
 
-async def test_sends_the_traces_requests_and_reads_usage():
+async def test_replay_sends_trace_requests_and_reads_usage():
     bodies = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -80,7 +80,7 @@ async def test_sends_the_traces_requests_and_reads_usage():
         assert outcome.due_s <= outcome.sent_s < outcome.first_byte_s <= outcome.finished_s
 
 
-async def test_the_first_token_is_the_first_body_byte_not_the_headers():
+async def test_replay_takes_first_body_byte_as_first_token():
     async def handler(request: web.Request) -> web.StreamResponse:
         async def chunks() -> AsyncIterator[bytes]:
             await asyncio.sleep(0.2)  # between the headers and the first chunk
@@ -95,7 +95,7 @@ async def test_the_first_token_is_the_first_body_byte_not_the_headers():
     assert outcome.first_byte_s - outcome.sent_s >= 0.2
 
 
-async def test_is_open_loop():
+async def test_replay_is_open_loop():
     """The second request leaves although the first is not answered; the first is answered only then."""
     second = asyncio.Event()
 
@@ -110,7 +110,7 @@ async def test_is_open_loop():
     assert [o.error for o in await replayed(handler, trace(0.0, 0.02))] == [None, None]
 
 
-async def test_a_refusal_is_an_error_with_its_status():
+async def test_replay_records_rejection_with_its_status():
     async def handler(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {}}, status=503)
 
@@ -119,7 +119,7 @@ async def test_a_refusal_is_an_error_with_its_status():
     assert outcome.error == "status 503"
 
 
-async def test_a_stream_without_its_end_is_an_error():
+async def test_replay_records_truncated_stream_as_error():
     async def handler(request: web.Request) -> web.StreamResponse:
         async def chunks() -> AsyncIterator[bytes]:
             yield event(choices=[], usage=USAGE)
@@ -131,7 +131,7 @@ async def test_a_stream_without_its_end_is_an_error():
     assert outcome.error == "stream cut short"
 
 
-async def test_a_connection_that_breaks_is_an_error():
+async def test_replay_records_broken_connection_as_error():
     async def handler(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.abort()
@@ -143,7 +143,7 @@ async def test_a_connection_that_breaks_is_an_error():
     assert outcome.first_byte_s is None
 
 
-async def test_a_request_is_given_up_at_its_deadline():
+async def test_replay_aborts_request_at_its_deadline():
     over = asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:
@@ -168,18 +168,18 @@ async def test_a_request_is_given_up_at_its_deadline():
         (b'cut": {"usage": 1}}\n\n' + event(choices=[1], usage=None) + b"data: [DONE]\n\n", (0, 0)),
     ],
 )
-def test_usage_is_read_from_the_end_of_the_stream(tail, usage):
+def test_replay_reads_usage_from_the_end_of_stream(tail, usage):
     assert read_usage(tail) == usage
 
 
-def test_the_body_is_ascii_so_that_bytes_are_tokens():
+def test_replay_body_is_ascii():
     body = chat_body(trace(0.0).requests[0], model="m", block_tokens=128)
 
     assert body.isascii()
     assert len(json.loads(body)["messages"][0]["content"]) == 12 * 4
 
 
-def test_gauges_are_summed_and_missing_endpoints_have_nothing_pending():
+def test_gauges_are_summed_and_missing_endpoints_are_zero():
     pending, held = GAUGES
     one = (
         f"# HELP {pending} help\n# TYPE {pending} gauge\n"

@@ -66,7 +66,7 @@ def typed(command: Command, folder: Path) -> list[str]:
     return [sys.executable, "-m", "dualmap_cli", *words[1:], *SHORTER.get(words[1], [])]
 
 
-def test_there_are_commands_to_run() -> None:
+def test_documents_contain_commands() -> None:
     assert {command.page for command in COMMANDS} >= {"README.md", "docs/operations.md", "docs/state.md"}
     assert {command.line.split()[1] for command in COMMANDS} >= {"router", "envoy-config", "explain", "simulate"}
 
@@ -76,7 +76,7 @@ def test_there_are_commands_to_run() -> None:
     [command for command in COMMANDS if command.line.split()[1] not in LASTING],
     ids=lambda command: f"{command.page}: {command.line[:60]}",
 )
-def test_it_does_what_the_page_promises(command: Command, folder: Path) -> None:
+def test_documented_command_succeeds(command: Command, folder: Path) -> None:
     given = (folder / "request.json").read_bytes() if "< request.json" in command.line else b""
     with redis_server(folder / "redis") as redis:
         words = [word.replace("redis://redis:6379", redis.url) for word in typed(command, folder)]
@@ -90,7 +90,7 @@ def test_it_does_what_the_page_promises(command: Command, folder: Path) -> None:
     [command for command in COMMANDS if command.line.split()[1] == "router"],
     ids=lambda command: f"{command.page}: {command.line[:60]}",
 )
-def test_the_router_starts_as_the_page_says(command: Command, folder: Path) -> None:
+def test_documented_router_command_starts_and_stops(command: Command, folder: Path) -> None:
     if subprocess.run(["unshare", "--map-root-user", "--net", "true"], capture_output=True).returncode:
         pytest.skip("this machine lets you make no network namespace")
     own = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -108,10 +108,12 @@ def test_the_router_starts_as_the_page_says(command: Command, folder: Path) -> N
                 pytest.fail("".join(lines))
         finally:
             router.send_signal(signal.SIGTERM)
-    assert router.returncode == 0
+        # To the end: test_stderr.py covers a router whose stderr nobody reads.
+        lines += [line.decode() for line in router.stderr]
+    assert router.returncode == 0, "".join(lines)
 
 
-def test_every_make_target_of_a_page_is_there() -> None:
+def test_documented_make_targets_exist() -> None:
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     typed_targets = {command.line.split()[1] for command in commands("make")}
     assert typed_targets

@@ -56,19 +56,19 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_equal_options_give_equal_results_in_any_number_of_processes() -> None:
+def test_simulate_is_equal_in_any_number_of_processes() -> None:
     options = ("simulate", *FEW, "--policy", "dualmap,ear,round_robin,limit", "--qps", "2", "--json")
     in_one = without_wall_times(run(*options, "--processes", "1"))
     assert in_one == without_wall_times(run(*options, "--processes", "2"))
     assert in_one != without_wall_times(run(*options, "--seed", "1"))
 
 
-def test_goodputs_are_equal_in_any_number_of_processes() -> None:
+def test_goodput_is_equal_in_any_number_of_processes() -> None:
     options = ("goodput", *FEW, "--seeds", "0,1", "--tolerance", "0.05", "--json")
     assert run(*options, "--processes", "1") == run(*options, "--processes", "2")
 
 
-def test_results_do_not_depend_on_pythons_hash_seed() -> None:
+def test_simulate_is_independent_of_pythons_hash_seed() -> None:
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "2", "--routers", "2", "--json"]
     documents = [
         subprocess.run(
@@ -79,7 +79,7 @@ def test_results_do_not_depend_on_pythons_hash_seed() -> None:
     assert without_wall_times(documents[0]) == without_wall_times(documents[1])
 
 
-def test_every_option_means_something() -> None:
+def test_every_simulate_option_has_an_effect() -> None:
     usual = ("simulate", *FEW, "--policy", "dualmap", "--qps", "4", "--json")
     results = [without_wall_times(run(*usual))]
     for options in (
@@ -102,7 +102,7 @@ def test_every_option_means_something() -> None:
     assert all(results.count(each) == 1 for each in results)
 
 
-def test_what_is_replayed_is_said_beside_what_was_asked_for() -> None:
+def test_simulate_prints_requested_and_actual_workload() -> None:
     result = CliRunner().invoke(main, ["simulate", *FEW, "--workload", "tool_agent", "--qps", "1", "--json"])
     assert "120 requests, the first 20 of them for the warm-up" in result.stderr
     assert "asked    produced" in result.stderr
@@ -120,7 +120,7 @@ def test_what_is_replayed_is_said_beside_what_was_asked_for() -> None:
         ("cap=3000", ()),
     ],
 )
-def test_prompts_that_are_cut_are_told(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
+def test_simulate_warns_of_cut_prompts(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
     lines = [
         {
             "timestamp": 200 * n,
@@ -139,20 +139,20 @@ def test_prompts_that_are_cut_are_told(cap: str, said: tuple[str, ...], tmp_path
     assert "sessions are not named" in result.stderr
 
 
-def test_without_a_rate_one_is_chosen_that_tells_policies_apart() -> None:
+def test_simulate_without_rate_chooses_a_discriminating_one() -> None:
     first, second = json.loads(run("simulate", "--requests", "600", "--json"))["runs"]
     assert (first["policy"], second["policy"]) == ("round_robin", "dualmap")
     assert first["qps"] == second["qps"]
     assert first["slo_attainment"] < second["slo_attainment"] > 0.9
 
 
-def test_the_table_has_a_row_for_each_run() -> None:
+def test_simulate_table_has_a_row_for_each_run() -> None:
     lines = run("simulate", *FEW, "--policy", "round_robin,dualmap", "--qps", "1,2").splitlines()
     rows = [line.split()[:2] for line in lines if line.startswith((" round_robin", " dualmap"))]
     assert rows == [["round_robin", "1"], ["round_robin", "2"], ["dualmap", "1"], ["dualmap", "2"]]
 
 
-def test_the_goodput_table_shows_mean_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_goodput_table_shows_mean_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
     found = [
         ("round_robin", [Goodput(requests_per_s=rate, runs=5, bracket=(rate, rate)) for rate in (2.0, 4.0)]),
         ("dualmap", [Goodput(requests_per_s=rate, runs=4, bracket=(rate, rate)) for rate in (5.5, 6.5)]),
@@ -173,7 +173,7 @@ def test_the_goodput_table_shows_mean_and_spread(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_a_table_is_not_cut_to_a_narrow_terminal(
+def test_table_is_not_cut_to_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -183,7 +183,7 @@ def test_a_table_is_not_cut_to_a_narrow_terminal(
     assert "refused" in out
 
 
-def test_goodput_searches_until_it_is_known_that_nothing_is_too_much() -> None:
+def test_goodput_search_ends_when_no_rate_overloads() -> None:
     options = ("--requests", "10", "--instances", "16", "--slo", "60s", "--policy", "round_robin")
     result = CliRunner().invoke(main, ["goodput", *options])
     assert result.exit_code == 1
@@ -191,7 +191,7 @@ def test_goodput_searches_until_it_is_known_that_nothing_is_too_much() -> None:
     assert "give more requests" in result.stderr
 
 
-def test_a_policy_that_nothing_is_too_much_for_leaves_the_others_their_results(tmp_path: Path) -> None:
+def test_goodput_of_others_is_kept_when_one_never_overloads(tmp_path: Path) -> None:
     options = ("--policy", "all_cached,round_robin", "--tolerance", "0.3", "--plot", str(tmp_path / "goodput.svg"))
     result = CliRunner().invoke(main, ["goodput", *FEW, *options, "--json"])
     assert result.exit_code == 0
@@ -202,7 +202,7 @@ def test_a_policy_that_nothing_is_too_much_for_leaves_the_others_their_results(t
     assert (tmp_path / "goodput.svg").exists()
 
 
-def test_a_window_too_short_for_its_rate_is_told() -> None:
+def test_goodput_warns_of_a_window_too_short() -> None:
     base = Experiment(workload=Workload(requests=60), requests_per_s=1.0, warmup=10)
     plan = Plan(policies=(), base=base, windows=(base.workload,), model="7b", processes=1, plot=None, as_json=False)
     short, long = (Goodput(requests_per_s=rate, runs=1, bracket=(rate, rate)) for rate in (1.25, 1.2))
@@ -215,17 +215,17 @@ def test_a_window_too_short_for_its_rate_is_told() -> None:
 
 
 @pytest.mark.parametrize("command", ["simulate", "goodput"])
-def test_help_says_what_is_counted_and_what_each_bound_is(command: str) -> None:
+def test_help_explains_counting_and_bounds(command: str) -> None:
     told = " ".join(run(command, "--help").split())
     for each in (
         *(f"{info.name} {info.summary}" for info in ORACLES.values()),
         *("ONE router", "--routers 4 --view-delay 100ms --feedback-delay 20ms", "closed loop: its rate is nominal"),
-        *("refused", "warm-up", "limit_deadline serves by hope", "--no-sessions"),
+        *("rejected", "warm-up", "limit_deadline uses that order", "--no-sessions"),
     ):
         assert each in told
 
 
-def test_all_seeds_of_a_recorded_trace_are_one(tmp_path: Path) -> None:
+def test_goodput_of_recorded_trace_ignores_seeds(tmp_path: Path) -> None:
     lines = [{"timestamp": 200 * n, "input_length": 900, "output_length": 5, "hash_ids": [n, n]} for n in range(60)]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -237,12 +237,12 @@ def test_all_seeds_of_a_recorded_trace_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rates", [(2.0,), (1.0, 2.0, 3.0)], ids=["one rate", "several rates"])
-def test_a_chart_of_runs(rates: tuple[float, ...], tmp_path: Path) -> None:
+def test_chart_of_runs_is_drawn(rates: tuple[float, ...], tmp_path: Path) -> None:
     draw_runs(tmp_path / "runs.png", some_runs(["round_robin", "dualmap"], rates))
     assert min(png_size(tmp_path / "runs.png")) > 500
 
 
-def test_panels_of_loads_share_an_axis_that_holds_the_highest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_panels_share_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_args, **_options: figures.append(figure))
     samples = (LoadSample(at_s=0.0, pending_tokens={"qwen-0": 1000}), LoadSample(at_s=1.0, pending_tokens={}))
@@ -254,13 +254,13 @@ def test_panels_of_loads_share_an_axis_that_holds_the_highest(tmp_path: Path, mo
     assert all(axes.get_ylim()[1] > 90 for axes in panels)
 
 
-def test_a_chart_of_many_instances_and_policies_grows(tmp_path: Path) -> None:
+def test_chart_grows_with_instances_and_policies(tmp_path: Path) -> None:
     draw_runs(tmp_path / "one.png", some_runs(["dualmap"], [2.0], instances=20))
     draw_runs(tmp_path / "seven.png", some_runs(["dualmap"], [2.0], instances=20) * 7)
     assert png_size(tmp_path / "seven.png")[1] > png_size(tmp_path / "one.png")[1]
 
 
-def test_charts_are_written_by_the_commands(tmp_path: Path) -> None:
+def test_commands_write_their_charts(tmp_path: Path) -> None:
     run(
         "simulate", *FEW, "--policy", "dualmap,all_cached", "--qps", "1", "--plot", str(tmp_path / "runs.svg"), "--json"
     )
@@ -270,14 +270,14 @@ def test_charts_are_written_by_the_commands(tmp_path: Path) -> None:
     assert min(png_size(tmp_path / "goodput.png")) > 300
 
 
-def test_a_chart_of_goodputs(tmp_path: Path) -> None:
+def test_chart_of_goodputs_is_drawn(tmp_path: Path) -> None:
     found = [("round_robin", (1.0,)), ("dualmap", (2.0, 2.5)), ("random", (0.0, 0.0))]
     draw_goodputs(tmp_path / "goodputs.png", found, attainment=0.9, slo_ttft_s=5.0)
     assert min(png_size(tmp_path / "goodputs.png")) > 300
 
 
 @pytest.mark.parametrize("command", [("simulate", "--qps", "1"), ("goodput", "--tolerance", "0.3")])
-def test_a_chart_that_cannot_be_written_leaves_the_results(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_unwritable_chart_keeps_the_printed_results(command: tuple[str, ...], tmp_path: Path) -> None:
     chart = tmp_path / "full.png"
     chart.symlink_to("/dev/full")
     result = CliRunner().invoke(main, [*command, *FEW, "--policy", "round_robin", "--plot", str(chart), "--json"])
@@ -286,9 +286,7 @@ def test_a_chart_that_cannot_be_written_leaves_the_results(command: tuple[str, .
     assert result.stderr.endswith(f"dualmap {command[0]}: {chart} cannot be written: No space left on device\n")
 
 
-def test_a_chart_in_somebody_elses_folder_is_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chart_in_unwritable_folder_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != tmp_path)
     result = CliRunner().invoke(main, ["simulate", *FEW, "--plot", str(tmp_path / "chart.png")])
     assert result.exit_code == 2
@@ -297,7 +295,7 @@ def test_a_chart_in_somebody_elses_folder_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["table", "JSON"])
-def test_results_that_cannot_be_printed_are_told_in_a_line(form: tuple[str, ...]) -> None:
+def test_unprintable_results_are_a_one_line_error(form: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", "1", "--policy", "round_robin", *form]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -307,7 +305,7 @@ def test_results_that_cannot_be_printed_are_told_in_a_line(form: tuple[str, ...]
 
 
 @pytest.mark.parametrize("command", ["simulate", "goodput"])
-def test_a_chart_that_cannot_be_drawn_is_known_before_anything_runs(
+def test_plot_without_matplotlib_fails_before_the_run(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "find_spec", lambda _name: None)
@@ -318,7 +316,7 @@ def test_a_chart_that_cannot_be_drawn_is_known_before_anything_runs(
     )
 
 
-def test_a_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_experiment: Experiment, **_options: object) -> None:
         raise ZeroDivisionError
 
@@ -331,7 +329,7 @@ def test_a_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command_and_its_processes(number: signal.Signals) -> None:
+def test_signal_ends_the_command_and_its_workers(number: signal.Signals) -> None:
     """The workers inherit stderr: reading it to its end takes until the last one is gone."""
     rates = ",".join(f"{1 + number / 100}" for number in range(2000))
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", rates, "--processes", "2"]

@@ -1,4 +1,4 @@
-"""CONTRACT's rows for ``dualmap simulate`` and ``dualmap goodput``: what scripts read, and how bad input ends."""
+"""The JSON of ``dualmap simulate`` and ``dualmap goodput``, and their exit status for bad input."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def trace_file(folder: Path, requests: int) -> Path:
     return path
 
 
-def test_simulate_prints_a_run_for_each_policy_and_rate() -> None:
+def test_simulate_json_has_a_run_per_policy_and_rate() -> None:
     runs = document("simulate", *FEW, "--policy", "round_robin,dualmap,limit", "--qps", "1,1.5")["runs"]
     asked = [(policy, qps) for policy in ("round_robin", "dualmap", "limit") for qps in (1.0, 1.5)]
     assert [(each["policy"], each["qps"]) for each in runs] == asked
@@ -51,13 +51,13 @@ def test_simulate_prints_a_run_for_each_policy_and_rate() -> None:
         assert each["e2e_p50_s"] <= each["e2e_p90_s"]
 
 
-def test_what_there_is_none_of_is_null() -> None:
+def test_missing_figure_is_null() -> None:
     """Nothing is ever pending on the engines of the bound without queues."""
     (only,) = document("simulate", *FEW, "--policy", "all_cached", "--qps", "1")["runs"]
     assert only["pending_cv"] is None
 
 
-def test_goodput_prints_each_policys_windows_and_their_mean() -> None:
+def test_goodput_json_has_windows_and_mean_per_policy() -> None:
     options = ("--starts", "0,50", "--seeds", "3,4", "--tolerance", "0.1", "--policy", "round_robin,dualmap")
     results = document("goodput", *FEW, *options)["results"]
     assert [each["policy"] for each in results] == ["round_robin", "dualmap"]
@@ -71,7 +71,7 @@ def test_goodput_prints_each_policys_windows_and_their_mean() -> None:
         assert each["goodput_qps"] == pytest.approx(sum(rates) / 4)
 
 
-def test_the_window_is_the_part_of_the_trace_that_was_asked_for(tmp_path: Path) -> None:
+def test_window_is_the_requested_part_of_the_trace(tmp_path: Path) -> None:
     whole, part = trace_file(tmp_path, 100), tmp_path / "part.jsonl"
     part.write_text("\n".join(whole.read_text().split("\n")[40:70]))
     options = ("--warmup", "5", "--instances", "1", "--qps", "4", "--policy", "round_robin")
@@ -110,7 +110,7 @@ def test_the_window_is_the_part_of_the_trace_that_was_asked_for(tmp_path: Path) 
         (("--processes", "0"), ("--processes", "0", "1<=x")),
     ],
 )
-def test_bad_input_exits_2_and_says_what_is_accepted(
+def test_bad_input_exits_2_and_names_accepted_values(
     command: str, arguments: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
     result = run(command, *arguments)
@@ -134,7 +134,7 @@ def test_bad_input_exits_2_and_says_what_is_accepted(
         (("goodput", "--qps", "2"), ("--qps",)),
     ],
 )
-def test_bad_input_of_one_command(arguments: tuple[str, ...], told: tuple[str, ...]) -> None:
+def test_bad_input_of_one_command_exits_2(arguments: tuple[str, ...], told: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert all(each in result.stderr for each in told), result.stderr
@@ -149,7 +149,7 @@ def test_bad_input_of_one_command(arguments: tuple[str, ...], told: tuple[str, .
         (("goodput", "--starts", "0,45", "--requests", "6"), ("--requests", "6", "has 5 requests")),
     ],
 )
-def test_a_window_beyond_the_traces_end_is_refused(
+def test_window_beyond_the_end_of_trace_is_refused(
     arguments: tuple[str, ...], told: tuple[str, ...], tmp_path: Path
 ) -> None:
     result = run(*arguments, "--trace", str(trace_file(tmp_path, 50)))

@@ -20,7 +20,7 @@ class Scene:
         self.api = Api(self.kube, self.counts, lambda: self.leads)  # type: ignore[arg-type]  # stands for it
 
 
-async def test_children_are_applied_with_our_field_manager_over_whoever_else() -> None:
+async def test_api_child_apply_forces_our_field_manager() -> None:
     scene = Scene()
     await scene.api.apply_child(SERVICE)
 
@@ -31,7 +31,7 @@ async def test_children_are_applied_with_our_field_manager_over_whoever_else() -
     assert request.body == SERVICE
 
 
-async def test_a_status_is_merged_over_the_version_it_was_made_from() -> None:
+async def test_api_status_write_names_resource_version() -> None:
     scene = Scene()
     await scene.api.write_status("llm", "qwen", {"inRing": 1}, resource_version="41")
 
@@ -41,7 +41,7 @@ async def test_a_status_is_merged_over_the_version_it_was_made_from() -> None:
     assert request.body == {"metadata": {"resourceVersion": "41"}, "status": {"inRing": 1}}
 
 
-async def test_a_gate_is_set_on_this_very_pod() -> None:
+async def test_api_gate_write_names_pod_uid() -> None:
     scene = Scene()
     await scene.api.set_gate("llm", Gate(pod="qwen-0", uid="u1", in_ring=True, reason="Active"), 0.0)
 
@@ -63,7 +63,7 @@ async def test_a_gate_is_set_on_this_very_pod() -> None:
     }
 
 
-async def test_a_restart_deletes_this_very_pod() -> None:
+async def test_api_restart_deletes_pod_by_uid() -> None:
     scene = Scene()
     await scene.api.restart_pod("llm", Restart(pod="qwen-0", uid="u1"))
 
@@ -75,7 +75,7 @@ async def test_a_restart_deletes_this_very_pod() -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(409, ConflictError), (404, GoneError), (410, GoneError), (422, ApiError), (0, ApiError)]
 )
-async def test_a_refusal_says_what_was_asked_and_why(status: int, error: type[ApiError]) -> None:
+async def test_api_error_names_request_and_reason(status: int, error: type[ApiError]) -> None:
     scene = Scene()
     scene.kube.answer("DELETE", POD, KubeError(status, "because"))
 
@@ -87,11 +87,11 @@ async def test_a_refusal_says_what_was_asked_and_why(status: int, error: type[Ap
     assert scene.counts.requests == [("DELETE", status)]
 
 
-async def test_nothing_is_written_by_an_operator_that_does_not_lead() -> None:
+async def test_api_without_lease_writes_nothing() -> None:
     scene = Scene()
     scene.leads = False
 
-    with pytest.raises(ApiError, match="leads no more"):
+    with pytest.raises(ApiError, match="is not the leader"):
         await scene.api.apply_child(SERVICE)
 
     assert scene.kube.requests == []

@@ -8,7 +8,7 @@ from controlplane.fake_kube import Clock, Counts, FakeKube, Request
 from controlplane.operator_objects import member, pool_object
 from dualmap_edge.kube.client import KubeError
 from dualmap_operator.act.apply import Applied, Applier, merge_patch
-from dualmap_operator.act.events import Recorder
+from dualmap_operator.act.events import EventRecorder
 from dualmap_operator.api import Api
 from dualmap_operator.decide.observed import PoolStatus
 from dualmap_operator.decide.plan_values import Event, Gate, Plan, Restart
@@ -53,7 +53,7 @@ class Scene:
         self.clock = Clock()
         self.leads = True
         api = Api(self.kube, Counts(), lambda: self.leads)  # type: ignore[arg-type]  # stands for it
-        recorder = Recorder(api, identity="operator-1", clock=self.clock)
+        recorder = EventRecorder(api, identity="operator-1", clock=self.clock)
         self.applier = Applier(api, recorder, live=self._live, now=lambda: 0.0)
 
     def _apply(self, request: Request) -> dict[str, Any]:
@@ -94,7 +94,7 @@ async def test_the_order_is_children_status_gates_restarts_events() -> None:
     assert applied == Applied(wrote_status=True)
 
 
-async def test_nothing_is_sent_when_everything_is_there() -> None:
+async def test_apply_unchanged_plan_sends_nothing() -> None:
     scene = Scene()
     plan = Plan(status=pool_object().status, children=(SERVICE,))
     await scene.apply(plan)
@@ -106,7 +106,7 @@ async def test_nothing_is_sent_when_everything_is_there() -> None:
 
 
 @pytest.mark.parametrize("lost", [True, False])
-async def test_a_child_that_was_deleted_or_edited_is_applied_again(lost: bool) -> None:
+async def test_apply_deleted_or_edited_child_is_applied_again(lost: bool) -> None:
     scene = Scene()
     plan = Plan(status=pool_object().status, children=(SERVICE,))
     await scene.apply(plan)
@@ -120,7 +120,7 @@ async def test_a_child_that_was_deleted_or_edited_is_applied_again(lost: bool) -
     assert scene.sent == [f"PATCH {SERVICE_PATH}"]
 
 
-async def test_a_child_that_should_be_another_is_applied() -> None:
+async def test_apply_changed_child_is_applied() -> None:
     scene = Scene()
     await scene.apply(Plan(status=pool_object().status, children=(SERVICE,)))
     scene.show()
@@ -130,7 +130,7 @@ async def test_a_child_that_should_be_another_is_applied() -> None:
     assert scene.sent == [f"PATCH {SERVICE_PATH}"]
 
 
-async def test_after_a_conflict_over_the_status_nothing_more_is_done() -> None:
+async def test_apply_status_conflict_stops_the_plan() -> None:
     scene = Scene()
     scene.kube.answer("PATCH", STATUS, KubeError(409, "changed"))
 
@@ -140,7 +140,7 @@ async def test_after_a_conflict_over_the_status_nothing_more_is_done() -> None:
     assert scene.sent == [f"PATCH {SERVICE_PATH}", f"PATCH {STATUS}"]
 
 
-async def test_a_refused_child_is_told_and_the_ring_is_published_all_the_same() -> None:
+async def test_apply_refused_child_still_publishes_ring() -> None:
     scene = Scene()
     scene.kube.answer_instead("PATCH", SERVICE_PATH, KubeError(422, "spec.clusterIP: Invalid value"))
 
@@ -152,7 +152,7 @@ async def test_a_refused_child_is_told_and_the_ring_is_published_all_the_same() 
 
 
 @pytest.mark.parametrize("status", [0, 403, 404, 409, 429, 500, 503])
-async def test_a_child_that_fails_is_told_of_and_keeps_nothing_else_from_being_done(status: int) -> None:
+async def test_apply_failed_child_is_reported_and_rest_is_done(status: int) -> None:
     scene = Scene()
     scene.kube.answer_instead("PATCH", SERVICE_PATH, KubeError(status, "not now"))
 
@@ -163,7 +163,7 @@ async def test_a_child_that_fails_is_told_of_and_keeps_nothing_else_from_being_d
     assert scene.sent[-4:] == [f"PATCH {STATUS}", f"PATCH {POD}/status", f"DELETE {POD}", f"POST {EVENTS}"]
 
 
-async def test_who_leads_no_more_ends_the_pass_at_the_first_write() -> None:
+async def test_apply_without_lease_stops_at_first_write() -> None:
     scene = Scene()
     scene.leads = False
 
@@ -174,7 +174,7 @@ async def test_who_leads_no_more_ends_the_pass_at_the_first_write() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-async def test_no_event_claims_a_size_that_was_not_applied(fails: bool) -> None:
+async def test_apply_size_not_applied_records_no_scaling_event(fails: bool) -> None:
     scene = Scene()
     statefulset = {**SERVICE, "apiVersion": "apps/v1", "kind": "StatefulSet"}
     if fails:
@@ -190,7 +190,7 @@ async def test_no_event_claims_a_size_that_was_not_applied(fails: bool) -> None:
 
 
 @pytest.mark.parametrize("status", [404, 409])
-async def test_a_pod_that_is_another_by_now_is_left_alone(status: int) -> None:
+async def test_apply_replaced_pod_is_left_alone(status: int) -> None:
     scene = Scene()
     scene.kube.answer("PATCH", f"{POD}/status", KubeError(status, "not this one"))
     scene.kube.answer("DELETE", POD, KubeError(status, "not this one"))
@@ -199,7 +199,7 @@ async def test_a_pod_that_is_another_by_now_is_left_alone(status: int) -> None:
 
 
 @pytest.mark.parametrize("labelled", [True, False])
-async def test_what_somebody_else_made_is_left_alone_and_told_of(labelled: bool) -> None:
+async def test_apply_foreign_object_is_left_alone_and_reported(labelled: bool) -> None:
     scene = Scene()
     theirs = {**SERVICE, "metadata": {**SERVICE["metadata"], "ownerReferences": [{"uid": "x", "controller": True}]}}
     if labelled:
@@ -217,7 +217,7 @@ async def test_what_somebody_else_made_is_left_alone_and_told_of(labelled: bool)
     assert f"PATCH {STATUS}" in scene.sent
 
 
-async def test_a_child_whose_label_was_taken_off_is_still_ours() -> None:
+async def test_apply_child_without_label_is_still_ours() -> None:
     scene = Scene()
     bare = {**SERVICE, "metadata": {**SERVICE["metadata"], "labels": {}}}
     scene.kube.answer("GET", SERVICE_PATH.removesuffix("/qwen"), {"items": [bare]})
@@ -228,7 +228,7 @@ async def test_a_child_whose_label_was_taken_off_is_still_ours() -> None:
     assert f"PATCH {SERVICE_PATH}" in scene.sent
 
 
-async def test_fields_of_the_status_that_are_no_more_are_taken_away() -> None:
+async def test_apply_removed_status_fields_become_null() -> None:
     scene = Scene()
     await scene.apply(PLAN, status={"traffic": {"sloAttainment": "0.9"}, "ring": {"members": [member("qwen-0")]}})
 
@@ -237,13 +237,13 @@ async def test_fields_of_the_status_that_are_no_more_are_taken_away() -> None:
     assert write.body["status"]["ring"]["members"] == []
 
 
-def test_a_merge_patch_nulls_what_is_gone_at_every_depth() -> None:
+def test_merge_patch_removed_fields_are_null_at_every_depth() -> None:
     before = {"a": 1, "b": {"c": 2, "d": 3}, "e": [1, 2]}
 
     assert merge_patch(before, {"b": {"c": 2}, "e": [2]}) == {"a": None, "b": {"c": 2, "d": None}, "e": [2]}
 
 
-async def test_a_thousand_gates_are_set_each_once() -> None:
+async def test_apply_thousand_gates_are_set_once_each() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(1000))
     await scene.apply(Plan(status=pool_object().status, gates=gates))
@@ -251,7 +251,7 @@ async def test_a_thousand_gates_are_set_each_once() -> None:
     assert sorted(scene.sent) == sorted(f"PATCH /api/v1/namespaces/llm/pods/{gate.pod}/status" for gate in gates)
 
 
-async def test_a_gate_that_cannot_be_set_now_is_told_of_and_the_rest_is_done() -> None:
+async def test_apply_failed_gate_is_reported_and_rest_is_done() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(20))
     scene.kube.answer("PATCH", f"{POD}/status", KubeError(503, "away"))
@@ -263,7 +263,7 @@ async def test_a_gate_that_cannot_be_set_now_is_told_of_and_the_rest_is_done() -
     assert len(scene.sent) == 21
 
 
-async def test_of_many_gates_that_cannot_be_set_a_few_are_named() -> None:
+async def test_apply_many_failed_gates_names_a_few() -> None:
     scene = Scene()
     gates = tuple(Gate(pod=f"qwen-{number}", uid="u", in_ring=True, reason="Active") for number in range(1000))
     for gate in gates:

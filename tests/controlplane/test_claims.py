@@ -52,7 +52,7 @@ def _key(name: str) -> Key:
     return "llm", name
 
 
-def test_the_younger_loses_the_shared_name_and_keeps_its_own() -> None:
+def test_claims_younger_pool_loses_shared_name_only() -> None:
     index = Index()
     index.put(body("young", "shared", "mine", created=2))
     assert index.lost("young") == {}
@@ -62,7 +62,7 @@ def test_the_younger_loses_the_shared_name_and_keeps_its_own() -> None:
     assert index.lost("never heard of") == {}
 
 
-def test_whoever_shared_a_name_with_one_that_goes_or_lets_it_go_is_woken() -> None:
+def test_claims_released_name_wakes_rival_pools() -> None:
     index = Index()
     for number, name in enumerate(("old", "young", "apart")):
         index.put(body(name, "apart" if name == "apart" else "shared", created=number))
@@ -74,7 +74,7 @@ def test_whoever_shared_a_name_with_one_that_goes_or_lets_it_go_is_woken() -> No
     assert index.lost("young") == {}
 
 
-def test_a_status_wakes_nobody_else() -> None:
+def test_claims_status_change_wakes_no_other_pool() -> None:
     index = Index()
     index.put(body("old", "shared"))
     index.put(body("young", "shared", created=1))
@@ -84,7 +84,7 @@ def test_a_status_wakes_nobody_else() -> None:
     assert index.put(body("old", "shared", spec={"replicas": 7})) == set()
 
 
-def test_a_spec_that_cannot_be_read_keeps_its_names_until_the_pool_is_another() -> None:
+def test_claims_invalid_spec_keeps_names_until_recreated() -> None:
     index = Index()
     index.put(body("old", "shared"))
     index.put(body("young", "shared", created=1))
@@ -102,7 +102,7 @@ _CHANGES = st.lists(
 
 
 @given(_CHANGES)
-def test_the_operator_tells_what_a_router_that_saw_the_same_refuses(
+def test_claims_operator_and_router_agree(
     changes: list[tuple[str, tuple[list[str], int, bool] | None]],
 ) -> None:
     router, index = PoolObjects(), Index()

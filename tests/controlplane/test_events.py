@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from controlplane.fake_kube import Clock, Counts, FakeKube
 from controlplane.operator_objects import pool_object
 from dualmap_edge.kube.client import KubeError
-from dualmap_operator.act.events import Recorder
+from dualmap_operator.act.events import EventRecorder
 from dualmap_operator.api import Api
 from dualmap_operator.decide.plan_values import Event
 from dualmap_operator.names import EventReason
@@ -20,7 +20,7 @@ class Scene:
         self.clock = Clock()
         api = Api(self.kube, Counts(), lambda: True)  # type: ignore[arg-type]  # stands for it
         now = datetime(2026, 11, 20, 8, 0, 0, 500_000, tzinfo=UTC)
-        self.recorder = Recorder(api, identity="operator-1", clock=self.clock, now=lambda: now)
+        self.recorder = EventRecorder(api, identity="operator-1", clock=self.clock, now=lambda: now)
 
     async def post(self, event: Event = DRAINING) -> None:
         await self.recorder.post(pool_object(), event)
@@ -30,7 +30,7 @@ class Scene:
         return [request.method for request in self.kube.requests]
 
 
-async def test_an_event_names_the_pool_and_who_says_it() -> None:
+async def test_event_names_pool_and_reporting_instance() -> None:
     scene = Scene()
     await scene.post()
 
@@ -49,7 +49,7 @@ async def test_an_event_names_the_pool_and_who_says_it() -> None:
     assert (body["reportingController"], body["reportingInstance"]) == ("serving.dualmap.dev/operator", "operator-1")
 
 
-async def test_the_same_again_counts_up_the_one_event() -> None:
+async def test_event_repeated_increments_count() -> None:
     scene = Scene()
     for _ in range(3):
         await scene.post()
@@ -59,7 +59,7 @@ async def test_the_same_again_counts_up_the_one_event() -> None:
     assert [request.body["series"]["count"] for request in counted] == [2, 3]
 
 
-async def test_an_event_of_the_operator_before_us_is_counted_up() -> None:
+async def test_event_of_former_operator_is_incremented() -> None:
     scene = Scene()
     scene.kube.answer("POST", EVENTS, KubeError(409, "AlreadyExists"))
     await scene.post()
@@ -67,7 +67,7 @@ async def test_an_event_of_the_operator_before_us_is_counted_up() -> None:
     assert scene.methods == ["POST", "PATCH"]
 
 
-async def test_an_event_that_has_run_out_begins_anew() -> None:
+async def test_event_expired_is_created_again() -> None:
     scene = Scene()
     await scene.post()
     name = scene.kube.requests[0].body["metadata"]["name"]
@@ -78,7 +78,7 @@ async def test_an_event_that_has_run_out_begins_anew() -> None:
     assert scene.methods == ["POST", "PATCH", "POST"]
 
 
-async def test_a_pool_posts_so_many_and_then_one_in_ten_seconds() -> None:
+async def test_events_are_rate_limited_per_pool() -> None:
     scene = Scene()
     for number in range(100):
         await scene.post(Event(reason=EventReason.MEMBER_LEFT, message=f"qwen-{number}"))
@@ -90,7 +90,7 @@ async def test_a_pool_posts_so_many_and_then_one_in_ten_seconds() -> None:
     assert len(scene.kube.requests) == 31
 
 
-async def test_a_server_that_takes_no_events_fails_nothing() -> None:
+async def test_event_refused_by_server_is_dropped() -> None:
     scene = Scene()
     scene.kube.answer("POST", EVENTS, KubeError(403, "forbidden"))
 

@@ -90,7 +90,7 @@ def published(*states: str, version: int = 7) -> PoolObject:
     return pool_object(status={"ring": {"version": version, "members": members}})
 
 
-async def test_at_rest_routers_are_asked_every_15_seconds_and_engines_never() -> None:
+async def test_gather_at_rest_asks_routers_every_15_s() -> None:
     scene = Scene()
     for _ in range(31):
         await scene.look(published("Active", "Active"), after_s=1.0)
@@ -99,7 +99,7 @@ async def test_at_rest_routers_are_asked_every_15_seconds_and_engines_never() ->
     assert scene.engines.asked == []
 
 
-async def test_while_a_member_drains_its_engine_and_the_routers_are_asked_at_each_look() -> None:
+async def test_gather_draining_asks_routers_and_engine_every_time() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
@@ -107,50 +107,50 @@ async def test_while_a_member_drains_its_engine_and_the_routers_are_asked_at_eac
     assert scene.routers.asked == 2
     assert scene.engines.asked == [("vLLM", "10.0.0.1", 8000)] * 2
     assert observed.engine_requests == {"qwen-1": 0}
-    assert observed.idle_looks == {"qwen-1": 2}
+    assert observed.idle_checks == {"qwen-1": 2}
 
 
-async def test_passes_right_after_each_other_are_one_look() -> None:
+async def test_gather_immediate_second_call_asks_nothing() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     observed = await scene.look(published("Active", "Draining"), after_s=0.05)
 
     assert scene.routers.asked == 1
-    assert observed.idle_looks == {"qwen-1": 1}
+    assert observed.idle_checks == {"qwen-1": 1}
 
 
-async def test_a_request_in_flight_starts_the_count_again() -> None:
+async def test_gather_request_in_flight_resets_idle_checks() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     scene.routers.in_flight = 1
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
-    assert observed.idle_looks == {"qwen-1": 0}
+    assert observed.idle_checks == {"qwen-1": 0}
 
     scene.routers.in_flight = 0
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
-    assert observed.idle_looks == {"qwen-1": 1}
+    assert observed.idle_checks == {"qwen-1": 1}
 
 
-async def test_a_member_that_was_taken_back_and_drains_again_is_counted_anew() -> None:
+async def test_gather_second_drain_counts_from_zero() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     await scene.look(published("Active", "Active"), after_s=0.1)
     observed = await scene.look(published("Active", "Draining"), after_s=0.5)
 
-    assert observed.idle_looks == {"qwen-1": 1}
+    assert observed.idle_checks == {"qwen-1": 1}
 
 
-async def test_a_member_taken_back_and_drained_again_between_two_looks_is_looked_at_twice_anew() -> None:
+async def test_gather_drain_restarted_between_checks_counts_from_zero() -> None:
     scene = Scene()
     await scene.look(published("Active", "Draining"))
     await scene.look(published("Active", "Active"), after_s=0.1)
-    assert (await scene.look(published("Active", "Draining"), after_s=0.1)).idle_looks == {}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.1)).idle_checks == {}
 
-    assert (await scene.look(published("Active", "Draining"), after_s=0.3)).idle_looks == {"qwen-1": 1}
-    assert (await scene.look(published("Active", "Draining"), after_s=0.5)).idle_looks == {"qwen-1": 2}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.3)).idle_checks == {"qwen-1": 1}
+    assert (await scene.look(published("Active", "Draining"), after_s=0.5)).idle_checks == {"qwen-1": 2}
 
 
-async def test_a_router_that_is_behind_is_asked_every_second() -> None:
+async def test_gather_router_behind_is_asked_every_second() -> None:
     scene = Scene()
     scene.routers.ring_version = 6
     await scene.look(published("Active", version=7))
@@ -164,7 +164,7 @@ async def test_a_router_that_is_behind_is_asked_every_second() -> None:
     assert 13 < scene.gatherer.due_s() < 15
 
 
-async def test_traffic_is_what_the_routers_counted_since() -> None:
+async def test_gather_traffic_is_difference_of_totals() -> None:
     scene = Scene()
     await scene.look(published("Active"))
     scene.routers.totals = {**TOTALS, "requests": 20, "first_tokens": 20, "slo_met": 15, "prompt_tokens": 100}
@@ -174,7 +174,7 @@ async def test_traffic_is_what_the_routers_counted_since() -> None:
     assert observed.traffic.slo_attainment == "0.75"
 
 
-async def test_a_pool_whose_spec_cannot_be_read_is_observed_too() -> None:
+async def test_gather_invalid_spec_is_observed() -> None:
     scene = Scene()
     observed = await scene.gatherer.observe(published("Active"), None, ("refused",))
 
@@ -193,7 +193,7 @@ def show(scene: Scene, *bodies: dict[str, Any]) -> None:
         scene.watches.pods.put((("llm", body["metadata"]["name"]), read_pod_object(body)))
 
 
-async def test_the_pods_of_a_pool_that_cannot_be_read_any_more_are_those_of_its_last_spec() -> None:
+async def test_gather_invalid_spec_uses_pods_of_last_spec() -> None:
     scene = Scene()
     adopting = pool_object(workload={"selector": {"matchLabels": {"app": "vllm"}}})
     await scene.look(adopting)
@@ -202,14 +202,14 @@ async def test_the_pods_of_a_pool_that_cannot_be_read_any_more_are_those_of_its_
     assert await unreadable(scene, adopting) == ["a"]
 
 
-async def test_the_pods_of_a_pool_that_never_could_be_read_are_its_statefulsets_and_its_members() -> None:
+async def test_gather_never_valid_spec_uses_statefulset_and_members() -> None:
     scene = Scene()
     show(scene, pod_body("qwen-1", owner="qwen"), pod_body("qwen-0"), pod_body("stray"))
 
     assert await unreadable(scene, published("Active")) == ["qwen-0", "qwen-1"]
 
 
-async def test_the_version_floor_is_what_the_pool_has_ever_published() -> None:
+async def test_gather_version_floor_is_highest_published() -> None:
     scene = Scene()
     scene.routers.ring_version = 0
     for pool in (published("Active", version=9), pool_object()):
@@ -221,7 +221,7 @@ async def test_the_version_floor_is_what_the_pool_has_ever_published() -> None:
     assert (await scene.look(another)).version_floor == 0
 
 
-async def test_the_version_floor_is_what_any_router_goes_by() -> None:
+async def test_gather_version_floor_is_highest_reported_by_routers() -> None:
     scene = Scene()
     scene.routers.ring_version = 12
 
@@ -230,7 +230,7 @@ async def test_the_version_floor_is_what_any_router_goes_by() -> None:
     assert (await scene.look(pool_object(), after_s=15.0)).version_floor == 0
 
 
-async def test_a_pool_that_is_being_deleted_says_so_though_its_spec_cannot_be_read() -> None:
+async def test_gather_deletion_with_invalid_spec_is_observed() -> None:
     scene = Scene()
     pool = published("Active")
     going = replace(
@@ -245,7 +245,7 @@ async def test_a_pool_that_is_being_deleted_says_so_though_its_spec_cannot_be_re
     assert (await scene.gatherer.observe(going, None, ())).deleting
 
 
-async def test_names_that_an_older_pool_has_are_observed_without_a_request() -> None:
+async def test_gather_lost_claims_need_no_request() -> None:
     scene = Scene()
     young, older = pool_body(), pool_body(uid="an older one's")
     young["metadata"]["creationTimestamp"] = "2026-11-22T00:00:00Z"

@@ -9,8 +9,9 @@ import pytest
 
 from controlplane.fake_kube import Clock
 from controlplane.operator_objects import pool_body
+from dualmap_edge.kube.client import Connection
 from dualmap_operator.run.handlers import longest_drain_s, make_registry, make_settings
-from dualmap_operator.run.reconciler import Keepers
+from dualmap_operator.run.reconciler import Reconcilers
 
 
 def deleted(**spec: Any) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def deleted(**spec: Any) -> dict[str, Any]:
     return {"apiVersion": "serving.dualmap.dev/v1alpha1", "kind": "InferencePool", **body}
 
 
-class FakeKeeper:
+class FakeReconciler:
     """A pool's loop that ends as the test says: it drains, or breaks, or goes on and on."""
 
     def __init__(self, how: str) -> None:
@@ -40,11 +41,15 @@ class FakeKeeper:
         self._stopped.set()
 
 
+async def no_connection() -> Connection:
+    raise AssertionError("no test logs in here")
+
+
 class Scene:
     def __init__(self, how: str) -> None:
         self.clock = Clock()
-        self.keepers = Keepers(lambda *_: FakeKeeper(how))  # type: ignore[arg-type,return-value]  # stands for it
-        registry = make_registry(self.keepers, self.clock)
+        self.reconcilers = Reconcilers(lambda *_: FakeReconciler(how))  # type: ignore[arg-type,return-value]  # stands for it
+        registry = make_registry(self.reconcilers, self.clock, connection=no_connection)
         (self._drain,) = registry._changing.get_all_handlers()
         (self._keep,) = registry._spawning.get_all_handlers()
         self._memo = kopf.Memo()
@@ -66,20 +71,20 @@ class FakeStopped:
         await asyncio.Event().wait()
 
 
-async def test_a_pool_that_has_drained_is_let_go() -> None:
+async def test_drain_handler_drained_pool_is_released() -> None:
     await Scene("drains").drain()
 
 
 @pytest.mark.parametrize("how", ["breaks", "goes on"])
-async def test_a_pool_whose_drain_was_broken_off_is_held(how: str) -> None:
+async def test_drain_handler_interrupted_drain_is_retried(how: str) -> None:
     scene = Scene(how)
-    scene.keepers.closing.set()
+    scene.reconcilers.closing.set()
 
     with pytest.raises(kopf.TemporaryError, match="has not drained yet"):
         await scene.drain()
 
 
-async def test_a_pool_is_let_go_in_the_end_whenever_it_was_deleted() -> None:
+async def test_drain_handler_releases_after_the_deadline() -> None:
     scene = Scene("breaks")
     for waited_s in (0.0, 89.9):
         scene.clock.now_s += waited_s
@@ -90,18 +95,18 @@ async def test_a_pool_is_let_go_in_the_end_whenever_it_was_deleted() -> None:
     await scene.drain(drain={"timeout": "1m"})
 
 
-async def test_a_pools_loop_that_broke_is_begun_anew() -> None:
-    with pytest.raises(kopf.TemporaryError, match="begun anew"):
+async def test_daemon_ended_reconciler_is_restarted() -> None:
+    with pytest.raises(kopf.TemporaryError, match="is restarted"):
         await Scene("breaks").keep()
 
 
-def test_a_deleted_pool_is_held_for_its_drain_timeout_and_a_little_more() -> None:
+def test_longest_drain_is_drain_timeout_plus_grace() -> None:
     assert longest_drain_s(deleted(drain={"timeout": "1m"})) == 60 + 30
     assert longest_drain_s(deleted()) == 600 + 30
     assert longest_drain_s(deleted(workload={})) == 600 + 30, "a spec that cannot be read"
 
 
-def test_kopf_holds_pools_by_our_finalizer_and_watches_and_posts_nothing_else() -> None:
+def test_kopf_settings_use_our_finalizer_and_no_extra_requests() -> None:
     settings = make_settings()
 
     assert settings.persistence.finalizer == "serving.dualmap.dev/drain"
@@ -111,15 +116,17 @@ def test_kopf_holds_pools_by_our_finalizer_and_watches_and_posts_nothing_else() 
     assert isinstance(settings.watching.server_timeout, int)
 
 
-def test_kopf_never_gives_up_on_the_api_server() -> None:
+def test_kopf_settings_retry_without_end() -> None:
     backoffs = make_settings().networking.error_backoffs
 
     assert not isinstance(backoffs, float)
     assert max(itertools.islice(backoffs, 10_000)) == 2.0
 
 
-def test_pools_alone_have_handlers() -> None:
-    registry = make_registry(Keepers(lambda *_: None), Clock())  # type: ignore[arg-type,return-value]  # unused
+def test_registry_handles_pools_only() -> None:
+    registry = make_registry(  # type: ignore[arg-type,return-value]  # unused
+        Reconcilers(lambda *_: None), Clock(), connection=no_connection
+    )
     registries = (registry._indexing, registry._watching, registry._spawning, registry._changing)
     selectors = {selector for each in registries for selector in each.get_all_selectors()}
 

@@ -38,11 +38,11 @@ async def test_health_is_200_without_problems(scene: Scene) -> None:
 
 
 async def test_health_is_500_with_the_reasons(scene: Scene) -> None:
-    scene.problems = ["nothing was heard of Pod for 130 s", "the pass over llm/qwen hangs"]
+    scene.problems = ["no word from the watch of Pod for 130 s", "reconcile of llm/qwen is stuck"]
 
     assert await scene.get(scene.ports[0], "/healthz") == (
         500,
-        "nothing was heard of Pod for 130 s\nthe pass over llm/qwen hangs\n",
+        "no word from the watch of Pod for 130 s\nreconcile of llm/qwen is stuck\n",
     )
 
 
@@ -55,7 +55,7 @@ async def test_metrics_are_on_the_other_port(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: o\r\n\r\n"])
-async def test_who_asks_nothing_whole_is_cut_off(sent: bytes) -> None:
+async def test_health_incomplete_request_is_closed(sent: bytes) -> None:
     scene = Scene(idle_timeout_s=0.05)
     try:
         for port in await scene.server.start(HOST, health_port=0, metrics_port=0):
@@ -68,7 +68,7 @@ async def test_who_asks_nothing_whole_is_cut_off(sent: bytes) -> None:
         await scene.server.close()
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_health_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         taken.listen()
@@ -77,13 +77,13 @@ async def test_a_port_that_is_taken_is_named() -> None:
             await Scene().server.start(HOST, health_port=0, metrics_port=port)
 
 
-def test_an_operator_is_ill_when_a_watch_is_silent_a_pass_hangs_or_a_pool_is_kept_by_nobody() -> None:
+def test_problems_name_silent_watch_and_stuck_or_missing_reconcile() -> None:
     said = problems(
-        ages_s={"Pod": 121.0, "Service": 46.0}, stuck=["llm/qwen"], unkept_s={"llm/new": 1.0, "llm/lost": 31.0}
+        ages_s={"Pod": 121.0, "Service": 46.0}, stuck=["llm/qwen"], unreconciled_s={"llm/new": 1.0, "llm/lost": 31.0}
     )
 
     assert said == (
-        "nothing was heard of Pod for 121 s",
-        "the pass over llm/qwen hangs",
-        "nobody keeps llm/lost, for 31 s",
+        "no word from the watch of Pod for 121 s",
+        "reconcile of llm/qwen is stuck",
+        "llm/lost has had no reconciler for 31 s",
     )

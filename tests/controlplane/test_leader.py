@@ -95,7 +95,7 @@ async def server() -> AsyncIterator[LeaseServer]:
         task.cancel()
 
 
-async def test_the_first_makes_the_lease_in_utc(server: LeaseServer) -> None:
+async def test_leader_first_candidate_creates_lease_in_utc(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
 
@@ -109,7 +109,7 @@ async def test_the_first_makes_the_lease_in_utc(server: LeaseServer) -> None:
     }
 
 
-async def test_the_second_waits_and_writes_nothing(server: LeaseServer) -> None:
+async def test_leader_second_candidate_waits_without_writing(server: LeaseServer) -> None:
     await server.candidate("first").acquire()
     second = server.candidate("second")
     waiting = asyncio.create_task(second.acquire())
@@ -120,7 +120,7 @@ async def test_the_second_waits_and_writes_nothing(server: LeaseServer) -> None:
     assert server.writes == 1
 
 
-async def test_a_lease_that_is_not_renewed_is_taken_after_its_time(server: LeaseServer) -> None:
+async def test_leader_expired_lease_is_taken(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     second = server.candidate("second")
@@ -142,10 +142,10 @@ async def test_a_lease_that_is_not_renewed_is_taken_after_its_time(server: Lease
     assert server.spec["leaseTransitions"] == 1
 
 
-async def test_a_renewed_lease_is_not_taken_however_long(server: LeaseServer) -> None:
+async def test_leader_renewed_lease_is_not_taken(server: LeaseServer) -> None:
     first, second = server.candidate("first"), server.candidate("second")
     await first.acquire()
-    keeping = asyncio.create_task(first.keep())
+    renewing = asyncio.create_task(first.renew())
     waiting = asyncio.create_task(second.acquire())
     for _ in range(20):
         seen, asked = server.writes, len(server.kube.requests)
@@ -154,10 +154,10 @@ async def test_a_renewed_lease_is_not_taken_however_long(server: LeaseServer) ->
 
     assert first.leading
     assert not waiting.done()
-    assert not keeping.done()
+    assert not renewing.done()
 
 
-async def test_a_clock_in_another_zone_is_no_reason_to_take_a_lease(server: LeaseServer) -> None:
+async def test_leader_clock_difference_does_not_expire_lease(server: LeaseServer) -> None:
     from datetime import timezone
 
     await server.candidate("first", tz=timezone(timedelta(hours=9))).acquire()
@@ -169,7 +169,7 @@ async def test_a_clock_in_another_zone_is_no_reason_to_take_a_lease(server: Leas
     assert server.spec["renewTime"] == "2026-07-01T12:00:00.250000Z"
 
 
-async def test_a_released_lease_is_taken_at_once(server: LeaseServer) -> None:
+async def test_leader_released_lease_is_taken_at_once(server: LeaseServer) -> None:
     first, second = server.candidate("first"), server.candidate("second")
     await first.acquire()
     waiting = asyncio.create_task(second.acquire())
@@ -182,21 +182,21 @@ async def test_a_released_lease_is_taken_at_once(server: LeaseServer) -> None:
     assert second.leading
 
 
-async def test_who_cannot_renew_in_time_has_lost(server: LeaseServer) -> None:
+async def test_leader_renewal_past_deadline_loses_lease(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     server.away = True
-    keeping = asyncio.create_task(first.keep())
+    renewing = asyncio.create_task(first.renew())
     await until(lambda: len(server.kube.requests) > 5)
-    assert not keeping.done(), "there is time to try again"
+    assert not renewing.done(), "there is time to try again"
 
     server.clock.now_s += 8
     with pytest.raises(LeadershipLostError, match="not renewed within 8 s"):
-        await keeping
+        await renewing
     assert not first.leading
 
 
-async def test_who_finds_anothers_name_has_lost_at_once(server: LeaseServer) -> None:
+async def test_leader_other_holder_loses_lease_at_once(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     assert server.lease is not None
@@ -205,25 +205,25 @@ async def test_who_finds_anothers_name_has_lost_at_once(server: LeaseServer) -> 
         "spec": {**server.spec, "holderIdentity": "second"},
     }
 
-    with pytest.raises(LeadershipLostError, match="another's now"):
-        await first.keep()
+    with pytest.raises(LeadershipLostError, match="another operator holds"):
+        await first.renew()
     assert server.spec["holderIdentity"] == "second"
 
 
-async def test_a_lost_answer_to_a_renewal_loses_nothing(server: LeaseServer) -> None:
+async def test_leader_lost_answer_to_renewal_keeps_lease(server: LeaseServer) -> None:
     first = server.candidate("first")
     await first.acquire()
     server.lose_answers = True
-    keeping = asyncio.create_task(first.keep())
+    renewing = asyncio.create_task(first.renew())
     server.clock.now_s += 5
     await until(lambda: server.writes > 3)
     server.clock.now_s += 5
 
     assert first.leading
-    assert not keeping.done()
+    assert not renewing.done()
 
 
-async def test_an_absent_server_is_waited_for(server: LeaseServer) -> None:
+async def test_leader_unreachable_server_is_retried(server: LeaseServer) -> None:
     server.away = True
     first = server.candidate("first")
     waiting = asyncio.create_task(first.acquire())
@@ -234,7 +234,7 @@ async def test_an_absent_server_is_waited_for(server: LeaseServer) -> None:
     assert first.leading
 
 
-async def test_only_one_of_many_that_come_at_once_leads(server: LeaseServer) -> None:
+async def test_leader_simultaneous_candidates_elect_one(server: LeaseServer) -> None:
     candidates = [server.candidate(f"candidate-{number}") for number in range(5)]
     waiting = [asyncio.create_task(each.acquire()) for each in candidates]
     await until(lambda: len(server.kube.requests) > 30)
@@ -244,9 +244,7 @@ async def test_only_one_of_many_that_come_at_once_leads(server: LeaseServer) -> 
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_loss_is_noticed_when_the_time_is_up_and_not_at_the_next_attempt(
-    server: LeaseServer, hangs: bool
-) -> None:
+async def test_leader_loss_is_noticed_at_the_deadline(server: LeaseServer, hangs: bool) -> None:
     loop = asyncio.get_running_loop()
     api = HangingApi(server.api) if hangs else server.api
     first = Leadership(
@@ -259,7 +257,7 @@ async def test_a_loss_is_noticed_when_the_time_is_up_and_not_at_the_next_attempt
     await first.acquire()
 
     with pytest.raises(LeadershipLostError, match="not renewed within"):
-        await asyncio.wait_for(first.keep(), timeout=10.0)
+        await asyncio.wait_for(first.renew(), timeout=10.0)
     assert not first.leading
 
 
@@ -276,7 +274,7 @@ class HangingApi:
 
 
 @pytest.mark.parametrize("there", [False, True])
-async def test_a_lease_that_was_being_taken_at_the_stop_is_handed_over(server: LeaseServer, there: bool) -> None:
+async def test_leader_lease_acquired_during_stop_is_released(server: LeaseServer, there: bool) -> None:
     if there:
         before = server.candidate("before")
         await before.acquire()
@@ -312,7 +310,7 @@ class SlowApi:
         return answer
 
 
-async def test_who_does_not_hold_the_lease_hands_nothing_over(server: LeaseServer) -> None:
+async def test_leader_standby_releases_nothing(server: LeaseServer) -> None:
     await server.candidate("first").acquire()
     second = server.candidate("second")
     await asyncio.gather(asyncio.wait_for(second.acquire(), 0.05), return_exceptions=True)

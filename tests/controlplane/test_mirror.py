@@ -59,7 +59,7 @@ def started(scene: Scene) -> asyncio.Task[None]:
     return asyncio.create_task(scene.mirror.run())
 
 
-async def test_it_lists_page_by_page_and_then_follows_from_there(scene: Scene) -> None:
+async def test_mirror_pages_list_all_then_watch_from_the_last_version(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a"), page="next"), listing(body("b", colour="blue"), version="12"))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -70,7 +70,7 @@ async def test_it_lists_page_by_page_and_then_follows_from_there(scene: Scene) -
     assert scene.kube.watches[0].query == {"labelSelector": "app=vllm", "resourceVersion": "12"}
 
 
-async def test_events_change_it_and_tell_what_was_and_is(scene: Scene) -> None:
+async def test_mirror_events_call_listener_with_old_and_new_value(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -91,7 +91,7 @@ async def test_events_change_it_and_tell_what_was_and_is(scene: Scene) -> None:
     ]
 
 
-async def test_what_vanished_while_nobody_watched_is_gone_after_the_next_list(scene: Scene) -> None:
+async def test_mirror_missed_deletion_is_gone_after_next_list(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a"), body("b")), listing(body("b"), version="99"))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -105,7 +105,7 @@ async def test_what_vanished_while_nobody_watched_is_gone_after_the_next_list(sc
     assert scene.kube.watches[1].query["resourceVersion"] == "99"
 
 
-async def test_a_broken_connection_goes_on_from_the_last_version_heard_of(scene: Scene) -> None:
+async def test_mirror_broken_connection_resumes_from_last_version(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -118,7 +118,7 @@ async def test_a_broken_connection_goes_on_from_the_last_version_heard_of(scene:
     assert len(scene.kube.requests) == 1, "listed once"
 
 
-async def test_an_answer_that_is_no_list_takes_nothing_away(scene: Scene) -> None:
+async def test_mirror_answer_that_is_no_list_keeps_objects(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")), {"message": "a proxy's"}, listing(body("b"), version="99"))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -131,7 +131,7 @@ async def test_an_answer_that_is_no_list_takes_nothing_away(scene: Scene) -> Non
     assert scene.counts.requests == [("LIST", 200), ("WATCH", 200), ("LIST", 0), ("LIST", 200), ("WATCH", 200)]
 
 
-async def test_it_waits_for_a_kind_that_is_not_there_yet(scene: Scene) -> None:
+async def test_mirror_missing_kind_is_waited_for(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, KubeError(404, "no such kind"), KubeError(0, "away"), listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -140,7 +140,7 @@ async def test_it_waits_for_a_kind_that_is_not_there_yet(scene: Scene) -> None:
     assert scene.counts.requests[:3] == [("LIST", 404), ("LIST", 0), ("LIST", 200)]
 
 
-async def test_its_age_is_the_time_since_the_last_word(scene: Scene) -> None:
+async def test_mirror_age_counts_from_last_answer(scene: Scene) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.mirror.listed.wait()
@@ -165,7 +165,7 @@ def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-async def test_a_watch_that_is_refused_again_and_again_is_backed_off_from(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_refused_watches_back_off(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     for _ in range(6):
         scene.kube.break_watch(KubeError(503, "overloaded"))
@@ -179,7 +179,7 @@ async def test_a_watch_that_is_refused_again_and_again_is_backed_off_from(scene:
     assert pauses[6] == 0.001, "it was let watch meanwhile"
 
 
-async def test_it_waits_for_as_long_as_the_server_asks(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_pause_honours_retry_after(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, KubeError(429, "too many", retry_after_s=7.0), listing(body("a")))
     scene.kube.break_watch(KubeError(429, "too many", retry_after_s=9.0))
     _running = started(scene)
@@ -188,9 +188,7 @@ async def test_it_waits_for_as_long_as_the_server_asks(scene: Scene, pauses: lis
     assert pauses == [7.0, 9.0]
 
 
-async def test_a_watch_that_ends_in_order_is_word_from_the_server_and_one_that_fell_silent_is_not(
-    scene: Scene, pauses: list[float]
-) -> None:
+async def test_mirror_age_resets_at_watch_end_but_not_at_silence(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     _running = started(scene)
     await scene.kube.watching.wait()
@@ -207,7 +205,7 @@ async def test_a_watch_that_ends_in_order_is_word_from_the_server_and_one_that_f
     assert len(scene.kube.requests) == 1, "listed once"
 
 
-async def test_watches_that_end_at_once_are_not_begun_at_full_speed(scene: Scene, pauses: list[float]) -> None:
+async def test_mirror_short_watches_are_followed_by_a_pause(scene: Scene, pauses: list[float]) -> None:
     scene.kube.answer("GET", PATH, listing(body("a")))
     scene.kube.break_watch(None)
     _running = started(scene)

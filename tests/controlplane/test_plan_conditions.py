@@ -31,13 +31,13 @@ def after(made: Plan, observed: Observed) -> Observed:
     return replace(observed, published=made.status)
 
 
-def test_at_rest_a_second_pass_changes_nothing() -> None:
+def test_conditions_second_reconcile_at_rest_changes_nothing() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     first = plan(template_spec(), observed, NOW_S)
     second = plan(template_spec(), after(first, observed), NOW_S + 3600)
     assert second.status == first.status
     assert second.events == ()
-    assert second.again_s == 30
+    assert second.requeue_after_s == 30
     told = {each.type: each.status for each in first.status.conditions}
     assert told == {
         "Accepted": True, "Available": True, "RingSynced": True, "Progressing": False, "Draining": False,
@@ -45,7 +45,7 @@ def test_at_rest_a_second_pass_changes_nothing() -> None:
     }  # fmt: skip
 
 
-def test_a_condition_keeps_its_time_until_it_turns() -> None:
+def test_conditions_keep_transition_time_until_status_changes() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     first = plan(template_spec(), observed, NOW_S)
     later = plan(template_spec(), after(first, observed), NOW_S + 10)
@@ -80,23 +80,23 @@ def test_counts() -> None:
         ([router(), router("b", version=0)], False, "RoutersBehind"),
     ],
 )
-def test_ring_synced_is_what_every_ready_router_says(routers: list, status: bool | None, reason: str) -> None:  # type: ignore[type-arg]
+def test_ring_synced_needs_every_ready_router(routers: list, status: bool | None, reason: str) -> None:  # type: ignore[type-arg]
     said = condition(plan(template_spec(), seen(PODS, ACTIVE, routers=routers), NOW_S), "RingSynced")
     assert (said.status, said.reason) == (status, reason)
 
 
-def test_a_pool_that_starts_is_given_time_before_it_is_degraded() -> None:
+def test_degraded_starting_pool_has_grace_period() -> None:
     pods = tuple(starting(n, serving_since_s=NOW_S) for n in range(3))
     observed = seen(pods, version=0)
     first = plan(template_spec(), observed, NOW_S)
     assert (condition(first, "Available").status, condition(first, "Degraded").status) == (False, False)
-    waited = plan(template_spec(), after(first, observed), NOW_S + first.again_s)
-    assert first.again_s <= 30
+    waited = plan(template_spec(), after(first, observed), NOW_S + first.requeue_after_s)
+    assert first.requeue_after_s <= 30
     assert condition(waited, "Degraded").reason == "NoReadyMember"
     assert EventReason.POOL_DEGRADED in {event.reason for event in waited.events}
 
 
-def test_no_replicas_wanted_is_not_degraded() -> None:
+def test_degraded_zero_replicas_is_false() -> None:
     observed = seen((), size=0, version=0)
     made = plan(template_spec(0), observed, NOW_S)
     later = plan(template_spec(0), after(made, observed), NOW_S + 600)
@@ -105,7 +105,7 @@ def test_no_replicas_wanted_is_not_degraded() -> None:
     assert later.status == made.status
 
 
-def test_a_pool_brought_back_from_nothing_is_given_time_again() -> None:
+def test_degraded_pool_scaled_from_zero_has_grace_period() -> None:
     empty = seen((), size=0, version=0)
     slept = after(plan(template_spec(0), empty, NOW_S), empty)
     wanted = plan(template_spec(1), slept, NOW_S + 600)
@@ -117,14 +117,14 @@ def test_a_pool_brought_back_from_nothing_is_given_time_again() -> None:
     assert condition(plan(template_spec(1), after(again, woken), NOW_S + 640), "Degraded").status is True
 
 
-def test_a_pool_that_goes_says_so() -> None:
+def test_conditions_deleted_pool_reports_deleting() -> None:
     members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
     made = plan(template_spec(deleting=True), seen(PODS, members, routers=[router()]), NOW_S)
     told = {each.type: each.reason for each in made.status.conditions}
     assert (told["Available"], told["Progressing"]) == ("Deleting", "Deleting")
 
 
-def test_what_could_not_be_applied_is_told() -> None:
+def test_degraded_apply_failure_is_named() -> None:
     observed = replace(seen(PODS, ACTIVE), failures=("StatefulSet llm/qwen: exceeded quota",))
     made = plan(template_spec(), observed, NOW_S)
     assert (condition(made, "Degraded").reason, condition(made, "Degraded").message) == (
@@ -133,7 +133,7 @@ def test_what_could_not_be_applied_is_told() -> None:
     )
 
 
-def test_adopted_pods_say_that_replicas_have_no_effect() -> None:
+def test_scaling_limited_adopted_pods_is_true() -> None:
     made = plan(selector_spec(), seen((adopted("a"),), [member(adopted("a"))], size=None), NOW_S)
     limited = condition(made, "ScalingLimited")
     assert limited.status is True
@@ -141,7 +141,7 @@ def test_adopted_pods_say_that_replicas_have_no_effect() -> None:
     assert made.status.selector == "app=vllm"
 
 
-def test_a_spec_that_cannot_be_used_leaves_the_ring_and_says_why() -> None:
+def test_invalid_spec_keeps_ring_and_names_error() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     before = after(plan(template_spec(), observed, NOW_S), observed)
     made = plan_refused(before, 7, "spec.slo.ttft: 'soon' is not accepted", NOW_S + 5)
@@ -154,7 +154,7 @@ def test_a_spec_that_cannot_be_used_leaves_the_ring_and_says_why() -> None:
     assert (again.status, again.events) == (made.status, ())
 
 
-def test_a_pod_that_no_node_has_taken_is_no_trouble_yet() -> None:
+def test_degraded_unscheduled_pod_has_grace_period() -> None:
     body = json.loads((RECORDED / "pod_pending.json").read_text())
     pending = replace(read_pod(body), name="qwen-2", ordinal=2)
     made_s = read_time(body["metadata"]["creationTimestamp"])
@@ -165,14 +165,14 @@ def test_a_pod_that_no_node_has_taken_is_no_trouble_yet() -> None:
     assert condition(old, "Degraded").reason == "PodsNotReady"
 
 
-def test_pods_that_have_ended_are_nobody() -> None:
+def test_plan_ended_pods_are_ignored() -> None:
     evicted = adopted("b", 1, serving=False, ready=False, ended=True)
     made = plan(selector_spec(), seen((adopted("a"), evicted), [member(adopted("a"))], size=None), NOW_S)
     told = {each.type: each.status for each in made.status.conditions}
     assert (told["Progressing"], told["Degraded"], made.status.replicas) == (False, False, 1)
 
 
-def test_a_version_never_goes_back_though_the_status_was_wiped() -> None:
+def test_plan_version_never_decreases_after_status_wipe() -> None:
     wiped = replace(seen(PODS, version=0, routers=[]), version_floor=41)
     assert plan(template_spec(), wiped, NOW_S).status.ring_version == 42
 
@@ -180,21 +180,21 @@ def test_a_version_never_goes_back_though_the_status_was_wiped() -> None:
 class TestRefusedSpec:
     ERROR = "spec.slo.ttft: 'soon' is not accepted"
 
-    def test_a_member_whose_pod_has_crashed_leaves_all_the_same(self) -> None:
+    def test_invalid_spec_crashed_member_leaves(self) -> None:
         observed = seen((*PODS[:2], starting(2)), ACTIVE)
         made = plan_refused(observed, 7, self.ERROR, NOW_S)
         assert {each.id for each in made.status.members} == {"qwen-0", "qwen-1"}
         assert made.status.ring_version == 6
 
-    def test_without_any_pod_known_nobody_is_dropped(self) -> None:
+    def test_invalid_spec_without_known_pods_keeps_members(self) -> None:
         assert plan_refused(seen((), ACTIVE), 7, self.ERROR, NOW_S).status.members == ACTIVE
 
-    def test_a_deleted_pool_drains_before_it_is_let_go(self) -> None:
+    def test_invalid_spec_deleted_pool_drains_first(self) -> None:
         observed = replace(seen(PODS, ACTIVE, routers=[router()]), deleting=True)
         made = plan_refused(observed, 7, self.ERROR, NOW_S)
         assert {each.state for each in made.status.members} == {MemberState.DRAINING}
         assert not made.finished
-        drained = replace(after(made, observed), idle_looks={each.name: 2 for each in PODS})
+        drained = replace(after(made, observed), idle_checks={each.name: 2 for each in PODS})
         assert plan_refused(drained, 7, self.ERROR, NOW_S).finished
 
 
@@ -203,29 +203,29 @@ class TestModelConflict:
     ADOPTED = (adopted("a"), adopted("b", 1))
     SEEN = seen(ADOPTED, [member(each) for each in ADOPTED], size=None, routers=[router()])
 
-    def test_names_that_an_older_pool_has_are_told_once_and_change_nothing_else(self) -> None:
+    def test_model_conflict_is_reported_once_and_changes_nothing_else(self) -> None:
         settled = after(plan(selector_spec(), self.SEEN, NOW_S), self.SEEN)
         lost = replace(settled, lost_claims=self.LOST)
         made = plan(selector_spec(), lost, NOW_S + 5)
         accepted = condition(made, "Accepted")
         assert (accepted.status, accepted.reason, accepted.since_s) == (True, "ModelConflict", NOW_S)
-        assert accepted.message == "requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
+        assert accepted.message == "Requests for 'Qwen/Qwen2.5-7B', 'small' go to the older pool llm/older"
         assert [(each.reason, each.message, each.warning) for each in made.events] == [
             (EventReason.MODEL_CONFLICT, accepted.message, True)
         ]
         assert replace(made.status, conditions=()) == replace(settled.published, conditions=())
         assert made.status.conditions[1:] == settled.published.conditions[1:]
         again = plan(selector_spec(), after(made, lost), NOW_S + 3600)
-        assert (again.status, again.events, again.again_s) == (made.status, (), 30)
+        assert (again.status, again.events, again.requeue_after_s) == (made.status, (), 30)
 
-    def test_it_clears_when_the_name_is_the_pools_own_again(self) -> None:
+    def test_model_conflict_clears_when_name_is_free(self) -> None:
         lost = replace(self.SEEN, lost_claims=self.LOST)
         told = replace(after(plan(selector_spec(), lost, NOW_S), lost), lost_claims=())
         made = plan(selector_spec(), told, NOW_S + 5)
         assert condition(made, "Accepted").reason == "Accepted"
         assert [each.reason for each in made.events] == [EventReason.ACCEPTED]
 
-    def test_each_older_pool_is_named_and_warnings_stay(self) -> None:
+    def test_model_conflict_names_each_pool_and_keeps_warnings(self) -> None:
         template = {"spec": {"containers": [{"name": "engine"}], "terminationGracePeriodSeconds": 1}}
         spec = replace(template_spec(), workload=TemplateWorkload(template=template))
         warned = condition(plan(spec, seen(PODS, ACTIVE), NOW_S), "Accepted")
@@ -234,21 +234,21 @@ class TestModelConflict:
         said = condition(plan(spec, replace(seen(PODS, ACTIVE), lost_claims=lost), NOW_S), "Accepted")
         assert said.reason == "ModelConflict"
         assert said.message == (
-            "requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
-            f"requests for 'small' go to the older pool other/first; {warned.message}"
+            "Requests for 'Qwen/Qwen2.5-7B' go to the older pool llm/older; "
+            f"Requests for 'small' go to the older pool other/first; {warned.message}"
         )
 
-    def test_the_longest_names_of_as_many_pools_as_there_may_be_fit_into_a_status(self) -> None:
+    def test_model_conflict_longest_message_fits_the_status(self) -> None:
         lost = tuple(LostClaim(pool="llm/qwen", name="\x00" * 253, owner=f"{n:063}/{n:050}") for n in range(65))
         said = condition(plan(selector_spec(), replace(self.SEEN, lost_claims=lost), NOW_S), "Accepted")
         assert len(said.message) < 32_768 / 2, "what the CRD takes, and room for warnings"
 
-    def test_a_spec_that_cannot_be_used_is_the_graver_matter(self) -> None:
+    def test_model_conflict_with_invalid_spec_reports_invalid_spec(self) -> None:
         made = plan_refused(replace(self.SEEN, lost_claims=self.LOST), 7, "spec.slo.ttft: 'soon'", NOW_S)
         assert condition(made, "Accepted").reason == "InvalidSpec"
 
 
-def test_a_thousand_changes_are_one_event() -> None:
+def test_events_thousand_changes_are_one_event() -> None:
     pods = tuple(pod(n, address=f"10.{n // 250}.0.{n % 250}") for n in range(1000))
     made = plan(template_spec(1000), seen(pods, size=1000, version=0), NOW_S)
     (event,) = (each for each in made.events if each.reason is EventReason.MEMBER_ACTIVE)

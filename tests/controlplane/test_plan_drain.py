@@ -6,7 +6,7 @@ import pytest
 
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import Observed
-from dualmap_operator.decide.plan import DRAIN_LOOK_S, plan
+from dualmap_operator.decide.plan import DRAIN_INTERVAL_S, plan
 from dualmap_operator.names import EventReason
 from scenario import (
     NOW_S,
@@ -39,19 +39,19 @@ class TestVictims:
         assert made.status.ring_version == 6
         assert size_asked(made) == 3
         assert {gate.pod: gate.in_ring for gate in made.gates} == {"qwen-1": False, "qwen-2": False}
-        assert made.again_s <= DRAIN_LOOK_S
+        assert made.requeue_after_s <= DRAIN_INTERVAL_S
 
     def test_stay_while_a_router_has_a_request_in_flight_there(self) -> None:
         looks = {"qwen-2": 0}
-        made = plan(template_spec(2), draining(routers=[router(busy={"qwen-2": 1})], idle_looks=looks), NOW_S)
+        made = plan(template_spec(2), draining(routers=[router(busy={"qwen-2": 1})], idle_checks=looks), NOW_S)
         assert size_asked(made) == 3
 
     def test_one_idle_look_is_not_enough(self) -> None:
-        made = plan(template_spec(2), draining(routers=[router()], idle_looks={"qwen-2": 1}), NOW_S)
+        made = plan(template_spec(2), draining(routers=[router()], idle_checks={"qwen-2": 1}), NOW_S)
         assert size_asked(made) == 3
 
     def test_go_after_two_idle_looks(self) -> None:
-        made = plan(template_spec(2), draining(routers=[router()], idle_looks={"qwen-2": 2}), NOW_S)
+        made = plan(template_spec(2), draining(routers=[router()], idle_checks={"qwen-2": 2}), NOW_S)
         assert size_asked(made) == 2
         assert [event.reason for event in made.events if event.reason is EventReason.SCALED_DOWN]
 
@@ -59,12 +59,12 @@ class TestVictims:
         members = (ACTIVE[0], *(member(each, MemberState.DRAINING, age_s=20) for each in PODS[1:]))
         looks = {"qwen-1": 0, "qwen-2": 9}
         made = plan(
-            template_spec(1), seen(PODS, members, routers=[router(busy={"qwen-1": 1})], idle_looks=looks), NOW_S
+            template_spec(1), seen(PODS, members, routers=[router(busy={"qwen-1": 1})], idle_checks=looks), NOW_S
         )
         assert size_asked(made) == 3
 
     def test_go_when_the_drain_has_taken_its_time_and_that_is_said(self) -> None:
-        late = draining(routers=[router(busy={"qwen-2": 1})], idle_looks={"qwen-2": 0})
+        late = draining(routers=[router(busy={"qwen-2": 1})], idle_checks={"qwen-2": 0})
         made = plan(template_spec(2, drain_timeout_s=20), late, NOW_S)
         assert size_asked(made) == 2
         assert any(event.reason is EventReason.DRAIN_TIMED_OUT and event.warning for event in made.events)
@@ -171,9 +171,9 @@ class TestDeletion:
     def test_is_finished_when_all_have_drained(self) -> None:
         members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
         looks = {each.name: 2 for each in PODS}
-        made = plan(template_spec(3, deleting=True), seen(PODS, members, routers=[router()], idle_looks=looks), NOW_S)
+        made = plan(template_spec(3, deleting=True), seen(PODS, members, routers=[router()], idle_checks=looks), NOW_S)
         assert made.finished
-        busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})], idle_looks={**looks, "qwen-0": 0})
+        busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})], idle_checks={**looks, "qwen-0": 0})
         assert not plan(template_spec(3, deleting=True), busy, NOW_S).finished
 
     def test_never_waits_longer_than_the_timeout(self) -> None:

@@ -38,7 +38,7 @@ def test_a_cold_member_takes_over_keys_by_and_by(age_s: float, state: str, weigh
     (after,) = (each for each in made.status.members if each.id == "qwen-2")
     assert (after.state.value, after.weight) == (state, weight)
     assert made.status.ring_version == (6 if state == "Active" else 5), "weight alone is no new version"
-    assert made.again_s <= 10
+    assert made.requeue_after_s <= 10
 
 
 def test_a_pod_that_joins_others_begins_with_little() -> None:
@@ -78,7 +78,7 @@ def test_whoever_flaps_waits_longer_to_come_back(flaps: int, serving_s: float, j
     made = plan(template_spec(), seen((*PODS[:2], back), ACTIVE[:2]), NOW_S)
     assert ("qwen-2" in states(made)) is joins
     if not joins:
-        assert 0 < made.again_s <= 1, "nothing else would wake the pool when it has settled"
+        assert 0 < made.requeue_after_s <= 1, "nothing else would wake the pool when it has settled"
 
 
 def test_a_terminating_pod_drains_and_is_not_taken_back() -> None:

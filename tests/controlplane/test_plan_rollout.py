@@ -22,7 +22,7 @@ def test_it_is_deleted_when_it_has_drained() -> None:
     members = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=5))
     waiting = seen(PODS, members, routers=[router(busy={"qwen-2": 1})], revision=NEW)
     assert plan(template_spec(), waiting, NOW_S).restarts == ()
-    idle = seen(PODS, members, routers=[router()], idle_looks={"qwen-2": 2}, revision=NEW)
+    idle = seen(PODS, members, routers=[router()], idle_checks={"qwen-2": 2}, revision=NEW)
     (restart,) = plan(template_spec(), idle, NOW_S).restarts
     assert (restart.pod, restart.uid) == ("qwen-2", "uid-2")
 
@@ -64,7 +64,7 @@ def test_a_pod_that_drains_is_taken_back_when_all_others_fail() -> None:
 
 def test_the_only_pod_is_replaced_all_the_same() -> None:
     drains = member(PODS[0], MemberState.DRAINING, age_s=5)
-    observed = seen(PODS[:1], [drains], size=1, routers=[router()], idle_looks={"qwen-0": 2}, revision=NEW)
+    observed = seen(PODS[:1], [drains], size=1, routers=[router()], idle_checks={"qwen-0": 2}, revision=NEW)
     assert [each.pod for each in plan(template_spec(1), observed, NOW_S).restarts] == ["qwen-0"]
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +75,20 @@ def test_to_nothing_and_back() -> None:
     world.spec = replace(world.spec, replicas=1, generation=5)
     settled(world)
     assert world.pods["qwen-0"].uid != uid
+
+
+@pytest.mark.parametrize("reasons", [True, False])
+def test_plan_member_taken_back_during_drain_becomes_active(reasons: bool) -> None:
+    """Also with a kubelet that gives no reason for Ready false while the readiness gate is closed."""
+    world = World(spec=template_spec(2), kubelet_gives_reasons=reasons)
+    settled(world)
+    world.busy["qwen-1"] = 1
+    world.spec = replace(world.spec, replicas=1, generation=2)
+    world.settle(10)
+    assert states(world.published.members)["qwen-1"] == "Draining"
+    assert world.pods["qwen-1"].in_ring is False
+    world.spec = replace(world.spec, replicas=2, generation=3)
+    settled(world)
 
 
 happenings = st.one_of(

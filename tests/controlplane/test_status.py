@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dualmap.objects.pool_reader import read_pools
 from dualmap.pools.pool import MemberState
-from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
+from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, TrafficStatus
 from dualmap_operator.decide.pod_reading import read_status
 from dualmap_operator.decide.status import status_document, time_text
 
@@ -34,7 +34,7 @@ def test_the_shape_that_the_design_gives() -> None:
         selector="serving.dualmap.dev/pool=qwen",
         ring_version=7,
         members=(member("qwen-0", incarnation="6d1a57ee-0"),),
-        traffic=Shown(slo_attainment="0.97", cache_hit_rate="0.63"),
+        traffic=TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63"),
         conditions=(
             Condition(
                 type="Draining",
@@ -82,7 +82,7 @@ def test_the_shape_that_the_design_gives() -> None:
 
 def test_traffic_that_is_not_known_is_left_out() -> None:
     assert "traffic" not in status_document(PoolStatus())
-    shown = Shown(cache_hit_rate="0.63")
+    shown = TrafficStatus(cache_hit_rate="0.63")
     assert status_document(PoolStatus(traffic=shown))["traffic"] == {"cacheHitRate": "0.63"}
 
 
@@ -126,7 +126,7 @@ def test_the_schema_lets_all_of_it_through() -> None:
         ("qwen-1", MemberState.JOINING),
     ]
     assert all(each.incarnation for each in status.members)
-    assert status.traffic == Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+    assert status.traffic == TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63")
     assert [each.type for each in status.conditions] == ["Accepted"]
 
 
@@ -168,7 +168,7 @@ STATUSES = st.builds(
         max_size=5,
         unique_by=lambda member: member.id,
     ).map(tuple),
-    traffic=st.builds(Shown, slo_attainment=SHARES, cache_hit_rate=SHARES),
+    traffic=st.builds(TrafficStatus, slo_attainment=SHARES, cache_hit_rate=SHARES),
     conditions=st.lists(
         st.builds(
             Condition,

@@ -4,10 +4,10 @@ from itertools import pairwise
 import pytest
 
 from dualmap_extproc.telemetry.counts import Traffic
-from dualmap_operator.decide.observed import Shown
+from dualmap_operator.decide.observed import TrafficStatus
 from dualmap_operator.decide.traffic import TrafficWindow
 
-NOTHING = Shown()
+NOTHING = TrafficStatus()
 
 
 def totals(
@@ -31,13 +31,13 @@ def totals(
 class Watched:
     """A window whose routers are looked at every ten seconds."""
 
-    def __init__(self, published: Shown | None = None) -> None:
+    def __init__(self, published: TrafficStatus | None = None) -> None:
         self.window = TrafficWindow(published=published)
         self.now_s = 1000.0
         self.last: dict[str, dict[str, object]] = {}
         self.shown = self.window.shown(self.now_s)
 
-    def look(self, **routers: dict[str, object]) -> Shown:
+    def look(self, **routers: dict[str, object]) -> TrafficStatus:
         self.now_s += 10
         self.last = routers
         for router, each in routers.items():
@@ -45,7 +45,7 @@ class Watched:
         self.shown = self.window.shown(self.now_s)
         return self.shown
 
-    def wait(self, seconds: float) -> Shown:
+    def wait(self, seconds: float) -> TrafficStatus:
         """Nothing more happens; the routers are looked at as before."""
         for _ in range(round(seconds / 10)):
             self.look(**self.last)
@@ -57,7 +57,7 @@ class TestShares:
         watched = Watched()
         watched.look(a=totals(1000, slo_met=0))
         watched.look(a=totals(1100, slo_met=97, predicted=6300))
-        assert watched.wait(30) == Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+        assert watched.wait(30) == TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63")
 
     def test_routers_add_up_by_their_requests(self) -> None:
         watched = Watched()
@@ -78,19 +78,19 @@ class TestShares:
         watched.look(a=totals(4))
         assert watched.wait(60) == NOTHING
         watched.look(a=totals(5))
-        assert watched.wait(30) == Shown(slo_attainment="1.00", cache_hit_rate="0.00")
+        assert watched.wait(30) == TrafficStatus(slo_attainment="1.00", cache_hit_rate="0.00")
 
     def test_answers_in_one_piece_have_no_first_token_but_a_hit_rate(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a=totals(100, late=100, predicted=5000))
-        assert watched.wait(30) == Shown(cache_hit_rate="0.50")
+        assert watched.wait(30) == TrafficStatus(cache_hit_rate="0.50")
 
     def test_requests_without_a_prompt_have_no_hit_rate(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         watched.look(a={**totals(100), "prompt_tokens": 0})
-        assert watched.wait(30) == Shown(slo_attainment="1.00")
+        assert watched.wait(30) == TrafficStatus(slo_attainment="1.00")
 
 
 class TestHitRate:
@@ -173,7 +173,7 @@ class TestTime:
 
 
 class TestAnotherOperatorBefore:
-    PUBLISHED = Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+    PUBLISHED = TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63")
 
     def test_what_it_published_stays_while_we_know_nothing(self) -> None:
         watched = Watched(self.PUBLISHED)
@@ -185,7 +185,7 @@ class TestAnotherOperatorBefore:
         watched = Watched(self.PUBLISHED)
         watched.look(a=totals(1000))
         assert watched.look(a=totals(1100, slo_met=1100, predicted=0)) == self.PUBLISHED
-        assert watched.wait(30) == Shown(slo_attainment="1.00", cache_hit_rate="0.00")
+        assert watched.wait(30) == TrafficStatus(slo_attainment="1.00", cache_hit_rate="0.00")
 
 
 def test_whoever_was_refused_counts_as_late() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from builders import pool, request, text_of
 from dualmap.pools.pool import Engine, Pool, Queue, Rebalance, Routing, Slo
-from dualmap.requests import Decision, Effects, Held, Refusal
+from dualmap.requests import Decision, Effects, Queued, Rejection
 from dualmap.router import PoolRouter
 
 SPEED = 1000.0
@@ -29,11 +29,13 @@ def slow_pool(
     return replace(pool(count, routing=routing, engine=engine), slo=Slo(ttft_s=slo_ttft_s))
 
 
-def ask_all(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) -> Effects[Decision | Held | Refusal]:
+def ask_all(
+    router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0
+) -> Effects[Decision | Queued | Rejection]:
     return router.on_request(now, request(id, text_of(tokens, f"prompt {id}"), now=now))
 
 
-def ask(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) -> Decision | Held | Refusal:
+def ask(router: PoolRouter, id: str, tokens: int = 2000, *, now: float = 0.0) -> Decision | Queued | Rejection:
     return ask_all(router, id, tokens, now=now).answer
 
 

@@ -2,7 +2,7 @@
 
 import builders
 from dualmap.pools.pool import Engine, MemberState, Pool
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import Scaling
 
 SPEED = 10_000.0
@@ -23,7 +23,7 @@ def status(
     speed: float = SPEED,
     beside_others: float = 0.0,
     draining: int = 0,
-) -> PoolStatus:
+) -> PoolSnapshot:
     """A pool whose members have ``pending`` and ``held`` tokens each; the last ``draining`` of them leave.
 
     ``beside_others`` is their speed as other routers' prefills let this one see it, where that is less than ``speed``.
@@ -46,7 +46,7 @@ def status(
         )
         for n in range(members)
     )
-    return PoolStatus(
+    return PoolSnapshot(
         pool="llm/qwen",
         ring_version=1,
         held=waiting,
@@ -64,5 +64,5 @@ def steady(scaling: Scaling, *, rate: float, since: float, until: float, cached:
         scaling.window.add(since + n / rate, uncached_tokens=TOKENS, cached_tokens=cached)
 
 
-def desired(scaling: Scaling, now: float, state: PoolStatus) -> float:
+def desired(scaling: Scaling, now: float, state: PoolSnapshot) -> float:
     return scaling.signals(now, state).desired_replicas

@@ -5,7 +5,7 @@ from dataclasses import replace
 from builders import members, request
 from core.held_pools import ask, decided, held, slow_pool
 from dualmap.pools.pool import MemberState
-from dualmap.requests import Decision, Held, Reason, Refusal
+from dualmap.requests import Decision, Queued, Reason, Rejection
 from dualmap.router import PoolRouter
 
 
@@ -13,9 +13,9 @@ class TestBounds:
     def test_a_full_queue_refuses(self) -> None:
         router = PoolRouter(slow_pool(max_held=2))
         outcomes = [ask(router, str(n)) for n in range(4)]
-        assert [type(each) for each in outcomes] == [Decision, Held, Held, Refusal]
+        assert [type(each) for each in outcomes] == [Decision, Queued, Queued, Rejection]
         refusal = outcomes[-1]
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, Rejection)
         assert refusal.reason is Reason.QUEUE_FULL
         assert refusal.retry_after_s is not None
         assert refusal.retry_after_s > 5.0
@@ -27,7 +27,7 @@ class TestBounds:
         full = ask(router, "full")
         (late,) = router.on_deadline(3.0).outcomes
         for refusal in (full, late):
-            assert isinstance(refusal, Refusal)
+            assert isinstance(refusal, Rejection)
             assert refusal.retry_after_s == 3.0
 
     def test_nobody_waits_for_longer_than_agreed(self) -> None:
@@ -37,7 +37,7 @@ class TestBounds:
         ask(router, "3", now=1.0)
         assert router.next_deadline() == 3.0
         (refusal,) = router.on_deadline(3.0).outcomes
-        assert isinstance(refusal, Refusal)
+        assert isinstance(refusal, Rejection)
         assert (refusal.request_id, refusal.reason) == ("2", Reason.WAITED_TOO_LONG)
         assert [each.request_id for each in router.on_deadline(4.0).outcomes] == ["3"]
         assert held(router) == 0
@@ -46,10 +46,10 @@ class TestBounds:
         router = PoolRouter(slow_pool(max_held=1))
         ask(router, "1")
         ask(router, "2")
-        assert isinstance(ask(router, "3"), Refusal)
+        assert isinstance(ask(router, "3"), Rejection)
         assert router.on_aborted(0.5, "2").answer is None
         assert held(router) == 0
-        assert isinstance(ask(router, "4"), Held)
+        assert isinstance(ask(router, "4"), Queued)
         assert decided(router.on_first_token(2.0, "1")) == ["4"]
 
     def test_an_abort_at_the_instance_makes_room(self) -> None:
@@ -63,7 +63,7 @@ class TestEmptyPool:
     def test_requests_wait_for_the_first_member(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True).routing))
         for n in range(3):
-            assert isinstance(ask(router, str(n)), Held)
+            assert isinstance(ask(router, str(n)), Queued)
         assert held(router) == 3
         first = decided(router.on_pool(5.0, replace(router.pool, members=members(2))))
         assert first
@@ -73,41 +73,41 @@ class TestEmptyPool:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
         ask(router, "1")
         assert router.on_deadline(2.0).outcomes == (
-            Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=2.0),
+            Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=2.0),
         )
 
     def test_and_only_so_many(self) -> None:
         routing = slow_pool(hold_when_empty=True, max_held=1, max_wait_s=9.0).routing
         router = PoolRouter(replace(slow_pool(0), routing=routing))
         ask(router, "1")
-        assert ask(router, "2") == Refusal(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=9.0)
+        assert ask(router, "2") == Rejection(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=9.0)
 
     def test_their_prompts_are_counted_while_they_wait(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True, max_wait_s=2.0).routing))
         ask(router, "1", 300)
         ask(router, "2", 500, now=1.0)
-        assert router.status().homeless_prefill_tokens == 800
+        assert router.status().unplaced_prefill_tokens == 800
         router.on_aborted(1.0, "1")
-        assert router.status().homeless_prefill_tokens == 500
+        assert router.status().unplaced_prefill_tokens == 500
         router.on_pool(1.0, replace(router.pool, ring_version=2))
-        assert router.status().homeless_prefill_tokens == 500
+        assert router.status().unplaced_prefill_tokens == 500
         router.on_pool(1.0, replace(router.pool, members=members(1)))
-        assert router.status().homeless_prefill_tokens == 0
+        assert router.status().unplaced_prefill_tokens == 0
 
     def test_without_a_place_to_wait_they_are_told_when_to_come_back(self) -> None:
         router = PoolRouter(slow_pool(0, max_wait_s=7.0))
-        assert ask(router, "1") == Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=7.0)
+        assert ask(router, "1") == Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=7.0)
 
     def test_a_request_that_may_use_only_others_is_refused(self) -> None:
         router = PoolRouter(replace(slow_pool(0), routing=slow_pool(hold_when_empty=True).routing))
         refusal = router.on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"}))).answer
-        assert refusal == Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
+        assert refusal == Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
 
     def test_a_request_that_may_use_no_member_of_those_there_are_need_not_come_back(self) -> None:
         refusal = (
             PoolRouter(slow_pool()).on_request(0.0, request("1", "hello", subset=frozenset({"10.9.9.9:1"}))).answer
         )
-        assert refusal == Refusal(request_id="1", reason=Reason.NO_ENDPOINT)
+        assert refusal == Rejection(request_id="1", reason=Reason.NO_ENDPOINT)
 
     def test_when_the_last_member_drains_its_requests_and_new_ones_wait_for_another(self) -> None:
         router = PoolRouter(slow_pool(hold_when_empty=True))
@@ -115,7 +115,7 @@ class TestEmptyPool:
         ask(router, "2")
         draining = replace(router.pool, members=members(1, state=MemberState.DRAINING))
         router.on_pool(1.0, draining)
-        assert isinstance(ask(router, "3", now=1.5), Held)
+        assert isinstance(ask(router, "3", now=1.5), Queued)
         assert held(router) == 2
         assert [each.in_flight for each in router.status().endpoints] == [1]
         assert decided(router.on_pool(2.0, slow_pool(2, hold_when_empty=True))) == ["2", "3"]

@@ -13,8 +13,8 @@ from builders import request, text_of
 from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
 from dualmap.fleet.suspension import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.replicas.news import HotnessCounts, News, SharedLoad
-from dualmap.requests import Decision, Effects, Held, Reason, Refusal
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedLoad
+from dualmap.requests import Decision, Effects, Queued, Reason, Rejection
 from dualmap.router import PoolRouter
 
 EVENTS = (
@@ -49,7 +49,7 @@ class TestMembersThatLeaveOrFail:
         outcomes = {str(n): ask(router, str(n)) for n in range(12)}
         before = {each.id: each.held for each in router.status().endpoints}
         assert all(before.values()), before
-        waiting = {id for id, outcome in outcomes.items() if isinstance(outcome, Held)}
+        waiting = {id for id, outcome in outcomes.items() if isinstance(outcome, Queued)}
         first, second = router.pool.members
         changed = {
             "gone": (second,),
@@ -84,7 +84,7 @@ class TestMembersThatLeaveOrFail:
         ask(router, "1")
         ask(router, "2")
         assert router.on_pool(1.0, slow_pool(0)).outcomes == (
-            Refusal(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),
+            Rejection(request_id="2", reason=Reason.NO_ENDPOINT, retry_after_s=30.0),
         )
 
     def test_an_instance_that_keeps_failing_is_left_alone_and_tried_again(self) -> None:
@@ -168,7 +168,7 @@ class TestRebalancing:
         n = 0
         while router.status().endpoints[0].held < 6:
             outcome = ask(router, f"small {n}", 1500)
-            assert isinstance(outcome, Decision | Held)
+            assert isinstance(outcome, Decision | Queued)
             if router.status().endpoints[1].in_flight:
                 router.on_aborted(0.0, f"small {n}")
             n += 1
@@ -179,7 +179,7 @@ class TestRebalancing:
         router = self.crowded()
         # Nowhere can such a prompt meet the SLO: both of its pair count as overloaded.
         answer, outcomes = ask_all(router, "huge", 9000)
-        assert isinstance(answer, Held)
+        assert isinstance(answer, Queued)
         moved = [each for each in outcomes if isinstance(each, Decision)]
         assert moved
         for each in moved:
@@ -243,7 +243,7 @@ class TestRebalancing:
                 elif event == "ask session":
                     asked = replace(asked, session=pick % 3, streamed=bool(pick % 2))
                 effects = router.on_request(now, asked)
-                if isinstance(effects.answer, Held):
+                if isinstance(effects.answer, Queued):
                     waiting.add(str(n))
                 elif isinstance(effects.answer, Decision):
                     open_ids.append(str(n))
@@ -254,8 +254,8 @@ class TestRebalancing:
                 effects = router.on_pool(now, CHANGES[event](router.pool, pick))
             elif event == "news":
                 load = SharedLoad(pending_prefill_tokens=pick * 100, backlog_s=pick * 0.1, in_flight=1)
-                news = News(hotness=HotnessCounts(requests=1, nodes={}), loads={f"m-{pick % 3}": load})
-                effects = router.on_news(now, f"peer {pick % 2}", news, 0.0)
+                update = ReplicaUpdate(hotness=HotnessCounts(requests=1, nodes={}), loads={f"m-{pick % 3}": load})
+                effects = router.on_update(now, f"peer {pick % 2}", update, 0.0)
             elif event == "back":
                 effects = router.on_pool(now, whole)
             elif event == "abort" and waiting and pick % 2:

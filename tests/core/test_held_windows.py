@@ -11,7 +11,7 @@ from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
 from dualmap.pools.pool import Queue
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.receipt import Key
-from dualmap.requests import Decision, Held, Refusal, Usage
+from dualmap.requests import Decision, Queued, Rejection, Usage
 from dualmap.router import PoolRouter
 
 
@@ -19,8 +19,8 @@ class TestWindow:
     def test_what_exceeds_the_window_waits_and_goes_when_the_prefill_ahead_ends(self) -> None:
         router = PoolRouter(slow_pool())
         assert isinstance(ask(router, "1"), Decision)
-        assert ask(router, "2") == Held(request_id="2")
-        assert ask(router, "3") == Held(request_id="3")
+        assert ask(router, "2") == Queued(request_id="2")
+        assert ask(router, "3") == Queued(request_id="3")
         (endpoint,) = router.status().endpoints
         assert (endpoint.in_flight, endpoint.held, endpoint.held_prefill_tokens) == (1, 2, 4000)
         assert decided(router.on_first_token(2.0, "1")) == ["2"]
@@ -56,6 +56,15 @@ class TestWindow:
             router.on_request(0.0, request(id, text_of(2048, "shared")))
         (endpoint,) = router.status().endpoints
         assert endpoint.held_prefill_tokens == 2048
+
+    def test_on_request_returns_the_requests_it_released(self) -> None:
+        router = PoolRouter(slow_pool())
+        ask(router, "1")
+        assert ask(router, "2") == Queued(request_id="2")
+        # The window opened by time alone without a call of `on_deadline`.
+        effects = ask_all(router, "3", now=2.0)
+        assert decided(effects) == ["2"]
+        assert effects.answer == Queued(request_id="3")
 
     def test_a_stalled_instance_is_given_no_more(self) -> None:
         router = PoolRouter(slow_pool())
@@ -139,7 +148,7 @@ class TestKvMemory:
         router = self.roomy(5000)
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
-        assert isinstance(ask(router, "two", 2001, now=3.0), Held)
+        assert isinstance(ask(router, "two", 2001, now=3.0), Queued)
         assert decided(router.on_finished(9.0, "one")) == ["two"]
 
     def test_what_fits_with_what_will_be_generated_is_handed_over(self) -> None:
@@ -151,8 +160,8 @@ class TestKvMemory:
         # Two requests are taken to generate 150 tokens each: half as much again as the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
-        assert isinstance(ask(router, "two", 1701, now=3.0), Held)
-        assert isinstance(ask(router, "three", 1500, now=3.0), Held)
+        assert isinstance(ask(router, "two", 1701, now=3.0), Queued)
+        assert isinstance(ask(router, "three", 1500, now=3.0), Queued)
         assert decided(router.on_aborted(3.0, "two")) == ["three"]
 
     def test_one_that_is_given_up_lets_in_who_waits_behind_it(self) -> None:
@@ -163,7 +172,7 @@ class TestKvMemory:
         ask(router, "large", 4000, now=3.0)
         ask(router, "small", 1000, now=3.0)
         assert {each.request_id: type(each) for each in router.on_deadline(23.0).outcomes} == {
-            "large": Refusal,
+            "large": Rejection,
             "small": Decision,
         }
 
@@ -173,7 +182,9 @@ class TestKvMemory:
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         ask(router, "large", 5100, now=3.0)
-        assert isinstance(ask(router, "small", 1000, now=3.05), Decision)
+        answer, outcomes = ask_all(router, "small", 1000, now=3.05)
+        assert isinstance(answer, Decision)
+        assert outcomes == ()
 
     def test_one_that_was_moved_keeps_its_place_by_arrival(self) -> None:
         queue = MemberQueue(lambda: None)

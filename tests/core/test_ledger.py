@@ -56,7 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(member=st.sampled_from("abc"), dt=st.floats(0, 5) | st.sampled_from([SILENT_PREFILL_S, SILENT_DECODE_S]))
     def settle(self, member: str, dt: float) -> None:
         self.now += dt
-        self.ledger.load(member).end_overdue(self.now)
+        self.ledger.loads[member].end_overdue(self.now)
 
     @rule(name=names, dt=st.floats(0, 5))
     def first_token(self, name: str, dt: float) -> None:
@@ -95,7 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def loads_are_the_sums_of_live_requests(self) -> None:
         live = [found for n in range(self.ids + 1) if (found := self.ledger.request(str(n)))]
         for member in "abcd":
-            load, own = self.ledger.load(member), [each for each in live if each.member == member]
+            load, own = self.ledger.loads[member], [each for each in live if each.member == member]
             pending = [each for each in own if each.stage is Stage.PENDING]
             working = [each for each in own if each.stage is not Stage.SILENT]
             assert not any(each.prefilled for each in pending)
@@ -116,7 +116,7 @@ def test_the_queue_shrinks_while_its_head_is_computed() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
-    load = ledger.load("a")
+    load = ledger.loads["a"]
     assert load.queue_s(0.0, 3.0) == 2.0
     assert load.queue_s(0.4, 3.0) == 1.6
     # The head is late: its own second is spent, the other's is still to come.
@@ -129,7 +129,7 @@ def test_a_decode_stall_adds_the_time_without_a_completed_prefill() -> None:
     # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head may take its own time first.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
-    load = ledger.load("a")
+    load = ledger.loads["a"]
     assert load.queue_s(4.0, 3.0) == 0.0
     assert load.queue_s(4.1, 3.0) == 4.1
     ledger.first_token(5.0, "1")
@@ -142,7 +142,7 @@ def test_queueing_is_not_learnt_as_slowness() -> None:
         ledger.enter(0.0, entry(str(n), "a", 0.0))
     for n in range(50):
         ledger.first_token(n + 1.0, str(n))
-    assert 950 < ledger.load("a").speed.current.tokens_per_second < 1050
+    assert 950 < ledger.loads["a"].speed.current.tokens_per_second < 1050
 
 
 def test_an_abort_of_the_head_lets_the_next_begin() -> None:
@@ -150,7 +150,7 @@ def test_an_abort_of_the_head_lets_the_next_begin() -> None:
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
     ledger.leave(10.0, "1")
-    assert ledger.load("a").queue_s(10.5, 3.0) == 0.5
+    assert ledger.loads["a"].queue_s(10.5, 3.0) == 0.5
 
 
 def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
@@ -159,7 +159,7 @@ def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
     ledger.enter(0.0, entry("1", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("2", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("3", "a", 0.0))
-    load = ledger.load("a")
+    load = ledger.loads["a"]
     before = load.speed.current
     load.end_overdue(1.5)
     assert (load.prefills.tokens, load.queue_s(1.5, 3.0)) == (2000, 1.5)
@@ -173,9 +173,9 @@ def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
 
 def test_another_first_guess_starts_learning_afresh() -> None:
     ledger = Ledger(SPEED)
-    ledger.load("a")
+    ledger.loads["a"]
     ledger.set_prior(5000.0)
-    speeds = [ledger.load(member).speed.current.tokens_per_second for member in "ab"]
+    speeds = [ledger.loads[member].speed.current.tokens_per_second for member in "ab"]
     assert [round(each) for each in speeds] == [5000, 5000]
 
 
@@ -190,16 +190,16 @@ def test_news_puts_off_expiry() -> None:
     ledger.first_token(IN_FLIGHT_TTL_S - 1, "1")
     assert [each.request_id for each in ledger.expire(IN_FLIGHT_TTL_S + 1)] == ["2"]
     assert [each.request_id for each in ledger.expire(2 * IN_FLIGHT_TTL_S - 1)] == ["1"]
-    assert ledger.load("a").in_flight == 0
+    assert ledger.loads["a"].in_flight == 0
 
 
 def test_a_prefill_that_overtakes_does_not_teach_speed() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("long", "a", 0.0, tokens=10_000))
     ledger.enter(0.0, entry("short", "a", 0.0, tokens=100))
-    before = ledger.load("a").speed.current
+    before = ledger.loads["a"].speed.current
     ledger.first_token(0.2, "short")
-    assert ledger.load("a").speed.current == before
+    assert ledger.loads["a"].speed.current == before
 
 
 class TestLostReports:
@@ -207,7 +207,7 @@ class TestLostReports:
         ledger = Ledger(SPEED)
         for n in range(4):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
-        load, before = ledger.load("a"), ledger.load("a").speed.current
+        load, before = ledger.loads["a"], ledger.loads["a"].speed.current
         ledger.first_token(3.0, "2")
         assert (load.prefills.tokens, load.queue_s(3.0, 3.0)) == (1000, 1.0)
         assert load.in_flight == load.working == 4
@@ -218,7 +218,7 @@ class TestLostReports:
     def test_a_prefill_that_is_next_and_silent_for_long_has_ended_unheard(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         load.end_overdue(SILENT_PREFILL_S - 0.1)
         assert load.queue_s(SILENT_PREFILL_S - 0.1, 3.0) == SILENT_PREFILL_S - 0.1
         load.end_overdue(SILENT_PREFILL_S)
@@ -228,7 +228,7 @@ class TestLostReports:
     def test_a_long_prefill_is_given_more_time(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0, tokens=50_000))
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         load.end_overdue(499.0)
         assert load.prefills.tokens == 50_000
         load.end_overdue(500.0)
@@ -238,7 +238,7 @@ class TestLostReports:
         ledger = Ledger(SPEED)
         for n in range(3):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         for given_up in range(1, 3):
             now = given_up * SILENT_PREFILL_S
             load.end_overdue(now)
@@ -249,7 +249,7 @@ class TestLostReports:
         ledger = Ledger(SPEED)
         for n in range(2):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         before = load.speed.current
         load.end_overdue(SILENT_PREFILL_S)
         late = ledger.first_token(SILENT_PREFILL_S + 5.0, "0")
@@ -264,7 +264,7 @@ class TestLostReports:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
         ledger.first_token(1.0, "1")
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         load.end_overdue(SILENT_DECODE_S + 0.9)
         assert (load.kv.tokens, load.working) == (1000, 1)
         load.end_overdue(SILENT_DECODE_S + 1.0)
@@ -285,7 +285,7 @@ class TestLostReports:
             now += 51.0
         ledger.enter(now, entry("last", "a", now))
         ledger.first_token(now, "last")
-        load = ledger.load("a")
+        load = ledger.loads["a"]
         load.end_overdue(now + 150.0)
         assert load.kv.tokens == 1000
         load.end_overdue(now + IN_FLIGHT_TTL_S)

@@ -6,9 +6,9 @@ import pytest
 
 from builders import pool, request, text_of
 from dualmap.pools.pool import Engine, Pool, Queue, Routing
-from dualmap.replicas.news import HotnessCounts, News, Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import Decision, Held, Outcome
+from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedLoad
+from dualmap.requests import Decision, Outcome, Queued
 from dualmap.router import PoolRouter
 
 SPEED = 1000.0
@@ -21,16 +21,16 @@ def slow_pool(count: int = 2, *, window_s: float = 1e9, policy: str = "dualmap")
 
 
 def replicas(of: Pool, count: int = 2) -> list[PoolRouter]:
-    return [PoolRouter(of, shares=True) for _ in range(count)]
+    return [PoolRouter(of, replicated=True) for _ in range(count)]
 
 
 def exchange(now: float, routers: list[PoolRouter], *, age_s: float = 0.0) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for number, speaker in enumerate(routers):
-        news = speaker.take_news(now - age_s)
+        update = speaker.take_update(now - age_s)
         for listener in routers:
             if listener is not speaker:
-                outcomes += listener.on_news(now, f"replica {number}", news, age_s).outcomes
+                outcomes += listener.on_update(now, f"replica {number}", update, age_s).outcomes
     return outcomes
 
 
@@ -45,20 +45,20 @@ def candidates(decision: Decision) -> dict[str, int]:
 
 
 def test_a_quiet_router_has_nothing_to_tell() -> None:
-    nothing = News(hotness=NOTHING, loads={})
-    router = PoolRouter(pool(), shares=True)
-    assert router.take_news(0.0) == nothing
+    nothing = ReplicaUpdate(hotness=NOTHING, loads={})
+    router = PoolRouter(pool(), replicated=True)
+    assert router.take_update(0.0) == nothing
     decide(router, "1", text_of(500, "a"))
-    assert router.take_news(1.0) != nothing
+    assert router.take_update(1.0) != nothing
     router.on_finished(2.0, "1")
-    assert router.take_news(3.0) == nothing
+    assert router.take_update(3.0) == nothing
 
 
 def test_one_that_shares_with_nobody_keeps_nothing_to_tell() -> None:
     router = PoolRouter(pool())
     for n in range(10):
         decide(router, str(n), text_of(500, str(n)))
-    assert router.take_news(1.0).placements == ()
+    assert router.take_update(1.0).placements == ()
 
 
 class TestLoads:
@@ -92,8 +92,8 @@ class TestLoads:
     def test_news_that_says_nothing_of_loads_leaves_them(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         load = SharedLoad(pending_prefill_tokens=1000, backlog_s=1.0, in_flight=1)
-        mine.on_news(10.0, "yours", News(hotness=NOTHING, loads={"m-0": load}), 0.0)
-        mine.on_news(10.1, "yours", News(hotness=NOTHING), 0.0)
+        mine.on_update(10.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={"m-0": load}), 0.0)
+        mine.on_update(10.1, "yours", ReplicaUpdate(hotness=NOTHING), 0.0)
         assert candidates(decide(mine, "2", text_of(100, "b"), 10.2)) == {"m-0": 1000}
 
     def test_a_silent_replica_owes_nothing(self) -> None:
@@ -108,21 +108,21 @@ class TestLoads:
     def test_old_news_of_load_is_none(self) -> None:
         mine, yours = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
-        mine.on_news(100.0, "yours", yours.take_news(10.0), 90.0)
+        mine.on_update(100.0, "yours", yours.take_update(10.0), 90.0)
         assert candidates(decide(mine, "2", text_of(100, "b"), 100.0)) == {"m-0": 0}
 
     def test_news_that_come_late_do_not_undo_newer_ones(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         for age_s, tokens in ((0.0, 1000), (0.5, 9000)):
             load = SharedLoad(pending_prefill_tokens=tokens, backlog_s=tokens / SPEED, in_flight=1)
-            mine.on_news(10.0, "yours", News(hotness=NOTHING, loads={"m-0": load}), age_s)
+            mine.on_update(10.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={"m-0": load}), age_s)
         assert candidates(decide(mine, "2", text_of(100, "b"), 10.0)) == {"m-0": 1000}
 
     def test_a_member_this_router_does_not_know_yet_is_remembered(self) -> None:
         mine, yours = replicas(slow_pool(1))
         yours.on_pool(0.0, slow_pool(2))
         load = SharedLoad(pending_prefill_tokens=700, backlog_s=0.7, in_flight=1)
-        mine.on_news(0.1, "yours", News(hotness=NOTHING, loads={"m-1": load}), 0.0)
+        mine.on_update(0.1, "yours", ReplicaUpdate(hotness=NOTHING, loads={"m-1": load}), 0.0)
         mine.on_pool(0.2, slow_pool(2))
         assert candidates(decide(mine, "1", text_of(100, "b"), 0.3))["m-1"] == 700
 
@@ -130,7 +130,7 @@ class TestLoads:
         mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
-        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)).answer == Held(request_id="2")
+        assert mine.on_request(0.1, request("2", text_of(500, "b"), now=0.1)).answer == Queued(request_id="2")
         yours.on_first_token(2.0, "1")
         (outcome,) = exchange(2.1, routers)
         assert outcome.request_id == "2"
@@ -156,14 +156,14 @@ class TestPlacements:
     def test_what_was_cached_already_is_not_told_again(self) -> None:
         (mine,) = replicas(slow_pool(8), 1)
         decide(mine, "1", text_of(1280, "a"))
-        assert len(mine.take_news(0.1).placements) == 1
+        assert len(mine.take_update(0.1).placements) == 1
         decide(mine, "2", text_of(1280, "a"))
-        assert mine.take_news(0.2).placements == ()
+        assert mine.take_update(0.2).placements == ()
 
     def test_an_endpoint_that_is_not_there_is_passed_over(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         gone = Placement(endpoint="10.9.9.9:1", hashes=(1, 2, 3))
-        mine.on_news(0.0, "yours", News(hotness=NOTHING, loads={}, placements=(gone,)), 0.0)
+        mine.on_update(0.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={}, placements=(gone,)), 0.0)
         assert mine.status().endpoints[0].indexed_blocks == 0
 
 
@@ -185,16 +185,16 @@ def test_replicas_agree_on_the_length_of_a_hot_key() -> None:
 
 
 def test_counts_from_before_this_router_began_make_it_agree_at_once() -> None:
-    warm = PoolRouter(slow_pool(8), shares=True)
+    warm = PoolRouter(slow_pool(8), replicated=True)
     told = []
     for n in range(200):
         now = n * 0.1
         decide(warm, str(n), text_of(1024, "hot") + text_of(256, f"tail {n % 16}"), now)
         warm.on_finished(now, str(n))
-        told.append((now, warm.take_news(now)))
-    cold = PoolRouter(slow_pool(8), shares=True)
-    for said_s, news in told:
-        cold.on_news(1000.0, "warm", news, 20.0 - said_s)
+        told.append((now, warm.take_update(now)))
+    cold = PoolRouter(slow_pool(8), replicated=True)
+    for said_s, update in told:
+        cold.on_update(1000.0, "warm", update, 20.0 - said_s)
     key = decide(cold, "probe", text_of(1024, "hot") + text_of(256, "tail 3"), 1000.0).receipt.key
     assert key == decide(warm, "probe", text_of(1024, "hot") + text_of(256, "tail 3"), 20.0).receipt.key
     assert key.blocks > 2
@@ -231,9 +231,9 @@ def test_a_prefix_between_the_thresholds_has_one_length_everywhere() -> None:
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     ask_share(warm, 0.09, began=1000, count=1200, router_s=30.0)
-    cold.on_news(150.0, "warm", warm.take_news(150.0), 0.0)
+    cold.on_update(150.0, "warm", warm.take_update(150.0), 0.0)
     ask_share(warm, 0.09, began=3000, count=10, router_s=150.0)
-    cold.on_news(151.0, "warm", warm.take_news(151.0), 0.0)
+    cold.on_update(151.0, "warm", warm.take_update(151.0), 0.0)
     assert key_blocks(warm, 151.0, "probe") > 2
     assert key_blocks(cold, 151.0, "probe") == key_blocks(warm, 151.0, "again")
 
@@ -241,28 +241,30 @@ def test_a_prefix_between_the_thresholds_has_one_length_everywhere() -> None:
 def test_what_one_replica_merges_is_not_split_again_by_old_news() -> None:
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
-    old = warm.take_news(30.0)
-    cold.on_news(30.0, "warm", old, 0.0)
+    old = warm.take_update(30.0)
+    cold.on_update(30.0, "warm", old, 0.0)
     ask_share(cold, 0.0, began=1000, count=1200, router_s=31.0)
-    cold.on_news(151.0, "warm", old, 121.0)
+    cold.on_update(151.0, "warm", old, 121.0)
     assert key_blocks(cold, 152.0, "probe") == 2
-    cold.on_news(152.0, "warm", replace(old, hotness=replace(old.hotness, requests=0, nodes={})), 0.0)
+    cold.on_update(152.0, "warm", replace(old, hotness=replace(old.hotness, requests=0, nodes={})), 0.0)
     assert key_blocks(cold, 152.0, "again") == 2
 
 
 def test_what_nobody_would_write_is_not_counted() -> None:
     mine, _ = replicas(slow_pool(8))
     for n in range(40):
-        mine.on_news(n * 5.0, "odd", News(hotness=HotnessCounts(requests=1, nodes={7: 0, 9: n % 2}), loads={}), 0.0)
+        mine.on_update(
+            n * 5.0, "odd", ReplicaUpdate(hotness=HotnessCounts(requests=1, nodes={7: 0, 9: n % 2}), loads={}), 0.0
+        )
     assert mine.status().hotness_nodes == 1
 
 
 def test_counts_that_come_late_leave_the_window_with_their_time() -> None:
     mine, yours = replicas(slow_pool(8))
     ask_share(yours, 1.0, began=0, count=100, router_s=0.0)
-    told = yours.take_news(10.0)
+    told = yours.take_update(10.0)
     decide(mine, "own", text_of(1024, "own"), 55.0)
-    mine.on_news(55.0, "yours", told, 50.0)
+    mine.on_update(55.0, "yours", told, 50.0)
     assert mine.status().hotness_nodes > 1
     decide(mine, "later", text_of(1024, "own"), 75.0)
     assert mine.status().hotness_nodes <= 2
@@ -271,7 +273,7 @@ def test_counts_that_come_late_leave_the_window_with_their_time() -> None:
 def test_a_silent_replica_expires_at_the_deadline_that_was_asked_for() -> None:
     for tenth in range(200):
         mine, _ = replicas(slow_pool(1))
-        mine.on_news(tenth * 0.1, "yours", News(hotness=NOTHING, loads={}), 0.037)
+        mine.on_update(tenth * 0.1, "yours", ReplicaUpdate(hotness=NOTHING, loads={}), 0.037)
         deadline = mine.next_deadline()
         assert deadline is not None
         mine.on_deadline(deadline)

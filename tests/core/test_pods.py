@@ -95,6 +95,15 @@ class TestNodeLost:
     def test_a_kubelet_that_gives_no_reasons(self, ready_s: int) -> None:
         assert pod_facts(self.unready(ready_s)).serving
 
+    @pytest.mark.parametrize("ready_s", [50, 51])
+    def test_node_lost_gate_closed_before_unready_is_serving(self, ready_s: int) -> None:
+        """The closed gate explains it, though the kubelet gives no reason: a draining member can be taken back."""
+        assert pod_facts(self.unready(ready_s, gate="False")).serving
+
+    def test_node_lost_gate_absent_explains_nothing(self) -> None:
+        body = pod(condition("ContainersReady", second=3), condition("Ready", "False", 45), gates=())
+        assert not pod_facts(body).serving
+
 
 class TestIdentity:
     def test_names(self) -> None:

@@ -14,7 +14,7 @@ from builders import members, pool, request, text_of
 from core.routers import decide, loads
 from dualmap.keys.hotness import MIN_SPLIT_REQUESTS
 from dualmap.pools.pool import Engine, Member, MemberState
-from dualmap.requests import Decision, Reason, Refusal
+from dualmap.requests import Decision, Reason, Rejection
 from dualmap.router import PoolRouter
 
 
@@ -101,7 +101,7 @@ def test_time_already_waited_counts_against_the_slo() -> None:
 
 
 def test_no_eligible_member_is_refused() -> None:
-    refusal = Refusal(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
+    refusal = Rejection(request_id="1", reason=Reason.NO_ENDPOINT, retry_after_s=30.0)
     assert PoolRouter(pool(0)).on_request(0.0, request("1", "x")).answer == refusal
     assert PoolRouter(pool(0)).any_endpoints(None) == ()
     draining = replace(pool(0), members=members(2, state=MemberState.DRAINING))
@@ -129,7 +129,7 @@ def test_the_subset_hint_restricts_the_pair_and_bodiless_requests(subset: set[st
     for n in range(20):
         decision = router.on_request(0.0, request(str(n), text_of(400, str(n)), subset=frozenset(subset))).answer
         if not allowed:
-            assert isinstance(decision, Refusal)
+            assert isinstance(decision, Rejection)
             continue
         assert isinstance(decision, Decision)
         assert set(decision.receipt.pair) <= allowed

@@ -69,7 +69,7 @@ def test_accounts_of_members_that_are_gone_are_dropped() -> None:
         router.on_pool(float(n), replace(pool(0), members=(member,)))
         decide(router, str(n), "hello", float(n))
         router.on_finished(float(n), str(n))
-    assert len(router._fleet._ledger._loads) <= 2
+    assert len(router._fleet._ledger.loads) <= 2
 
 
 def test_hotness_survives_a_change_of_members() -> None:

@@ -8,7 +8,7 @@ from builders import pool, request, text_of
 from dualmap.keys.sessions import MAX_SESSIONS, SessionTable, session_key
 from dualmap.pools.pool import Engine, MemberState, Pool, Queue, Routing, Session, SessionMigration
 from dualmap.prompts.blocks import chain_root
-from dualmap.replicas.news import SharedBinding
+from dualmap.replicas.update import SharedBinding
 from dualmap.requests import Decision, Request
 from dualmap.router import PoolRouter
 
@@ -79,16 +79,16 @@ class TestBinding:
         assert second.receipt.matched_tokens == 2048
 
     def test_a_router_that_knows_only_the_binding_expects_the_context_there(self) -> None:
-        cold = PoolRouter(pool(), shares=True)
+        cold = PoolRouter(pool(), replicated=True)
         pair = decide(cold, turn("0", text_of(2048, "chat"))).receipt.pair
-        cold = PoolRouter(pool(), shares=True)
+        cold = PoolRouter(pool(), replicated=True)
         router_says = SharedBinding(session=NAME, host=pair[1], tokens=2048, version=0, moved_ago_s=9.0)
         cold.on_bindings(0.0, [router_says])
         decision = decide(cold, turn("1", text_of(2048, "chat") + text_of(100, "more")))
         assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (pair[1], 2048)
 
     def test_a_turn_taken_before_the_binding_was_known_counts_as_a_move(self) -> None:
-        table = SessionTable(100.0, shares=True)
+        table = SessionTable(100.0, replicated=True)
         assert table.get(0.0, 1) is None
         table.bind(0.0, 1, host="mine", tokens=9)
         (claim,) = table.take_changes(0.1)
@@ -105,7 +105,7 @@ class TestBinding:
         assert known.host == "third", "whoever was first with a version holds it"
 
     def test_with_ears_rule_the_next_turn_goes_to_the_last_one_not_to_where_the_store_was(self) -> None:
-        cold = PoolRouter(migrating(), shares=True)
+        cold = PoolRouter(migrating(), replicated=True)
         first = decide(cold, turn("1", text_of(2048, "chat"))).receipt.chosen
         cold.on_first_token(1.0, "1")
         cold.on_finished(2.0, "1")
@@ -128,7 +128,7 @@ class TestBinding:
         assert third.receipt.chosen == second.receipt.chosen
 
     def test_it_expires(self) -> None:
-        table = SessionTable(10.0, shares=True)
+        table = SessionTable(10.0, replicated=True)
         table.bind(0.0, 1, host="a", tokens=5)
         assert table.get(10.0, 1) is not None
         assert table.get(10.1, 1) is None
@@ -136,7 +136,7 @@ class TestBinding:
         assert len(table) == 1
 
     def test_the_table_is_bounded(self) -> None:
-        table = SessionTable(1e9, shares=False)
+        table = SessionTable(1e9, replicated=False)
         for session in range(MAX_SESSIONS + 10):
             table.bind(0.0, session, host="a", tokens=5)
         assert len(table) == MAX_SESSIONS
@@ -146,7 +146,7 @@ class TestBinding:
         assert table.take_wanted() == ()
 
     def test_a_move_counts_a_version_and_another_turn_does_not(self) -> None:
-        table = SessionTable(100.0, shares=True)
+        table = SessionTable(100.0, replicated=True)
         table.bind(0.0, 1, host="a", tokens=5)
         table.bind(1.0, 1, host="a", tokens=9)
         (change,) = table.take_changes(1.0)
@@ -157,7 +157,7 @@ class TestBinding:
         assert table.take_changes(5.0) == ()
 
     def test_the_newer_binding_holds(self) -> None:
-        table = SessionTable(100.0, shares=True)
+        table = SessionTable(100.0, replicated=True)
         table.bind(0.0, 1, host="a", tokens=5)
         table.bind(0.0, 1, host="b", tokens=5)
         table.adopt(1.0, SharedBinding(session=1, host="c", tokens=5, version=0, moved_ago_s=0.0), hinted=False)
@@ -171,7 +171,7 @@ class TestBinding:
         assert table.take_changes(1.0) == (), "what the store says need not be told to it"
 
     def test_an_unknown_session_is_wanted_once(self) -> None:
-        table = SessionTable(100.0, shares=True)
+        table = SessionTable(100.0, replicated=True)
         table.get(0.0, 1)
         table.get(0.0, 1)
         assert table.take_wanted() == (1,)

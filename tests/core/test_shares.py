@@ -7,7 +7,7 @@ import pytest
 import builders
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap.scaling.scaling import Scaling
 from dualmap.scaling.shares import NO_SHARE, REMEMBERED_S, PeerShares, Report, Share, share_of
@@ -157,7 +157,7 @@ class TestOwnShare:
     def pool(self) -> Pool:
         return builders.pool(2)
 
-    def status(self, pool: Pool) -> PoolStatus:
+    def status(self, pool: Pool) -> PoolSnapshot:
         return PoolRouter(pool).status()
 
     def test_a_quiet_pool_asks_for_nothing(self, pool: Pool) -> None:
@@ -191,7 +191,7 @@ class TestOwnShare:
         assert share_of(160.0, scaling, status) == NO_SHARE
 
     def test_prompts_that_wait_for_a_first_member_ask_for_as_many_as_they_need(self, pool: Pool) -> None:
-        empty = replace(self.status(replace(pool, members=())), held=400, homeless_prefill_tokens=6_000_000)
+        empty = replace(self.status(replace(pool, members=())), held=400, unplaced_prefill_tokens=6_000_000)
         share = share_of(1000.0, Scaling(pool), empty)
         assert share.pending_prefill_tokens == 6_000_000
         assert share.desired_replicas == pytest.approx(6_000_000 / 60 / pool.engine.prefill_tokens_per_second)

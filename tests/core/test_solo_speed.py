@@ -7,7 +7,7 @@ import pytest
 import builders
 from core.routers import decide
 from dualmap.pools.pool import Engine
-from dualmap.replicas.news import HotnessCounts, News, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedLoad
 from dualmap.requests import EndpointStatus
 from dualmap.router import PoolRouter
 
@@ -20,7 +20,7 @@ BUSY = SharedLoad(pending_prefill_tokens=TOKENS, backlog_s=0.4, in_flight=1)
 
 def say(router: PoolRouter, now: float, load: SharedLoad | None, *, age_s: float = 0.05) -> None:
     loads = {} if load is None else {MEMBER: load}
-    router.on_news(now, "other", News(hotness=HotnessCounts(requests=0, nodes={}), loads=loads), age_s)
+    router.on_update(now, "other", ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads=loads), age_s)
 
 
 class Prefills:

@@ -36,11 +36,11 @@ def test_one_tenants_heat_does_not_lengthen_another_ones_keys() -> None:
 
 
 def test_sessions_of_one_name_are_strangers() -> None:
-    router = PoolRouter(pool(8), shares=True)
+    router = PoolRouter(pool(8), replicated=True)
     first = ask(router, "1", salt="a", session="chat")
     second = ask(router, "2", salt="b", session="chat")
     assert first.receipt.key.hash != second.receipt.key.hash
-    assert len(router.take_news(0.0).bindings) == 2
+    assert len(router.take_update(0.0).bindings) == 2
     assert router.status().sessions == 2
 
 
@@ -54,9 +54,9 @@ def test_receipts_tell_tenants_apart_and_nothing_about_the_salt() -> None:
 
 
 def test_what_replicas_tell_each_other_keeps_tenants_apart() -> None:
-    speaker, listener = PoolRouter(pool(1), shares=True), PoolRouter(pool(1), shares=True)
+    speaker, listener = PoolRouter(pool(1), replicated=True), PoolRouter(pool(1), replicated=True)
     ask(speaker, "1", salt="a")
-    listener.on_news(0.1, "speaker", speaker.take_news(0.1), 0.0)
+    listener.on_update(0.1, "speaker", speaker.take_update(0.1), 0.0)
     assert ask(listener, "2", salt="b", now=0.2).receipt.matched_tokens == 0
     assert ask(listener, "3", salt="a", now=0.2).receipt.matched_tokens == 2048
 

@@ -10,7 +10,7 @@ from dualmap.policies.registry import POLICIES
 from dualmap.policies.situation import Situation, Weights
 from dualmap.pools.pool import Engine, Member, MemberState, Model, Pool, Queue, Rebalance, Routing
 from dualmap.prompts.blocks import BlockChain
-from dualmap.replicas.news import HotnessCounts, News, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedLoad
 from dualmap.requests import Request
 from dualmap.router import PoolRouter
 
@@ -45,7 +45,7 @@ def chain_of(chance: random.Random) -> BlockChain:
     return BlockChain(hashes=hashes, block_tokens=BLOCK_TOKENS, tokens=tokens)
 
 
-def news(chance: random.Random) -> News:
+def update(chance: random.Random) -> ReplicaUpdate:
     loads = {
         member.id: SharedLoad(
             pending_prefill_tokens=chance.randrange(5000),
@@ -57,7 +57,7 @@ def news(chance: random.Random) -> News:
         for member in MEMBERS
         if chance.random() < 0.5
     }
-    return News(hotness=HotnessCounts(requests=0, nodes={}), loads=loads)
+    return ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads=loads)
 
 
 def step(router: PoolRouter, chance: random.Random, now: float, number: int, live: list[str]) -> None:
@@ -73,7 +73,7 @@ def step(router: PoolRouter, chance: random.Random, now: float, number: int, liv
         end = chance.choice([router.on_finished, router.on_aborted, router.on_failed])
         end(now, live.pop(chance.randrange(len(live))))
     elif event < 0.97:
-        router.on_news(now, chance.choice("ab"), news(chance), 0.0)
+        router.on_update(now, chance.choice("ab"), update(chance), 0.0)
     elif event < 0.98:
         stall_s = chance.choice([0.2, STALL_S])
         changed = replace(router.pool.routing, rebalance=Rebalance(decode_stall_s=stall_s))
@@ -96,7 +96,7 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
     members = fleet.ring(None).members
     assert len(everyone) == len(members)
     for position, member in enumerate(members):
-        load, index = fleet._ledger.load(member.id), fleet._instances[member.id].index
+        load, index = fleet._ledger.loads[member.id], fleet._instances[member.id].index
         load.end_overdue(now)
         cached_tokens = min(index.matched_blocks(chain.hashes) * BLOCK_TOKENS, chain.tokens)
         queue_s = load.queue_s(now, router.pool.routing.rebalance.decode_stall_s)

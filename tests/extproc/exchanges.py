@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import builders
 from dualmap.pools.pool import Pool
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report, Share
 from dualmap_extproc.store.contract import Failure, Store
 from dualmap_extproc.store.exchange import Exchange
 
 POOL = builders.pool()
 LOADS = {"m-0": SharedLoad(in_flight=1)}
-QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
+QUIET = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}))
 REPORT = Report(own=Share(desired_replicas=0.5, held=1), pool=Share(desired_replicas=1.5, held=1))
 
 
@@ -24,21 +24,21 @@ class Replica:
 
     def __init__(self, *pools: Pool) -> None:
         self.pools = pools or (POOL,)
-        self.news = dict.fromkeys((pool.id for pool in self.pools), QUIET)
-        self.heard: list[tuple[str, str, News, float]] = []
+        self.update = dict.fromkeys((pool.id for pool in self.pools), QUIET)
+        self.heard: list[tuple[str, str, ReplicaUpdate, float]] = []
         self.bindings: list[tuple[str, SharedBinding]] = []
         self.due: dict[str, Report] = {}
         self.peers: list[tuple[str, str, float]] = []
         self.reports_heard: list[tuple[str, str, Report, float]] = []
         self.exchanges = 0
 
-    def take_news(self, now: float) -> Sequence[tuple[str, News]]:
-        taken = [(pool.id, self.news[pool.id]) for pool in self.pools]
-        self.news = {pool: replace(QUIET, loads=news.loads) for pool, news in taken}
+    def take_update(self, now: float) -> Sequence[tuple[str, ReplicaUpdate]]:
+        taken = [(pool.id, self.update[pool.id]) for pool in self.pools]
+        self.update = {pool: replace(QUIET, loads=update.loads) for pool, update in taken}
         return taken
 
-    def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
-        self.heard.append((pool, peer, news, age_s))
+    def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
+        self.heard.append((pool, peer, update, age_s))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         self.bindings += [(pool, binding) for binding in bindings]
@@ -59,8 +59,8 @@ class Replica:
     def exchanged(self) -> None:
         self.exchanges += 1
 
-    def tell(self, pool: Pool = POOL, **news: object) -> None:
-        self.news[pool.id] = replace(self.news[pool.id], **news)
+    def tell(self, pool: Pool = POOL, **update: object) -> None:
+        self.update[pool.id] = replace(self.update[pool.id], **update)
 
     def tell_requests(self, requests: int) -> None:
         self.tell(hotness=HotnessCounts(requests=requests, nodes={7: requests}))
@@ -68,7 +68,7 @@ class Replica:
     @property
     def requests(self) -> int:
         """How many requests it was told of."""
-        return sum(news.hotness.requests for _, _, news, _ in self.heard)
+        return sum(update.hotness.requests for _, _, update, _ in self.heard)
 
     @property
     def hosts(self) -> list[str]:
@@ -82,7 +82,7 @@ class Observed:
         self.exchanges = 0
         self.failures: list[Failure] = []
         self.unreadable_entries = 0
-        self.dropped_news = 0
+        self.dropped_updates = 0
 
     def exchanged(self, seconds: float) -> None:
         self.exchanges += 1
@@ -94,7 +94,7 @@ class Observed:
         self.unreadable_entries += count
 
     def dropped(self, count: int) -> None:
-        self.dropped_news += count
+        self.dropped_updates += count
 
 
 class Clock:

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import builders
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.receipt import Key, Receipt
-from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolStatus
+from dualmap.requests import Completion, Decision, EndpointStatus, FirstToken, PoolSnapshot
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint
 from dualmap_extproc.request.ending import Ending
@@ -17,11 +17,11 @@ from dualmap_extproc.request.observations import (
     Arrival,
     Decided,
     Ended,
+    Enqueued,
     Expired,
     FanOut,
     FirstTokenSeen,
     Measured,
-    Queued,
     Rejected,
     Routed,
     RoutedBodiless,
@@ -59,7 +59,7 @@ def completion(member: str = "m-0", *, predicted: int = 60, measured: int | None
     return Completion(request_id="r", member=member, predicted_cached_tokens=predicted, measured_cached_tokens=measured)
 
 
-def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
+def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
     endpoints = tuple(
         EndpointStatus(
             id=f"m-{n}",
@@ -78,7 +78,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolStatus:
         )
         for n, state in enumerate(states)
     )
-    return PoolStatus(
+    return PoolSnapshot(
         pool=pool,
         ring_version=7,
         held=13,
@@ -119,7 +119,7 @@ class Counting:
         self._report(RoutedBodiless(now=self._clock(), pool=pool))
 
     def queued(self, pool: str) -> None:
-        self._report(Queued(now=self._clock(), pool=pool))
+        self._report(Enqueued(now=self._clock(), pool=pool))
 
     def abandoned(self, pool: str, seconds: float) -> None:
         arrival = Arrival(at_s=self._clock(), headers={})
@@ -155,11 +155,11 @@ def metrics(*pools: Pool) -> Counting:
     return Counting(*pools)
 
 
-def families(made: Counting, *statuses: PoolStatus) -> list[Metric]:
+def families(made: Counting, *statuses: PoolSnapshot) -> list[Metric]:
     return list(text_string_to_metric_families(made.metrics.render(statuses, made.signals(statuses)).decode()))
 
 
-def samples(made: Counting, *statuses: PoolStatus) -> dict[str, float]:
+def samples(made: Counting, *statuses: PoolSnapshot) -> dict[str, float]:
     """Every sample as ``name{label=value,...}`` with sorted labels."""
     found = {}
     for family in families(made, *statuses):

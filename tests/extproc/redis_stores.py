@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError
@@ -17,12 +17,12 @@ from dualmap_extproc.store.target import target_of
 from redis_server import RedisServer, redis_server
 
 POOL = "llm/qwen"
-NEWS = News(hotness=HotnessCounts(requests=7, nodes={5: 4}))
+NEWS = ReplicaUpdate(hotness=HotnessCounts(requests=7, nodes={5: 4}))
 BINDING = SharedBinding(session=255, host="m-0", tokens=10, version=1, moved_ago_s=0.0)
 QUESTION = Question(pool=POOL, window_s=60.0)
 LOADS = {"m-0": SharedLoad(in_flight=1)}
 REPORT = Report(own=Share(desired_replicas=0.75, in_flight=3), pool=Share(desired_replicas=2.5, in_flight=9))
-POST = Post(pool=POOL, keep_s=60.0, news=NEWS, loads=LOADS, report=REPORT)
+POST = Post(pool=POOL, keep_s=60.0, update=NEWS, loads=LOADS, report=REPORT)
 CLAIM = Claim(pool=POOL, ttl_s=60.0, bindings=(BINDING,))
 STREAM = "dualmap:1:{llm/qwen}:news"
 LOADS_STREAM = "dualmap:1:{llm/qwen}:loads"
@@ -84,7 +84,7 @@ async def works(store: RedisStore, pools: tuple[str, ...] = (POOL,)) -> None:
     await store.publish("teller", [replace(POST, pool=pool) for pool in pools])
     questions = [replace(QUESTION, pool=pool, wanted=(BINDING.session,)) for pool in pools]
     for answer in await store.hear("listener", questions):
-        assert [entry.news for entry in answer.entries] == [NEWS]
+        assert [entry.update for entry in answer.entries] == [NEWS]
         assert [entry.loads for entry in answer.loads] == [LOADS]
         assert [entry.report for entry in answer.reports] == [REPORT]
         assert [binding.host for binding in answer.bindings] == ["m-0"]

@@ -7,7 +7,7 @@ import pytest
 
 import builders
 from dualmap.pools.pool import MemberState
-from dualmap.requests import EndpointStatus, FirstToken, PoolStatus
+from dualmap.requests import EndpointStatus, FirstToken, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap_extproc.errors import no_endpoint
 from dualmap_extproc.telemetry.dashboard.history import PoolHistory
@@ -18,7 +18,7 @@ POOL = builders.pool(4)
 NOW = 1000.0
 
 
-def status(count: int = 4, **changes: dict[str, object]) -> PoolStatus:
+def status(count: int = 4, **changes: dict[str, object]) -> PoolSnapshot:
     """A pool at rest; ``m_1={"in_flight": 2}`` changes an instance."""
     plain = PoolRouter(builders.pool(count)).status()
     names = {name.replace("_", "-"): change for name, change in changes.items()}
@@ -40,7 +40,7 @@ def past(*, met: int = 0, missed: int = 0, seconds_ago: float = 1.0) -> PoolHist
 
 def verdict(
     history: PoolHistory,
-    now: PoolStatus | None = None,
+    now: PoolSnapshot | None = None,
     *,
     reach: Reach | None = None,
     wanted: float | None = None,
@@ -106,7 +106,7 @@ def test_answers_that_are_no_streams_show_no_attainment() -> None:
         ),
     ],
 )
-def test_a_pool_with_nobody_to_serve_is_bad_whatever_was(now: PoolStatus, says: str) -> None:
+def test_a_pool_with_nobody_to_serve_is_bad_whatever_was(now: PoolSnapshot, says: str) -> None:
     found = verdict(past(met=100), now)
     assert found.level is Level.BAD
     assert found.headline.endswith(says)

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap_extproc.errors import (
     Refused,
     body_too_large,
@@ -53,7 +53,7 @@ def test_refusal_sends_retry_after_if_set(retry_after_s, header):
 )
 @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
 def test_queue_rejection_sets_retry_after_in_whole_seconds(reason, retry_after_s, said):
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=reason, retry_after_s=retry_after_s))
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=reason, retry_after_s=retry_after_s))
 
     assert (refused.status, refused.code, refused.pool) == (429, reason.value, "llm/p")
     assert refused.retry_after_s == said
@@ -61,13 +61,13 @@ def test_queue_rejection_sets_retry_after_in_whole_seconds(reason, retry_after_s
 
 
 def test_no_endpoint_without_time_sets_no_retry_after():
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT))
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT))
 
     assert refused == no_endpoint("llm/p")
     assert refused.retry_after_s is None
 
 
 def test_no_endpoint_with_time_sets_retry_after():
-    refused = refused_by_router("llm/p", Refusal(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
+    refused = refused_by_router("llm/p", Rejection(request_id="r", reason=Reason.NO_ENDPOINT, retry_after_s=2.5))
 
     assert (refused.status, refused.code, refused.retry_after_s) == (503, "no_endpoint", 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from dualmap.replicas.news import HotnessCounts, Placement
+from dualmap.replicas.update import HotnessCounts, Placement
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore
@@ -55,10 +55,10 @@ class TestWhileTheStoreIsAway:
         await other.exchange.exchange()
         assert await one.exchange.exchange()
         await other.exchange.exchange()
-        (_, _, loads, _), (_, _, news, _) = other.replica.heard
+        (_, _, loads, _), (_, _, update, _) = other.replica.heard
         assert loads == replace(QUIET, loads=LOADS)
-        assert news.hotness == HotnessCounts(requests=7, nodes={7: 7})
-        assert [each.moved_ago_s for each in news.bindings] == [7.0]
+        assert update.hotness == HotnessCounts(requests=7, nodes={7: 7})
+        assert [each.moved_ago_s for each in update.bindings] == [7.0]
         assert one.replica.hosts == ["m-9"]
 
     async def test_old_counts_and_what_exceeds_the_bounds_are_dropped_the_oldest_first(self, store, clock):
@@ -77,13 +77,13 @@ class TestWhileTheStoreIsAway:
         store.away = False
         await one.exchange.exchange()
         await other.exchange.exchange()
-        _, (_, _, news, _) = other.replica.heard
-        assert news.hotness.requests == 4
-        assert [each.endpoint for each in news.placements] == [f"10.0.0.{number}:8000" for number in (6, 7, 8, 9)]
-        assert len(news.bindings) == 1024
-        assert news.bindings[-1].session == 9999
+        _, (_, _, update, _) = other.replica.heard
+        assert update.hotness.requests == 4
+        assert [each.endpoint for each in update.placements] == [f"10.0.0.{number}:8000" for number in (6, 7, 8, 9)]
+        assert len(update.bindings) == 1024
+        assert update.bindings[-1].session == 9999
         # Counts of six exchanges, six placements, and what is over of bindings and wanted sessions.
-        assert one.observed.dropped_news == 6 + 6 + 2 * (10_000 - 1024)
+        assert one.observed.dropped_updates == 6 + 6 + 2 * (10_000 - 1024)
 
 
 @pytest.fixture

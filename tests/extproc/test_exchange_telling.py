@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.replicas.news import HotnessCounts, Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.replicas.update import HotnessCounts, Placement, SharedLoad
 from dualmap_extproc.store.contract import PAGE_ENTRIES, Failure, Post, Question, StoreError
 from dualmap_extproc.store.exchange import INTERVAL_S, SHORTEST_HISTORY_S
 from dualmap_extproc.store.memory import MemoryStore
@@ -74,11 +74,11 @@ class TestWhatIsTold:
         assert await one.exchange.exchange()
         assert [(pool, peer, age_s) for pool, peer, _, age_s in other.replica.heard] == [(POOL.id, "one", 0.0)] * 2
         # First what it said of its loads, and then its news, which is its word on both.
-        assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, None]
+        assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, None]
         assert other.replica.heard[0][2] == replace(QUIET, loads=LOADS)
-        news = other.replica.heard[1][2]
-        assert news.hotness == HotnessCounts(requests=3, nodes={7: 3})
-        assert news.placements[0].hashes == (1, 2)
+        update = other.replica.heard[1][2]
+        assert update.hotness == HotnessCounts(requests=3, nodes={7: 3})
+        assert update.placements[0].hashes == (1, 2)
         assert all(peer == "other" for _, peer, _, _ in one.replica.heard)
 
     async def test_a_replica_that_joins_hears_the_news_of_minutes_and_the_loads_of_seconds(self, pair, clock):
@@ -89,7 +89,7 @@ class TestWhatIsTold:
             clock.now += 80.0
         clock.now -= 78.0
         await other.exchange.exchange()
-        heard = [(news.placements, news.loads, age_s) for _, _, news, age_s in other.replica.heard]
+        heard = [(update.placements, update.loads, age_s) for _, _, update, age_s in other.replica.heard]
         assert heard[0] == ((), LOADS, 2.0)
         told = [(placements[0].hashes[0], loads, age_s) for placements, loads, age_s in heard[1:]]
         # Oldest first; old news says nothing of loads.
@@ -97,7 +97,7 @@ class TestWhatIsTold:
         late = Joined("late", one.store, clock)
         clock.now += PEER_TTL_S - 2.0
         await late.exchange.exchange()
-        assert all(not news.loads for _, _, news, _ in late.replica.heard)
+        assert all(not update.loads for _, _, update, _ in late.replica.heard)
 
     async def test_a_longer_window_of_hotness_is_read_back_whole(self, clock):
         routing = replace(POOL.routing, prefix=replace(POOL.routing.prefix, window_s=2 * SHORTEST_HISTORY_S))
@@ -120,7 +120,7 @@ class TestWhatIsTold:
         for _ in range(20):
             await one.exchange.exchange()
             await other.exchange.exchange()
-            assert all(news == NO_LOADS for _, _, news, _ in other.replica.heard)
+            assert all(update == NO_LOADS for _, _, update, _ in other.replica.heard)
             clock.now += HEARTBEAT_S / 8
         assert len(other.replica.heard) == 3
 
@@ -131,7 +131,7 @@ class TestWhatIsTold:
             await one.exchange.exchange()
             await other.exchange.exchange()
             clock.now += LOADS_INTERVAL_S
-        assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, {}, LOADS]
+        assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, {}, LOADS]
 
     async def test_loads_are_not_told_more_often_than_every_quarter_of_a_second(self, pair, clock):
         one, other = pair
@@ -156,7 +156,7 @@ class TestWhatIsTold:
             await one.exchange.exchange()
             await other.exchange.exchange()
             clock.now += LOADS_INTERVAL_S / 4
-        assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, None, None, None]
+        assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, None, None, None]
 
     async def test_a_binding_that_holds_is_told_and_one_that_lost_is_replaced(self, pair):
         one, other = pair
@@ -167,9 +167,9 @@ class TestWhatIsTold:
         await one.exchange.exchange()
         assert other.replica.hosts == ["m-0"]
         assert one.replica.hosts == []
-        told = [(each.session, each.host) for _, _, news, _ in one.replica.heard for each in news.bindings]
+        told = [(each.session, each.host) for _, _, update, _ in one.replica.heard for each in update.bindings]
         assert told == [(2, "m-1")]
-        assert [each.host for _, _, news, _ in other.replica.heard for each in news.bindings] == ["m-0"]
+        assert [each.host for _, _, update, _ in other.replica.heard for each in update.bindings] == ["m-0"]
 
     async def test_the_last_of_several_moves_is_the_one_that_is_claimed(self, pair):
         one, other = pair
@@ -198,7 +198,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         assert {pool for pool, *_ in other.replica.heard} == {b.id}
         other.replica.pools = (a,)
-        other.replica.news = {a.id: QUIET}
+        other.replica.update = {a.id: QUIET}
         await other.exchange.exchange()
         assert {pool for pool, *_ in other.replica.heard} == {b.id, a.id}
 
@@ -209,7 +209,7 @@ class TestWhatIsTold:
         await other.exchange.exchange()
         await one.exchange.leave()
         await other.exchange.exchange()
-        assert [news.loads for _, _, news, _ in other.replica.heard] == [LOADS, {}]
+        assert [update.loads for _, _, update, _ in other.replica.heard] == [LOADS, {}]
 
     async def test_requests_have_their_turn_while_a_long_history_is_taken(self, pair):
         one, other = pair
@@ -243,13 +243,13 @@ class TestWhatIsTold:
         for _ in range(3 * PAGE_ENTRIES):
             one.replica.tell_requests(1)
             await one.exchange.exchange()
-        taken = other.replica.on_news
+        taken = other.replica.on_update
 
         def takes_long(*arguments: object) -> None:
             clock.now += INTERVAL_S / PAGE_ENTRIES
             taken(*arguments)
 
-        other.replica.on_news = takes_long
+        other.replica.on_update = takes_long
         other.replica.tell_requests(1000)
         assert await other.exchange.exchange()
         assert other.replica.requests == PAGE_ENTRIES

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from dualmap.keys.sessions import session_key
 from dualmap.policies.registry import POLICIES
 from dualmap.prompts.blocks import chain_root
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap_extproc.app.explain import explain, policies
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Claim, Post
@@ -136,10 +136,10 @@ class TestWithRedis:
         arguments = ["--pool", pool_file, "--request", "-", "--json", *options]
         return CliRunner(env=environment).invoke(explain, arguments, input=BODY)
 
-    def tell(self, server: RedisServer, news: News, *bindings: SharedBinding) -> None:
+    def tell(self, server: RedisServer, update: ReplicaUpdate, *bindings: SharedBinding) -> None:
         async def publish() -> None:
             store = RedisStore(target_of(RedisSettings(url=server.url, password=server.password)))
-            await store.publish("router-0", [Post(pool="llm/qwen", keep_s=60.0, news=news, loads=news.loads)])
+            await store.publish("router-0", [Post(pool="llm/qwen", keep_s=60.0, update=update, loads=update.loads)])
             if bindings:
                 await store.settle([Claim(pool="llm/qwen", ttl_s=60.0, bindings=bindings)])
             await store.close()
@@ -153,7 +153,7 @@ class TestWithRedis:
         # So much that a router would hold the request back for a while: where it goes is said all the same.
         busy = SharedLoad(pending_prefill_tokens=5000, backlog_s=60.0, in_flight=3)
         loads = {f"qwen-{number}": busy for number in range(3)}
-        self.tell(server, News(hotness=HotnessCounts(requests=0, nodes={}), loads=loads))
+        self.tell(server, ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads=loads))
 
         joined = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-word")
 
@@ -169,7 +169,7 @@ class TestWithRedis:
         path = tmp_path / "pool.yaml"
         session = "routing: {session: {header: x-chat, migration: {enabled: true}}}"
         path.write_text(POOL.replace("aliases: [qwen]}}", f"aliases: [qwen]}}, {session}}}"))
-        quiet = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+        quiet = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={})
         key = session_key("chat 7 = ours", chain_root(model="Qwen"))
         chosen = set()
         for host in ("qwen-0", "qwen-1", "qwen-2"):

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 import builders
-from dualmap.requests import Decision, PoolStatus
+from dualmap.requests import Decision, PoolSnapshot
 from dualmap.router import PoolRouter
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_extproc.autoscaling.demand import Demand
@@ -31,7 +31,7 @@ class Held(Metrics):
         self.may_end = threading.Event()
         self.pages = 0
 
-    def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
+    def render(self, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> bytes:
         self.pages += 1
         self.begun.set()
         assert self.may_end.wait(30)

@@ -8,7 +8,7 @@ import grpc.aio
 import yaml
 
 from dualmap_extproc.names import SCALER_SERVICE
-from dualmap_extproc.store.codec import decode_news
+from dualmap_extproc.store.codec import decode_update
 from dualmap_extproc.store.redis import loads_key
 from dualmap_extproc.wire import external_scaler_pb2
 from extproc.envoy_messages import NO_WAIT, chat, destination, request_body, request_headers
@@ -59,7 +59,7 @@ async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
     ]
     assert lines[0]["store"] == redis.url
     # Its last word is that it has no load any more.
-    assert decode_news(last[b"n"]).loads == {}
+    assert decode_update(last[b"n"]).loads == {}
 
 
 async def test_two_routers_know_of_each_other(tmp_path):

@@ -8,12 +8,12 @@ import pytest
 
 import builders
 from dualmap.pools.pool import Member
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap.router import PoolRouter
 from dualmap_extproc.envoy.access_log.sink import AccessLogObserver
 from dualmap_extproc.envoy.discovery.service import DiscoveryObserver
 from dualmap_extproc.errors import no_endpoint, refused_by_router
-from dualmap_extproc.request.observations import FanOut, Observation, Queued
+from dualmap_extproc.request.observations import Enqueued, FanOut, Observation
 from dualmap_extproc.store.contract import Failure
 from dualmap_extproc.store.exchange import StoreObserver
 from dualmap_extproc.store.metrics import StoreMetrics
@@ -47,7 +47,7 @@ class TestCounting:
 
         kinds: set[type] = set()
         metrics().metrics.subscribe(Kinds())
-        assert kinds == set(get_args(Observation)) - {Queued}
+        assert kinds == set(get_args(Observation)) - {Enqueued}
 
     @pytest.mark.parametrize("queued_s", [None, 3.0])
     def test_time_in_the_queue_is_counted_only_for_queued_requests(self, queued_s: float | None) -> None:
@@ -135,7 +135,7 @@ class TestCounting:
     @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.WAITED_TOO_LONG])
     def test_requests_that_may_not_wait_are_counted_by_why(self, reason: Reason) -> None:
         made = metrics()
-        made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+        made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert samples(made)[f"dualmap_refused_requests_total{{code={reason.value},pool={POOL}}}"] == 1
         assert made.traffic(POOL).refused == 1
 

@@ -6,7 +6,7 @@ import pytest
 
 import builders
 from dualmap.pools.pool import MemberState
-from dualmap.requests import Reason, Refusal
+from dualmap.requests import Reason, Rejection
 from dualmap_extproc.errors import model_not_found, no_endpoint, refused_by_router
 from extproc.metrics_pages import POOL, Counting, decision, everything, first_token, metrics, samples, status
 
@@ -76,7 +76,7 @@ class TestSignals:
         for _ in range(100):
             clock[0] += 1
             made.routed(POOL, decision())
-            made.refused(refused_by_router(POOL, Refusal(request_id="r", reason=reason)))
+            made.refused(refused_by_router(POOL, Rejection(request_id="r", reason=reason)))
         assert self.shown(made, "arriving_uncached_tokens_per_second") == pytest.approx(80, rel=0.02)
 
     def test_attainment_is_of_the_last_minute_and_absent_without_first_tokens(self) -> None:

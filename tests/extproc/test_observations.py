@@ -2,11 +2,11 @@
 
 import logging
 
-from dualmap_extproc.request.observations import FanOut, Observation, Queued, RoutedBodiless
+from dualmap_extproc.request.observations import Enqueued, FanOut, Observation, RoutedBodiless
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, pool
 
-QUEUED = Queued(now=1.0, pool="llm/qwen")
+QUEUED = Enqueued(now=1.0, pool="llm/qwen")
 BODILESS = RoutedBodiless(now=2.0, pool="llm/qwen")
 
 
@@ -14,8 +14,8 @@ def test_fan_out_passes_an_observation_to_each_subscriber_of_its_type():
     fan_out = FanOut()
     first: list[Observation] = []
     second: list[Observation] = []
-    fan_out.subscribe(Queued, first.append)
-    fan_out.subscribe(Queued, second.append)
+    fan_out.subscribe(Enqueued, first.append)
+    fan_out.subscribe(Enqueued, second.append)
     fan_out.subscribe(RoutedBodiless, second.append)
 
     fan_out.report(QUEUED)
@@ -30,8 +30,8 @@ def test_fan_out_logs_a_failing_handler_once_and_serves_the_others(caplog):
 
     fan_out = FanOut()
     got: list[Observation] = []
-    fan_out.subscribe(Queued, broken)
-    fan_out.subscribe(Queued, got.append)
+    fan_out.subscribe(Enqueued, broken)
+    fan_out.subscribe(Enqueued, got.append)
 
     with caplog.at_level(logging.ERROR, logger="dualmap_extproc"):
         fan_out.report(QUEUED)

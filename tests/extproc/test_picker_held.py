@@ -248,12 +248,12 @@ def test_news_goes_to_its_pool_and_may_make_room():
     desk = Queue(crowded_pool(), pool("other", model="o"))
     teller = Desk(crowded_pool(), pool("other", model="o"))
     waiting = desk.hold()
-    told = dict(teller.picker.take_news(11.0))
+    told = dict(teller.picker.take_update(11.0))
     assert told.keys() == {"llm/qwen", "llm/other"}
 
     # Two minutes later the prefill that is waited for should have ended, which is seen when anything is told.
-    desk.picker.on_news(10_000.0, "llm/qwen", "teller", told["llm/qwen"], 0.0)
-    desk.picker.on_news(10_000.0, "llm/gone", "teller", told["llm/qwen"], 0.0)
+    desk.picker.on_update(10_000.0, "llm/qwen", "teller", told["llm/qwen"], 0.0)
+    desk.picker.on_update(10_000.0, "llm/gone", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_bindings(10_000.0, "llm/other", ())
     desk.picker.on_bindings(10_000.0, "llm/gone", ())
 

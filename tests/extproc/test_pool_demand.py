@@ -65,7 +65,7 @@ class Router:
         observations = FanOut()
         demand.subscribe(observations)
         self.traffic = demand
-        self.picker = Picker(Limits(), observations.report, id_prefix=name, shares=store is not None)
+        self.picker = Picker(Limits(), observations.report, id_prefix=name, replicated=store is not None)
         self.picker.set_pools(clock(), (pool,))
         self.demand = PoolDemand(demand, self.picker.statuses, shares=store is not None, clock=clock)
         self.changed: list[str] = []

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import PeerShares, Report, Share
 from dualmap_extproc.store.codec import (
     NODES_MAX,
-    UnreadableNews,
-    decode_news,
+    UnreadableUpdate,
     decode_report,
-    encode_news,
+    decode_update,
     encode_report,
+    encode_update,
 )
 
 HASHES = st.integers(0, 2**64 - 1)
@@ -31,7 +31,7 @@ LOADS = st.builds(
 )
 BINDINGS = st.builds(SharedBinding, session=HASHES, host=NAMES, tokens=TOKENS, version=COUNTS, moved_ago_s=SECONDS)
 NEWS = st.builds(
-    News,
+    ReplicaUpdate,
     hotness=st.builds(HotnessCounts, requests=COUNTS, nodes=st.dictionaries(HASHES, COUNTS.filter(bool), max_size=20)),
     loads=st.dictionaries(NAMES, LOADS, max_size=5),
     placements=st.lists(
@@ -49,70 +49,72 @@ SHARES = st.builds(
     slo_met=st.just(0),
 )
 REPORTS = st.builds(Report, own=SHARES, pool=SHARES)
-EMPTY = News(hotness=HotnessCounts(requests=0, nodes={}), loads={})
+EMPTY = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={})
 
 
 @given(NEWS)
-def test_what_is_encoded_is_decoded(news: News) -> None:
-    assert decode_news(encode_news(news)) == news
+def test_what_is_encoded_is_decoded(update: ReplicaUpdate) -> None:
+    assert decode_update(encode_update(update)) == update
 
 
 @given(NEWS, st.data())
-def test_cut_anywhere_it_is_unreadable(news: News, data: st.DataObject) -> None:
-    encoded = encode_news(news)
-    with pytest.raises(UnreadableNews):
-        decode_news(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+def test_cut_anywhere_it_is_unreadable(update: ReplicaUpdate, data: st.DataObject) -> None:
+    encoded = encode_update(update)
+    with pytest.raises(UnreadableUpdate):
+        decode_update(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
 @given(NEWS, st.data())
-def test_a_changed_byte_makes_other_news_or_none_at_all(news: News, data: st.DataObject) -> None:
-    encoded = bytearray(encode_news(news))
+def test_a_changed_byte_makes_other_news_or_none_at_all(update: ReplicaUpdate, data: st.DataObject) -> None:
+    encoded = bytearray(encode_update(update))
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        decoded = decode_news(bytes(encoded))
-    except UnreadableNews:
+        decoded = decode_update(bytes(encoded))
+    except UnreadableUpdate:
         return
     assert all(0 <= load.backlog_s < float("inf") for load in decoded.loads.values())
-    decode_news(encode_news(decoded))
+    decode_update(encode_update(decoded))
 
 
 def test_a_version_counted_on_from_the_last_there_is_can_be_told() -> None:
     binding = SharedBinding(session=1, host="a", tokens=10, version=2**32, moved_ago_s=0.0)
-    news = News(hotness=HotnessCounts(requests=0, nodes={}), loads={}, bindings=(binding,))
-    assert decode_news(encode_news(news)).bindings[0].version == 2**32 - 1
+    update = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, bindings=(binding,))
+    assert decode_update(encode_update(update)).bindings[0].version == 2**32 - 1
 
 
 @given(st.binary(max_size=200))
 def test_junk_is_unreadable(junk: bytes) -> None:
-    with pytest.raises(UnreadableNews):
-        decode_news(b"\x02" + junk)
+    with pytest.raises(UnreadableUpdate):
+        decode_update(b"\x02" + junk)
     try:
-        decode_news(b"\x01" + junk)
-    except UnreadableNews:
+        decode_update(b"\x01" + junk)
+    except UnreadableUpdate:
         return
 
 
 def test_counts_beyond_the_data_are_refused_before_anything_is_made_of_them() -> None:
-    with pytest.raises(UnreadableNews, match="4294967295 values in 8 bytes"):
-        decode_news(struct.pack("<BII", 1, 0, 2**32 - 1) + bytes(8))
+    with pytest.raises(UnreadableUpdate, match="4294967295 values in 8 bytes"):
+        decode_update(struct.pack("<BII", 1, 0, 2**32 - 1) + bytes(8))
 
 
 def test_bytes_behind_the_news_are_refused() -> None:
-    with pytest.raises(UnreadableNews, match="1 bytes too many"):
-        decode_news(encode_news(EMPTY) + b"\0")
+    with pytest.raises(UnreadableUpdate, match="1 bytes too many"):
+        decode_update(encode_update(EMPTY) + b"\0")
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_times_that_are_none_are_refused(seconds: float) -> None:
     loads = {"m": SharedLoad(backlog_s=12345.0)}
-    encoded = encode_news(News(hotness=EMPTY.hotness, loads=loads))
-    with pytest.raises(UnreadableNews, match="seconds"):
-        decode_news(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", seconds)))
+    encoded = encode_update(ReplicaUpdate(hotness=EMPTY.hotness, loads=loads))
+    with pytest.raises(UnreadableUpdate, match="seconds"):
+        decode_update(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", seconds)))
 
 
 def test_a_prompt_of_eight_thousand_tokens_takes_about_five_hundred_bytes() -> None:
     placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(64)))
-    empty, one = (len(encode_news(News(hotness=EMPTY.hotness, loads={}, placements=p))) for p in ((), (placement,)))
+    empty, one = (
+        len(encode_update(ReplicaUpdate(hotness=EMPTY.hotness, loads={}, placements=p))) for p in ((), (placement,))
+    )
     assert one - empty < 64 * 8 + 32
 
 
@@ -121,12 +123,12 @@ MANY = dict.fromkeys(range(NODES_MAX + 1), 1)
 
 @pytest.mark.parametrize("nodes", [{7: 0}, {7: 1, 8: 0}, MANY], ids=["none", "some", "too many"])
 def test_counts_that_no_router_tells_are_refused(nodes):
-    with pytest.raises(UnreadableNews):
-        decode_news(encode_news(News(hotness=HotnessCounts(requests=1, nodes=nodes))))
+    with pytest.raises(UnreadableUpdate):
+        decode_update(encode_update(ReplicaUpdate(hotness=HotnessCounts(requests=1, nodes=nodes))))
 
 
 def test_news_without_a_word_on_loads_is_sent_as_news_of_none():
-    assert decode_news(encode_news(replace(EMPTY, loads=None))) == EMPTY
+    assert decode_update(encode_update(replace(EMPTY, loads=None))) == EMPTY
 
 
 @given(REPORTS, st.binary(max_size=20))
@@ -139,24 +141,24 @@ def test_a_report_that_is_encoded_is_decoded_whatever_later_versions_add(report:
 
 @given(REPORTS, st.integers(0, 64))
 def test_a_report_cut_anywhere_is_unreadable(report: Report, size: int) -> None:
-    with pytest.raises(UnreadableNews, match="a report of"):
+    with pytest.raises(UnreadableUpdate, match="a report of"):
         decode_report(encode_report(report)[:size])
 
 
 @pytest.mark.parametrize("replicas", [float("nan"), float("inf"), -1.0, 1e7])
 def test_a_report_of_no_number_of_instances_is_refused(replicas: float) -> None:
     encoded = encode_report(Report(own=Share(desired_replicas=12345.0), pool=Share()))
-    with pytest.raises(UnreadableNews, match="instances"):
+    with pytest.raises(UnreadableUpdate, match="instances"):
         decode_report(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", replicas)))
 
 
 def test_a_report_of_more_in_time_than_there_were_is_refused() -> None:
-    with pytest.raises(UnreadableNews, match="5 of 4 first tokens in time"):
+    with pytest.raises(UnreadableUpdate, match="5 of 4 first tokens in time"):
         decode_report(encode_report(Report(own=Share(first_tokens=4, slo_met=5), pool=Share())))
 
 
 def test_a_report_of_another_version_is_unreadable() -> None:
-    with pytest.raises(UnreadableNews):
+    with pytest.raises(UnreadableUpdate):
         decode_report(b"\x02" + encode_report(Report(own=Share(), pool=Share()))[1:])
 
 
@@ -177,5 +179,5 @@ def test_the_sum_of_what_strangers_wrote_can_be_told_by_a_router_that_goes_on() 
 
 def test_a_report_of_more_tokens_than_keda_can_be_told_is_refused() -> None:
     encoded = encode_report(Report(own=Share(pending_prefill_tokens=12345), pool=Share()))
-    with pytest.raises(UnreadableNews, match="tokens"):
+    with pytest.raises(UnreadableUpdate, match="tokens"):
         decode_report(encoded.replace(struct.pack("<Q", 12345), struct.pack("<Q", 2**48 + 1)))

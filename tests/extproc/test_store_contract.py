@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import REMEMBERED_S, Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import (
@@ -28,7 +28,7 @@ from redis_server import RedisServer, redis_server
 from waiting import until
 
 POOL = "llm/qwen"
-NEWS = News(
+NEWS = ReplicaUpdate(
     hotness=HotnessCounts(requests=7, nodes={2**64 - 1: 3, 5: 4}, split=(5, 2**64 - 1)),
     placements=(Placement(endpoint="10.0.0.1:8000", hashes=(1, 2, 2**63)),),
     bindings=(SharedBinding(session=2**64 - 2, host="m-0", tokens=1000, version=2, moved_ago_s=1.5),),
@@ -42,7 +42,7 @@ REPORT = Report(
     pool=Share(desired_replicas=4.25, pending_prefill_tokens=9, in_flight=7, held=5, first_tokens=3, slo_met=0),
 )
 NOTHING = Report(own=Share(), pool=Share())
-QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
+QUIET = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ async def join(request: pytest.FixtureRequest, server: RedisServer) -> AsyncIter
         await store.close()
 
 
-def told(number: int) -> News:
+def told(number: int) -> ReplicaUpdate:
     return replace(QUIET, hotness=HotnessCounts(requests=number, nodes={}))
 
 
@@ -78,7 +78,7 @@ def numbers(answer: Answer) -> list[int]:
 
 
 def numbers_of(entries: Sequence[Entry]) -> list[int]:
-    return [entry.news.hotness.requests for entry in entries]
+    return [entry.update.hotness.requests for entry in entries]
 
 
 def bound(
@@ -113,9 +113,9 @@ async def report(store: Store, peer: str, told: Report) -> None:
     await store.publish(peer, [Post(pool=POOL, keep_s=60.0, report=told)])
 
 
-async def publish(store: Store, peer: str, *news: News, keep_s: float = 60.0) -> None:
-    for each in news:
-        await store.publish(peer, [Post(pool=POOL, keep_s=keep_s, news=each)])
+async def publish(store: Store, peer: str, *update: ReplicaUpdate, keep_s: float = 60.0) -> None:
+    for each in update:
+        await store.publish(peer, [Post(pool=POOL, keep_s=keep_s, update=each)])
 
 
 async def settle(store: Store, *bindings: SharedBinding, ttl_s: float = 60.0) -> tuple[SharedBinding, ...]:
@@ -129,7 +129,7 @@ class TestNews:
         one, other = join(), join()
         await publish(one, "one", NEWS)
         (entry,) = (await hear(other, "other")).entries
-        assert (entry.peer, entry.news) == ("one", NEWS)
+        assert (entry.peer, entry.update) == ("one", NEWS)
         # Redis counts whole milliseconds.
         assert 0 <= entry.age_s <= time.monotonic() - began + 0.001
 
@@ -155,12 +155,12 @@ class TestNews:
         assert nothing.entries == ()
         await publish(one, "one", QUIET)
         answer = await hear(other, "other", nothing.cursor)
-        assert [entry.news for entry in answer.entries] == [QUIET]
+        assert [entry.update for entry in answer.entries] == [QUIET]
 
     async def test_of_one_pool_is_not_told_to_another(self, join):
         one, other = join(), join()
-        news = {"llm/a": told(1), "llm/b": told(2)}
-        await one.publish("one", [Post(pool=pool, keep_s=60, news=each) for pool, each in news.items()])
+        update = {"llm/a": told(1), "llm/b": told(2)}
+        await one.publish("one", [Post(pool=pool, keep_s=60, update=each) for pool, each in update.items()])
         answers = await other.hear("other", [Question(pool=pool, window_s=60) for pool in ("llm/b", "llm/a", "llm/c")])
         assert [numbers(each) for each in answers] == [[2], [1], []]
 
@@ -182,11 +182,11 @@ class TestNews:
         one, other = join(), join()
         await publish(one, "one", replace(told(1), wanted=(1, 2)))
         (entry,) = (await hear(other, "other")).entries
-        assert entry.news.wanted == ()
+        assert entry.update.wanted == ()
 
     async def test_a_long_history_is_told_in_pages(self, join):
         one = join()
-        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(1000)])
+        await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(1000)])
         entries, cursor = await hear_all(join(), "other")
         assert numbers_of(entries) == list(range(1000))
         await publish(one, "one", told(1000))
@@ -196,7 +196,7 @@ class TestNews:
     async def test_a_replica_that_lagged_hears_everything(self, join, count):
         one, other = join(), join()
         cursor = (await hear(other, "other")).cursor
-        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(count)])
+        await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
         await publish(other, "other", told(0))
         entries, _ = await hear_all(other, "other", cursor)
         assert numbers_of(entries) == list(range(count))
@@ -206,7 +206,7 @@ class TestNews:
         await publish(one, "one", replace(QUIET, bindings=(bound(ago=math.inf),)))
         await say(one, "one", {"m-0": SharedLoad(backlog_s=math.inf)})
         answer = await hear(other, "other")
-        assert answer.entries[0].news.bindings[0].moved_ago_s >= 1e9
+        assert answer.entries[0].update.bindings[0].moved_ago_s >= 1e9
         assert answer.loads[0].loads["m-0"].backlog_s >= 1e9
 
 
@@ -236,11 +236,11 @@ class TestLoads:
         one, other = join(), join()
         await publish(one, "one", replace(told(1), loads=LOADS))
         answer = await hear(other, "other")
-        assert (answer.loads, answer.entries[0].news.loads) == ((), None)
+        assert (answer.loads, answer.entries[0].update.loads) == ((), None)
 
     async def test_are_told_beside_a_long_history_at_once(self, join):
         one, other = join(), join()
-        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(200)])
+        await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await say(one, "one", LOADS)
         first = await hear(other, "other")
         assert first.more
@@ -300,11 +300,11 @@ class TestHistory:
         now = 1000.0
         store = MemoryStore(lambda: now)
         for number in range(1, 4):
-            post = Post(pool=POOL, keep_s=305.0, news=told(number), loads=LOADS)
+            post = Post(pool=POOL, keep_s=305.0, update=told(number), loads=LOADS)
             await store.publish(f"router-{number}", [post])
             now += 120.0 if number < 3 else 2.0
         (answer,) = await store.hear("late", [Question(pool=POOL, window_s=240.0)])
-        assert [(entry.news.hotness.requests, entry.age_s) for entry in answer.entries] == [(2, 122.0), (3, 2.0)]
+        assert [(entry.update.hotness.requests, entry.age_s) for entry in answer.entries] == [(2, 122.0), (3, 2.0)]
         assert [(entry.peer, entry.age_s) for entry in answer.loads] == [("router-3", 2.0)]
         now += PEER_TTL_S - 2.0
         assert (await hear(store, "late")).loads == ()
@@ -312,7 +312,7 @@ class TestHistory:
     async def test_the_oldest_of_too_many_entries_are_dropped(self):
         store = MemoryStore(lambda: 1000.0)
         count = HISTORY_ENTRIES_MAX + 200
-        await store.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(count)])
+        await store.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(count)])
         entries, _ = await hear_all(store, "other")
         assert numbers_of(entries) == list(range(200, count))
 
@@ -359,7 +359,7 @@ class TestBindings:
 
     async def test_they_are_found_beside_a_long_history_at_once(self, join):
         one, other = join(), join()
-        await one.publish("one", [Post(pool=POOL, keep_s=60, news=told(number)) for number in range(200)])
+        await one.publish("one", [Post(pool=POOL, keep_s=60, update=told(number)) for number in range(200)])
         await settle(one, bound())
         answer = await hear(other, "other", wanted=(1,))
         assert (len(answer.entries), len(answer.bindings), answer.more) == (PAGE_ENTRIES, 1, True)

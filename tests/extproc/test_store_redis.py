@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dualmap.replicas.news import Placement
 from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.replicas.update import Placement
 from dualmap.scaling.shares import REMEMBERED_S
-from dualmap_extproc.store.codec import encode_news, encode_report
+from dualmap_extproc.store.codec import encode_report, encode_update
 from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Post, Question
 from dualmap_extproc.store.redis import loads_key, news_key, reports_key, session_key
 from extproc import redis_stores
@@ -79,7 +79,7 @@ class TestKeys:
     async def test_a_stream_is_trimmed_by_bytes(self, server):
         # As large as an entry of a busy router can be, and a bit more than 128 KiB.
         placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(2**14)))
-        large = Post(pool=POOL, keep_s=60.0, news=replace(NEWS, placements=(placement,)))
+        large = Post(pool=POOL, keep_s=60.0, update=replace(NEWS, placements=(placement,)))
         async with opened(server.url) as store:
             await store.publish("teller", [POST])
             for _ in range(73):
@@ -98,7 +98,7 @@ class TestKeys:
         async with opened(server.url) as store:
             with server.admin as admin:
                 await store.publish("teller", [POST])
-                admin.xadd(STREAM, {"p": "teller", "n": encode_news(NEWS), "b": bytes_told})
+                admin.xadd(STREAM, {"p": "teller", "n": encode_update(NEWS), "b": bytes_told})
                 for _ in range(5):
                     await store.publish("teller", [POST])
                 assert admin.xlen(STREAM) >= 5
@@ -149,9 +149,9 @@ class TestJunk:
         "fields",
         [
             {"p": "teller"},
-            {"n": encode_news(NEWS)},
-            {"p": b"\xff", "n": encode_news(NEWS)},
-            {"p": "teller", "n": encode_news(NEWS)[:-1]},
+            {"n": encode_update(NEWS)},
+            {"p": b"\xff", "n": encode_update(NEWS)},
+            {"p": "teller", "n": encode_update(NEWS)[:-1]},
             {"p": "teller", "n": b"\x00" * 100},
             {"": ""},
         ],
@@ -169,13 +169,13 @@ class TestJunk:
             assert (await hear(store, answer.cursor)).unreadable == 0
 
     async def test_each_stream_is_taken_for_its_own_kind_only(self, server):
-        everything = {"p": "teller", "n": encode_news(replace(NEWS, loads=LOADS))}
+        everything = {"p": "teller", "n": encode_update(replace(NEWS, loads=LOADS))}
         async with opened(server.url) as store:
             with server.admin as admin:
                 admin.xadd(STREAM, everything)
                 admin.xadd(LOADS_STREAM, everything)
             answer = await hear(store)
-        assert [entry.news for entry in answer.entries] == [NEWS]
+        assert [entry.update for entry in answer.entries] == [NEWS]
         assert [entry.loads for entry in answer.loads] == [LOADS]
 
     @pytest.mark.parametrize("value", [b"", b"nonsense", b"1 2 3 4", b"1 a b c host", b"9 1 2 3 host", b"\xff" * 50])
@@ -209,8 +209,8 @@ class TestJunk:
     async def test_a_cursor_of_a_clock_that_was_ahead_does_not_make_deaf(self, server, emptied):
         async with opened(server.url) as store:
             with server.admin as admin:
-                news = encode_news(replace(NEWS, loads=LOADS))
-                for stream, told in ((STREAM, news), (LOADS_STREAM, news), (DEMAND_STREAM, encode_report(REPORT))):
+                update = encode_update(replace(NEWS, loads=LOADS))
+                for stream, told in ((STREAM, update), (LOADS_STREAM, update), (DEMAND_STREAM, encode_report(REPORT))):
                     admin.xadd(stream, {"p": "teller", "n": told}, id=f"{2**45}-5")
                 ahead = await hear(store)
                 assert (len(ahead.entries), len(ahead.loads), len(ahead.reports)) == (1, 1, 1)
@@ -232,10 +232,10 @@ class TestAges:
                 seconds, microseconds = admin.time()
                 now_ms = 1000 * seconds + microseconds // 1000
                 for ago_s in (400, 240, 20):
-                    told = {"p": f"before-{ago_s}", "n": encode_news(NEWS)}
+                    told = {"p": f"before-{ago_s}", "n": encode_update(NEWS)}
                     admin.xadd(STREAM, told, id=f"{now_ms - 1000 * ago_s}-0")
                 for peer, ago_s in (("gone", 4.0), ("there", 2.5), ("there", 1.0)):
-                    told = {"p": peer, "n": encode_news(replace(NEWS, loads=LOADS if ago_s < 2 else {}))}
+                    told = {"p": peer, "n": encode_update(replace(NEWS, loads=LOADS if ago_s < 2 else {}))}
                     admin.xadd(LOADS_STREAM, told, id=f"{int(now_ms - 1000 * ago_s)}-0")
                 for peer, ago_s in (
                     ("forgotten", REMEMBERED_S + 2),

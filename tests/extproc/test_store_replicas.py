@@ -55,7 +55,7 @@ class Router:
         observations = FanOut()
         self.demand.subscribe(observations)
         observations.subscribe(Routed, self.observer.routed)
-        self.picker = Picker(Limits(), observations.report, id_prefix=name, shares=True)
+        self.picker = Picker(Limits(), observations.report, id_prefix=name, replicated=True)
         self.clock = asyncio.get_running_loop().time
         self.picker.set_pools(self.clock(), (pool,))
         store = RedisStore(target_of(RedisSettings(url=server.url)))

@@ -1,9 +1,9 @@
 from dataclasses import replace
 
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap_extproc.store.unsent import NODES_MAX, Unsent
 
-QUIET = News(hotness=HotnessCounts(requests=0, nodes={}))
+QUIET = ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}))
 
 
 def binding(host: str, version: int = 0) -> SharedBinding:
@@ -16,9 +16,9 @@ def test_of_too_many_nodes_the_most_met_are_told() -> None:
     often = {-node: 2 for node in range(1, 101)}
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=NODES_MAX + 100, nodes=rare)))
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=200, nodes=often)))
-    news = unsent.news(0.0)
-    assert news is not None
-    hotness = news.hotness
+    update = unsent.update(0.0)
+    assert update is not None
+    hotness = update.hotness
     assert len(hotness.nodes) == NODES_MAX
     assert hotness.nodes.items() >= often.items()
     assert hotness.requests == NODES_MAX + 300
@@ -27,14 +27,14 @@ def test_of_too_many_nodes_the_most_met_are_told() -> None:
 def test_a_binding_is_told_once_it_holds_and_until_it_was_told() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
-    assert unsent.news(0.0) is None
+    assert unsent.update(0.0) is None
     assert unsent.settled(1.0, unsent.claims(1.0)) == ()
     assert unsent.claims(1.0) == ()
-    news = unsent.news(2.0)
-    assert news is not None
-    assert [each.host for each in news.bindings] == ["a"]
-    unsent.told_news()
-    assert unsent.news(2.0) is None
+    update = unsent.update(2.0)
+    assert update is not None
+    assert [each.host for each in update.bindings] == ["a"]
+    unsent.sent_update()
+    assert unsent.update(2.0) is None
 
 
 def test_a_binding_that_lost_is_not_told() -> None:
@@ -42,7 +42,7 @@ def test_a_binding_that_lost_is_not_told() -> None:
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     winner = binding("b", version=1)
     assert unsent.settled(0.0, (winner,)) == (winner,)
-    assert unsent.news(0.0) is None
+    assert unsent.update(0.0) is None
 
 
 def test_loads_are_told_at_most_four_times_a_second_and_once_a_second_unchanged() -> None:
@@ -70,7 +70,7 @@ def test_loads_that_could_not_be_told_are_still_to_be_told() -> None:
 def test_loads_are_no_news() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, loads={"m-0": SharedLoad(in_flight=1)}))
-    assert unsent.news(0.0) is None
+    assert unsent.update(0.0) is None
     unsent.add(0.0, replace(QUIET, hotness=HotnessCounts(requests=1, nodes={}), loads={"m-0": SharedLoad()}))
-    assert (news := unsent.news(0.0)) is not None
-    assert news.loads is None
+    assert (update := unsent.update(0.0)) is not None
+    assert update.loads is None

@@ -14,7 +14,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_relative_links_lead_somewhere(document: Path) -> None:
+def test_relative_links_resolve(document: Path) -> None:
     # Code is no link: regular expressions look like some.
     targets = re.findall(r"\]\(([^)#]+)", re.sub(r"`[^`\n]+`", "code", document.read_text()))
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
@@ -22,7 +22,7 @@ def test_relative_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_into_a_document_lead_to_one_of_its_headings(document: Path) -> None:
+def test_anchor_links_resolve_to_headings(document: Path) -> None:
     links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", document.read_text())
     missing = []
     for target, anchor in links:
@@ -36,11 +36,11 @@ def test_links_into_a_document_lead_to_one_of_its_headings(document: Path) -> No
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
+def test_documents_have_no_placeholders(document: Path) -> None:
     assert not re.findall(r"@@|TODO|FIXME|XXX", document.read_text())
 
 
-def test_the_readme_names_every_command_and_none_that_is_not_there() -> None:
+def test_readme_names_exactly_the_existing_commands() -> None:
     named = set(re.findall(r"dualmap ([a-z]+(?:-[a-z]+)*)", (ROOT / "README.md").read_text()))
     assert set(COMMANDS) <= named
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -48,7 +48,26 @@ def test_the_readme_names_every_command_and_none_that_is_not_there() -> None:
     assert set(re.findall(r"`make ([a-z0-9-]+)", documents)) <= set(targets)
 
 
-def test_the_operators_page_names_every_reason_of_an_event_and_no_other() -> None:
+def test_operator_page_lists_exactly_the_event_reasons() -> None:
     _, _, rest = (ROOT / "docs" / "operator.md").read_text().partition("Events on a pool have stable reasons:")
     listed, _, _ = rest.partition("\n\n")
     assert re.findall(r"`(\w+)`", listed) == list(EventReason)
+
+
+def test_architecture_names_only_files_that_exist() -> None:
+    """The page writes `core/router.py` for `core/dualmap/router.py`; a bare name stands in the folder named before it."""
+    packages = {
+        "core": "dualmap",
+        **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")},
+    }
+    folder, missing = ROOT, []
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"(?<![\w./(-])(?:[a-z_]+/)*[a-z_]+(?:/|\.py)(?![\w.])", text):
+        first, _, rest = name.partition("/")
+        candidates = [ROOT / first / packages[first] / rest] if first in packages and rest else [folder / name]
+        found = next((each for each in (*candidates, ROOT / name) if each.exists()), None)
+        if found is None:
+            missing.append(name)
+        elif "/" in name:
+            folder = found if found.is_dir() else found.parent
+    assert not missing

@@ -44,7 +44,7 @@ def run(*options: object, root: Path = ROOT, preamble: str = "pass") -> subproce
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_corpus_passes(fuzz, name: str) -> None:
+def test_fuzz_corpus_passes(fuzz, name: str) -> None:
     check = importlib.import_module("fuzz.targets").load(name).check
     inputs = list((ROOT / "fuzz" / "corpus" / name).iterdir())
     assert inputs
@@ -53,7 +53,7 @@ def test_the_corpus_passes(fuzz, name: str) -> None:
         check(path.read_bytes())
 
 
-def test_the_corpus_is_small(fuzz) -> None:
+def test_fuzz_corpus_is_small(fuzz) -> None:
     corpora = {path: list(path.iterdir()) for path in (ROOT / "fuzz" / "corpus").iterdir()}
     assert sorted(path.name for path in corpora) == NAMES == sorted(importlib.import_module("fuzz.targets").TARGETS)
     # What ``--minimise`` keeps, and room for inputs that once crashed something.
@@ -63,7 +63,7 @@ def test_the_corpus_is_small(fuzz) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_short_run_passes(name: str, tmp_path: Path) -> None:
+def test_short_fuzz_run_passes(name: str, tmp_path: Path) -> None:
     ran = run("--runs", 2000, "--seconds", 5, "--seed", 1, "--work", tmp_path, name)
     assert ran.returncode == 0, ran.stderr
     executions, result = re.search(rf"^{name} +(\d+) .* (\w+)$", ran.stdout, re.MULTILINE).groups()
@@ -78,7 +78,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [[], ["--random"]], ids=["guided", "random"])
-def test_a_failure_is_told_with_the_input_that_makes_it(planted: Path, options: list[str]) -> None:
+def test_fuzz_failure_reports_its_input(planted: Path, options: list[str]) -> None:
     if not options:
         pytest.importorskip("atheris", reason="no coverage guidance without atheris")
     ran = run("--runs", 50_000, "--work", planted, *options, "access_log", "body", root=planted)
@@ -90,14 +90,14 @@ def test_a_failure_is_told_with_the_input_that_makes_it(planted: Path, options: 
     assert Path(reproducer).read_bytes().count(b"!") > 2
 
 
-def test_without_atheris_inputs_vary_at_random(tmp_path: Path) -> None:
+def test_fuzz_without_atheris_mutates_at_random(tmp_path: Path) -> None:
     ran = run("--runs", 500, "--work", tmp_path, "body", preamble="sys.modules['atheris'] = None")
     assert ran.returncode == 0, ran.stderr
     assert "atheris is not installed" in ran.stderr
     assert re.search(r"^body +500 +- ", ran.stdout, re.MULTILINE)
 
 
-def test_what_reaches_nothing_new_is_not_kept(fuzz, tmp_path: Path) -> None:
+def test_minimise_drops_inputs_without_new_coverage(fuzz, tmp_path: Path) -> None:
     kept, found = tmp_path / "kept", tmp_path / "found"
     found.mkdir()
     needed = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
@@ -110,7 +110,7 @@ def test_what_reaches_nothing_new_is_not_kept(fuzz, tmp_path: Path) -> None:
     assert [path.read_bytes() for path in kept.iterdir()] == [needed]
 
 
-def test_help_names_the_targets_and_a_name_that_is_none_is_refused() -> None:
+def test_help_names_targets_and_unknown_one_is_refused() -> None:
     shown = run("--help")
     assert shown.returncode == 0
     assert all(name in shown.stdout for name in NAMES)

@@ -16,12 +16,12 @@ def module_at(path: Path) -> ModuleType:
     return module
 
 
-def test_the_reference_of_the_crd_is_what_the_schema_makes() -> None:
+def test_crd_reference_matches_the_schema() -> None:
     made = module_at(ROOT / "crds" / "reference.py")
     assert made.FILE.read_text() == made.page(), "run: python crds/reference.py"
 
 
-def test_every_field_of_the_crd_is_described() -> None:
+def test_crd_fields_are_described() -> None:
     rows = [line for line in (ROOT / "docs" / "crd.md").read_text().splitlines() if line.startswith("| `")]
     assert len(rows) > 40
     assert [row for row in rows if not row.rsplit(" | ", 1)[1].strip(" |")] == []

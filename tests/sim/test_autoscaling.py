@@ -32,35 +32,35 @@ AT_ONCE = HpaSpec(
 
 
 class TestHpa:
-    def test_it_rounds_up_and_tolerates_a_tenth(self) -> None:
+    def test_hpa_rounds_up_and_tolerates_a_tenth(self) -> None:
         assert Hpa(AT_ONCE).sync(0, 4.2, asked=3, present=3) == 5
         assert Hpa(AT_ONCE).sync(0, 3.3, asked=3, present=3) == 3
         assert Hpa(AT_ONCE).sync(0, 2.7, asked=3, present=3) == 3
         assert Hpa(AT_ONCE).sync(0, 2.6, asked=4, present=4) == 3
 
-    def test_it_keeps_to_the_least_and_the_most(self) -> None:
+    def test_hpa_stays_within_min_and_max_replicas(self) -> None:
         hpa = Hpa(AT_ONCE)
         assert hpa.sync(0, 99, asked=3, present=3) == 10
         assert hpa.sync(15, 0, asked=10, present=10) == 1
 
-    def test_without_a_metric_it_keeps_what_there_is(self) -> None:
+    def test_hpa_without_metric_keeps_replicas(self) -> None:
         hpa = Hpa(AT_ONCE)
         assert [hpa.sync(15 * n, None, asked=7, present=7) for n in range(100)] == [7] * 100
 
-    def test_it_shrinks_to_the_largest_wish_of_its_patience(self) -> None:
+    def test_hpa_shrinks_to_largest_value_of_its_window(self) -> None:
         hpa = Hpa(replace(AT_ONCE, down=replace(AT_ONCE.down, stabilization_s=60)))
         wishes = [8, 8, 3, 5, 3, 3, 3, 3, 3]
         assert follow(hpa, wishes, asked=8) == [8, 8, 8, 8, 8, 5, 5, 3, 3]
 
-    def test_it_grows_by_the_policy_that_allows_most(self) -> None:
+    def test_hpa_grows_by_its_most_permissive_policy(self) -> None:
         doubles_or_four = HpaSpec(min_replicas=1, max_replicas=40)
         assert follow(Hpa(doubles_or_four), [40] * 6, asked=2) == [6, 6, 6, 6, 12, 12]
 
-    def test_it_shrinks_by_a_fifth_or_one_in_two_minutes(self) -> None:
+    def test_hpa_shrinks_by_a_fifth_or_one_in_two_minutes(self) -> None:
         hasty = replace(HpaSpec(min_replicas=1), down=replace(HpaSpec().down, stabilization_s=0))
         assert follow(Hpa(hasty), [1] * 18, asked=10)[::4] == [8, 8, 6, 6, 4]
 
-    def test_a_drain_counts_for_the_tolerance_as_long_as_it_lasts(self) -> None:
+    def test_draining_pod_counts_for_the_tolerance(self) -> None:
         # Nine are there, eight are asked for: 8.2 is within a tenth of what is there, which Kubernetes then asks for.
         assert Hpa(AT_ONCE).sync(0, 8.2, asked=8, present=9) == 9
 
@@ -74,7 +74,7 @@ def follow(hpa: Hpa, wishes: Sequence[float], *, asked: int) -> list[int]:
 
 
 class TestFleet:
-    def test_a_new_pod_joins_when_it_has_started_and_ramps_as_the_operator_has_it(self) -> None:
+    def test_started_pod_joins_with_the_operators_ramp(self) -> None:
         fleet = Fleet(1, start_s=100)
         fleet.scale(0, 2)
         assert [member.id for member in fleet.members(99.9)] == ["qwen-0"]
@@ -84,7 +84,7 @@ class TestFleet:
         assert fleet.members(130)[1].state == MemberState.ACTIVE
         assert (*ring.RAMP, (ring.RAMP_S, ring.FULL_WEIGHT)) == RAMP
 
-    def test_one_that_goes_drains_until_two_looks_found_it_idle(self) -> None:
+    def test_leaving_pod_drains_until_two_checks_find_it_idle(self) -> None:
         fleet = Fleet(3, start_s=100)
         fleet.scale(0, 2)
         assert fleet.members(0)[2].state == MemberState.DRAINING
@@ -95,7 +95,7 @@ class TestFleet:
         fleet.looked(4, ["qwen-2"])
         assert (fleet.present, len(fleet.members(4)), fleet.pods[2].gone_s) == (2, 2, 4)
 
-    def test_pods_go_together_when_the_last_of_them_is_drained(self) -> None:
+    def test_draining_pods_are_removed_together(self) -> None:
         fleet = Fleet(4, start_s=100)
         fleet.scale(0, 2)
         for at_s in (1, 2):
@@ -105,14 +105,14 @@ class TestFleet:
             fleet.looked(at_s, ["qwen-2", "qwen-3"])
         assert fleet.present == 2
 
-    def test_one_that_drains_is_taken_back_warm(self) -> None:
+    def test_draining_pod_is_taken_back_warm(self) -> None:
         fleet = Fleet(2, start_s=100)
         fleet.scale(0, 1)
         fleet.scale(5, 2)
         (_, back) = fleet.members(5)
         assert (back.state, back.weight, len(fleet.pods)) == (MemberState.ACTIVE, 100, 2)
 
-    def test_one_that_still_starts_is_given_up_at_once(self) -> None:
+    def test_starting_pod_is_removed_at_once(self) -> None:
         fleet = Fleet(1, start_s=100)
         fleet.scale(0, 3)
         fleet.scale(15, 1)
@@ -120,19 +120,19 @@ class TestFleet:
 
 
 class TestPacing:
-    def test_a_phase_comes_at_its_rate_and_silence_is_silent(self) -> None:
+    def test_phase_arrives_at_its_rate_and_pause_is_empty(self) -> None:
         trace = ticks(100)
         phases = (Phase(seconds=10, rate=1), Phase(seconds=5, rate=0), Phase(seconds=10, rate=2))
         at_s = [request.arrival_s for request in paced(trace, phases).requests]
         assert at_s == [*range(10), *(15 + number / 2 for number in range(20))]
 
-    def test_a_trace_that_is_too_short_comes_again_with_other_prompts(self) -> None:
+    def test_short_trace_repeats_with_other_prompts(self) -> None:
         again = paced(ticks(4), (Phase(seconds=10, rate=1),), start=2)
         assert [request.arrival_s for request in again.requests] == list(range(10))
         assert [request.blocks for request in again.requests[:4]] == [(2,), (3,), (4,), (5,)]
         assert len({request.blocks for request in again.requests}) == 10
 
-    def test_a_wave_begins_and_ends_low(self) -> None:
+    def test_wave_starts_and_ends_low(self) -> None:
         rates = [phase.rate for phase in wave(period_s=960, low=1, high=3)]
         assert rates[0] == pytest.approx(1, abs=0.01)
         assert max(rates) == pytest.approx(3, abs=0.01)
@@ -185,12 +185,12 @@ def _step() -> Run:
     return scaled(load(*STEP), first=4, lasts_s=ALL_S)
 
 
-def test_equal_runs_are_equal(step: Run) -> None:
+def test_equal_autoscaling_runs_agree(step: Run) -> None:
     again = scaled(load(*STEP), first=4, lasts_s=ALL_S)
     assert again == step
 
 
-def test_a_step_is_answered_at_the_next_sync_and_served_when_pods_have_started() -> None:
+def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
     # With an HPA that remembers nothing, so that the fleet is what the load before takes.
     forgets = replace(HpaSpec(), down=AT_ONCE.down)
     run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
@@ -201,7 +201,7 @@ def test_a_step_is_answered_at_the_next_sync_and_served_when_pods_have_started()
     assert enough.asked_s <= 60
 
 
-def test_when_load_has_ended_the_pool_shrinks_to_its_least_and_nothing_is_cut(step: Run) -> None:
+def test_pool_without_load_shrinks_to_min_without_aborts(step: Run) -> None:
     assert step.syncs[-1].present == 2
     after = [sync.asked for sync in step.syncs if sync.at_s > 600]
     assert all(later <= earlier for earlier, later in pairwise(after))
@@ -210,12 +210,12 @@ def test_when_load_has_ended_the_pool_shrinks_to_its_least_and_nothing_is_cut(st
     assert figures(step, slo_ttft_s=5.0, warmup_s=0).cut == 0
 
 
-def test_it_costs_less_than_the_fleet_of_the_peak(step: Run) -> None:
+def test_autoscaling_costs_less_than_a_fleet_for_the_peak(step: Run) -> None:
     found = figures(step, slo_ttft_s=5.0, warmup_s=0)
     assert found.instance_hours < 0.8 * found.replicas_max * ALL_S / 3600
 
 
-def test_a_pod_that_is_gone_too_early_is_noticed(step: Run) -> None:
+def test_pod_removed_too_early_is_detected(step: Run) -> None:
     gone = replace(step, pods=tuple(replace(pod, gone_s=100.0) for pod in step.pods))
     assert figures(gone, slo_ttft_s=5.0, warmup_s=0).cut > 0
 
@@ -228,7 +228,7 @@ def test_steady_load_keeps_a_steady_fleet() -> None:
     assert found.summary.slo_attainment > 0.98
 
 
-def test_a_metric_that_is_lost_scales_nothing() -> None:
+def test_lost_metric_changes_no_replicas() -> None:
     blind = replace(config(first=4, lasts_s=1500), blind_s=(200.0, 1500.0))
     run = run_autoscaled(blind, load(Phase(seconds=300, rate=1.0)))
     assert {sync.asked for sync in run.syncs if sync.at_s > 200} == {run.syncs[12].asked}
@@ -236,13 +236,13 @@ def test_a_metric_that_is_lost_scales_nothing() -> None:
     assert seeing.syncs[-1].asked < run.syncs[-1].asked
 
 
-def test_a_fixed_fleet_stays() -> None:
+def test_fixed_fleet_keeps_its_size() -> None:
     run = run_autoscaled(replace(config(first=3, lasts_s=600), scaler=None), load(Phase(seconds=300, rate=1.0)))
     assert {sync.asked for sync in run.syncs} == {3}
     assert figures(run, slo_ttft_s=5.0, warmup_s=0).instance_hours == pytest.approx(3 * 600 / 3600, rel=0.01)
 
 
-def test_on_the_queue_twice_the_target_is_half_the_wish() -> None:
+def test_doubled_queue_target_halves_desired_replicas() -> None:
     asked = load(Phase(seconds=120, rate=1.0))
     wishes = {}
     for target in (4.0, 8.0):
@@ -254,7 +254,7 @@ def test_on_the_queue_twice_the_target_is_half_the_wish() -> None:
     )
 
 
-def test_four_routers_ask_for_what_one_does_though_too_few_instances_are_slower_than_was_said() -> None:
+def test_four_routers_desire_what_one_does_with_slow_instances() -> None:
     asked = load(Phase(seconds=300, rate=1.5))
     fixed = replace(
         config(first=3, lasts_s=300),

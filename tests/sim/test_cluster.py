@@ -17,8 +17,8 @@ from clusters import (
     small_pool,
 )
 from dualmap.pools.pool import Engine, Queue
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding
-from dualmap.requests import Decision, Effects, Held, Reason, Refusal, Request
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
+from dualmap.requests import Decision, Effects, Queued, Reason, Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module
 from dualmap_sim.cluster import Cluster, Exchange, Record, Replica
@@ -26,20 +26,20 @@ from dualmap_sim.summary import summarise
 from engines import ROUND
 
 
-def test_one_engine_serves_in_order_and_the_times_are_the_engines() -> None:
+def test_cluster_with_one_engine_reports_engine_times() -> None:
     records = Cluster(config(small_pool(1))).run(one_block_prompts(0.0, 1.0))
     assert first_tokens(records) == [1.5, 3.0]
     assert [record.finished_s for record in records] == [1.75 + 1.5, 3.25]
     assert [record.ttft_s for record in records] == [1.5, 2.0]
 
 
-def test_the_routers_index_follows_what_it_was_told() -> None:
+def test_router_index_follows_reported_events() -> None:
     records = Cluster(config(small_pool(4, policy="dualmap"))).run(one_block_prompts(0.0, 10.0, 20.0, same=True))
     assert len({record.endpoint for record in records}) == 1
     assert [record.cached_tokens for record in records] == [0, 90, 90]
 
 
-def test_what_is_held_goes_out_when_the_first_token_was_heard_of() -> None:
+def test_queued_request_is_dispatched_after_first_token() -> None:
     # The router takes the engine for ten times slower than it is, so only news of a first token opens the window.
     slow = Engine(prefill_tokens_per_second=10.0)
     held = replace(small_pool(1, queue=Queue(dispatch_window_s=0.1)), engine=slow)
@@ -50,13 +50,13 @@ def test_what_is_held_goes_out_when_the_first_token_was_heard_of() -> None:
     assert second.first_token_s == 1.75 + 1.5
 
 
-def test_what_is_held_goes_out_when_the_window_opens_by_time() -> None:
+def test_queued_request_is_dispatched_when_window_opens() -> None:
     known = replace(small_pool(1, queue=Queue(dispatch_window_s=0.1)), engine=Engine(prefill_tokens_per_second=100.0))
     _, second = Cluster(config(known)).run(one_block_prompts(0.0, 0.5))
     assert second.dispatched_s == pytest.approx(0.9, abs=0.01)
 
 
-def test_a_refused_request_is_refused_once_and_never_served() -> None:
+def test_rejected_request_is_never_served() -> None:
     queue = Queue(dispatch_window_s=0.1, max_held=1)
     records = Cluster(config(small_pool(1, queue=queue))).run(one_block_prompts(0.0, 0.1, 0.2))
     assert [record.refused for record in records] == [None, None, Reason.QUEUE_FULL]
@@ -67,7 +67,7 @@ def test_a_refused_request_is_refused_once_and_never_served() -> None:
     assert summary.slo_attainment == pytest.approx(2 / 3)
 
 
-def test_routers_that_share_nothing_do_not_see_each_others_load() -> None:
+def test_routers_without_replication_ignore_each_others_load() -> None:
     """Two routers, two engines, the least loaded: blind to each other they both begin with the same engine."""
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
     alone = Cluster(config(small_pool(2))).run(asked)
@@ -78,18 +78,18 @@ def test_routers_that_share_nothing_do_not_see_each_others_load() -> None:
     assert summarise(blind, slo_ttft_s=1).ttft_p99_s > summarise(alone, slo_ttft_s=1).ttft_p99_s
 
 
-def test_news_that_comes_too_late_is_as_good_as_none() -> None:
+def test_late_replication_update_has_no_effect() -> None:
     asked = one_block_prompts(*[0.2 * number for number in range(15)])
     blind = Cluster(config(small_pool(2), routers=2)).run(asked)
     late = Cluster(config(small_pool(2), routers=2, exchange=Exchange(period_s=0.01, delay_s=2.9))).run(asked)
     assert first_tokens(late) == first_tokens(blind)
 
 
-def placements_only(news: News) -> News:
-    return News(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=news.placements)
+def placements_only(update: ReplicaUpdate) -> ReplicaUpdate:
+    return ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=update.placements)
 
 
-def test_an_exchange_carries_what_it_is_said_to() -> None:
+def test_exchange_carries_only_the_chosen_updates() -> None:
     exchange = Exchange(period_s=0.01, delay_s=0.0, carries=placements_only)
     cluster = Cluster(config(small_pool(2), routers=2, exchange=exchange))
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
@@ -101,7 +101,7 @@ def test_an_exchange_carries_what_it_is_said_to() -> None:
 
 
 @pytest.mark.parametrize(("replay_s", "blocks"), [(0.0, 10), (3.0, 40), (100.0, 110)])
-def test_a_router_that_joins_knows_what_was_replayed_to_it(replay_s: float, blocks: int) -> None:
+def test_joining_router_knows_replayed_updates(replay_s: float, blocks: int) -> None:
     """One request a second; the second router joins at 9.5 s, and its own and the other's later ones it hears of."""
     joining = replace(
         config(small_pool(2), exchange=Exchange(period_s=0.1, delay_s=0.0)),
@@ -114,7 +114,7 @@ def test_a_router_that_joins_knows_what_was_replayed_to_it(replay_s: float, bloc
     assert sum(each.indexed_blocks for each in cluster.routers[1].status().endpoints) == blocks
 
 
-def test_the_store_tells_a_router_what_it_wants_to_know_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_answers_session_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, SharedBinding]] = []
 
     class Listens(PoolRouter):
@@ -140,7 +140,7 @@ def test_the_store_tells_a_router_what_it_wants_to_know_of_sessions(monkeypatch:
 
 @pytest.mark.parametrize("routers", [1, 3])
 @pytest.mark.parametrize("queue", [UNLIMITED, Queue(dispatch_window_s=0.25), Queue(max_held=5, max_wait_s=1.0)])
-def test_every_request_ends_once_and_nothing_is_left_in_any_router(routers: int, queue: Queue) -> None:
+def test_cluster_run_ends_each_request_once_and_leaves_nothing(routers: int, queue: Queue) -> None:
     asked, cluster = busy_requests(), Cluster(busy_config(routers, queue))
     records = cluster.run(asked)
     assert [record.arrival.request_id for record in records] == [str(number) for number in range(200)]
@@ -148,22 +148,22 @@ def test_every_request_ends_once_and_nothing_is_left_in_any_router(routers: int,
     assert_books_empty(cluster)
 
 
-def test_equal_configurations_give_equal_records() -> None:
+def test_cluster_with_equal_config_gives_equal_records() -> None:
     runs = [Cluster(busy_config(2, Queue())).run(busy_requests()) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
-def test_a_request_that_a_router_loses_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_request_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loses(PoolRouter):
-        def on_request(self, now: float, request: Request) -> Effects[Decision | Held | Refusal]:
-            return Effects(Held(request_id=request.id))
+        def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
+            return Effects(Queued(request_id=request.id))
 
     monkeypatch.setattr(cluster_module, "PoolRouter", Loses)
     with pytest.raises(AssertionError, match="1 requests never end"):
         Cluster(config(small_pool(1), exchange=Exchange())).run(one_block_prompts(0.0))
 
 
-def test_a_run_is_given_up_at_the_first_token_that_says_so() -> None:
+def test_run_stops_at_the_first_token_that_ends_it() -> None:
     seen: list[str] = []
 
     def gives_up(record: Record) -> bool:
@@ -178,7 +178,7 @@ def test_a_run_is_given_up_at_the_first_token_that_says_so() -> None:
     assert [record.first_token_s for record in records] == [1.5, 3.0, 4.5, None]
 
 
-def test_a_run_that_nobody_gives_up_on_goes_on_and_refusals_are_asked_about_too() -> None:
+def test_run_without_stop_continues_and_reports_rejections() -> None:
     asked: list[tuple[str, Reason | None]] = []
 
     def gives_up(record: Record) -> bool:
@@ -192,7 +192,7 @@ def test_a_run_that_nobody_gives_up_on_goes_on_and_refusals_are_asked_about_too(
     assert not cluster.gave_up
 
 
-def test_samples_hold_what_is_handed_over_and_held_and_not_prefilled() -> None:
+def test_samples_count_in_flight_and_queued_prefill_tokens() -> None:
     held = small_pool(2, policy="round_robin", queue=Queue(dispatch_window_s=0.1))
     cluster = Cluster(replace(config(held), sample_s=1.0))
     # 1.5 s each; the third waits in the router until the first is through.
@@ -207,14 +207,14 @@ def test_samples_hold_what_is_handed_over_and_held_and_not_prefilled() -> None:
     assert list(cluster.samples[0].pending_tokens) == ["m-0", "m-1"]
 
 
-def test_samples_do_not_count_what_the_engine_had_cached_when_it_was_handed_over() -> None:
+def test_samples_leave_out_tokens_cached_at_dispatch() -> None:
     cluster = Cluster(replace(config(small_pool(1)), sample_s=0.5))
     cluster.run(one_block_prompts(0.25, 10.25, same=True))
     pending = {sample.at_s: sample.pending_tokens["m-0"] for sample in cluster.samples}
     assert (pending[0.5], pending[10.5]) == (100, 10)
 
 
-def test_a_member_may_have_another_engine() -> None:
+def test_member_can_have_its_own_engine_config() -> None:
     fast = replace(ROUND, prefill=replace(ROUND.prefill, tokens_per_s=1000.0))
     of = replace(config(small_pool(2, policy="round_robin")), engines={"m-1": fast})
     assert [record.ttft_s for record in Cluster(of).run(one_block_prompts(0.0, 10.0))] == [1.5, pytest.approx(0.6)]

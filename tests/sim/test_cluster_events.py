@@ -34,7 +34,7 @@ def shares(records: tuple[Record, ...]) -> Counter[str | None]:
     return Counter(record.endpoint for record in records)
 
 
-def test_the_requests_of_an_engine_that_dies_fail_at_once_and_others_go_on() -> None:
+def test_engine_failure_fails_its_requests_only() -> None:
     cluster = Cluster(config(small_pool(2, policy="round_robin"), events=(Fail(at_s=1.0, member="m-0"),)))
     records = cluster.run(one_block_prompts(0.0, 0.25, 0.5))
     assert [record.failed for record in records] == [True, False, True]
@@ -42,14 +42,14 @@ def test_the_requests_of_an_engine_that_dies_fail_at_once_and_others_go_on() -> 
     assert_books_empty(cluster)
 
 
-def test_what_an_engine_had_finished_when_it_died_it_has_finished() -> None:
+def test_engine_failure_keeps_finished_requests() -> None:
     done = Cluster(config(small_pool(1), events=(Fail(at_s=1.75, member="m-0"),))).run(one_block_prompts(0.0))
     assert [(record.finished_s, record.failed) for record in done] == [(1.75, False)]
     (almost,) = Cluster(config(small_pool(1), events=(Fail(at_s=1.7, member="m-0"),))).run(one_block_prompts(0.0))
     assert (almost.first_token_s, almost.finished_s, almost.failed) == (1.5, None, True)
 
 
-def test_what_is_sent_to_a_dead_engine_fails_after_the_delay_and_nothing_is_tried_again() -> None:
+def test_request_to_failed_engine_fails_after_delay_without_retry() -> None:
     failed: list[Record] = []
 
     def note(record: Record) -> bool:
@@ -66,19 +66,19 @@ def test_what_is_sent_to_a_dead_engine_fails_after_the_delay_and_nothing_is_trie
     assert records[1].arrival.at_s == 1.0 + 0.25 + 0.5
 
 
-def test_an_engine_that_fails_several_in_a_row_is_left_alone_for_a_while() -> None:
+def test_engine_with_repeated_failures_is_suspended() -> None:
     dead = config(small_pool(2, policy="round_robin"), events=(Fail(at_s=0.5, member="m-0"),))
     records = Cluster(dead).run(one_block_prompts(*[1.0 + number / 100 for number in range(20)]))
     assert sum(record.failed for record in records) == 3
 
 
-def test_an_engine_that_recovers_has_an_empty_cache() -> None:
+def test_recovered_engine_has_an_empty_cache() -> None:
     events = (Fail(at_s=20.0, member="m-0"), Recover(at_s=21.0, member="m-0"))
     records = Cluster(config(small_pool(1), events=events)).run(one_block_prompts(0.0, 10.0, 30.0, 40.0, same=True))
     assert [record.cached_tokens for record in records] == [0, 90, 0, 90]
 
 
-def test_failing_twice_is_failing_and_recovering_alive_is_nothing() -> None:
+def test_repeated_fail_or_recover_has_no_effect() -> None:
     events = (
         Recover(at_s=5.0, member="m-0"),
         Fail(at_s=20.5, member="m-0"),
@@ -90,7 +90,7 @@ def test_failing_twice_is_failing_and_recovering_alive_is_nothing() -> None:
     assert [record.cached_tokens for record in records] == [0, 90, 0, 0]
 
 
-def test_a_member_that_joins_takes_requests_and_starts_cold() -> None:
+def test_joining_member_takes_requests_and_starts_cold() -> None:
     joins = PoolChange(at_s=15.0, pool=small_pool(2, policy="round_robin"))
     cluster = Cluster(config(small_pool(1, policy="round_robin"), events=(joins,)))
     records = cluster.run(one_block_prompts(0.0, 10.0, 20.0, 30.0, same=True))
@@ -98,7 +98,7 @@ def test_a_member_that_joins_takes_requests_and_starts_cold() -> None:
     assert [record.cached_tokens for record in records] == [0, 90, 90, 0]
 
 
-def test_a_member_that_leaves_finishes_what_it_has_and_comes_back_cold() -> None:
+def test_leaving_member_finishes_and_returns_cold() -> None:
     two, one = small_pool(2, policy="round_robin"), small_pool(1, policy="round_robin")
     events = (PoolChange(at_s=0.75, pool=one), PoolChange(at_s=20.0, pool=two))
     cluster = Cluster(config(two, events=events))
@@ -109,7 +109,7 @@ def test_a_member_that_leaves_finishes_what_it_has_and_comes_back_cold() -> None
     assert_books_empty(cluster)
 
 
-def test_a_member_that_drains_gets_nothing_new_and_keeps_its_cache() -> None:
+def test_draining_member_gets_no_request_and_keeps_cache() -> None:
     two = small_pool(2, policy="round_robin")
     draining = in_state(two, "m-1", MemberState.DRAINING)
     events = (PoolChange(at_s=5.0, pool=draining), PoolChange(at_s=35.0, pool=two))
@@ -118,7 +118,7 @@ def test_a_member_that_drains_gets_nothing_new_and_keeps_its_cache() -> None:
     assert records[5].cached_tokens == 90
 
 
-def test_an_engine_takes_another_speed_from_its_next_prefill_on() -> None:
+def test_speed_change_applies_from_the_next_prefill() -> None:
     slow = Speed(at_s=0.5, member="m-0", engine=slowed(ROUND, 2.0))
     records = Cluster(config(small_pool(1), events=(slow,))).run(one_block_prompts(0.0, 10.0))
     assert [record.ttft_s for record in records] == [1.5, 3.0]
@@ -126,7 +126,7 @@ def test_an_engine_takes_another_speed_from_its_next_prefill_on() -> None:
     assert records[1].finished_s == 13.5
 
 
-def test_an_engine_that_recovers_has_the_speed_it_was_given_last() -> None:
+def test_recovered_engine_keeps_its_last_speed() -> None:
     events = (
         Speed(at_s=1.0, member="m-0", engine=slowed(ROUND, 2.0)),
         Fail(at_s=2.0, member="m-0"),
@@ -136,7 +136,7 @@ def test_an_engine_that_recovers_has_the_speed_it_was_given_last() -> None:
     assert record.ttft_s == 3.0
 
 
-def test_an_engine_never_changes_its_memory() -> None:
+def test_engine_memory_change_is_refused() -> None:
     other = Speed(at_s=0.5, member="m-0", engine=replace(ROUND, kv_memory_tokens=500))
     with pytest.raises(AssertionError, match="only speeds may change"):
         Cluster(config(small_pool(1), events=(other,))).run(one_block_prompts(0.0))
@@ -166,7 +166,7 @@ EVENTS: dict[str, tuple[Event, ...]] = {
 @pytest.mark.parametrize("report_loss", [0.0, 0.2])
 @pytest.mark.parametrize("routers", [1, 4])
 @pytest.mark.parametrize("happens", EVENTS)
-def test_every_request_ends_once_whatever_happens(happens: str, routers: int, report_loss: float) -> None:
+def test_each_request_ends_once_through_all_events(happens: str, routers: int, report_loss: float) -> None:
     asked = busy_requests()
     of = replace(
         busy_config(routers, Queue(dispatch_window_s=0.25, max_wait_s=5.0)),
@@ -185,7 +185,7 @@ def test_every_request_ends_once_whatever_happens(happens: str, routers: int, re
     assert_books_empty(cluster)
 
 
-def test_a_slow_instance_gets_less_work_under_dualmap() -> None:
+def test_slow_instance_gets_less_work_under_dualmap() -> None:
     asked = busy_requests(400, rate=8.0)
     even = Cluster(busy_config(1, Queue())).run(asked)
     slow = Cluster(replace(busy_config(1, Queue()), engines={"m-3": slowed(SEVEN_B, 4.0)})).run(asked)
@@ -193,7 +193,7 @@ def test_a_slow_instance_gets_less_work_under_dualmap() -> None:
     assert shares(slow)[endpoint] < 0.6 * shares(even)[endpoint]
 
 
-def test_scaling_up_moves_only_the_keys_that_the_new_members_take() -> None:
+def test_scale_up_moves_only_keys_of_new_members() -> None:
     """By ring 1 alone: of four members' keys, a fifth goes to the fifth, and nobody else's change hands."""
     asked = busy_requests(600, rate=4.0)
     four, five = busy_config(1, policy="cache_affinity", members=4), busy_config(1, policy="cache_affinity", members=5)
@@ -207,7 +207,7 @@ def test_scaling_up_moves_only_the_keys_that_the_new_members_take() -> None:
     assert all(old.endpoint == new.endpoint for old, new in zip(before, after, strict=True) if new.arrival.at_s < 50.0)
 
 
-def test_attainment_recovers_when_members_join_and_falls_when_they_leave() -> None:
+def test_attainment_follows_joining_and_leaving_members() -> None:
     asked = busy_requests(900, rate=7.5)
     # Held for no longer than clients would have it, so that what was too much does not drag on.
     few = busy_config(1, Queue(max_wait_s=10.0), members=4)
@@ -236,7 +236,7 @@ def in_turn(engine: EngineConfig, *, kv_moves: bool, events: tuple[Event, ...] =
     return Cluster(replace(of, kv_moves=kv_moves)).run(asked)
 
 
-def test_a_session_that_moves_brings_what_its_last_engine_holds() -> None:
+def test_moved_session_pulls_kv_of_its_last_engine() -> None:
     first, second, third = in_turn(PULLS, kv_moves=True)
     assert (first.pulled_tokens, first.ttft_s) == (0, 1.5)
     # Of 100 tokens 90 are pulled, at 500 a second, and 10 computed.
@@ -251,12 +251,12 @@ def test_a_session_that_moves_brings_what_its_last_engine_holds() -> None:
     [(PULLS, False, ()), (ROUND, True, ()), (PULLS, True, (Fail(at_s=5.0, member="m-0"),))],
     ids=["not asked for", "engines cannot", "the last engine is dead"],
 )
-def test_nothing_is_pulled_where_it_cannot_be(engine: EngineConfig, kv_moves: bool, events: tuple[Event, ...]) -> None:
+def test_cluster_without_pull_moves_no_kv(engine: EngineConfig, kv_moves: bool, events: tuple[Event, ...]) -> None:
     records = in_turn(engine, kv_moves=kv_moves, events=events)
     assert [record.pulled_tokens for record in records] == [0, 0, 0]
 
 
-def test_requests_without_a_session_pull_nothing() -> None:
+def test_request_without_session_pulls_nothing() -> None:
     of = replace(config(small_pool(2, policy="round_robin"), engine=PULLS), kv_moves=True)
     records = Cluster(of).run(one_block_prompts(0.0, 10.0, same=True))
     assert [record.pulled_tokens for record in records] == [0, 0]

@@ -11,7 +11,7 @@ CHUNKED = replace(ROUND, chunk_tokens=40)
 """A step takes half a second and a hundredth for each of at most 40 prompt tokens, a quarter without any."""
 
 
-def test_a_prompt_longer_than_a_step_is_computed_in_pieces_each_of_which_pays_the_overhead() -> None:
+def test_long_prompt_pays_overhead_in_each_piece() -> None:
     engine = Engine(CHUNKED)
     engine.submit(3.0, ask("a", prompt=100, output=5))
 
@@ -30,7 +30,7 @@ def test_attention_costs_the_same_in_pieces() -> None:
     assert first_tokens(run_out(engine)) == {"a": pytest.approx(in_one_s + 2 * 0.5)}
 
 
-def test_a_step_with_room_for_all_of_it_is_a_prefill_as_without_chunks() -> None:
+def test_prompt_that_fits_a_step_costs_a_whole_prefill() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=1000))
     engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
     run_out(engine)
@@ -42,7 +42,7 @@ def test_a_step_with_room_for_all_of_it_is_a_prefill_as_without_chunks() -> None
     assert finishes(events) == {"b": pytest.approx(3.6 + 3 * 0.25)}
 
 
-def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_in_turn() -> None:
+def test_rest_of_a_step_goes_to_the_next_prompt() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=30))
     engine.submit(0.0, ask("b", prompt=10))
@@ -53,7 +53,7 @@ def test_what_a_prompt_leaves_of_a_step_goes_to_the_next_in_turn() -> None:
     assert first_tokens(run_out(engine)) == pytest.approx({"a": 0.8, "b": 1.7, "c": 2.5, "d": 2.5})
 
 
-def test_decodes_go_on_while_a_prompt_is_computed_and_take_their_tokens_first() -> None:
+def test_decodes_take_their_tokens_before_the_prompt() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=20, output=9))
     assert first_tokens(engine.advance(0.7)) == {"a": 0.7}
@@ -66,7 +66,7 @@ def test_decodes_go_on_while_a_prompt_is_computed_and_take_their_tokens_first() 
     assert finishes(run_out(engine)) == {"b": pytest.approx(2.45), "a": pytest.approx(2.2 + 6 * 0.25)}
 
 
-def test_a_step_of_both_kinds_pays_the_dearer_fixed_cost_and_all_that_grows() -> None:
+def test_mixed_step_pays_larger_fixed_cost_and_all_variable() -> None:
     assert ROUND.decode is not None
     config = replace(CHUNKED, decode=replace(ROUND.decode, step_s=0.6, per_kv_token_s=0.001, per_request_s=0.01))
     engine = Engine(config)
@@ -77,7 +77,7 @@ def test_a_step_of_both_kinds_pays_the_dearer_fixed_cost_and_all_that_grows() ->
     assert first_tokens(run_out(engine))["b"] == pytest.approx(0.7 + 0.6 + 0.021 + 0.01 + 10 / 100)
 
 
-def test_prompts_wait_while_the_decodes_alone_fill_a_step() -> None:
+def test_prompts_wait_while_decodes_fill_a_step() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=2))
     for name in "ab":
         engine.submit(0.0, ask(name, prompt=2, output=9))
@@ -90,7 +90,7 @@ def test_prompts_wait_while_the_decodes_alone_fill_a_step() -> None:
     assert first_tokens(events)["c"] > finishes(events)["a"]
 
 
-def test_blocks_are_reused_in_the_very_step_that_completes_them() -> None:
+def test_blocks_are_reused_in_the_step_completing_them() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=150))
     engine.submit(0.0, ask("first", prompt=10))
     for name in "ab":
@@ -102,14 +102,14 @@ def test_blocks_are_reused_in_the_very_step_that_completes_them() -> None:
     assert first_tokens(events)["a"] == first_tokens(events)["b"] == pytest.approx(0.6 + 0.5 + 130 / 100 + 110 / 1000)
 
 
-def test_pulled_and_cached_tokens_come_with_the_first_piece_and_take_no_room() -> None:
+def test_pulled_and_cached_tokens_use_no_step_budget() -> None:
     engine = Engine(replace(CHUNKED, pull_tokens_per_s=200.0))
     engine.submit(0.0, replace(ask("a", prompt=140), pulled_tokens=60))
 
     assert first_tokens(run_out(engine)) == {"a": pytest.approx(2 * 0.5 + 80 / 100 + 60 / 200)}
 
 
-def test_a_prompt_that_memory_does_not_admit_is_not_begun_though_there_is_room_in_the_step() -> None:
+def test_prompt_without_memory_waits_despite_step_budget() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("big", prompt=100, output=700))
     engine.submit(0.0, ask("too big for now", prompt=200, output=100))
@@ -122,7 +122,7 @@ def test_a_prompt_that_memory_does_not_admit_is_not_begun_though_there_is_room_i
     assert firsts["small"].at_s >= firsts["too big for now"].at_s
 
 
-def test_a_prefill_only_engine_cuts_prompts_too() -> None:
+def test_prefill_only_engine_cuts_prompts_too() -> None:
     engine = Engine(replace(CHUNKED, decode=None))
     engine.submit(0.0, ask("a", prompt=60, output=50))
     engine.submit(0.0, ask("b", prompt=20, output=50))
@@ -133,7 +133,7 @@ def test_a_prefill_only_engine_cuts_prompts_too() -> None:
     assert engine.kv_tokens_reserved == 0
 
 
-def test_thousands_of_decode_steps_are_one_event() -> None:
+def test_decode_steps_without_change_are_one_event() -> None:
     engine = Engine(replace(CHUNKED, kv_memory_tokens=1_000_000))
     engine.submit(0.0, ask("a", prompt=20, output=400_001))
     engine.advance(0.7)
@@ -142,7 +142,7 @@ def test_thousands_of_decode_steps_are_one_event() -> None:
     assert engine.next_step_s() == pytest.approx(0.95)
 
 
-def test_aborting_a_prompt_in_pieces_lets_its_step_end_and_keeps_nothing() -> None:
+def test_abort_of_partial_prompt_ends_step_and_caches_nothing() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=100, blocks=range(10)))
     engine.submit(0.0, ask("b", prompt=20))
@@ -154,7 +154,7 @@ def test_aborting_a_prompt_in_pieces_lets_its_step_end_and_keeps_nothing() -> No
     assert (len(engine.cache), engine.kv_tokens_reserved, engine.running) == (0, 0, 0)
 
 
-def test_aborting_a_decode_beside_a_prompt_frees_its_memory_when_the_step_ends() -> None:
+def test_abort_in_mixed_step_frees_memory_at_step_end() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=20, output=9))
     engine.advance(0.7)
@@ -167,7 +167,7 @@ def test_aborting_a_decode_beside_a_prompt_frees_its_memory_when_the_step_ends()
     assert engine.kv_tokens_reserved == 39
 
 
-def test_the_backlog_is_the_steps_that_those_before_fill() -> None:
+def test_backlog_is_the_steps_of_requests_ahead() -> None:
     engine = Engine(CHUNKED)
     engine.submit(0.0, ask("a", prompt=100))
     engine.submit(0.0, ask("b", prompt=30))

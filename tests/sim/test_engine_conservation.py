@@ -87,7 +87,7 @@ def ideal() -> dict[str, int]:
 
 @ENGINES
 @pytest.mark.parametrize("rate", [0.3, 3.0])
-def test_no_prompt_finds_more_in_a_cache_than_the_ideal_one_holds(config: EngineConfig, rate: float) -> None:
+def test_cache_hits_never_exceed_the_ideal_cache(config: EngineConfig, rate: float) -> None:
     unlimited = replace(config, cache_tokens=10**9)
 
     for each in (config, unlimited):
@@ -99,14 +99,14 @@ def test_no_prompt_finds_more_in_a_cache_than_the_ideal_one_holds(config: Engine
 
 
 @pytest.mark.parametrize("instances", [1, 4])
-def test_one_cache_for_all_engines_does_not_beat_the_ideal_either(instances: int) -> None:
+def test_shared_cache_never_exceeds_the_ideal_cache(instances: int) -> None:
     records = run_oracle("limit", engine=WHOLE, instances=instances, arrivals=asked(3.0)).records
 
     assert all(record.cached_tokens <= ideal()[record.arrival.request_id] for record in records)
 
 
 @ENGINES
-def test_no_prompt_finds_less_in_a_larger_cache(config: EngineConfig) -> None:
+def test_larger_cache_never_has_fewer_hits(config: EngineConfig) -> None:
     sizes = [0, 10_000, 50_000, 200_000, 1_000_000, 10**8]
     hits = [
         {
@@ -127,7 +127,7 @@ PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6
 
 
 @given(paths=PATHS, capacity=st.integers(0, 12), more=st.integers(1, 6))
-def test_a_larger_cache_holds_all_that_a_smaller_one_does(paths: list[list[int]], capacity: int, more: int) -> None:
+def test_larger_cache_contains_the_smaller_one(paths: list[list[int]], capacity: int, more: int) -> None:
     small, large, unlimited = PrefixCache(capacity), PrefixCache(capacity + more), PrefixCache(None)
     for path in paths:
         chain = list(accumulate(path, lambda block, step: block * 3 + step + 1, initial=0))[1:]
@@ -149,9 +149,7 @@ GAPS = st.lists(st.tuples(st.floats(0, 4), st.integers(1, 400), st.integers(1, 9
 
 @given(asked=GAPS, faster=st.floats(1, 10))
 @settings(max_examples=200)
-def test_prefills_wait_as_lindley_says_and_never_less_at_a_higher_rate(
-    asked: list[tuple[float, int, int]], faster: float
-) -> None:
+def test_prefill_waits_follow_lindley_and_grow_with_rate(asked: list[tuple[float, int, int]], faster: float) -> None:
     """Lindley: a request waits for what the one before it waited and took, less the time between them."""
     config = replace(ROUND, decode=None)
     times_s = list(accumulate(gap_s for gap_s, _, _ in asked))
@@ -172,7 +170,7 @@ def test_prefills_wait_as_lindley_says_and_never_less_at_a_higher_rate(
 
 
 @ENGINES
-def test_the_mean_wait_grows_with_the_rate(config: EngineConfig) -> None:
+def test_mean_wait_grows_with_the_rate(config: EngineConfig) -> None:
     ttfts_s = []
     for rate in (0.2, 0.5, 1.0, 2.0, 4.0):
         firsts = [event for event in play(config, rate)[1] if isinstance(event, FirstToken)]
@@ -182,7 +180,7 @@ def test_the_mean_wait_grows_with_the_rate(config: EngineConfig) -> None:
     assert ttfts_s[-1] > 10 * ttfts_s[0]
 
 
-def test_engines_that_are_given_the_same_do_the_same() -> None:
+def test_equal_engines_with_equal_input_behave_equally() -> None:
     rng = Random(5)
     aborted = [arrival.request_id for arrival in asked(1.0) if rng.random() < 0.1]
 

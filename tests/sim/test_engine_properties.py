@@ -43,7 +43,7 @@ def arrivals(draw: st.DrawFn, *, aborts: bool) -> list[Arrival]:
 
 @dataclass(slots=True, kw_only=True)
 class Naive:
-    """ALGORITHMS section 7 written down once more: one list each, every step taken, no shortcut."""
+    """A second, simple implementation of docs/engine-model.md: plain lists, every step, no shortcut."""
 
     config: EngineConfig
     first: dict[str, float] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class NaiveChunked:
 
 @given(todo=arrivals(aborts=False), config=st.sampled_from([CHUNKED, FEW]))
 @settings(max_examples=300)
-def test_chunked_steps_in_one_go_give_the_times_of_taking_each(todo: list[Arrival], config: EngineConfig) -> None:
+def test_chunked_steps_combined_equal_single_steps(todo: list[Arrival], config: EngineConfig) -> None:
     naive = NaiveChunked(config=config)
     naive.run(todo)
     engine = Engine(config)
@@ -169,7 +169,7 @@ def test_chunked_steps_in_one_go_give_the_times_of_taking_each(todo: list[Arriva
 
 @given(todo=arrivals(aborts=False))
 @settings(max_examples=200)
-def test_skipping_over_steps_gives_the_times_of_taking_each(todo: list[Arrival]) -> None:
+def test_skipped_steps_equal_single_steps(todo: list[Arrival]) -> None:
     naive = Naive(config=TIGHT)
     naive.run(todo)
     engine = Engine(TIGHT)
@@ -209,7 +209,7 @@ def play(
 
 @given(config=CONFIGS, todo=arrivals(aborts=True))
 @settings(max_examples=200)
-def test_every_request_ends_exactly_once_and_leaves_nothing_behind(config: EngineConfig, todo: list[Arrival]) -> None:
+def test_engine_ends_each_request_once_and_leaves_nothing(config: EngineConfig, todo: list[Arrival]) -> None:
     events, aborted, engine = play(config, todo, polls=[])
 
     ended = [event.request_id for event in events if event.request_id in finishes([event])]
@@ -220,7 +220,7 @@ def test_every_request_ends_exactly_once_and_leaves_nothing_behind(config: Engin
 
 @given(config=CONFIGS, todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
 @settings(max_examples=200)
-def test_being_watched_changes_nothing(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
+def test_reading_the_engine_changes_nothing(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
     unwatched = play(config, todo, polls=[])
     watched = play(config, todo, polls=polls)
 

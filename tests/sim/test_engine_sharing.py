@@ -11,7 +11,7 @@ from engines import GROWING, ROUND, ask, finishes, first_tokens, run_out
 PULLING = replace(ROUND, pull_tokens_per_s=200.0)
 
 
-def test_of_those_that_wait_the_lowest_priority_number_goes_first_and_equals_in_order() -> None:
+def test_engine_queue_serves_by_priority_then_arrival() -> None:
     engine = Engine(ROUND)
     for name, priority in (("running", 9), ("a", 1), ("b", 0), ("c", 1), ("d", 0), ("e", -1)):
         engine.submit(0.0, replace(ask(name, prompt=50), priority=priority))
@@ -21,7 +21,7 @@ def test_of_those_that_wait_the_lowest_priority_number_goes_first_and_equals_in_
     ]  # fmt: skip
 
 
-def test_a_more_urgent_request_passes_one_that_waits_for_memory() -> None:
+def test_urgent_request_overtakes_one_waiting_for_memory() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("big", prompt=100, output=700))
     engine.submit(0.0, ask("too big for now", prompt=200, output=100))
@@ -32,7 +32,7 @@ def test_a_more_urgent_request_passes_one_that_waits_for_memory() -> None:
     assert first_tokens(run_out(engine))["urgent"] == 2.25 + 1.0
 
 
-def test_pulled_tokens_are_brought_instead_of_computed_and_loaded() -> None:
+def test_pulled_tokens_are_transferred_not_computed_or_loaded() -> None:
     engine = Engine(PULLING)
     engine.submit(0.0, replace(ask("a", prompt=100), pulled_tokens=60))
 
@@ -43,7 +43,7 @@ def test_pulled_tokens_are_brought_instead_of_computed_and_loaded() -> None:
     assert (first.cached_tokens, first.pulled_tokens) == (0, 60)
 
 
-def test_only_what_the_own_cache_lacks_is_pulled_and_never_the_last_token() -> None:
+def test_pull_fetches_missing_tokens_except_the_last() -> None:
     engine = Engine(PULLING)
     engine.submit(0.0, ask("a", prompt=50, blocks=range(5)))
     engine.submit(0.0, replace(ask("b", prompt=100, blocks=range(10)), pulled_tokens=100))
@@ -56,7 +56,7 @@ def test_only_what_the_own_cache_lacks_is_pulled_and_never_the_last_token() -> N
     assert engine.cached_tokens_total == 100
 
 
-def test_an_engine_that_cannot_pull_computes_what_it_lacks() -> None:
+def test_engine_without_pull_computes_missing_tokens() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, replace(ask("a", prompt=100), pulled_tokens=60))
 
@@ -66,7 +66,7 @@ def test_an_engine_that_cannot_pull_computes_what_it_lacks() -> None:
     assert (first.at_s, first.pulled_tokens) == (1.5, 0)
 
 
-def test_what_is_pulled_is_attended_to_as_if_it_were_cached() -> None:
+def test_pulled_tokens_cost_attention_like_cached_ones() -> None:
     costly = replace(PULLING, prefill=replace(ROUND.prefill, attention=0.01))
 
     pulled_s = costly.prefill_s(new_tokens=10, cached_tokens=30, pulled_tokens=60)
@@ -75,7 +75,7 @@ def test_what_is_pulled_is_attended_to_as_if_it_were_cached() -> None:
     assert pulled_s == pytest.approx(cached_s - 60 / 1000 + 60 / 200)
 
 
-def test_engines_with_one_cache_reuse_what_any_of_them_computed() -> None:
+def test_engines_sharing_a_cache_reuse_each_others_blocks() -> None:
     cache = PrefixCache(None)
     one, other = Engine(ROUND, cache=cache), Engine(ROUND, cache=cache)
     one.submit(0.0, ask("a", prompt=100, blocks=range(10)))
@@ -88,7 +88,7 @@ def test_engines_with_one_cache_reuse_what_any_of_them_computed() -> None:
     assert first.cached_tokens == 100
 
 
-def test_it_could_start_what_nothing_waits_before_and_fits() -> None:
+def test_engine_can_start_request_with_empty_queue_and_memory() -> None:
     engine = Engine(ROUND)
     assert engine.could_start(ask("whole memory", prompt=400, output=600))
     engine.submit(0.0, ask("a", prompt=100, output=700))
@@ -103,7 +103,7 @@ def test_it_could_start_what_nothing_waits_before_and_fits() -> None:
     assert Engine(replace(ROUND, decode=None)).could_start(ask("no output", prompt=400, output=9999))
 
 
-def test_the_backlog_is_the_prefill_under_way_and_those_that_wait() -> None:
+def test_backlog_is_current_prefill_and_queue() -> None:
     engine = Engine(ROUND)
     assert engine.backlog_s(0.0) == 0.0
     engine.submit(1.0, ask("a", prompt=100, blocks=range(10)))
@@ -117,7 +117,7 @@ def test_the_backlog_is_the_prefill_under_way_and_those_that_wait() -> None:
     assert engine.backlog_s(2.5) == pytest.approx(0.5 + 10 / 100 + 90 / 1000)
 
 
-def test_the_backlog_of_a_decoding_engine_is_the_step_under_way() -> None:
+def test_backlog_of_decoding_engine_is_current_step() -> None:
     engine = Engine(GROWING)
     engine.submit(0.0, ask("a", prompt=50, output=30))
 
@@ -128,7 +128,7 @@ def test_the_backlog_of_a_decoding_engine_is_the_step_under_way() -> None:
     assert first_tokens(run_out(engine))["b"] == pytest.approx(1.01 + backlog_s + 1.0)
 
 
-def test_asking_for_the_backlog_loses_no_event() -> None:
+def test_reading_backlog_loses_no_event() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=50))
 

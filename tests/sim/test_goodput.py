@@ -62,7 +62,7 @@ def attained_by(share: Callable[[float], float]) -> Callable[..., Outcome]:
     return run
 
 
-def test_one_queue_with_constant_service_is_as_good_as_theory_says(tmp_path: Path) -> None:
+def test_goodput_of_constant_service_matches_theory(tmp_path: Path) -> None:
     wait_s = 1.2
     experiment = Experiment(
         workload=Workload(trace=poisson_trace(tmp_path / "poisson.jsonl", 5_000), requests=5_000),
@@ -82,7 +82,7 @@ def test_one_queue_with_constant_service_is_as_good_as_theory_says(tmp_path: Pat
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "dualmap", "limit"])
-def test_ending_lost_runs_early_changes_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_is_equal_with_and_without_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = replace(SMALL, policy=policy)
     answered: list[int] = []
 
@@ -99,7 +99,7 @@ def test_ending_lost_runs_early_changes_nothing(policy: str, monkeypatch: pytest
     assert sum(early_answers) < sum(answered)
 
 
-def test_what_is_found_attains_the_share_and_the_next_rate_does_not() -> None:
+def test_goodput_attains_share_and_next_rate_does_not() -> None:
     found = goodput(SMALL, attainment=0.8, tolerance=0.05)
     attainments = [
         run_experiment(replace(SMALL, requests_per_s=rate, sample_s=None)).summary.slo_attainment
@@ -111,7 +111,7 @@ def test_what_is_found_attains_the_share_and_the_next_rate_does_not() -> None:
 
 
 @pytest.mark.parametrize("guess", [0.1, 1.0, 3.0, 5.0, 80.0, None])
-def test_where_the_search_begins_does_not_matter(guess: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_is_independent_of_the_first_guess(guess: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput_module, "run_experiment", attained_by(lambda rate: 1.0 if rate <= 3.0 else 0.5))
     tried: list[float] = []
     found = goodput(SMALL, guess=guess, on_try=tried.append)
@@ -122,9 +122,7 @@ def test_where_the_search_begins_does_not_matter(guess: float | None, monkeypatc
 
 
 @pytest.mark.parametrize("guess", [1.0, 2.95, 3.3, 6.0])
-def test_attainment_that_recovers_once_more_does_not_confuse_the_search(
-    guess: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_goodput_search_handles_non_monotonic_attainment(guess: float, monkeypatch: pytest.MonkeyPatch) -> None:
     attained = attained_by(lambda rate: 0.92 if rate <= 3.0 or 3.2 <= rate <= 3.4 else 0.88)
     monkeypatch.setattr(goodput_module, "run_experiment", attained)
     low, high = goodput(SMALL, guess=guess).bracket
@@ -132,7 +130,7 @@ def test_attainment_that_recovers_once_more_does_not_confuse_the_search(
     assert high / low == pytest.approx(1.01)
 
 
-def test_different_policies_are_tried_at_the_same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_tries_policies_at_the_same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput_module, "run_experiment", attained_by(lambda rate: 1.0 if rate <= 3.0 else 0.5))
     rates: tuple[list[float], list[float]] = [], []
     for tried, guess in zip(rates, (2.0, 4.0), strict=True):
@@ -140,18 +138,18 @@ def test_different_policies_are_tried_at_the_same_rates(monkeypatch: pytest.Monk
     assert set(rates[0]) & set(rates[1])
 
 
-def test_who_cannot_keep_the_objective_at_all_has_no_goodput() -> None:
+def test_goodput_of_policy_that_never_meets_slo_is_zero() -> None:
     found = goodput(replace(SMALL, slo_ttft_s=0.001))
     assert found.requests_per_s == 0.0
     assert found.bracket[0] == 0.0 < found.bracket[1]
 
 
-def test_a_load_that_never_is_too_much_is_an_error_that_says_what_to_change() -> None:
+def test_goodput_without_overload_is_an_error_with_advice() -> None:
     few = replace(SMALL, workload=Workload(requests=10), warmup=0, instances=10, slo_ttft_s=60.0)
     with pytest.raises(NeverOverloaded, match=r"round_robin: 90% of the 10 requests .* give more requests"):
         goodput(few)
 
 
-def test_ideal_capacity_is_what_the_engines_can_compute() -> None:
+def test_ideal_capacity_is_engine_throughput() -> None:
     experiment = replace(SMALL, engine=CONSTANT)
     assert ideal_capacity(experiment) == pytest.approx(2 / SERVICE_S)

@@ -50,7 +50,7 @@ def skeleton(value: object) -> object:
     return None
 
 
-def test_a_streamed_chat_answer_has_the_fields_of_vllms() -> None:
+def test_streamed_chat_answer_has_vllm_fields() -> None:
     if not RECORDED.exists():
         pytest.skip(f"{RECORDED} is not here")
     recorded = events(RECORDED.read_bytes())
@@ -59,7 +59,7 @@ def test_a_streamed_chat_answer_has_the_fields_of_vllms() -> None:
     assert skeleton(events(whole_stream(answer()))) == skeleton(recorded)
 
 
-def test_a_stream_says_role_text_reason_and_usage_in_that_order() -> None:
+def test_stream_sends_role_text_reason_and_usage_in_order() -> None:
     opening, first, last, usage = events(whole_stream(answer()))
 
     assert opening["choices"] == [
@@ -79,7 +79,7 @@ def test_a_stream_says_role_text_reason_and_usage_in_that_order() -> None:
     assert {event["model"] for event in (opening, first, last, usage)} == {'a "quoted" model'}
 
 
-def test_streamed_completions_have_no_opening_and_say_text() -> None:
+def test_streamed_completion_sends_text_without_role_chunk() -> None:
     reply = answer(chat=False)
 
     assert reply.opening_chunk() == b""
@@ -89,7 +89,7 @@ def test_streamed_completions_have_no_opening_and_say_text() -> None:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_whole_answer_says_what_its_stream_says(chat: bool) -> None:
+def test_whole_answer_equals_its_stream(chat: bool) -> None:
     whole = json.loads(answer(chat=chat).whole(cached_tokens=8))
 
     choice = whole["choices"][0]
@@ -99,7 +99,7 @@ def test_a_whole_answer_says_what_its_stream_says(chat: bool) -> None:
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
 
 
-def test_every_token_is_four_bytes_wherever_the_text_is_cut() -> None:
+def test_answer_token_is_four_bytes_at_any_cut() -> None:
     text = output_text(29, 100)
 
     assert len(text) == 400
@@ -108,7 +108,7 @@ def test_every_token_is_four_bytes_wherever_the_text_is_cut() -> None:
     assert all(len(word) == 3 for word in text.decode().split())
 
 
-def test_an_error_is_openais() -> None:
+def test_error_has_openai_format() -> None:
     body = json.loads(error_body(ApiError(400, "BadRequestError", "no", param="n")))
 
     assert body == {"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}

@@ -57,7 +57,7 @@ def one_prompt(name: str, at_s: float, blocks: int = 10) -> Arrival:
     return asked(name, at_s, blocks=range(blocks))
 
 
-def test_the_first_that_came_takes_the_first_instance_that_can_start_it() -> None:
+def test_single_queue_sends_head_to_first_ready_instance() -> None:
     records = run("limit", asked("a", 0.0), asked("b", 0.5), asked("c", 0.6), asked("d", 0.7), instances=2)
 
     assert first_token_s(records) == {"a": 1.5, "b": 2.0, "c": 3.0, "d": 3.5}
@@ -67,14 +67,14 @@ def test_the_first_that_came_takes_the_first_instance_that_can_start_it() -> Non
     assert [record.finished_s for record in records.values()] == [1.5 + 1.5 + 0.25, 2.0 + 1.5 + 0.25, 3.25, 3.75]
 
 
-def test_a_decode_step_under_way_ends_first() -> None:
+def test_single_queue_waits_for_current_decode_step() -> None:
     records = run("limit", asked("decodes", 0.0, output=100), asked("b", 1.6))
 
     assert records["b"].dispatched_s == 1.6
     assert records["b"].first_token_s == 1.75 + 1.5
 
 
-def test_of_several_instances_the_one_with_the_least_memory_reserved_takes_it_then_the_first() -> None:
+def test_single_queue_prefers_least_reserved_memory_then_first() -> None:
     records = run(
         "limit",
         asked("large", 0.0, prompt=200, output=100),
@@ -86,7 +86,7 @@ def test_of_several_instances_the_one_with_the_least_memory_reserved_takes_it_th
     assert places(records) == {"large": "instance-0", "small": "instance-1", "c": "instance-2", "d": "instance-1"}
 
 
-def test_the_head_waits_for_memory_and_all_behind_it_with_it() -> None:
+def test_single_queue_head_waiting_for_memory_blocks_all() -> None:
     records = run(
         "limit", asked("fills", 0.0, output=801), asked("head", 5.0, output=100), asked("behind", 6.0, prompt=50)
     )
@@ -96,12 +96,12 @@ def test_the_head_waits_for_memory_and_all_behind_it_with_it() -> None:
     assert records["behind"].dispatched_s == records["head"].first_token_s == 203.0
 
 
-def test_what_could_never_start_is_refused_like_by_an_engine() -> None:
+def test_single_queue_rejects_request_that_never_fits() -> None:
     with pytest.raises(RequestDoesNotFit, match="1001 tokens"):
         run("limit", asked("too large", 0.0, prompt=1000, output=1), instances=2)
 
 
-def test_all_instances_share_one_cache_without_a_limit() -> None:
+def test_limit_shares_one_unbounded_cache() -> None:
     # Blocks of six other prompts are more than the 40 blocks of a ROUND engine's cache.
     others = [asked(f"other {n}", 10.0 + 2 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(1, 7)]
     fills = asked("fills instance 0", 2.0, prompt=200, output=1000 - 200)
@@ -113,7 +113,7 @@ def test_all_instances_share_one_cache_without_a_limit() -> None:
 
 
 @pytest.mark.parametrize(("oracle", "cached_tokens"), [("limit", [0, 0, 0, 90]), ("limit_ideal", [0, 90, 90, 90])])
-def test_what_is_being_computed_is_cached_only_ideally(oracle: str, cached_tokens: list[int]) -> None:
+def test_running_prefill_is_cached_only_under_limit_ideal(oracle: str, cached_tokens: list[int]) -> None:
     # The third has to wait for a decode step to end, and finds what was there when it was handed over.
     decodes = asked("decodes", 0.0, output=100)
     alike = [one_prompt("a", 5.0), one_prompt("b", 5.1), one_prompt("c", 5.2), one_prompt("d", 50.0)]
@@ -123,7 +123,7 @@ def test_what_is_being_computed_is_cached_only_ideally(oracle: str, cached_token
 
 
 @pytest.mark.parametrize(("instances", "cached_tokens"), [(1, 0), (2, 90)])
-def test_the_pooled_cache_holds_as_much_as_all_together(instances: int, cached_tokens: int) -> None:
+def test_pooled_cache_has_the_capacity_of_all_instances(instances: int, cached_tokens: int) -> None:
     # Five other prompts of ten blocks: more than one cache of forty, less than two.
     others = [asked(f"other {n}", 10.0 + 2 * n, blocks=range(100 * n, 100 * n + 10)) for n in range(1, 6)]
     records = run("limit_pooled", one_prompt("cold", 0.0), *others, one_prompt("again", 100.0), instances=instances)
@@ -131,7 +131,7 @@ def test_the_pooled_cache_holds_as_much_as_all_together(instances: int, cached_t
     assert records["again"].cached_tokens == cached_tokens
 
 
-def test_who_can_still_be_in_time_passes_who_cannot() -> None:
+def test_limit_deadline_serves_requests_within_slo_first() -> None:
     waiting = [asked("late", 0.1, prompt=300), asked("b", 0.2, prompt=50), asked("c", 0.3, prompt=50)]
     in_order = run("limit", asked("first", 0.0, output=1), *waiting, slo_ttft_s=4.0)
     hopeful_first = run("limit_deadline", asked("first", 0.0, output=1), *waiting, slo_ttft_s=4.0)
@@ -140,13 +140,13 @@ def test_who_can_still_be_in_time_passes_who_cannot() -> None:
     assert first_token_s(hopeful_first) == {"first": 1.5, "b": 2.5, "c": 3.5, "late": 7.0}
 
 
-def test_among_those_that_can_still_be_in_time_the_order_is_that_of_arrival() -> None:
+def test_limit_deadline_keeps_arrival_order_within_slo() -> None:
     arrivals = (asked("a", 0.0), asked("long", 0.1, prompt=200), asked("short", 0.2, prompt=10))
 
     assert first_token_s(run("limit_deadline", *arrivals)) == first_token_s(run("limit", *arrivals))
 
 
-def test_who_is_late_is_passed_over_so_often_and_no_more() -> None:
+def test_limit_deadline_bounds_overtaking_of_late_requests() -> None:
     # One engine, one request a second, each of one second and there before the last has ended: only one is ever late.
     steady = [asked(f"{n}", max(0.0, n - 0.1), prompt=50, output=1) for n in range(2 * PASSED_OVER_MAX)]
     late = asked("late", 0.5, prompt=400, output=1)
@@ -156,7 +156,7 @@ def test_who_is_late_is_passed_over_so_often_and_no_more() -> None:
     assert started.index("late") == 1 + PASSED_OVER_MAX
 
 
-def test_the_full_scan_goes_where_the_prompt_is_cached_while_that_is_sooner() -> None:
+def test_full_scan_prefers_cached_instance_while_faster() -> None:
     def second(at_s: float, *, backlog: int) -> Record:
         busy = [asked(f"busy {n}", 10.0, prompt=60, output=1) for n in range(backlog)]
         arrivals = (asked("elsewhere", 0.0, output=1), one_prompt("cold", 0.0), *busy, one_prompt("again", at_s))
@@ -169,14 +169,14 @@ def test_the_full_scan_goes_where_the_prompt_is_cached_while_that_is_sooner() ->
     assert second(10.0, backlog=3).first_token_s == 10.0 + 1.1 + 0.69
 
 
-def test_the_full_scan_has_nobody_wait_outside_an_engine() -> None:
+def test_full_scan_queues_no_request_in_the_router() -> None:
     records = run("full_scan_oracle", *(asked(f"{n}", 0.0) for n in range(6)), instances=2)
 
     assert all(record.dispatched_s == 0.0 and not record.held for record in records.values())
     assert list(places(records).values()) == ["instance-0", "instance-1"] * 3
 
 
-def test_all_cached_computes_the_incomplete_block_or_the_last() -> None:
+def test_all_cached_computes_last_block_or_token() -> None:
     records = run(
         "all_cached",
         one_prompt("whole blocks", 0.0),
@@ -189,7 +189,7 @@ def test_all_cached_computes_the_incomplete_block_or_the_last() -> None:
 
 
 @pytest.mark.parametrize("oracle", ORACLES)
-def test_who_follows_another_comes_a_pause_after_its_end(oracle: str) -> None:
+def test_follower_arrives_a_pause_after_predecessor_ends(oracle: str) -> None:
     records = run(oracle, asked("a", 0.0), asked("then", 0.1, follows="a"), asked("last", 0.2, follows="then"))
 
     for before, after in (("a", "then"), ("then", "last")):
@@ -199,7 +199,7 @@ def test_who_follows_another_comes_a_pause_after_its_end(oracle: str) -> None:
         assert records[after].ttft_s == pytest.approx(1.5)
 
 
-def test_a_run_ends_at_the_first_token_at_which_it_is_given_up() -> None:
+def test_oracle_run_stops_at_the_first_token_that_ends_it() -> None:
     replayed = run_oracle(
         "limit",
         engine=ROUND,
@@ -211,7 +211,7 @@ def test_a_run_ends_at_the_first_token_at_which_it_is_given_up() -> None:
     assert [record.first_token_s for record in replayed.records] == [1.5, 3.0, None, None, None]
 
 
-def test_samples_show_what_each_instance_has_yet_to_compute() -> None:
+def test_samples_show_pending_tokens_of_each_instance() -> None:
     arrivals = [one_prompt("a", 0.0), asked("b", 0.0), asked("c", 0.0, prompt=20, output=9), one_prompt("d", 1.6)]
     replayed = run_oracle("full_scan_oracle", engine=ROUND, instances=2, arrivals=arrivals, sample_s=1.75)
 
@@ -239,7 +239,7 @@ class _SendsTwice(_Forgets):
             hand_over(record, Instance(name, Engine(ROUND)))
 
 
-def test_a_request_that_is_lost_or_sent_twice_stops_the_run() -> None:
+def test_lost_or_duplicate_dispatch_stops_the_run() -> None:
     with pytest.raises(AssertionError, match="1 requests never end"):
         Replay(_Forgets(), sample_s=1.0).run([asked("a", 0.0)])
     with pytest.raises(AssertionError, match="a was dispatched twice"):

@@ -51,7 +51,7 @@ def poisson_arrivals(number: int, *, requests_per_s: float) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("instances", [1, 2, 5])
-def test_the_single_queue_is_that_of_k_servers_in_order_of_arrival(instances: int) -> None:
+def test_single_queue_equals_fifo_with_k_servers(instances: int) -> None:
     """M/D/k by the recursion over who is free first (Kiefer and Wolfowitz)."""
     arrivals = poisson_arrivals(2000, requests_per_s=0.9 * instances)
     run = run_oracle("limit", engine=replace(ROUND, decode=None), instances=instances, arrivals=arrivals)
@@ -63,7 +63,7 @@ def test_the_single_queue_is_that_of_k_servers_in_order_of_arrival(instances: in
         assert record.first_token_s == record.finished_s == end_s
 
 
-def test_the_mean_wait_for_one_server_is_that_of_theory() -> None:
+def test_single_queue_mean_wait_matches_theory() -> None:
     """M/D/1 at load rho: rho / (2 (1 - rho)) service times (Pollaczek and Khinchine)."""
     run = run_oracle(
         "limit", engine=replace(ROUND, decode=None), instances=1, arrivals=poisson_arrivals(20_000, requests_per_s=0.7)
@@ -72,7 +72,7 @@ def test_the_mean_wait_for_one_server_is_that_of_theory() -> None:
     assert sum(waits_s) / len(waits_s) == pytest.approx(0.7 / (2 * 0.3), rel=0.05)
 
 
-def test_of_one_instance_the_limit_is_what_the_engine_does_with_all_requests_at_once() -> None:
+def test_limit_of_one_instance_equals_its_engine() -> None:
     """A queue before the engine or in it is the same: the oracle adds no time of its own, not even a decode step."""
     boundless = replace(PRESETS["7b"], cache_tokens=10**9)
     alone = replace(
@@ -95,9 +95,7 @@ def test_of_one_instance_the_limit_is_what_the_engine_does_with_all_requests_at_
 
 @pytest.mark.parametrize("oracle", ORACLES)
 @pytest.mark.parametrize("chunk_tokens", [None, 2048])
-def test_every_request_ends_once_in_the_order_of_things_and_no_token_is_reused_that_was_not_there(
-    oracle: str, chunk_tokens: int | None
-) -> None:
+def test_oracle_ends_each_request_once_and_reuses_known_tokens(oracle: str, chunk_tokens: int | None) -> None:
     records = outcome(oracle, chunk_tokens=chunk_tokens).records
 
     assert [record.arrival.request_id for record in records] == [str(number) for number in range(600)]
@@ -111,13 +109,13 @@ def test_every_request_ends_once_in_the_order_of_things_and_no_token_is_reused_t
 
 
 @pytest.mark.parametrize("oracle", ORACLES)
-def test_equal_arrivals_give_equal_records(oracle: str) -> None:
+def test_oracle_with_equal_arrivals_gives_equal_records(oracle: str) -> None:
     again = run_experiment(replace(SMALL, policy=oracle))
     assert again.records == outcome(oracle).records
 
 
 @pytest.mark.parametrize("policy", [*(name for name in ORACLES if name != "all_cached"), *ROUTERS])
-def test_nobody_has_a_first_token_before_all_cached(policy: str) -> None:
+def test_all_cached_bounds_every_first_token(policy: str) -> None:
     floor_s = {record.arrival.request_id: seconds(record.ttft_s) for record in outcome("all_cached").records}
     for record in outcome(policy).records:
         if record.ttft_s is not None:
@@ -126,9 +124,7 @@ def test_nobody_has_a_first_token_before_all_cached(policy: str) -> None:
 
 @pytest.mark.parametrize("requests_per_s", KNEE)
 @pytest.mark.parametrize("policy", [*(name for name in ORACLES if name != "all_cached"), *ROUTERS])
-def test_near_the_knee_no_more_are_in_time_than_where_every_block_is_computed_once(
-    policy: str, requests_per_s: float
-) -> None:
+def test_limit_ideal_bounds_attainment_near_saturation(policy: str, requests_per_s: float) -> None:
     ideal = outcome("limit_ideal", requests_per_s).summary
     assert outcome(policy, requests_per_s).summary.slo_attainment <= ideal.slo_attainment
     assert outcome(policy, requests_per_s).summary.hit_rate <= ideal.hit_rate
@@ -136,19 +132,17 @@ def test_near_the_knee_no_more_are_in_time_than_where_every_block_is_computed_on
 
 @pytest.mark.parametrize("requests_per_s", KNEE)
 @pytest.mark.parametrize("policy", ["min_ttft", "least_loaded", "full_scan_oracle", "limit_pooled"])
-def test_who_goes_by_load_alone_or_by_each_request_alone_is_below_one_cache_and_one_queue(
-    policy: str, requests_per_s: float
-) -> None:
+def test_load_only_and_full_scan_stay_below_the_limit(policy: str, requests_per_s: float) -> None:
     limit = outcome("limit", requests_per_s).summary.slo_attainment
     assert outcome(policy, requests_per_s).summary.slo_attainment <= limit
 
 
-def test_one_cache_and_one_queue_is_no_bound_where_many_begin_alike() -> None:
+def test_limit_is_no_bound_with_many_common_prefixes() -> None:
     """A prefix that several instances compute at once costs more than waiting where it is computed already."""
     assert outcome("preble", 11.5).summary.hit_rate > outcome("limit", 11.5).summary.hit_rate
 
 
 @pytest.mark.parametrize("requests_per_s", [11.5, 12.0])
-def test_past_the_knee_serving_first_who_can_still_be_in_time_gains(requests_per_s: float) -> None:
+def test_limit_deadline_gains_in_overload(requests_per_s: float) -> None:
     limit = outcome("limit", requests_per_s).summary.slo_attainment
     assert outcome("limit_deadline", requests_per_s).summary.slo_attainment > limit + 0.02

@@ -76,7 +76,7 @@ def shares(attainment: Attainment, experiment: Experiment, policies: Iterable[st
 
 
 @pytest.mark.parametrize(("workload", "model", "seed", "rate"), KNEES)
-def test_the_default_meets_the_objective_oftener_than_the_best_of_the_others(
+def test_dualmap_attains_more_than_the_best_other_policy(
     workload: str, model: str, seed: int, rate: float, attainment: Attainment
 ) -> None:
     found = shares(attainment, setting(workload, model, seed, rate), ("dualmap", "preble", "min_ttft", "round_robin"))
@@ -85,7 +85,7 @@ def test_the_default_meets_the_objective_oftener_than_the_best_of_the_others(
 
 
 @pytest.mark.parametrize(("workload", "model", "seed", "rate"), KNEES_10_S)
-def test_it_does_so_at_an_objective_of_10_s(
+def test_dualmap_attains_more_at_an_slo_of_10_s(
     workload: str, model: str, seed: int, rate: float, attainment: Attainment
 ) -> None:
     patient = replace(setting(workload, model, seed, rate), slo_ttft_s=10.0)
@@ -103,22 +103,20 @@ MISTAKEN = {
 
 
 @pytest.mark.parametrize("condition", MISTAKEN)
-def test_it_stays_ahead_where_the_estimates_are_wrong(condition: str, attainment: Attainment) -> None:
+def test_dualmap_attains_more_with_wrong_estimates(condition: str, attainment: Attainment) -> None:
     found = shares(attainment, MISTAKEN[condition], ("dualmap", "preble", "min_ttft", "least_loaded"))
     best_of_others = max(share for policy, share in found.items() if policy != "dualmap")
     assert found["dualmap"] > best_of_others
 
 
-def test_putting_off_what_is_late_passes_one_queue_with_an_endless_cache(attainment: Attainment) -> None:
+def test_deferring_late_requests_exceeds_the_limit(attainment: Attainment) -> None:
     """The bound serves in order of arrival, so past the knee those that will be late make late who would not be."""
     found = shares(attainment, setting("tool_agent", "7b", 0, 9.5), ("dualmap", "limit"))
     assert found["dualmap"] > 2 * found["limit"]
 
 
 @pytest.mark.parametrize(("seed", "rate"), [(0, 6.1), (1, 6.2)])
-def test_of_the_published_rule_and_its_parts_affinity_alone_is_worst_and_load_alone_next(
-    seed: int, rate: float, attainment: Attainment
-) -> None:
+def test_published_rule_beats_load_only_and_affinity_only(seed: int, rate: float, attainment: Attainment) -> None:
     """The published order but for its last step: choosing by the objective gains nothing sure over Min TTFT here."""
     whole = ("dualmap_min_ttft", "dualmap_no_rebalance", "dualmap_paper")
     found = shares(
@@ -132,7 +130,7 @@ def test_of_the_published_rule_and_its_parts_affinity_alone_is_worst_and_load_al
 
 
 @pytest.mark.parametrize(("requests_per_s", "kv_moves"), [(2.0, False), (3.0, False), (3.0, True)])
-def test_agents_wait_no_longer_than_under_ear_below_overload(requests_per_s: float, kv_moves: bool) -> None:
+def test_dualmap_is_no_slower_than_ear_below_overload(requests_per_s: float, kv_moves: bool) -> None:
     """In the mean, give or take 5 %; nor do more of them wait for longer than the objective."""
     engine = replace(PRESETS["agent"], pull_tokens_per_s=100_000.0 if kv_moves else None)
     usual = Experiment(

@@ -18,18 +18,18 @@ def square(number: int) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 5, 40])
-def test_results_come_in_the_items_order_and_are_told_as_they_are_done(processes: int) -> None:
+def test_parallel_results_keep_order_and_are_reported_when_done(processes: int) -> None:
     done: dict[int, int] = {}
     assert run_parallel(square, range(20), processes=processes, on_done=done.__setitem__) == [n * n for n in range(20)]
     assert done == {n: n * n for n in range(20)}
     assert multiprocessing.active_children() == []
 
 
-def test_no_items_need_no_process() -> None:
+def test_parallel_without_items_starts_no_process() -> None:
     assert run_parallel(square, [], processes=4) == []
 
 
-def test_work_is_shared_and_done_elsewhere() -> None:
+def test_parallel_work_runs_in_worker_processes() -> None:
     def which(_item: int) -> tuple[int, bool]:
         return os.getpid(), gc.isenabled()
 
@@ -41,7 +41,7 @@ def test_work_is_shared_and_done_elsewhere() -> None:
     assert gc.isenabled()
 
 
-def test_what_a_function_tells_is_heard_with_its_items_number() -> None:
+def test_parallel_progress_carries_the_item_number() -> None:
     def count(upto: int, tell: Tell) -> None:
         for number in range(upto):
             tell(number)
@@ -51,7 +51,7 @@ def test_what_a_function_tells_is_heard_with_its_items_number() -> None:
     assert sorted(told) == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
 
 
-def test_what_a_function_raises_is_raised_with_its_traceback() -> None:
+def test_parallel_failure_raises_with_worker_traceback() -> None:
     def fail(number: int) -> int:
         return 1 // (number - 3)
 
@@ -60,7 +60,7 @@ def test_what_a_function_raises_is_raised_with_its_traceback() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_a_worker_that_dies_is_noticed() -> None:
+def test_killed_worker_raises_worker_error() -> None:
     def die(number: int) -> int:
         if number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +71,7 @@ def test_a_worker_that_dies_is_noticed() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_workers_are_stopped_when_their_results_are_no_longer_wanted() -> None:
+def test_workers_stop_when_the_caller_raises() -> None:
     def wait_for_ever(number: int) -> int:
         if number:
             signal.pause()
@@ -85,7 +85,29 @@ def test_workers_are_stopped_when_their_results_are_no_longer_wanted() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_worker_stopped_before_it_begins_ends_with_the_failed_run() -> None:
+    """The second worker is held between its fork and its first line until the parent has sent it SIGTERM."""
+    script = """
+import os, signal, sys, time
+from dualmap_sim import parallel
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("the parent's handler ran in a worker"))
+forks = []
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: hold_the_second())
+def hold_the_second():
+    while len(forks) == 2 and signal.SIGTERM not in signal.sigpending():
+        time.sleep(0.01)
+def fail(item):
+    raise ValueError(item)
+try:
+    parallel.run_parallel(fail, range(2), processes=2)
+except parallel.WorkerError:
+    print("a run failed")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout, done.stderr) == ("a run failed\n", "")
+
+
+def test_workers_end_after_the_parent_is_killed(tmp_path: Path) -> None:
     """They end with the item they are at."""
     script = f"""
 import os, signal

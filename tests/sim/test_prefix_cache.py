@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from dualmap_sim.prefix_cache import PrefixCache
 
 
-def test_a_match_is_contiguous_from_the_first_block() -> None:
+def test_cache_match_is_contiguous_from_the_first_block() -> None:
     cache = PrefixCache(10)
     cache.insert([1, 2, 3])
 
@@ -16,7 +16,7 @@ def test_a_match_is_contiguous_from_the_first_block() -> None:
     assert cache.match([9, 2, 3]) == 0
 
 
-def test_the_leaf_goes_before_the_block_it_hangs_on() -> None:
+def test_leaf_is_evicted_before_its_parent() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2, 3])
     cache.insert([7, 8])
@@ -24,7 +24,7 @@ def test_the_leaf_goes_before_the_block_it_hangs_on() -> None:
     assert [block in cache for block in (1, 2, 3, 7, 8)] == [True, True, False, True, True]
 
 
-def test_use_refreshes_the_whole_chain() -> None:
+def test_cache_use_refreshes_the_whole_chain() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2])
     cache.insert([7, 8])
@@ -35,7 +35,7 @@ def test_use_refreshes_the_whole_chain() -> None:
     assert cache.match([7, 8]) == 1
 
 
-def test_a_shared_beginning_outlives_its_oldest_branch() -> None:
+def test_shared_prefix_outlives_its_oldest_branch() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2, 3])
     cache.insert([1, 2, 4])
@@ -46,14 +46,14 @@ def test_a_shared_beginning_outlives_its_oldest_branch() -> None:
     assert cache.match([1, 2, 5]) == 3
 
 
-def test_of_a_chain_longer_than_the_cache_the_beginning_is_kept() -> None:
+def test_chain_longer_than_the_cache_keeps_its_start() -> None:
     cache = PrefixCache(2)
     cache.insert([1, 2, 3, 4])
 
     assert cache.match([1, 2, 3, 4]) == 2
 
 
-def test_no_capacity_means_no_cache() -> None:
+def test_cache_without_capacity_holds_nothing() -> None:
     cache = PrefixCache(0)
     cache.insert([1, 2])
 
@@ -61,7 +61,7 @@ def test_no_capacity_means_no_cache() -> None:
     assert cache.match([1, 2]) == 0
 
 
-def test_without_a_limit_nothing_is_ever_evicted() -> None:
+def test_unbounded_cache_evicts_nothing() -> None:
     cache = PrefixCache(None)
     for start in range(0, 1000, 10):
         cache.insert(range(start, start + 10))
@@ -75,7 +75,7 @@ PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6
 
 
 @given(paths=PATHS, capacity=st.integers(0, 12))
-def test_it_is_bounded_and_never_holds_a_block_without_its_parent(paths: list[list[int]], capacity: int) -> None:
+def test_cache_is_bounded_and_keeps_parents_of_blocks(paths: list[list[int]], capacity: int) -> None:
     cache = PrefixCache(capacity)
     seen: dict[int, int | None] = {}
     for path in paths:

@@ -103,7 +103,7 @@ def decoding(bench: Bench) -> Iterator[Any]:
             yield group(bench, "decode", *(seen(bench, (n, prompt), token_s=times_s) for n in range(batch)))
 
 
-def test_the_fit_finds_the_parameters_of_an_engine_that_is_as_the_model_says(bench: Bench) -> None:
+def test_fit_recovers_parameters_of_a_model_engine(bench: Bench) -> None:
     measured = recording(bench, *alone(bench), *decoding(bench))
 
     fitted = bench("fit").fit(measured, measured.groups, chunk_tokens=None)
@@ -118,21 +118,21 @@ def test_the_fit_finds_the_parameters_of_an_engine_that_is_as_the_model_says(ben
     assert (fitted.kv_memory_tokens, fitted.block_tokens) == (65_536, 32)
 
 
-def test_a_batch_that_never_decoded_together_is_not_fitted_to(bench: Bench) -> None:
+def test_fit_ignores_batch_that_never_decoded_together(bench: Bench) -> None:
     apart = (seen(bench, (1, 64), token_s=(0.1, 0.2, 0.3)), seen(bench, (2, 64), token_s=(0.4, 0.5, 0.6)))
     measured = recording(bench, *alone(bench), *decoding(bench), group(bench, "decode", *apart))
 
     assert bench("fit").fit(measured, measured.groups, chunk_tokens=None).decode.step_s == pytest.approx(0.02, rel=1e-3)
 
 
-def test_too_few_requests_are_not_fitted_to(bench: Bench) -> None:
+def test_fit_refuses_too_few_requests(bench: Bench) -> None:
     measured = recording(bench, *list(alone(bench))[:4])
 
     with pytest.raises(bench("fit").FitError, match="alone"):
         bench("fit").fit(measured, measured.groups, chunk_tokens=None)
 
 
-def test_a_replay_asks_the_same_at_the_same_times(bench: Bench) -> None:
+def test_replay_sends_same_requests_at_same_times(bench: Bench) -> None:
     first = seen(bench, (1, 320), sent_s=1.0, token_s=(1.5, 1.6))
     # Shares 256 tokens with it, which the cache holds by then, and waits for it.
     second = seen(bench, (1, 256), (2, 2000), cached=256, sent_s=1.1, token_s=(2.0,))
@@ -151,7 +151,7 @@ def test_a_replay_asks_the_same_at_the_same_times(bench: Bench) -> None:
     assert two.ttft_error == pytest.approx(two.ttft_s / 0.9 - 1)
 
 
-def test_a_wave_that_waits_for_the_last_one_does_not_come_before_its_end_by_a_rounding(bench: Bench) -> None:
+def test_replay_wave_never_precedes_the_end_of_the_last(bench: Bench) -> None:
     replay = bench("replay").replay
     random = Random(0)
 
@@ -161,7 +161,7 @@ def test_a_wave_that_waits_for_the_last_one_does_not_come_before_its_end_by_a_ro
         assert len(replay(slowed(MODEL, 30.0), group(bench, "queue", first, later))) == 2
 
 
-def test_a_recording_is_read_as_it_was_written(bench: Bench, tmp_path: Path) -> None:
+def test_recording_round_trips(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     measured = recording(
         bench, group(bench, "decode", seen(bench, (1, 64), (2, 8), sent_s=0.1, token_s=(0.25, 0.3005)))
@@ -184,7 +184,7 @@ def test_a_recording_is_read_as_it_was_written(bench: Bench, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_is_no_recording_is_said_with_its_line(bench: Bench, tmp_path: Path, text: str, said: str) -> None:
+def test_malformed_recording_is_refused_with_its_line(bench: Bench, tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "recording.jsonl"
     path.write_text(text)
 
@@ -192,7 +192,7 @@ def test_what_is_no_recording_is_said_with_its_line(bench: Bench, tmp_path: Path
         bench("recording").read_recording(path)
 
 
-def test_a_text_cut_short_is_the_beginning_of_the_text_and_no_group_knows_anothers(bench: Bench) -> None:
+def test_cut_prompt_is_a_prefix_and_groups_share_none(bench: Bench) -> None:
     scenarios = bench("scenarios")
     planned = list(scenarios.planned(2, tokens_per_s=1000.0))
 
@@ -231,7 +231,7 @@ def median_errors(bench: Bench, replayed: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_model_predicts_vllm_within_the_documented_errors(bench: Bench, fits: Any, name: str) -> None:
+def test_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, name: str) -> None:
     steps = fits(name)[STEPS]
 
     as_fitted, at_own_rate = median_errors(bench, steps.replayed), median_errors(bench, steps.at_own_rate)
@@ -243,7 +243,7 @@ def test_the_model_predicts_vllm_within_the_documented_errors(bench: Bench, fits
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
+def test_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
     wrong = [
         (each.group.scenario, each.position, each.cached_tokens, each.seen.cached_tokens)
         for each in fits(name)[STEPS].replayed
@@ -252,7 +252,7 @@ def test_the_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
     assert wrong == []
 
 
-def test_an_engine_of_another_speed_is_outside_the_bounds(bench: Bench, fits: Any) -> None:
+def test_engine_of_another_speed_exceeds_the_bounds(bench: Bench, fits: Any) -> None:
     steps = fits("vllm_chunked")[STEPS]
     groups = [group for group, _ in groupby(each.group for each in steps.replayed)]
     slower = slowed(steps.config, 1.5)
@@ -264,18 +264,14 @@ def test_an_engine_of_another_speed_is_outside_the_bounds(bench: Bench, fits: An
 
 
 @pytest.mark.parametrize(("name", "scenario"), [("vllm_whole", "queue cold"), ("vllm_chunked", "decode")])
-def test_vllm_puts_several_prompts_into_a_step_and_a_model_of_whole_prefills_does_not(
-    bench: Bench, fits: Any, name: str, scenario: str
-) -> None:
+def test_whole_prefill_model_misses_vllm_prompt_packing(bench: Bench, fits: Any, name: str, scenario: str) -> None:
     one_by_one, together = (median_errors(bench, fits(name)[mode].at_own_rate)[scenario] for mode in (WHOLE, STEPS))
 
     assert one_by_one > 0.2
     assert together < 0.05
 
 
-def test_the_tables_have_a_row_for_every_scenario_and_the_picture_is_one(
-    bench: Bench, fits: Any, tmp_path: Path
-) -> None:
+def test_engine_report_has_every_scenario_and_a_chart(bench: Bench, fits: Any, tmp_path: Path) -> None:
     fitted = fits("vllm_chunked")
     measured = bench("recording").read_recording(FIXTURES / "vllm_chunked.jsonl")
 
@@ -300,7 +296,7 @@ def test_the_tables_have_a_row_for_every_scenario_and_the_picture_is_one(
         (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: not JSON"),
     ],
 )
-def test_wrong_options_and_files_are_bad_usage(bench: Bench, arguments: list[str], said: str) -> None:
+def test_engine_bench_with_bad_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(bench("command").engine, arguments)
 
     assert result.exit_code == 2

@@ -30,28 +30,28 @@ def trace(*requests: TraceRequest, block_tokens: int = 100) -> Trace:
 
 
 class TestTrace:
-    def test_rate_scales_arrivals_from_zero_and_keeps_bursts(self):
+    def test_at_rate_scales_arrivals_and_keeps_bursts(self):
         scaled = trace(request(10.0), request(10.0), request(12.0), request(14.0)).at_rate(8.0)
 
         assert [r.arrival_s for r in scaled.requests] == [0.0, 0.0, 0.25, 0.5]
         assert len(scaled.requests) / scaled.duration_s == 8.0
 
-    def test_requests_that_arrive_at_once_have_no_rate_to_scale(self):
+    def test_at_rate_keeps_simultaneous_requests_together(self):
         assert [r.arrival_s for r in trace(request(3.0), request(3.0)).at_rate(8.0).requests] == [0.0, 0.0]
 
-    def test_speeding_up_divides_every_arrival(self):
+    def test_sped_up_divides_every_arrival(self):
         assert [r.arrival_s for r in trace(request(1.0), request(6.0)).sped_up(4).requests] == [0.25, 1.5]
 
     @pytest.mark.parametrize(
         ("cap", "blocks", "tokens"), [(200, (1, 2), 200), (199, (1, 2), 199), (100, (1,), 100), (101, (1, 2), 101)]
     )
-    def test_cap_cuts_prompts_and_the_blocks_no_longer_needed(self, cap, blocks, tokens):
+    def test_cap_cuts_prompts_and_their_blocks(self, cap, blocks, tokens):
         (capped,) = trace(request()).capped(cap).requests
 
         assert (capped.blocks, capped.input_tokens) == (blocks, tokens)
 
     @pytest.mark.parametrize(("cap", "longer"), [(request().input_tokens, 0), (request().input_tokens - 1, 1)])
-    def test_what_a_cap_would_cut_is_counted(self, cap, longer):
+    def test_longer_than_counts_prompts_over_the_cap(self, cap, longer):
         assert trace(request()).longer_than(cap) == longer
 
 
@@ -72,14 +72,14 @@ class TestClosedLoop:
             ),
         )
 
-    def test_rate_scales_the_starts_of_sessions_and_not_their_pauses(self):
+    def test_at_rate_scales_session_starts_not_pauses(self):
         scaled = self.closed().at_rate(1.0)
 
         assert [r.arrival_s for r in scaled.requests] == [0.0, 0.0, 1.0, 2.0, 5.0]
         assert scaled.requests[3].pause_s == 1.0
         assert scaled.closed_loop
 
-    def test_requests_are_in_order_again_when_starts_come_closer(self):
+    def test_at_rate_keeps_requests_ordered(self):
         scaled = self.closed().at_rate(5.0)
 
         assert [(r.arrival_s, r.session, r.turn) for r in scaled.requests] == [
@@ -90,20 +90,20 @@ class TestClosedLoop:
             (1.0, 2, 1),
         ], "the pause of a second alone takes the time of five requests"
 
-    def test_pauses_too_long_for_a_rate_leave_all_sessions_to_start_at_once(self):
+    def test_at_rate_beyond_pauses_starts_sessions_at_once(self):
         assert [r.arrival_s for r in self.closed().at_rate(100.0).requests] == [0.0, 0.0, 0.0, 0.0, 1.0]
 
-    def test_speeding_up_leaves_pauses(self):
+    def test_sped_up_keeps_pauses(self):
         assert [r.arrival_s for r in self.closed().sped_up(2).requests] == [5.0, 5.0, 6.0, 7.0, 10.0]
 
 
 class TestText:
-    def test_equal_ids_give_equal_text_of_the_estimated_length(self):
+    def test_equal_ids_give_equal_text_of_estimated_length(self):
         assert block_text(7, tokens=128) == block_text(7, tokens=128)
         assert block_text(7, tokens=128) != block_text(8, tokens=128)
         assert len(block_text(7, tokens=128)) == 128 * BYTES_PER_TOKEN
 
-    def test_a_part_of_a_block_is_its_beginning(self):
+    def test_partial_block_is_a_prefix_of_the_block(self):
         assert block_text(7, tokens=128).startswith(block_text(7, tokens=33))
 
     @given(st.integers(1, 1000))
@@ -124,7 +124,7 @@ class TestText:
 
 
 class TestStatistics:
-    def test_ideal_cache_counts_the_run_from_the_beginning(self):
+    def test_ideal_cache_counts_leading_blocks(self):
         same = trace(
             request(blocks=(1, 2), input_tokens=200),
             request(blocks=(1, 3), input_tokens=200),
@@ -134,7 +134,7 @@ class TestStatistics:
 
         assert ideal_cached_tokens(same) == (0, 100, 0, 150)
 
-    def test_of_a_block_seen_in_part_that_part_is_cached(self):
+    def test_ideal_cache_counts_partial_blocks(self):
         grown = trace(
             request(blocks=(1, 2), input_tokens=130),
             request(blocks=(1, 2, 3), input_tokens=250),
@@ -143,7 +143,7 @@ class TestStatistics:
 
         assert ideal_cached_tokens(grown) == (0, 130, 250)
 
-    def test_means_and_ideal_hit_rate(self):
+    def test_trace_facts_have_means_and_ideal_hit_rate(self):
         facts = measure(
             trace(
                 request(blocks=(1,), input_tokens=100, output_tokens=10, session=4),
@@ -155,17 +155,17 @@ class TestStatistics:
         assert (facts.input_tokens_mean, facts.output_tokens_mean) == (150.0, 20.0)
         assert facts.ideal_hit_rate == pytest.approx(100 / 300)
 
-    def test_sessions_are_not_counted_where_the_trace_does_not_know_them(self):
+    def test_trace_without_sessions_counts_none(self):
         assert measure(trace(request(session=1), request())).sessions is None
 
-    def test_prefill_work_with_and_without_reuse(self):
+    def test_prefill_work_is_computed_with_and_without_reuse(self):
         cost = PrefillCost(overhead_s=1.0, tokens_per_s=100.0, attention=0.0, load_tokens_per_s=1000.0)
         twice = trace(request(blocks=(1,), input_tokens=100), request(blocks=(1,), input_tokens=100))
 
         assert prefill_work_s(twice, cost, ideally_cached=False) == pytest.approx(4.0)
         assert prefill_work_s(twice, cost, ideally_cached=True) == pytest.approx(2.0 + 1.1)
 
-    def test_decode_work_is_shared_by_the_largest_batch_that_fits(self):
+    def test_decode_work_assumes_the_largest_batch_that_fits(self):
         engine = replace(
             PRESETS["7b"],
             decode=DecodeCost(step_s=0.03, per_kv_token_s=0.0, per_request_s=0.0),
@@ -178,7 +178,7 @@ class TestStatistics:
 
 
 class TestDefaultWorkload:
-    def test_a_seed_names_one_workload_under_every_hash_seed(self):
+    def test_workload_seed_is_independent_of_hash_seed(self):
         code = (
             "from dualmap_sim.workloads.synthetic import default_workload;"
             "import hashlib; print(hashlib.sha256(repr(default_workload(300, seed=5)).encode()).hexdigest())"
@@ -197,11 +197,11 @@ class TestDefaultWorkload:
         assert len(digests) == 1
         assert default_workload(300, seed=5) != default_workload(300, seed=6)
 
-    def test_fewer_requests_are_the_beginning_of_more(self):
+    def test_shorter_workload_is_the_start_of_a_longer_one(self):
         assert default_workload(50).requests == default_workload(200).requests[:50]
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_statistics_lie_near_the_papers_traces(self, seed):
+    def test_generated_statistics_are_near_the_papers_traces(self, seed):
         """A.2.1: inputs of 8.6 k and 12 k tokens, 59 % and 40 % reusable; short answers keep the demo quick."""
         facts = measure(default_workload(1500, seed=seed))
 
@@ -211,7 +211,7 @@ class TestDefaultWorkload:
         assert facts.sessions is not None
         assert facts.sessions > 500
 
-    def test_a_turn_continues_the_prompt_of_the_one_before(self):
+    def test_turn_extends_the_previous_prompt(self):
         last: dict[int, TraceRequest] = {}
         continued = 0
         for turn in default_workload(600).requests:
@@ -225,14 +225,14 @@ class TestDefaultWorkload:
 
         assert continued > 100
 
-    def test_every_request_fits_its_blocks_and_arrivals_never_go_back(self):
+    def test_requests_fit_their_blocks_and_arrivals_are_ordered(self):
         workload = default_workload(600)
 
         for one in workload.requests:
             assert len(one.blocks) == -(-one.input_tokens // workload.block_tokens)
         assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(workload.requests))
 
-    def test_a_few_shared_prefixes_are_hot(self):
+    def test_few_shared_prefixes_are_hot(self):
         """The skew that makes following the prefix alone overload an engine."""
         firsts = Counter(one.blocks[0] for one in default_workload(1500).requests)
         shares = [count / 1500 for _, count in firsts.most_common()]
@@ -240,7 +240,7 @@ class TestDefaultWorkload:
         assert len(firsts) == 30, "every request begins with one of the shared prefixes"
         assert shares[0] > 1.5 / 8, "the hottest alone is more than an engine's share of eight"
 
-    def test_fits_the_demos_engines(self):
+    def test_default_workload_fits_the_demos_engines(self):
         preset = PRESETS["7b"]
         longest = max(
             one.input_tokens + one.output_tokens

@@ -35,7 +35,7 @@ def sessions(trace: Trace) -> list[list[TraceRequest]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_meets_what_ear_reports_of_production(seed):
+def test_agentic_workload_matches_ear_statistics(seed):
     facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
 
     assert set(TOLERANCES) <= set(facts)
@@ -44,7 +44,7 @@ def test_meets_what_ear_reports_of_production(seed):
 
 
 @pytest.mark.parametrize("requests", [1, 2, 7, 300, 1000])
-def test_any_number_of_requests_is_made_and_hundreds_are_as_unequal(requests):
+def test_agentic_workload_of_any_size_is_as_unequal(requests):
     trace = workload(0, requests)
 
     assert len(trace.requests) == requests
@@ -55,13 +55,13 @@ def test_any_number_of_requests_is_made_and_hundreds_are_as_unequal(requests):
         assert facts["input tokens of the top 10 % of sessions"].produced == pytest.approx(0.746, abs=0.01)
 
 
-def test_seeds_differ_and_one_seed_gives_the_same_bytes_on_any_machine():
+def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert workload(0, 200) != workload(1, 200)
     digest = hashlib.sha256(repr(workload(0, 200).requests).encode()).hexdigest()
     assert digest == "61c16e9322c6529376ce9a03e95c6f1d2d395c0cbb0c9c7e0dc363e4d48c1727"
 
 
-def test_only_the_starts_of_sessions_are_given():
+def test_closed_loop_gives_only_session_starts():
     trace = workload(0)
     begun_s = [turns[0].arrival_s for turns in sessions(trace)]
 
@@ -72,7 +72,7 @@ def test_only_the_starts_of_sessions_are_given():
     assert trace.at_rate(4.0).duration_s == pytest.approx(1000.0)
 
 
-def test_a_turn_goes_on_from_the_prompt_and_answer_before_within_the_context():
+def test_turn_extends_previous_prompt_and_answer_within_context():
     longest = 0
     for turns in sessions(workload(0)):
         assert [r.turn for r in turns] == list(range(len(turns)))

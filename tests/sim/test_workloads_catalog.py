@@ -28,27 +28,27 @@ def recorded(tmp_path):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 class TestGenerated:
-    def test_loads_as_many_as_asked_for_always_the_same(self, name):
+    def test_workload_loads_the_requested_number_repeatably(self, name):
         workload = Workload(name=name, requests=40)
 
         assert len(workload.load().requests) == 40
         assert workload.load() == workload.load()
         assert workload.load() != Workload(name=name, requests=40, seed=1).load()
 
-    def test_a_later_window_drops_what_comes_before(self, name):
+    def test_later_window_drops_earlier_requests(self, name):
         assert (
             Workload(name=name, requests=30, start=10).load().requests
             == (Workload(name=name, requests=40).load().requests[10:])
         )
 
-    def test_is_a_value_that_other_processes_can_have(self, name):
+    def test_workload_can_be_pickled(self, name):
         workload = Workload(name=name, requests=40)
 
         assert pickle.loads(pickle.dumps(workload)) == workload
         assert {workload: 1}[Workload(name=name, requests=40)] == 1
 
 
-def test_facts_are_shown_beside_what_was_asked_for(recorded):
+def test_facts_show_requested_and_actual_values(recorded):
     generated = Workload(name="tool_agent", requests=40)
     recorded_one = Workload(name="tool_agent", trace=recorded, requests=5)
 
@@ -60,12 +60,12 @@ def test_facts_are_shown_beside_what_was_asked_for(recorded):
     assert [fact.asked for fact in recorded_one.facts(recorded_one.load())] == [None] * 6
 
 
-def test_an_unknown_name_is_refused_with_those_there_are():
+def test_unknown_workload_is_refused_with_known_names():
     with pytest.raises(UnknownWorkload, match=r"'nosuch' is not accepted; give one of default, .*"):
         Workload(name="nosuch").load()
 
 
-def test_a_recorded_trace_is_read_in_its_window_and_labelled(recorded):
+def test_recorded_trace_is_read_in_its_window_with_sessions(recorded):
     trace = Workload(trace=recorded, start=1, requests=3).load()
 
     assert trace.name == "recorded.jsonl"
@@ -76,7 +76,7 @@ def test_a_recorded_trace_is_read_in_its_window_and_labelled(recorded):
     ]
 
 
-def test_a_recorded_trace_that_cannot_be_read_is_refused(tmp_path):
+def test_unreadable_recorded_trace_is_refused(tmp_path):
     with pytest.raises(TraceError, match="readable file"):
         Workload(trace=tmp_path / "missing").load()
 
@@ -91,7 +91,7 @@ class TestLabelSessions:
             (r.session, r.turn) for r in label_sessions(Trace(name="t", block_tokens=100, requests=requests)).requests
         ]
 
-    def test_a_prompt_that_holds_a_sessions_last_one_is_its_next_turn(self):
+    def test_prompt_containing_a_sessions_last_is_its_next_turn(self):
         assert self.labelled(((1, 2), 200), ((1, 9), 200), ((1, 2, 3), 300), ((1, 2, 3, 4), 400)) == [
             (0, 0),
             (1, 0),
@@ -99,10 +99,10 @@ class TestLabelSessions:
             (0, 2),
         ]
 
-    def test_of_two_that_go_on_from_one_prompt_the_first_continues_it(self):
+    def test_first_of_two_continuations_gets_the_session(self):
         assert self.labelled(((1, 2), 200), ((1, 2, 3), 300), ((1, 2, 4), 300)) == [(0, 0), (0, 1), (2, 0)]
 
-    def test_a_common_system_prompt_continues_nobody(self):
+    def test_common_system_prompt_continues_no_session(self):
         assert self.labelled(((1,), 100), ((1, 2), 200), ((1,), 120), ((1, 3), 250), ((1, 3, 4), 350)) == [
             (0, 0),
             (0, 1),
@@ -111,6 +111,6 @@ class TestLabelSessions:
             (3, 1),
         ], "only the first could take it for a conversation's"
 
-    def test_a_block_in_part_ends_no_prompt(self):
+    def test_partial_block_does_not_end_a_prompt(self):
         assert self.labelled(((1, 2), 150), ((1, 2, 3), 300)) == [(0, 0), (0, 1)], "known by its first block"
         assert self.labelled(((2,), 50), ((2, 3), 150)) == [(0, 0), (1, 0)], "too short to be known"

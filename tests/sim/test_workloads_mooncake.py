@@ -16,7 +16,7 @@ def line(**changes) -> str:
     return json.dumps({name: value for name, value in fields.items() if value is not None})
 
 
-def test_reads_seconds_blocks_and_lengths():
+def test_mooncake_reader_reads_seconds_blocks_and_lengths():
     trace = parse_mooncake([line(), line(timestamp=1500, hash_ids=[0, 7], input_length=1024)], source="a/b.jsonl")
 
     assert (trace.name, trace.block_tokens) == ("b.jsonl", 512)
@@ -26,13 +26,13 @@ def test_reads_seconds_blocks_and_lengths():
     assert (first.session, first.turn) == (None, 0)
 
 
-def test_equal_timestamps_are_in_order_whatever_the_rounding():
+def test_equal_timestamps_stay_in_order_after_rounding():
     lines = [line(timestamp=stamp) for stamp in range(3000, 3100) for _ in range(2)]
 
     assert len(parse_mooncake(lines, source="t").requests) == 200
 
 
-def test_window_skips_and_stops_without_looking_at_other_lines():
+def test_window_reads_only_its_own_lines():
     lines = ["not json", line(timestamp=1), "", line(timestamp=2), line(timestamp=3), "not json"]
 
     trace = parse_mooncake(lines, source="t", start=1, limit=2)
@@ -61,7 +61,7 @@ def test_window_skips_and_stops_without_looking_at_other_lines():
         (line(timestamp=9, hash_ids=list(range(400))), ["hash_ids", "..."]),
     ],
 )
-def test_a_bad_line_is_refused_with_place_field_and_what_is_accepted(bad, words):
+def test_bad_line_is_refused_with_place_and_accepted_value(bad, words):
     with pytest.raises(TraceError) as refusal:
         parse_mooncake([line(timestamp=5), bad], source="some/trace.jsonl")
 
@@ -73,12 +73,12 @@ def test_a_bad_line_is_refused_with_place_field_and_what_is_accepted(bad, words)
     assert len(message) < 250
 
 
-def test_a_trace_without_requests_is_refused():
+def test_trace_without_requests_is_refused():
     with pytest.raises(TraceError, match="no request at or after number 3"):
         parse_mooncake([line(), ""], source="t", start=3)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+def test_unreadable_file_is_refused(tmp_path):
     with pytest.raises(TraceError, match="readable file"):
         read_mooncake(tmp_path / "missing.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(not CONVERSATION.exists(), reason="needs the Conversation trace of /work/shared")
-def test_the_conversation_trace_is_what_the_paper_says():
+def test_conversation_trace_matches_the_paper():
     """A.2.1, table 1: 12,035 input and 343 output tokens on average, about 40 % of it reusable."""
     facts = measure(read_mooncake(CONVERSATION))
 

@@ -30,7 +30,7 @@ def workload(seed: int) -> Trace:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_meets_what_the_paper_says_of_the_trace(seed):
+def test_tool_agent_matches_the_papers_statistics(seed):
     facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
 
     assert set(TOLERANCES) <= set(facts)
@@ -38,17 +38,17 @@ def test_meets_what_the_paper_says_of_the_trace(seed):
         assert facts[name].produced == pytest.approx(facts[name].asked, abs=tolerance), name
 
 
-def test_seeds_differ_and_one_seed_gives_the_same_bytes_on_any_machine():
+def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert tool_agent_workload(200) != tool_agent_workload(200, seed=1)
     digest = hashlib.sha256(repr(tool_agent_workload(200).requests).encode()).hexdigest()
     assert digest == "a32d3f5fecf5203c7c55d383685065c335fb6e25e7ddd7f3b018a8338be038b7"
 
 
-def test_fewer_requests_are_the_beginning_of_more():
+def test_shorter_workload_is_the_start_of_a_longer_one():
     assert tool_agent_workload(200).requests == workload(0).requests[:200]
 
 
-def test_requests_come_in_batches_at_a_steady_rate():
+def test_tool_agent_arrives_in_batches_at_a_steady_rate():
     requests = workload(0).requests
     minutes = Counter(r.arrival_s // 60 for r in requests)
     whole = [minutes[minute] for minute in sorted(minutes)[1:-1]]
@@ -59,7 +59,7 @@ def test_requests_come_in_batches_at_a_steady_rate():
     assert max(whole) < 1.2 * sum(whole) / len(whole)
 
 
-def test_turns_go_on_from_their_sessions_last():
+def test_tool_agent_turn_extends_its_sessions_last():
     last = {}
     continued = Counter()
     for request in workload(0).requests:
@@ -76,7 +76,7 @@ def test_turns_go_on_from_their_sessions_last():
     assert min(continued.values()) > 200
 
 
-def test_the_adaptive_key_reaches_thirteen_and_six_blocks_behind_the_hot_prefixes():
+def test_key_reaches_13_and_6_blocks_after_hot_prefixes():
     """A.1.1, figure 6: 2, 6 and 13 blocks for 45.2, 14.9 and 37.8 % of the requests; 16 engines, 14.9 % being < 2/8."""
     tree = HotnessTree(initial_blocks=2, max_blocks=32, window_s=120.0)
     keys = Counter(

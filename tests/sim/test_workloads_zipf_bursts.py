@@ -27,7 +27,7 @@ def workload(seed: int) -> Trace:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_meets_what_was_asked_for(seed):
+def test_zipf_bursts_match_the_requested_statistics(seed):
     facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
 
     assert set(TOLERANCES) <= set(facts)
@@ -35,17 +35,17 @@ def test_meets_what_was_asked_for(seed):
         assert facts[name].produced == pytest.approx(facts[name].asked, abs=tolerance), name
 
 
-def test_seeds_differ_and_one_seed_gives_the_same_bytes_on_any_machine():
+def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert workload(0) != workload(1)
     digest = hashlib.sha256(repr(zipf_bursts_workload(200).requests).encode()).hexdigest()
     assert digest == "c46ccb6f06a37c487a241fe76b000e4a1ac35dc3ad72508641688f834b41dc90"
 
 
-def test_fewer_requests_are_the_beginning_of_more():
+def test_shorter_workload_is_the_start_of_a_longer_one():
     assert zipf_bursts_workload(200).requests == workload(0).requests[:200]
 
 
-def test_every_burst_has_another_prefix_that_is_cold_before():
+def test_burst_uses_a_new_cold_prefix():
     bursts: dict[int, Counter[int]] = {}
     calm: Counter[int] = Counter()
     for request in workload(0).requests:
@@ -61,12 +61,12 @@ def test_every_burst_has_another_prefix_that_is_cold_before():
     assert all(calm[prefix] < 0.02 * calm.total() for prefix in hottest)
 
 
-def test_every_request_fits_its_blocks_and_arrivals_never_go_back():
+def test_requests_fit_their_blocks_and_arrivals_are_ordered():
     assert all(len(one.blocks) == -(-one.input_tokens // 512) for one in workload(0).requests)
     assert all(a.arrival_s <= b.arrival_s for a, b in pairwise(workload(0).requests))
 
 
-def test_the_adaptive_key_lengthens_in_bursts_and_shortens_after_them():
+def test_key_lengthens_in_bursts_and_shortens_after():
     tree = HotnessTree(initial_blocks=2, max_blocks=32, window_s=60.0)
     halves: dict[bool, list[int]] = {False: [], True: []}
     for one in arrivals(workload(0), router_block_tokens=512, engine_block_tokens=512):

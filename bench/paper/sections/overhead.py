@@ -49,7 +49,7 @@ def in_a_run(extent: Extent, policy: str) -> Figures:
     experiment = extent.experiment(TOOL_AGENT, "7b", 0, policy, _RATE)
     with (
         patch.object(PoolRouter, "on_request", _timed(PoolRouter.on_request, decisions_s)),
-        patch("dualmap.router.relieve", _timed(relieve, rounds_s)),
+        patch("dualmap.dispatcher.relieve", _timed(relieve, rounds_s)),
     ):
         run_experiment(experiment)
     return {

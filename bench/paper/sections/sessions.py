@@ -1,4 +1,4 @@
-"""EAR's closed loop (seed 003): agents whose next turn comes when the last one ends, so a slow router slows the work.
+"""EAR's closed loop (Elastic Affinity Routing): an agent's next turn starts when the last one ends.
 
 Wall-clock amplification is the time until the last request has ended over the trace's span, which is what a system that
 takes no time at all would need. The longest sessions alone take longer than that on an idle system, so the same is said
@@ -45,7 +45,7 @@ _WITHOUT_MOVES: Final = (
 _WITH_MOVES: Final = ("least_loaded", "min_ttft", "ear", "dualmap")
 _OURS: Final = ("dualmap_paper", "dualmap")
 _PULL_TOKENS_PER_S: Final = 100_000.0
-"""33,600 tokens are 3.3 GB of KV (seed 003): a link of 10 GB/s."""
+"""33,600 tokens are 3.3 GB of KV (EAR): a link of 10 GB/s."""
 _WARMUP: Final = 200
 
 
@@ -180,6 +180,4 @@ def _claims(results: Results, extent: Extent) -> Sequence[Claim]:
     )
 
 
-SECTION: Final = Section(
-    name="sessions", title="EAR's closed loop of agents (seed 003)", cells=_cells, page=_page, claims=_claims
-)
+SECTION: Final = Section(name="sessions", title="EAR's closed loop of agents", cells=_cells, page=_page, claims=_claims)

@@ -55,7 +55,7 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     default=1,
     show_default=True,
     type=click.IntRange(1, 8),
-    help="Routers that share the traffic, and what they know through Redis.",
+    help="Number of routers; they share the traffic and replicate state through Redis.",
 )
 @click.option(
     "--policies",
@@ -75,19 +75,20 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     default=_REQUESTS,
     show_default=True,
     type=click.IntRange(1, 100_000),
-    help="Requests to replay, the trace's first ones.",
+    help="Number of requests to replay, from the start of the trace.",
 )
 @click.option(
     "--rate",
     type=FiniteFloatRange(0.01, 10_000),
-    help="Requests per model second.  [default: where routing decides whether the engines cope]",
+    help="Requests per model second.  "
+    "[default: half way between the capacity of the engines without and with full cache reuse]",
 )
 @click.option(
     "--speed",
     default=_SPEED,
     show_default=True,
     type=FiniteFloatRange(0.1, 50),
-    help="Model seconds per wall second; lower it on a machine that cannot keep up.",
+    help="Model seconds per wall-clock second; lower it on a slow machine.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the generated workload.")
 @click.option(
@@ -102,14 +103,14 @@ def _read_policies(_context: click.Context, _parameter: click.Parameter, value: 
     "--serve",
     "serving",
     is_flag=True,
-    help="Compare nothing: run the last of --policies until Ctrl-C, traffic and all, and say where its dashboard is.",
+    help="Run only the last of --policies, with its traffic, until Ctrl-C; print the address of its dashboard.",
 )
 def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
     """Replay a workload through a real Envoy, once per policy.
 
     Starts simulated engines, Redis, the router and Envoy on free ports, sends the same requests under each policy,
-    and shows how soon the first tokens came and how much of the prompts was reused. Nothing is left running, Ctrl-C
-    included.
+    and shows the time to first token and the cache hit rate. All processes stop at the end, also after
+    Ctrl-C.
 
     \b
     Example:
@@ -118,7 +119,7 @@ def demo(out: Path, as_json: bool, serving: bool, **options: Any) -> None:
       dualmap demo --serve
     """
     if serving and as_json:
-        raise click.UsageError("--serve and --json exclude each other: what is served has no results")
+        raise click.UsageError("--serve and --json exclude each other: --serve produces no results")
     try:
         plan = make_plan(out=out, **options)
     except TraceError as error:

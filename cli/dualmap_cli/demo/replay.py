@@ -1,8 +1,8 @@
 """Open-loop load: every request leaves at its time, whatever became of those before it, as real users' do.
 
 Runs beside the engines, the router and Envoy on the same cores, so it is kept light and measures itself: ``sent_s``
-against ``due_s`` says how late the generator was. TTFT ends at the first chunk of the response body (PROTOCOLS
-section 2: the headers leave earlier), as Envoy and the router take it.
+against ``due_s`` says how late the generator was. TTFT ends at the first chunk of the response body, as
+Envoy and the router measure it; vLLM sends the headers earlier.
 """
 
 import asyncio

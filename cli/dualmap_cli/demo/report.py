@@ -1,7 +1,7 @@
-"""From outcomes to figures: what each policy made of the same workload, as values.
+"""Computes each policy's figures from the outcomes of its requests.
 
-The definitions are the paper's (ALGORITHMS section 6). Times are model seconds (see ``plan``); what is measured in
-wall seconds says so in its name. ``printing`` and ``chart`` show what is computed here.
+The definitions are those of the DualMap paper, section 5.1. Times are model seconds (see ``plan``) unless the name
+says wall seconds. ``printing`` and ``chart`` show the figures.
 """
 
 import math

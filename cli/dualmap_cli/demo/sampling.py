@@ -1,7 +1,7 @@
-"""The routers' load gauges, read at a steady pace while the replay runs.
+"""Samples the routers' load gauges at a steady interval while the replay runs.
 
-They are the pending prefill tokens of each endpoint as the routers believe them (CONTRACT, metrics), handed over or
-held for it: what the paper measures the imbalance of (equation 1).
+The gauges are each endpoint's pending prefill tokens as the routers estimate them, in flight or queued
+(docs/metrics.md). The DualMap paper measures imbalance on them (equation 1).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The results as scripts read them: what ``--json`` prints (CONTRACT). What there is none of is null."""
+"""The results as JSON documents, which ``--json`` prints; a missing figure is null."""
 
 import json
 import math

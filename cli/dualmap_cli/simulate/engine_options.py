@@ -1,4 +1,4 @@
-"""The engine's parameters as the command line sets them: ``--set r=3500`` under the names of ALGORITHMS section 7."""
+"""Parameters of the engine model as ``--set NAME=NUMBER`` changes them (docs/engine-model.md)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,19 +13,19 @@ _HINT: Final = "--set"
 _SPEED_MOST: Final = 1e12
 _SECONDS_MOST: Final = 1e4
 _TOKENS_MOST: Final = 10**12
-"""Beyond these nothing is an engine, and some runs would not end."""
+"""No engine exceeds these bounds, and some runs would not end beyond them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One number of the engine model: what it is, between which bounds it lies, and how a config gets it."""
+    """One number of the engine model: its meaning, its bounds and how to set it in a config."""
 
     meaning: str
     least: float
     most: float
     whole: bool
     decodes: bool = False
-    """Whether it is one of decoding, which not every engine does."""
+    """Whether only engines that decode have it."""
     change: Callable[[EngineConfig, float], EngineConfig]
 
 
@@ -38,7 +38,7 @@ def _prefill(field: str, meaning: str, least: float, most: float) -> Parameter:
 
 def _decode(field: str, meaning: str, least: float, most: float) -> Parameter:
     def change(config: EngineConfig, value: float) -> EngineConfig:
-        assert config.decode is not None, "changed() sees to it"
+        assert config.decode is not None, "changed() refuses parameters of decoding for a prefill-only engine"
         return replace(config, decode=replace(config.decode, **{field: value}))
 
     return Parameter(meaning=meaning, least=least, most=most, whole=False, decodes=True, change=change)
@@ -59,19 +59,19 @@ def _pull(config: EngineConfig, value: float) -> EngineConfig:
 PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType(
     {
         "r": _prefill("tokens_per_s", "new prompt tokens computed per second", 1.0, _SPEED_MOST),
-        "a": _prefill("attention", "growth of a token's cost with each token before it", 0.0, 1e3),
-        "o": _prefill("overhead_s", "seconds that every prefill takes beside its tokens", 0.0, _SECONDS_MOST),
+        "a": _prefill("attention", "relative growth of a token's cost per preceding token", 0.0, 1e3),
+        "o": _prefill("overhead_s", "fixed seconds of every prefill", 0.0, _SECONDS_MOST),
         "l": _prefill("load_tokens_per_s", "cached tokens loaded per second", 1.0, _SPEED_MOST),
-        "m": _whole("kv_memory_tokens", "KV memory of admitted requests, in tokens", 1),
+        "m": _whole("kv_memory_tokens", "KV memory for admitted requests, in tokens", 1),
         "c": _whole("cache_tokens", "prefix cache, in tokens", 0),
         "cap": _whole("input_tokens_max", "longest prompt; longer ones are cut", 1),
         "d0": _decode("step_s", "seconds of a decode step", 1e-6, _SECONDS_MOST),
-        "d1": _decode("per_kv_token_s", "... and for each KV token held", 0.0, _SECONDS_MOST),
-        "d2": _decode("per_request_s", "... and for each request of the batch", 0.0, _SECONDS_MOST),
-        "block": _whole("block_tokens", "block of the prefix cache, in tokens", 1),
+        "d1": _decode("per_kv_token_s", "... plus seconds per KV token held", 0.0, _SECONDS_MOST),
+        "d2": _decode("per_request_s", "... plus seconds per request of the batch", 0.0, _SECONDS_MOST),
+        "block": _whole("block_tokens", "block size of the prefix cache, in tokens", 1),
         "chunk": _whole("chunk_tokens", "chunked prefill: tokens per step", 1),
         "pull": Parameter(
-            meaning="tokens per second at which a session's KV follows it to another engine",
+            meaning="tokens per second when a session's KV moves to another engine",
             least=1.0,
             most=_SPEED_MOST,
             whole=False,
@@ -79,7 +79,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = MappingProxyType(
         ),
     }
 )
-"""By the names of ALGORITHMS section 7 where it has one."""
+"""By the names that docs/engine-model.md uses, where it has one."""
 
 
 def described() -> str:

@@ -49,23 +49,24 @@ if TYPE_CHECKING:
         type=FiniteFloatRange(0.0001, 1.0),
         default=0.01,
         show_default=True,
-        help="How far apart, relatively, a rate that is good and the next one that is not may be.",
+        help="Relative precision of the rate that is found.",
     ),
 )
 def goodput(
     starts: tuple[int, ...], seeds: tuple[int, ...], attainment: float, tolerance: float, **options: Any
 ) -> None:
-    """Find the highest rate at which a policy keeps the SLO.
+    """Find the highest rate at which a policy meets the SLO.
 
-    For each policy and window the rate is bracketed and bisected in virtual time, with the router that ships; runs that
-    are lost stop early. The table shows each policy's mean over the windows and between which values it lies: plan with
-    the lowest, and with windows that last many times the SLO.
+    Searches the rate by bisection for each policy and window. Runs happen in virtual time with the production router
+    code; a run that can no longer meet the SLO stops early. The table shows each policy's mean over the windows, with
+    the lowest and highest value. For capacity planning, use the lowest, and windows that last many times the SLO.
 
-    Requests that are refused count as missed, those of the warm-up do not count. By default ONE router hears everything
-    at once; --routers 4 --view-delay 100ms --feedback-delay 20ms is what several behind one gateway know. The workload
-    agentic is a closed loop: its rate is nominal, for sessions wait for their answers.
+    A rejected request counts as a miss; warm-up requests do not count. By default there is ONE router with immediate
+    feedback. To simulate several behind one gateway, use
+    --routers 4 --view-delay 100ms --feedback-delay 20ms. The workload agentic is a closed loop: its rate is nominal,
+    because sessions wait for their answers.
 
-    --plot draws the means as bars, with the windows' values as dots on them.
+    --plot draws the means as bars and each window's value as a dot.
 
     \b
     Example:
@@ -77,7 +78,7 @@ def goodput(
         if plan.plot is not None:
             require_matplotlib()
         if plan.base.workload.trace is not None and len(seeds) > 1:
-            click.echo("a recorded trace leaves nothing to draw: it is the same for all seeds", err=True)
+            click.echo("--seeds has no effect: a recorded trace is the same for all seeds", err=True)
         found = _search(plan, attainment, tolerance)
         _publish(plan, attainment, found)
 

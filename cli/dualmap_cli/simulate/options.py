@@ -16,25 +16,26 @@ from dualmap_sim.workloads.catalog import WORKLOADS
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 BOUNDS: Final = (
-    "\b\nBounds for --policy, which see what no router can:\n"
+    "\b\nTheoretical bounds for --policy; they use knowledge that no router has:\n"
     + "\n".join(f"  {info.name:<16} {info.summary}" for info in ORACLES.values())
     + (
-        "\n\nlimit and limit_pooled are single queues, first come, first served: past the knee a router that serves by "
-        "hope can pass them. limit_deadline serves by hope, too, and bounds the share within the SLO near the knee."
+        "\n\nlimit and limit_pooled are single queues, first come, first served. In overload, a router that serves "
+        "first the requests that can still meet the SLO can exceed them. limit_deadline uses that order, too, and "
+        "bounds the share within the SLO near saturation."
     )
 )
-"""What ``--help`` says of the oracles."""
+"""The help text of the bounds."""
 PICTURES: Final = (".png", ".svg")
 
 
 def _picture(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse, before minutes of simulating, a picture that could not be written in the end."""
+    """Return the path of the chart; refuse one that cannot be written before the simulation starts."""
     if value is not None and value.suffix not in PICTURES:
         raise click.BadParameter(f"{str(value)!r} is not accepted; give a file that ends in {' or '.join(PICTURES)}")
     if value is not None and not value.absolute().parent.is_dir():
         raise click.BadParameter(f"{str(value)!r}: there is no folder {str(value.absolute().parent)!r}")
     if value is not None and not os.access(value if value.exists() else value.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a folder of yours")
+        raise click.BadParameter(f"{str(value)!r} cannot be written; give a file in a writable folder")
     return value
 
 
@@ -53,18 +54,18 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--sessions/--no-sessions",
         default=None,
-        help="Whether requests name their session to the router; a trace's are inferred: who goes on from another's "
-        "prompt is its next turn.  [default: a generated workload's do, a trace's do not]",
+        help="Send session ids to the router. In a trace, a prompt that continues another is the next turn of its "
+        "session.  [default: on for a generated workload, off for a trace]",
     ),
     click.option(
         "--requests",
         type=click.IntRange(1, REQUESTS_MOST),
-        help="Requests to replay.  [default: 4000, or as many as the trace has]",
+        help="Number of requests to replay.  [default: 4000, or as many as the trace has]",
     ),
     click.option(
         "--warmup",
         type=click.IntRange(0),
-        help="The first so many are served but not counted.  [default: 500, a quarter at most]",
+        help="Number of first requests to leave out of the results.  [default: 500, at most a quarter]",
     ),
 )
 _POOL: Final[tuple[Decorator, ...]] = (
@@ -75,16 +76,16 @@ _POOL: Final[tuple[Decorator, ...]] = (
         callback=policies,
         default="round_robin,dualmap",
         show_default=True,
-        help="Policies to compare, separated by commas (see: dualmap policies), or bounds (below): "
+        help="Policies to compare, separated by commas (see: dualmap policies), or theoretical bounds (below): "
         f"{', '.join(ORACLES)}.",
     ),
-    click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Engines."),
+    click.option("--instances", type=click.IntRange(1, 4096), default=8, show_default=True, help="Number of engines."),
     click.option(
         "--model",
         type=click.Choice(list(PRESETS)),
         default="7b",
         show_default=True,
-        help="What runs on each: speeds, memory and cache; pd is prefill-only.",
+        help="Preset for each engine: speeds, memory and cache; pd is prefill-only.",
     ),
     click.option(
         "--set",
@@ -92,14 +93,14 @@ _POOL: Final[tuple[Decorator, ...]] = (
         metavar="NAME=NUMBER",
         multiple=True,
         callback=named_numbers,
-        help="Set a parameter of the engine model, such as c=500000; repeat it for others (names: below).",
+        help="Set a parameter of the engine model, such as c=500000; repeat for several (names below).",
     ),
     click.option(
         "--slow",
         metavar="MEMBER=SPEED",
         multiple=True,
         callback=named_numbers,
-        help="Run one engine at a share of its speed: qwen-0=0.5. They are called qwen-0, qwen-1, ...",
+        help="Run one engine at a share of its speed: qwen-0=0.5. Engines are named qwen-0, qwen-1, ...",
     ),
     click.option(
         "--slo",
@@ -108,12 +109,16 @@ _POOL: Final[tuple[Decorator, ...]] = (
         callback=duration(0.001, 3600.0),
         default="5s",
         show_default=True,
-        help="TTFT to keep.",
+        help="TTFT objective.",
     ),
 )
 _ROUTERS: Final[tuple[Decorator, ...]] = (
     click.option(
-        "--routers", type=click.IntRange(1, 64), default=1, show_default=True, help="So many share the requests."
+        "--routers",
+        type=click.IntRange(1, 64),
+        default=1,
+        show_default=True,
+        help="Number of routers that share the requests.",
     ),
     click.option(
         "--view-delay",
@@ -122,7 +127,7 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
         callback=duration(0.001, 60.0),
         default="100ms",
         show_default=True,
-        help="Age, on average, of what a router knows of the others.",
+        help="Mean age of what a router knows about other routers.",
     ),
     click.option(
         "--feedback-delay",
@@ -131,19 +136,21 @@ _ROUTERS: Final[tuple[Decorator, ...]] = (
         callback=duration(0.0, 60.0),
         default="0ms",
         show_default=True,
-        help="How late routers hear of first tokens and ends.",
+        help="Delay until a router learns of a first token or completion.",
     ),
     click.option(
         "--believed-speed",
         type=FiniteFloatRange(1.0, 1e9),
-        help="Prefill speed in tokens per second that the pool states.  [default: the truth, r]",
+        help="Prefill speed in tokens per second in the pool's spec.  [default: the true speed, r]",
     ),
 )
 _OUTPUT: Final[tuple[Decorator, ...]] = (
     click.option(
-        "--processes", type=click.IntRange(1, 1024), help="Runs at the same time.  [default: one for each core]"
+        "--processes", type=click.IntRange(1, 1024), help="Number of parallel runs.  [default: one for each core]"
     ),
-    click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_picture, help="Draw this file."),
+    click.option(
+        "--plot", type=click.Path(dir_okay=False, path_type=Path), callback=_picture, help="Write a chart to this file."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print the results as JSON instead of a table."),
 )
 

@@ -1,4 +1,4 @@
-"""What surrounds both commands: how they end when something stops them, and what they need installed."""
+"""Shared by both commands: exit statuses, output errors and the check for matplotlib."""
 
 import errno
 import io
@@ -17,25 +17,25 @@ from dualmap_sim.parallel import WorkerError
 
 
 class MissingMatplotlib(Exception):
-    """A chart is asked for and the library that draws it is not installed."""
+    """``--plot`` is given but matplotlib is not installed."""
 
     def __init__(self) -> None:
         super().__init__("--plot needs the package matplotlib; run: pip install 'dualmap[demo]'")
 
 
 class NotWritten(Exception):
-    """Results cannot be put where they were wanted; ``str()`` says where, and why."""
+    """Results cannot be written; ``str()`` names the place and the reason."""
 
 
 def require_matplotlib() -> None:
-    """Raise MissingMatplotlib now rather than after minutes of simulating."""
+    """Raise MissingMatplotlib before the simulation starts, not after it."""
     if find_spec("matplotlib") is None:
         raise MissingMatplotlib
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise NotWritten for what cannot be written. A pipe that nobody reads any more is left to click."""
+    """Raise NotWritten for a failed write. click handles a closed pipe."""
     try:
         yield
     except OSError as error:
@@ -46,22 +46,22 @@ def writing(what: str) -> Iterator[None]:
 
 @contextmanager
 def writing_results() -> Iterator[None]:
-    """Raise NotWritten unless all that is written to stdout in this context gets there."""
+    """Raise NotWritten unless everything written to stdout in this context is flushed."""
     with writing("the results"):
         try:
             yield
             sys.stdout.flush()
         except OSError:
-            # The rest stays in the buffer, and Python would try to write it, fail and tell once more on its way out.
+            # The rest stays in the buffer; Python would fail to flush it at exit and print a second error.
             sys.stdout = io.StringIO()
             raise
 
 
 @contextmanager
 def command_errors(command: str) -> Iterator[None]:
-    """End the command as CONTRACT says: 1 where it failed, 128 and the signal's number where SIGTERM ended it.
+    """Exit with 1 after a failure, and with 128 plus the signal's number after SIGTERM.
 
-    Ctrl-C is KeyboardInterrupt, which ``main`` tells. Either way what is raised here ends the runs' processes.
+    Ctrl-C raises KeyboardInterrupt, which ``main`` handles. Both exceptions end the worker processes on their way.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=f"{BOUNDS}\n\n"
-    "\b\nParameters of the engine model for --set (ALGORITHMS section 7; a prefill of n tokens behind h cached\n"
-    "ones takes o + (n + a/2 ((n+h)^2 - h^2)) / r + h / l):\n" + described()
+    "\b\nParameters of the engine model for --set (a prefill of n tokens after h cached ones takes\n"
+    "o + (n + a/2 ((n+h)^2 - h^2)) / r + h / l; see docs/engine-model.md):\n" + described()
 )
 @with_options(
     click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="First request of the window."),
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
         "--qps",
         metavar="RATE[,RATE]",
         callback=numbers(float, 0.001, RATE_MOST),
-        help="Requests per second, several separated by commas: arrivals are scaled to that mean rate.  "
-        "[default: where reusing half of what can be reused just keeps the engines busy]",
+        help="Mean rate in requests per second, to which arrivals are scaled; separate several by commas.  "
+        "[default: the rate that keeps the engines just busy at half of the possible cache reuse]",
     ),
 )
 def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:
-    """Simulate policies on a workload, with the router that ships.
+    """Simulate policies on a workload, with the production router code.
 
-    Requests are routed by the very code that routes in production, and served by a model of the engine, in virtual
-    time: equal options give equal results, whatever the machine. The table has one row for each policy and rate.
+    The production code routes the requests, and a model of the engine serves them in virtual time. Equal options give
+    equal results on any machine. The table has one row for each policy and rate.
 
-    All figures are of the requests behind the warm-up: percentiles of those that were served, the share within the SLO
-    of all, refused ones counting as missed. By default ONE router hears everything at once; --routers 4 --view-delay
-    100ms --feedback-delay 20ms is what several behind one gateway know. The workload agentic is a closed loop: its rate
-    is nominal, for sessions wait for their answers.
+    All figures leave out warm-up requests. Percentiles cover served requests; the share within the SLO
+    covers all, with rejected ones as misses. By default there is ONE router with immediate feedback. For
+    several behind one gateway, use --routers 4 --view-delay 100ms --feedback-delay 20ms. The workload agentic is a
+    closed loop: its rate is nominal, because sessions wait for their answers.
 
-    --plot draws, with one rate, TTFT percentiles and the share within the SLO as bars; with several, TTFT p50 and p90
-    and that share over the rate; always the hit rate against how unevenly the load lay on the instances, and each
-    instance's load over time at the highest rate.
+    --plot with one rate draws TTFT percentiles and the share within the SLO as bars; with several rates it draws both
+    over the rate. It always adds the hit rate against the load imbalance, and each instance's load over time at the
+    highest rate.
 
     \b
     Example:

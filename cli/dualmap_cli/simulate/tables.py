@@ -19,26 +19,26 @@ from dualmap_sim.workloads.statistics import fact_lines, ideal_cached_tokens
 from dualmap_sim.workloads.trace import Trace
 
 _WIDTH: Final = 200
-"""Wider than any table here: one that is piped into a file is not cut to somebody's terminal."""
+"""Wider than any table here, so that the terminal's width cuts none of them."""
 _SHARES: Final = ("within SLO", "hit rate", "CV", "refused")
 _CUT_SHARE: Final = 0.05
-"""Of the prompts: if more are cut, what is replayed is another workload."""
+"""Share of prompts. If more of them are cut, the replayed workload differs from the trace."""
 _SHORT_SLOS: Final = 10
-"""A window of fewer SLOs ends before an overload shows."""
+"""A window shorter than this many SLOs ends before an overload shows."""
 LEGEND: Final = (
-    "Times in seconds, of the requests behind the warm-up that were served; refused ones count as not within the SLO.\n"
-    "CV: how unevenly prompt tokens still to be computed lay on the instances (deviation by mean; 0 is even).\n"
-    "A few requests on idle instances are uneven by nature."
+    "Times are seconds and cover served requests after the warm-up; rejected requests count as outside the SLO.\n"
+    "CV: imbalance of pending prefill tokens between instances (standard deviation / mean; 0 is even).\n"
+    "The CV is high by nature when few requests run on idle instances."
 )
 """Stands below the table of runs."""
 GOODPUT_LEGEND: Final = (
-    "Goodput is the mean over the windows, in requests/s of all instances together. Who plans for it takes the lowest."
+    "Goodput is the mean over the windows, in requests/s of all instances. For capacity planning use the lowest."
 )
 """Stands below the table of goodputs."""
 
 
 def announcement(plan: Plan) -> str:
-    """Return what is going to be replayed, in words, and how well a generated workload came out as it was asked for."""
+    """Return a description of the workload, with the requested and actual facts of a generated one."""
     base = plan.base
     trace = load_trace(base)
     counted = range(base.warmup, len(trace.requests))
@@ -63,7 +63,7 @@ def announcement(plan: Plan) -> str:
 
 
 def _cut(whole: Trace, cap: int) -> str:
-    """Return how much of a trace is cut off, as a warning where it is much; nothing where nothing is."""
+    """Return how much of a trace is cut off, as a warning if it is much; empty if nothing is."""
     longer = whole.longer_than(cap)
     if not longer:
         return ""
@@ -78,7 +78,7 @@ def _cut(whole: Trace, cap: int) -> str:
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
-    """Return the figures of runs, one a row."""
+    """Return a table of runs, one row each."""
     table = _table(
         "policy", "req/s", "TTFT p50", "p90", "p99", "E2E p50", "p90", "within SLO", "hit rate", "CV", "refused"
     )
@@ -98,7 +98,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
 
 
 def goodputs_table(found: Found) -> Table:
-    """Return each policy's goodput: the mean over the windows, between which it lies, its part of the best one's."""
+    """Return a table of each policy's goodput: mean, lowest and highest window, and share of the best policy's."""
     table = _table("policy", "goodput req/s", "lowest", "highest", "of the best", "windows", "runs")
     best = max((fmean(own) for _, answers in found if (own := rates(answers)) is not None), default=0.0)
     for policy, answers in found:
@@ -120,7 +120,7 @@ def goodputs_table(found: Found) -> Table:
 
 
 def short_windows(plan: Plan, found: Found) -> list[str]:
-    """Return a line for each policy with a window too short, at the rate found for it, for that rate to mean much."""
+    """Return a warning for each policy whose window is too short at the rate that was found."""
     counts = [len(load_trace(replace(plan.base, workload=window)).requests) for window in plan.windows]
     least_s = _SHORT_SLOS * plan.base.slo_ttft_s
     lines = []
@@ -133,7 +133,7 @@ def short_windows(plan: Plan, found: Found) -> list[str]:
         if durations_s and min(durations_s) < least_s:
             lines.append(
                 f"{policy}: at the rate found a window lasts {min(durations_s):.1f} s, less than {_SHORT_SLOS} times "
-                "the SLO; queues hardly form in that time, so the figure means little: give more --requests"
+                "the SLO; that is too short for queues to form and for a reliable figure: give more --requests"
             )
     return lines
 

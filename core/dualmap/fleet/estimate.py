@@ -1,9 +1,9 @@
-"""Time to first token: queueing plus computation (paper eq. 7), with each instance's prefill speed learnt online.
+"""Each member's prefill speed, learnt online, for the predicted time to first token (paper eq. 7).
 
 Computing ``n`` new tokens behind ``h`` cached ones is modelled as ``(n + a/2 * ((n+h)^2 - h^2)) / r`` seconds: linear
 work plus attention that grows with the context. ``1/r`` and ``a/2r`` are fitted to observed first-token times by least
-squares that forgets, pulled towards a prior, and kept within bounds, so that no burst of odd samples can make an
-instance look free or unusable.
+squares with forgetting, regularised towards a prior and bounded, so that no burst of outliers makes a member look free
+or unusable.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 # The quadratic share before anything is learnt; for models of 7B to 14B parameters it is 2e-5 to 3.3e-5.
 _PRIOR_ATTENTION = 3.0e-5
 _MOST_ATTENTION = 1.0e-4
-# Learnt speed stays within this factor of the pool's first guess, in both directions.
+# Learnt speed stays within this factor of the pool's prior, in both directions.
 _SPEED_BOUND = 20.0
 # Each sample weighs this much less when the next arrives: about 50 samples of memory.
 _FORGET = 0.98
 # The prior counts as much as this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
-# A sample is cut to this factor of what was predicted: stalls and preemptions are not prefill speed.
+# A sample is clipped to this factor of the prediction: stalls and preemptions are not prefill speed.
 _SAMPLE_CLIP = 3.0
 # This many undisturbed prefills among about the last 50 say how fast a member is by itself; fewer count for less. They
 # weigh as much as the prior then.
@@ -45,7 +45,7 @@ class Speed:
 
 
 class PrefillModel:
-    """The prefill speed of one instance, learnt from the first tokens it delivers."""
+    """The prefill speed of one member, learnt from the first tokens that it delivers."""
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         linear_s = 1.0 / prior_tokens_per_second
@@ -56,7 +56,7 @@ class PrefillModel:
         self.speed = self._prior
 
     def observe(self, *, new_tokens: int, cached_tokens: int, service_s: float) -> None:
-        """Learn from one prefill that kept the instance busy for ``service_s`` seconds."""
+        """Learn from one prefill that kept the member busy for ``service_s`` seconds."""
         if new_tokens < _SHORTEST_SAMPLE_TOKENS or service_s <= 0.0:
             return
         expected_s = self.speed.compute_s(new_tokens, cached_tokens)

@@ -17,8 +17,8 @@ from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Member, Pool
 from dualmap.prompts.blocks import BlockChain
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
-from dualmap.replicas.news import Placement, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S, Peers
+from dualmap.replicas.update import Placement, SharedLoad
 from dualmap.requests import EndpointStatus, Usage
 
 # The expected output of a request in tokens before any has ended, and the weight of each one that ends in the mean.
@@ -42,7 +42,8 @@ class Fleet:
         self._output_tokens = _OUTPUT_TOKENS
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        """A member takes requests while its backlog is within this dispatch window."""
         self._tree = PrefixTree()
         self._instances = {member.id: self._instance(member, self._new_index()) for member in pool.members}
         self._rosters = WeakKeyDictionary[DualRing, Roster]()
@@ -85,28 +86,24 @@ class Fleet:
 
     def backlog_s(self, now: float, member: str) -> float:
         """Return how many seconds of prefill were sent to a member and are not seen to have ended."""
-        load = self._ledger.load(member)
+        load = self._ledger.loads[member]
         load.end_overdue(now)
         return load.backlog_s(now, self._stall_s)
 
     def queue_s(self, now: float, member: str) -> float:
         """Return T_q of a member: the time until the prefill of a request that is placed there now would begin."""
-        return self._ledger.load(member).queue_s(now, self._stall_s)
-
-    def is_open(self, now: float, member: str) -> bool:
-        """Whether a member's backlog is within the dispatch window."""
-        return self.backlog_s(now, member) <= self._window_s
+        return self._ledger.loads[member].queue_s(now, self._stall_s)
 
     def has_room(self, member: str, prompt_tokens: int) -> bool:
         """Whether a prompt fits into a member's KV memory now; true if the size of that memory is unknown."""
         kv_tokens, output_tokens = self._pool.engine.kv_tokens, _OUTPUT_MARGIN * self._output_tokens
-        return kv_tokens is None or self._ledger.load(member).has_room(
+        return kv_tokens is None or self._ledger.loads[member].has_room(
             prompt_tokens, kv_tokens, output_tokens=output_tokens
         )
 
     def queue(self, member: str) -> MemberQueue:
         """Return the queue of a member."""
-        return self._ledger.load(member).queue
+        return self._ledger.loads[member].queue
 
     def next_dispatch_s(self, *, after_s: float) -> float | None:
         """Return when time alone lets a queued request be dispatched, after ``after_s``; None if it takes an event."""
@@ -149,7 +146,7 @@ class Fleet:
             heard_s=now,
             streamed=request.streamed,
             session=request.session,
-            alone=not self._ledger.load(queued.member).others.load.backlog_s,
+            alone=not self._ledger.loads[queued.member].others.load.backlog_s,
         )
         self._ledger.enter(now, in_flight)
         return in_flight
@@ -204,7 +201,7 @@ class Fleet:
 
     def failed(self, now: float, member: str, dispatched_s: float) -> bool:
         """Count a request, sent at ``dispatched_s``, that its member failed; return whether the member is suspended."""
-        if self._ledger.load(member).suspension.failed(now, dispatched_s):
+        if self._ledger.loads[member].suspension.failed(now, dispatched_s):
             self._update_suspended(now)
         return member in self._membership.suspended
 
@@ -240,7 +237,7 @@ class Fleet:
         previous, instances = self._pool, self._instances
         self._pool = pool
         self._stall_s = pool.routing.rebalance.decode_stall_s
-        self._window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
+        self.window_s = pool.routing.queue.dispatch_window_s + _WINDOW_SLACK_S
         self._membership = Membership(pool)
         known = {member.id: (member.endpoint, member.incarnation) for member in previous.members}
         stayed = {member.id for member in pool.members if known.get(member.id) == (member.endpoint, member.incarnation)}
@@ -258,7 +255,7 @@ class Fleet:
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
             # This also outdates every summary, since the new version may have other rules.
-            self._ledger.load(member).others_changed(partial(self._peers.load, member))
+            self._ledger.loads[member].others_changed(partial(self._peers.load, member))
         self._update_suspended(now)
         return stayed
 
@@ -273,7 +270,7 @@ class Fleet:
         for member in self._membership.members.keys() & loads:
             # Only what it sent to the member: its queued requests disturb no prefill.
             if loads[member].backlog_s:
-                self._ledger.load(member).others.busy(said_s)
+                self._ledger.loads[member].others.busy(said_s)
         self._update_peers(self._peers.hear(said_s, peer, loads))
 
     def on_placement(self, placement: Placement) -> None:
@@ -285,7 +282,7 @@ class Fleet:
     def own_loads(self, now: float) -> dict[str, SharedLoad]:
         """Return this replica's load per member, where it has any, for the other replicas."""
         loads = {}
-        for member, load in self._ledger.loads():
+        for member, load in self._ledger.loads.items():
             load.end_overdue(now)
             if load.working or load.queue:
                 loads[member] = SharedLoad(
@@ -302,7 +299,7 @@ class Fleet:
         return tuple(self._status(member) for member in self._membership.members.values())
 
     def _succeeded(self, now: float, member: str) -> None:
-        self._ledger.load(member).suspension.succeeded()
+        self._ledger.loads[member].suspension.succeeded()
         if member in self._membership.suspended:
             self._update_suspended(now)
 
@@ -310,7 +307,7 @@ class Fleet:
         """Take the members that are suspended now out of the rings, and put the others back."""
         until_s = {
             member: load.suspension.until_s
-            for member, load in self._ledger.loads()
+            for member, load in self._ledger.loads.items()
             if load.suspension.until_s is not None
             and load.suspension.until_s > now
             and member in self._membership.members
@@ -321,7 +318,7 @@ class Fleet:
 
     def _update_peers(self, members: set[str]) -> None:
         for member in members & self._membership.members.keys():
-            self._ledger.load(member).others_changed(partial(self._peers.load, member))
+            self._ledger.loads[member].others_changed(partial(self._peers.load, member))
 
     def _uncache_unless_prefilled(self, request: InFlightRequest) -> None:
         """Take back what an aborted or failed request was to have cached.
@@ -347,11 +344,11 @@ class Fleet:
         return PrefixIndex(_capacity_blocks(self._pool), self._tree)
 
     def _instance(self, member: Member, index: PrefixIndex) -> Instance:
-        load = self._ledger.load(member.id)
+        load = self._ledger.loads[member.id]
         return Instance(member=member, endpoint=member.endpoint, state=member.state.value, load=load, index=index)
 
     def _status(self, member: Member) -> EndpointStatus:
-        load = self._ledger.load(member.id)
+        load = self._ledger.loads[member.id]
         return EndpointStatus(
             id=member.id,
             endpoint=member.endpoint,

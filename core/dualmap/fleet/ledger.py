@@ -5,7 +5,7 @@ TTL. Its pending prefill leaves earlier, at the first token.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable
 from math import inf
 
 from dualmap.fleet.dispatch_times import DispatchTimes
@@ -15,36 +15,42 @@ from dualmap.fleet.load import MemberLoad
 IN_FLIGHT_TTL_S = 600.0
 
 
+class _Loads(dict[str, MemberLoad]):
+    """Loads by member. Events ask for them so often that a method call would show in the cost of a decision."""
+
+    def __init__(self, new: Callable[[], MemberLoad]) -> None:
+        super().__init__()
+        self._new = new
+
+    def __missing__(self, member: str) -> MemberLoad:
+        load = self[member] = self._new()
+        return load
+
+
 class Ledger:
     """The requests in flight of a pool, and the load of every member that has one or may get one."""
 
     def __init__(self, prior_tokens_per_second: float) -> None:
         self._prior_tokens_per_second = prior_tokens_per_second
-        self._loads: dict[str, MemberLoad] = {}
         # The loads whose summary is outdated.
         self._outdated: dict[MemberLoad, None] = {}
         # When the first of the other summaries becomes invalid.
         self._update_s = inf
         self.dispatch_times = DispatchTimes()
+        self.loads = _Loads(
+            lambda: MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
+        )
+        """The load of every member by id; asked for an unknown member it adds an empty load."""
         # The request without a report for longest comes first, so that expiry looks only at what has expired.
         self._in_flight: OrderedDict[str, InFlightRequest] = OrderedDict()
 
-    def load(self, member: str) -> MemberLoad:
-        """Return the load of a member, a new one if there is none."""
-        load = self._loads.get(member)
-        if load is None:
-            load = MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
-            self._loads[member] = load
-        return load
-
-    def loads(self) -> Iterable[tuple[str, MemberLoad]]:
-        """Return every load with its member's id."""
-        return self._loads.items()
+    def _new_load(self) -> MemberLoad:
+        return MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
 
     def update(self, now: float, decode_stall_s: float) -> None:
         """Bring every member's summary up to date, looking only at those that changed."""
         if now >= self._update_s:
-            self._outdated.update(dict.fromkeys(self._loads.values()))
+            self._outdated.update(dict.fromkeys(self.loads.values()))
             self._update_s = inf
         outdated = tuple(self._outdated)
         self._outdated.clear()
@@ -59,7 +65,7 @@ class Ledger:
         """Take another prior of the prefill speed; what was learnt from the old one is forgotten."""
         if tokens_per_second != self._prior_tokens_per_second:
             self._prior_tokens_per_second = tokens_per_second
-            for load in self._loads.values():
+            for load in self.loads.values():
                 load.set_prior(tokens_per_second)
 
     def request(self, request_id: str) -> InFlightRequest | None:
@@ -70,42 +76,42 @@ class Ledger:
         """Enter a request that was dispatched to ``request.member``; its id must not be in flight."""
         assert request.request_id not in self._in_flight, f"request {request.request_id} is already in flight"
         self._in_flight[request.request_id] = request
-        self.load(request.member).enter(now, request)
+        self.loads[request.member].enter(now, request)
 
     def first_token(self, now: float, request_id: str) -> InFlightRequest | None:
         """Release a request's pending prefill and learn from it; None when it is unknown or was released before."""
         request = self.heard(now, request_id)
         if request is None or request.prefilled:
             return None
-        self.load(request.member).first_token(now, request)
+        self.loads[request.member].first_token(now, request)
         return request
 
     def leave(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request; None when it is unknown or has ended before."""
         request = self._in_flight.pop(request_id, None)
         if request is not None:
-            self.load(request.member).leave(now, request)
+            self.loads[request.member].leave(now, request)
         return request
 
     def finish(self, now: float, request_id: str) -> InFlightRequest | None:
         """Remove a request that ended as it should, and learn from it; otherwise like ``leave``."""
         request = self._in_flight.get(request_id)
         if request is not None and request.prefilled:
-            self.load(request.member).kv.learn_silence(now - request.silent_since_s)
+            self.loads[request.member].kv.learn_silence(now - request.silent_since_s)
         return self.leave(now, request_id)
 
     def move(self, now: float, request: InFlightRequest, *, to: str, matched_tokens: int, compute_s: float) -> None:
         """Move a request in flight to the member that really serves it."""
-        self.load(request.member).leave(now, request)
+        self.loads[request.member].leave(now, request)
         request.member, request.matched_tokens, request.compute_s = to, matched_tokens, compute_s
-        self.load(to).enter(now, request)
+        self.loads[to].enter(now, request)
 
     def heard(self, now: float, request_id: str) -> InFlightRequest | None:
         """Record a report of a request, which postpones its expiry; return it, or None when it is unknown."""
         request = self._in_flight.get(request_id)
         if request is not None:
             request.heard_s = now
-            self.load(request.member).heard(now, request)
+            self.loads[request.member].heard(now, request)
             self._in_flight.move_to_end(request_id)
         return request
 
@@ -125,5 +131,5 @@ class Ledger:
 
     def retain(self, members: set[str]) -> None:
         """Drop the loads of members that left the pool and have no request in flight."""
-        for member in [name for name, load in self._loads.items() if name not in members and not load.in_flight]:
-            self._outdated.pop(self._loads.pop(member), None)
+        for member in [name for name, load in self.loads.items() if name not in members and not load.in_flight]:
+            self._outdated.pop(self.loads.pop(member), None)

@@ -15,8 +15,8 @@ from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
 from dualmap.fleet.suspension import Suspension
 from dualmap.queue.request_queue import MemberQueue
-from dualmap.replicas.news import SharedLoad
 from dualmap.replicas.peers import NO_LOAD
+from dualmap.replicas.update import SharedLoad
 
 
 @dataclass(slots=True)
@@ -188,6 +188,8 @@ class MemberLoad:
         a report, as did a decoding request. If the member is stalled instead, the time without a completed prefill
         still counts (``PrefillAccount.backlog_s``) as long as another prefill is pending.
         """
+        if self._overdue_s > now:  # Mostly. False for NaN.
+            return
         while (overdue_s := self._next_overdue_s()) <= now:
             head = self.prefills.head
             if head is None or self.prefills.overdue_s() > overdue_s:
@@ -234,7 +236,7 @@ class MemberLoad:
         self.summary.until_s = -inf
         self._opens_window_s = self._overdue_s = nan
         self._outdated[self] = None
-        if self.queue:
+        if self.queue.requests:
             self._redispatch[self] = None
 
     def _next_overdue_s(self) -> float:
@@ -251,7 +253,7 @@ class MemberLoad:
         summary.linear_s, summary.quadratic_s = speed.linear_s, speed.quadratic_s
         summary.pending_tokens = self.prefills.tokens + queue.tokens + others.pending_prefill_tokens
         summary.in_flight = self.working + others.in_flight
-        summary.requests = summary.in_flight + len(queue)
+        summary.requests = summary.in_flight + len(queue.requests)
         summary.active_kv_tokens = self.kv.tokens + others.active_kv_tokens
         summary.placed_tokens = summary.active_kv_tokens + queue.tokens
 

@@ -30,7 +30,7 @@ class PrefillAccount:
         """Add a dispatched request; if no other is pending, its prefill begins at ``begins_s``."""
         if self.head is None:
             self.head = request
-            self.restart(begins_s)
+            self._head_since_s = self._silent_since_s = begins_s
             self.compute_s = 0.0  # Removes the rounding error of earlier sums.
         self.pending[request.request_id] = request
         self.compute_s += request.compute_s

@@ -1,13 +1,12 @@
-"""What this router believes each instance has cached: one tree of block runs for a pool, one account per member.
+"""The index of what each member is believed to cache: one tree of block runs per pool, one account per member.
 
-The tree keeps blocks that are always used together as one run, an array of eight bytes a block, and branches where
-prompts part. A block's hash names everything before it (``dualmap.prompts.blocks``), so two chains that agree in one
-block
-agree in all before it: where a prompt leaves a run is found by bisection, and one walk down the tree tells for every
-member at once how much of a prompt it holds.
+The tree stores blocks that are always used together as one run, an array of eight bytes per block, and branches where
+prompts differ. A block's hash names everything before it (``dualmap.prompts.blocks``), so two chains that agree in one
+block agree in all before it. Bisection finds where a prompt leaves a run, and one walk down the tree shows for every
+member how much of a prompt it holds.
 
-A member holds whole runs, and with a run everything before it. Past its capacity it gives up the least recently used
-leaf first, as engines do; of a run that no other member holds only as much as it must.
+A member holds whole runs, and with a run everything before it. Beyond its capacity it evicts the least recently used
+leaf first, as engines do; of a run that no other member holds it evicts only as much as needed.
 """
 
 from array import array
@@ -41,13 +40,13 @@ Path = list[tuple[_Run, int]]
 
 
 class PrefixTree:
-    """Every prefix that some member of a pool is believed to hold."""
+    """Every prefix that some member of a pool is believed to cache."""
 
     def __init__(self) -> None:
         self.root = _Run((), None, ())
 
     def path(self, hashes: Sequence[int]) -> Path:
-        """Return the way of a prompt's blocks down the tree, good until the tree changes."""
+        """Return the path of a prompt's blocks down the tree, valid until the tree changes."""
         path: Path = []
         run, at, blocks = self.root, 0, len(hashes)
         while at < blocks and run.children:
@@ -67,13 +66,13 @@ class PrefixTree:
         """Return how many of a prompt's blocks each member holds from block 0 on, for those that hold any."""
         held: dict[PrefixIndex, int] = {}
         for run, at in path:
-            # Who holds a run holds all before it: the deepest run of a member counts.
+            # A member that holds a run holds all before it, so a member's deepest run counts.
             held.update(dict.fromkeys(run.holders, at))
         return held
 
 
 class PrefixIndex:
-    """The blocks one instance is believed to hold, at most ``capacity_blocks`` of them.
+    """The blocks that one member is believed to cache, at most ``capacity_blocks`` of them.
 
     Members of a pool share its tree; an index without one has a tree to itself.
     """
@@ -95,7 +94,7 @@ class PrefixIndex:
         return self.matched_on(self._tree.path(hashes))
 
     def matched_on(self, path: Path) -> int:
-        """Return how many blocks are held of a prompt whose way down the tree is known."""
+        """Return how many blocks are held of a prompt whose path down the tree is known."""
         held = self._held
         for run, at in reversed(path):
             if run in held:
@@ -103,9 +102,9 @@ class PrefixIndex:
         return 0
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Record that a prompt's blocks are (about to be) cached, as its most recent use.
+        """Record that a prompt's blocks are (about to be) cached, as the most recent use.
 
-        Of a prompt longer than the whole capacity only the head is recorded, as only that could be reused.
+        Only the head of a prompt longer than the whole capacity is recorded, since only that could be reused.
         """
         head = hashes[: self._capacity] if len(hashes) > self._capacity else hashes
         path = self._tree.path(head)
@@ -125,7 +124,7 @@ class PrefixIndex:
         self._drop_excess()
 
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
-        """Forget all but the first ``blocks`` blocks of a prompt, and with the others whatever is held behind them."""
+        """Forget all but the first ``blocks`` blocks of a prompt, and everything that is held behind the others."""
         began = 0
         for run, at in self._tree.path(hashes):
             if run not in self._held:
@@ -138,17 +137,17 @@ class PrefixIndex:
             began = at
 
     def resize(self, capacity_blocks: int) -> None:
-        """Set another capacity; what no longer fits is dropped, least recently used first."""
+        """Set another capacity; evict what no longer fits, least recently used first."""
         self._capacity = capacity_blocks
         self._drop_excess()
 
     def clear(self) -> None:
-        """Forget everything: the instance restarted, left the pool, or its cache was reset."""
+        """Forget everything: the member restarted or left the pool, or its cache was reset."""
         for run in list(self._held):
             self._give_up(run)
 
     def _append(self, runs: list[_Run], rest: Sequence[int]) -> None:
-        """Let new blocks follow the last of a prompt's runs, or begin a prompt that has none."""
+        """Append new blocks to the last of a prompt's runs, or begin the first run of a prompt."""
         last = runs[-1] if runs else self._tree.root
         self._blocks += len(rest)
         if last.holders is self._alone and not last.children:
@@ -192,7 +191,7 @@ class PrefixIndex:
             self._give_up(each)
 
     def _give_up(self, run: _Run) -> None:
-        """Stop holding a run behind which nothing is held; a run that nobody holds any more leaves the tree."""
+        """Stop holding a run behind which nothing is held; a run without any holder leaves the tree."""
         del self._held[run]
         self._blocks -= len(run.hashes)
         run.holders = tuple(each for each in run.holders if each is not self)
@@ -208,8 +207,8 @@ class PrefixIndex:
 def _split(run: _Run, at: int) -> _Run:
     """Cut a run before its block ``at`` and return the new first part; ``run`` becomes what follows it.
 
-    The second part keeps its age at every holder. The first, which must outlast it, counts as just used, and with it
-    all before it.
+    The second part keeps its age at every holder. The first part must be evicted later, so it counts as just used, and
+    so do all runs before it.
     """
     parent = run.parent
     assert parent is not None

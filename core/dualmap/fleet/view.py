@@ -1,8 +1,8 @@
-"""A pool's members as they stand towards one prompt at one moment.
+"""Read-only views of a pool's members towards one prompt at one moment.
 
-Looking at a member closely makes a Candidate and takes microseconds, so a decision does that only with its pair and its
-choice. What it must know of everyone comes in columns: a list of plain numbers, one for each member of a ring, computed
-in one pass. ``fleet`` makes views, ``situation`` hands them to policies.
+Making a member's Candidate takes microseconds, so a decision does that only for its pair and its choice. What it must
+know of all members comes in columns: lists of plain numbers, one number per member of a ring, computed in one pass.
+``fleet`` makes views, ``situation`` passes them to policies.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from dualmap.prompts.blocks import BlockChain
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
-    """A member with all that this router keeps about it; ``endpoint`` and ``state`` are spelt out once."""
+    """A member with what this router knows about it; ``endpoint`` and ``state`` are formatted once."""
 
     member: Member
     endpoint: str
@@ -28,7 +28,7 @@ class Instance:
 
 
 class Roster:
-    """The instances that a ring's keys may go to, by id; the summaries are good once the ledger is up to date."""
+    """The members that a ring's keys may go to, by id; the summaries are valid after ``Ledger.update``."""
 
     def __init__(self, instances: tuple[Instance, ...]) -> None:
         self.instances = instances
@@ -37,7 +37,7 @@ class Roster:
 
 
 class View:
-    """The members of a pool towards one prompt; to be used at once, before anything else happens."""
+    """The members of a pool towards one prompt; valid until the next event."""
 
     def __init__(
         self, now: float, chain: BlockChain, instances: Mapping[str, Instance], tree: PrefixTree, *, stall_s: float
@@ -50,11 +50,11 @@ class View:
         self._instances = instances
 
     def candidate(self, member: str, hint_tokens: int = 0) -> Candidate:
-        """Return a member as it stands; ``hint_tokens`` of the prompt are known to be cached there."""
+        """Return a member as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
         return self.look(self._instances[member], hint_tokens)
 
     def look(self, instance: Instance, hint_tokens: int = 0) -> Candidate:
-        """Return an instance as it stands; ``hint_tokens`` of the prompt are known to be cached there."""
+        """Return an instance as a candidate; ``hint_tokens`` of the prompt are known to be cached there."""
         chain, load = self.chain, instance.load.update(self.now, self.stall_s)
         blocks = instance.index.matched_on(self.path)
         if hint_tokens:
@@ -84,7 +84,7 @@ class Everyone:
 
     @cached_property
     def _roster(self) -> Roster:
-        # Most decisions are made within the pair and never come here.
+        # Most decisions need only the pair, so the roster is found when it is first needed.
         return self._find_roster()
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class Everyone:
         return map(self._view.look, self._roster.instances)
 
     def costs_s(self, weights: Weights) -> list[float]:
-        """Return what ``weights`` make of each member."""
+        """Return each member's cost by ``weights``."""
         now, tokens, summaries = self._view.now, self._view.chain.tokens, self._roster.summaries
         # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n: first without any.
         kv, linear, quadratic = weights.active_kv, weights.compute * tokens, weights.compute * tokens**2
@@ -124,18 +124,18 @@ class Everyone:
         return [each.in_flight for each in self._roster.summaries]
 
     def requests(self) -> list[int]:
-        """Return each member's requests, in flight or held for it."""
+        """Return each member's requests, in flight or queued."""
         return [each.requests for each in self._roster.summaries]
 
     def placed_tokens(self) -> list[int]:
-        """Return the KV that each member's requests in flight use and those held for it will add."""
+        """Return the KV tokens of each member's requests in flight, and those that its queued requests will add."""
         return [each.placed_tokens for each in self._roster.summaries]
 
     def matched_tokens(self) -> list[int]:
         """Return how much of the prompt each member is believed to have cached."""
         positions, chain = self._roster.positions, self._view.chain
         held = self._view.tree.holders(self._view.path)
-        # Members that hold a prompt mostly hold equally much of it.
+        # Most members that hold some of a prompt hold the same number of its blocks.
         tokens = {blocks: chain.tokens_of(blocks) for blocks in set(held.values())}
         matched_tokens = [0] * len(positions)
         for index, blocks in held.items():

@@ -7,12 +7,12 @@ which already names the whole path above it, so the tree is a dictionary.
 
 Counts live in buckets of a sliding window. A request counts its prefixes from the initial length down to one block
 below what earlier requests have counted: a prefix seen once costs one node, one seen by many is known as deep as they
-share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so those of other router
-replicas are simply added; replicas that have exchanged their counts, and which nodes are split, agree on every key.
+share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so the counts of other router
+replicas are added to them. Replicas that have exchanged their counts and split nodes agree on every key.
 
-Deviations from the paper: the thresholds are relative to ``1/n`` as the policy asks (2/n and 1/n as published), shares
-are compared at every request instead of between windows, over the window and over its newest two buckets, and nothing
-splits on fewer than MIN_SPLIT_REQUESTS.
+Deviations from the paper: the policy sets the thresholds relative to ``1/n`` (published: 2/n and 1/n). Shares are
+compared at every request instead of between windows, over the window and over its newest two buckets. No prefix splits
+on fewer than MIN_SPLIT_REQUESTS requests.
 """
 
 from bisect import bisect_left
@@ -20,13 +20,13 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dualmap.replicas.news import HotnessCounts
+from dualmap.replicas.update import HotnessCounts
 
 # A bucket is a twelfth of the window, but never longer than this: recent traffic is the newest two buckets.
 BUCKETS = 12
 LONGEST_BUCKET_S = 5.0
 MAX_NODES = 65_536
-# Fewer requests than this behind a prefix say nothing about its share.
+# Fewer requests than this are too few to estimate a prefix's share.
 MIN_SPLIT_REQUESTS = 32
 
 
@@ -43,13 +43,13 @@ class _Bucket:
     began_s: float
     requests: int = 0
     nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    # The part counted here and not yet sent to the other replicas; it expires with the bucket if nobody asks for it.
+    # Counted here and not yet sent to the other replicas; dropped with the bucket if it is never taken.
     unsent_requests: int = 0
     unsent_nodes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class HotnessTree:
-    """Sliding-window traffic shares of prefixes, and the key length they call for."""
+    """The traffic shares of prefixes over a sliding window, and the key lengths that result."""
 
     def __init__(self, *, initial_blocks: int, max_blocks: int, window_s: float) -> None:
         self._initial = initial_blocks
@@ -86,7 +86,7 @@ class HotnessTree:
         if deepest < self._initial:
             return deepest
         self._count(bucket, hashes[self._initial - 1 : deepest])
-        # The key's last block is the deepest one that may be split off, so whether it is split itself does not matter.
+        # The key's last block is the deepest one that may be added, so its own split does not matter.
         return self._initial + self._split_run(hashes[self._initial - 1 : deepest - 1], split_share, merge_share)
 
     def take_counts(self) -> HotnessCounts:
@@ -102,7 +102,7 @@ class HotnessTree:
         return HotnessCounts(requests=requests, nodes=nodes, split=self._take_split())
 
     def merge(self, said_s: float, counts: HotnessCounts) -> None:
-        """Add what another replica counted around ``said_s``; nothing of it if the window has passed that by."""
+        """Add what another replica counted around ``said_s``; ignored if that is before the window."""
         newest = self._bucket_at(said_s)
         if said_s <= newest.began_s - self._window_s:
             return
@@ -111,7 +111,7 @@ class HotnessTree:
         self._requests += counts.requests
         for node, requests in counts.nodes.items():
             self._add(bucket, node, requests)
-        # Should one of them be cold by now, the next request behind it merges it.
+        # If one of them is cold by now, the next request behind it merges it.
         self._split.update(node for node in counts.split if node in self._nodes)
 
     def _take_split(self) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class HotnessTree:
         return tuple(self._split)
 
     def _count(self, bucket: _Bucket, path: Sequence[int]) -> None:
-        """Count a request's prefixes, down to the first that was not known."""
+        """Count a request's prefixes, down to the first one that was unknown."""
         nodes, in_bucket, unsent = self._nodes, bucket.nodes, bucket.unsent_nodes
         for node in path:
             before = nodes.get(node)
@@ -135,10 +135,10 @@ class HotnessTree:
             unsent[node] += 1
 
     def _split_run(self, path: Sequence[int], split_share: float, merge_share: float) -> int:
-        """Return how many prefixes from the first on are split now, splitting or merging them as their shares call for.
+        """Split or merge prefixes by their shares; return how many from the first on are split now.
 
-        Recent traffic alone can split a node, so that a prefix that turns hot is noticed within seconds although the
-        window is still full of other traffic; to be merged it must be cold in both.
+        Recent traffic alone can split a node, so a prefix that turns hot is noticed within seconds while the window is
+        still full of other traffic. A node is merged only if it is cold in both.
         """
         last, prior = self._buckets[-1], self._buckets[-2] if len(self._buckets) > 1 else None
         recent_requests = last.requests + (prior.requests if prior else 0)
@@ -162,7 +162,7 @@ class HotnessTree:
         return len(path)
 
     def _add(self, bucket: _Bucket, node: int, requests: int) -> bool:
-        """Add to a node's count; False when there is nothing to add, or the node is new and the tree is full."""
+        """Add to a node's count; return False if there is nothing to add, or the node is new and the tree is full."""
         before = self._nodes.get(node)
         if requests <= 0 or (before is None and len(self._nodes) >= MAX_NODES):
             return False
@@ -175,7 +175,7 @@ class HotnessTree:
         began_s = now - now % self._bucket_s
         while self._buckets and self._buckets[0].began_s <= began_s - self._window_s:
             self._forget(self._buckets.popleft())
-        # A clock that stood still or was set back counts into the newest bucket.
+        # If the clock stood still or was set back, the newest bucket counts.
         if not self._buckets or self._buckets[-1].began_s < began_s:
             self._buckets.append(_Bucket(began_s))
         return self._buckets[-1]

@@ -1,8 +1,8 @@
-"""Who may take a request: the pool's members as rings, for all of them, for subsets, and without the suspended ones.
+"""The members that may take a request, as rings: all of them, or a subset, without the suspended ones.
 
-Rings are immutable; each is built when it is first needed. A suspended member (one that failed several requests in a
-row) leaves them like one that is drained, so only its own keys go elsewhere, and returns to the same keys. If all are
-suspended, none is: a doubtful instance is better than none.
+Rings are immutable; each is built when it is first needed. A suspended member leaves the rings like a draining one, so
+only its own keys go elsewhere, and it returns to the same keys. If all members are suspended, all stay in the rings: a
+doubtful member is better than none.
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ class Membership:
         self.members: dict[str, Member] = {member.id: member for member in pool.members}
         self.suspended: frozenset[str] = frozenset()
         self._pool = pool
-        # Every response asks who served it; where two share an endpoint, the first is meant.
+        # Every response asks for the member that served it. If two share an endpoint, the first one is returned.
         self._at = {member.endpoint: member for member in reversed(pool.members)}
         self._rings: dict[frozenset[str] | None, DualRing] = {}
         self._ring = self._build(None)
         self.size = len(self._ring.members)
-        """How many members take new keys, suspended ones included: hot is what exceeds their share."""
+        """How many members take new keys, suspended ones included; hotness thresholds are relative to their share."""
 
     def ring(self, subset: frozenset[str] | None) -> DualRing:
         """Return the rings over the members a request may use; a bare ip in ``subset`` allows any port of it."""
@@ -40,7 +40,7 @@ class Membership:
         return ring
 
     def at(self, endpoint: str) -> Member | None:
-        """Return the member at ``ip:port``, if there is one."""
+        """Return the member at ``ip:port``, or None."""
         return self._at.get(endpoint)
 
     def suspend(self, members: Iterable[str]) -> None:

@@ -4,9 +4,9 @@ A ring is an immutable snapshot of the members that take new keys; a change of m
 the member's id: order, address and restarts do not matter, and a member that leaves and returns finds its keys again.
 
 Deviations from the paper: instead of one anchor per instance, whose arcs are wildly unequal, a ring is either weighted
-rendezvous hashing (every member scores every key, the best score wins) or ``virtual_nodes`` anchors per member; when
-both rings name one member, the second candidate is the *next distinct member on ring 2* instead of ``id + 1 mod n``
-(eq. 5), which keeps the pair stable when membership changes.
+rendezvous hashing (every member scores every key, the best score wins) or ``virtual_nodes`` anchors per member. When
+both rings map a key to one member, the second candidate is the *next distinct member on ring 2* instead of
+``id + 1 mod n`` (eq. 5), which keeps the pair stable when membership changes.
 """
 
 from bisect import bisect_left
@@ -48,7 +48,7 @@ class RendezvousRing:
         self._ids = [member.id for member in members]
         self._seeds = [xxh3_64_intdigest(member.id.encode(), seed) for member in members]
         weights = {member.weight for member in members}
-        # With equal weights the score's order is the hash's own, and the logarithm can be saved.
+        # With equal weights the scores have the order of the hashes, so the logarithm is not needed.
         self._weights = None if len(weights) == 1 else [member.weight for member in members]
 
     def _scores(self, key: int) -> Sequence[float]:
@@ -142,7 +142,7 @@ class DualRing:
         self.ids = frozenset(self._positions)
         self._spec = spec
         self._rings = (self._ring(1), self._ring(2)) if len(self.members) > 1 else None
-        # Conversations ask for the same keys again and again; the answer for a key never changes within a snapshot.
+        # Conversations use the same keys again and again, and a key's pair never changes within a snapshot.
         self._memo: dict[int, Pair] = {}
 
     def _ring(self, number: int) -> HashRing:
@@ -167,7 +167,7 @@ class DualRing:
         return pair
 
     def shares(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the share of all keys (0 to 1) that ring 1 and ring 2 map to each member, for people to look at."""
+        """Return the share of all keys (0 to 1) that ring 1 and ring 2 map to each member, for display."""
         if self._rings is None:
             return {member.id: 1.0 for member in self.members}, {member.id: 1.0 for member in self.members}
         ring_1, ring_2 = self._rings

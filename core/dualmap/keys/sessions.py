@@ -1,12 +1,13 @@
-"""Sessions: requests that a client says belong together, and where the KV of each session lies.
+"""Sessions: requests that a client declares to belong together, and which member has each session's KV.
 
-A session's name roots the key of its requests, so that all of them have one pair however their prompts go on; the
-binding says which instance computed the last turn. Bindings follow the traffic: wherever a turn goes, the session's KV
-is afterwards. With ``session.migration`` a turn goes to the session's host unless EAR's rule moves the session
-(``policies.session_move``); without it the policy chooses and knows the host as one more warm candidate.
+A session's name roots the key of its requests, so that all of them have one pair however their prompts continue. The
+binding names the member that computed the last turn. Bindings follow the traffic: the member that a turn goes to has
+the session's KV afterwards. With ``session.migration`` a turn goes to the session's host unless EAR's rule moves the
+session (``dualmap.policies.migration``). Without it the policy chooses, with the host as one more candidate.
 
 Replicas share bindings: a session's ``version`` counts its moves, and of two bindings the one with the higher version
-holds. The table is bounded; the least recently used binding goes first, and each expires ``ttl_s`` after its last turn.
+is valid. The table is bounded: the least recently used binding is evicted first, and a binding expires ``ttl_s`` after
+its last turn.
 """
 
 from collections import OrderedDict
@@ -15,20 +16,19 @@ from math import inf
 
 from xxhash import xxh3_64_intdigest
 
-from dualmap.replicas.news import SharedBinding
+from dualmap.replicas.update import SharedBinding
 
 MAX_SESSIONS = 65_536
-# The store says what it knows of a session within a tenth of a second or so; what comes much later is other news.
+# The store answers within about a tenth of a second. A binding that arrives later than this is no answer to a guess.
 GUESS_S = 5.0
 
 
 @dataclass(slots=True)
 class Binding:
-    """Where a session's KV lies: on member ``host``.
+    """The member with a session's KV: ``host``.
 
-    ``hint_tokens`` of its context are believed cached there although this router has not seen them go there: the
-    binding came from the store, and the prefix index knows nothing of it. ``guessed_s`` is when the session was bound
-    without knowing what others know of it.
+    ``hint_tokens`` of its context are believed to be cached there although the prefix index has no entry for them: the
+    binding came from the store. ``guessed_s`` is when the session was bound before the store's answer arrived.
     """
 
     host: str
@@ -41,16 +41,16 @@ class Binding:
 
 
 def session_key(name: str, root: int) -> int:
-    """Return a session's 64-bit name; ``root`` is the ``chain_root`` of its model, LoRA adapter and ``cache_salt``."""
+    """Return a session's 64-bit key; ``root`` is the ``chain_root`` of its model, LoRA adapter and ``cache_salt``."""
     return xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"), root)
 
 
 class SessionTable:
-    """The bindings this router knows; ``shares`` has it keep what ``take_changes`` and ``take_wanted`` return."""
+    """The bindings that this router knows; ``replicated`` keeps what ``take_changes`` and ``take_wanted`` return."""
 
-    def __init__(self, ttl_s: float, *, shares: bool) -> None:
+    def __init__(self, ttl_s: float, *, replicated: bool) -> None:
         self.ttl_s = ttl_s
-        self._shares = shares
+        self._replicated = replicated
         self._bindings: OrderedDict[int, Binding] = OrderedDict()
         self._changed: dict[int, None] = {}
         self._wanted: dict[int, None] = {}
@@ -59,10 +59,10 @@ class SessionTable:
         return len(self._bindings)
 
     def get(self, now: float, session: int) -> Binding | None:
-        """Return a session's binding; an unknown one is remembered as wanted."""
+        """Return a session's binding, or None; an unknown session is recorded as wanted."""
         binding = self._bindings.get(session)
         if binding is None or now - binding.used_s > self.ttl_s:
-            if self._shares:
+            if self._replicated:
                 self._wanted[session] = None
             return None
         return binding
@@ -81,21 +81,21 @@ class SessionTable:
                 known.version += 1
             known.tokens, known.used_s, known.hint_tokens = tokens, now, 0
             self._bindings.move_to_end(session)
-        if self._shares:
+        if self._replicated:
             self._changed[session] = None
 
     def adopt(self, now: float, shared: SharedBinding, *, hinted: bool) -> None:
-        """Take a binding from elsewhere unless the one known here is newer; ``hinted``: the store says so.
+        """Take another replica's binding unless the one known here is newer; ``hinted``: it comes from the store.
 
-        A turn that went somewhere before this router knew where the session was has moved it: that counts as one
-        move more than what the store knows.
+        A turn that was sent before the store's answer arrived has moved the session: its version is one more than the
+        store's.
         """
         known = self._bindings.get(shared.session)
         if known is not None and known.version > shared.version:
             return
         if known is not None and known.host != shared.host and hinted and now - known.guessed_s < GUESS_S:
             known.version, known.guessed_s = shared.version + 1, -inf
-            if self._shares:
+            if self._replicated:
                 self._changed[shared.session] = None
             return
         self._bindings[shared.session] = Binding(
@@ -126,12 +126,12 @@ class SessionTable:
         )
 
     def take_wanted(self) -> tuple[int, ...]:
-        """Return the sessions that were asked for since the last call and not known."""
+        """Return the unknown sessions that were looked up since the last call."""
         wanted, self._wanted = self._wanted, {}
         return tuple(wanted)
 
     def _trim(self, now: float) -> None:
-        """Drop what has expired, least recently used first, and what exceeds the bound."""
+        """Drop the bindings that expired or exceed the bound, least recently used first."""
         while self._bindings:
             session, oldest = next(iter(self._bindings.items()))
             if len(self._bindings) <= MAX_SESSIONS and now - oldest.used_s <= self.ttl_s:

@@ -1,9 +1,8 @@
-"""What a Kubernetes pod says of itself, by the rules that router and operator share: does it serve, is it ending.
+"""Reads a Kubernetes pod by the rules that router and operator share: does it serve, is it terminating.
 
-The operator decides by these who is on the rings (``dualmap_operator.decide.pod_reading``), the router whom it may
-pick before the
-operator has said so; were they of two minds, a request could go where nobody answers. Bodies are the API's JSON.
-Anybody may have made the pods, so nothing in a body raises: what cannot be read counts as not there.
+The operator decides by these rules which pods are in the ring, the router which pods it may pick before the operator
+has published them. If the two disagreed, a request could go to a pod that does not answer. Bodies are the API's JSON.
+Any user may have made the pods, so no body raises an error: what cannot be read counts as absent.
 """
 
 from collections.abc import Mapping
@@ -24,12 +23,12 @@ _MAX_RESTARTS: Final = 2**31
 class PodFacts:
     """What matters of one pod.
 
-    ``serving`` is whether its engine can take requests: containers ready, every readiness gate but ours true, its node
-    not lost. It says nothing of ``terminating``: a pod that is being deleted serves what it has for a while.
+    ``serving`` is whether its engine can take requests: containers ready, every readiness gate except ours true, its
+    node not lost. It is independent of ``terminating``: a pod that is being deleted still serves for a while.
     ``serving_since`` is the latest transition (RFC 3339, as the API wrote it) among the conditions that decide it;
-    empty where there is none. ``ready`` is Kubernetes' own word, our gate included; ``in_ring`` our gate's, None for a
-    pod without the gate. ``incarnation`` is another after each restart of a container, and in each pod; empty if
-    unknown. ``address`` is empty until the pod has one.
+    empty if there is none. ``ready`` is Kubernetes' condition, which includes our gate. ``in_ring`` is our gate, None
+    for a pod without it. ``incarnation`` differs after each restart of a container, and between pods; empty if unknown.
+    ``address`` is empty until the pod has one.
     """
 
     name: str
@@ -55,7 +54,7 @@ class _Condition:
 
 
 def pod_facts(body: Mapping[str, Any]) -> PodFacts:
-    """Read a pod; whatever the body is, this returns."""
+    """Return the facts of a pod; never raises, whatever the body is."""
     metadata, spec, status = (mapping_in(body, key) for key in ("metadata", "spec", "status"))
     conditions = _conditions(status)
     gates = [text_in(gate, "conditionType") for gate in mappings_in(spec, "readinessGates")]
@@ -82,19 +81,19 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
 
 
 def mapping_in(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping that stands at ``key``; an empty one if there is none."""
+    """Return the mapping at ``key``; an empty one if there is none."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def mappings_in(mapping: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings in the list that stands at ``key``; none if it is no list."""
+    """Return the mappings in the list at ``key``; none if it is no list."""
     value = mapping.get(key)
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def text_in(mapping: Mapping[str, Any], key: str) -> str:
-    """Return the text that stands at ``key``; an empty one if there is none."""
+    """Return the text at ``key``; an empty one if there is none."""
     value = mapping.get(key)
     return value if isinstance(value, str) else ""
 
@@ -111,15 +110,18 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 
 
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
-    """Return whether somebody other than the pod's kubelet took its readiness away.
+    """Return whether the node lifecycle controller took the pod's readiness away because its node stopped reporting.
 
-    When a node stops reporting, the control plane makes Ready false, without a reason, and leaves ContainersReady as
-    it was. A kubelet that makes Ready false says why: that our gate is closed, for one. With one that does not, Ready
-    was false before the containers became ready.
+    That controller sets Ready to false without a reason and leaves ContainersReady as it was. A kubelet gives a reason
+    for Ready false. For one that gives none, two facts explain Ready false: Ready was false before the containers
+    became ready, or our gate was closed first. A gate closed later is our own answer to the loss.
     """
     containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
-    # The API writes every time as UTC in whole seconds, so that texts are in the order of what they name.
-    return not ready.holds and not ready.reason and ready.since > containers.since
+    gate = conditions.get(IN_RING_GATE)
+    # The API writes every time as UTC in whole seconds, so that the order of the texts is the order of the times. A
+    # kubelet answers to the gate within the second.
+    gate_explains = gate is not None and not gate.holds and gate.since <= ready.since
+    return not ready.holds and not ready.reason and ready.since > containers.since and not gate_explains
 
 
 def _address(status: Mapping[str, Any]) -> str:

@@ -1,9 +1,8 @@
-"""InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values: one reader, two sources.
+"""Reads InferencePool objects, already parsed from YAML or by the Kubernetes API, into Pool values.
 
-Every refusal is a PoolError that names the field's path, the value found and what is accepted. Unknown fields
-under ``spec`` and of a ring's members are refused too, since a misspelt one would otherwise be a setting silently
-ignored; ``metadata``, the rest of ``status`` and ``spec.workload`` may hold anything, so that what
-``kubectl get dmpool -o yaml`` prints can be used as it is.
+Every error is a PoolError with the field's path, the value and what is accepted. Unknown fields under ``spec`` and of a
+ring's members are errors too, since a misspelt setting would otherwise be ignored silently. ``metadata``, the rest of
+``status`` and ``spec.workload`` may hold anything, so that the output of ``kubectl get dmpool -o yaml`` is accepted.
 """
 
 import re
@@ -90,7 +89,7 @@ def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: f
 
 
 class _Fields:
-    """A mapping with its path: each accessor reads one field, checks it, and names it in what it raises."""
+    """A mapping with its path: each accessor reads and checks one field, and names the field in its error."""
 
     def __init__(self, value: object, path: str) -> None:
         if value is None and path:
@@ -361,7 +360,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             )
         members[member.id] = member
         endpoints[member.endpoint] = member.id
-    # The file's order must never matter: not to the rings, not to ties, not to round robin.
+    # The file's order must not matter to the rings, to ties or to round robin.
     return tuple(sorted(members.values(), key=lambda member: member.id))
 
 
@@ -376,13 +375,13 @@ def _read_address(fields: _Fields) -> str:
 
 
 def _shown_name(name: str) -> str:
-    """Return a field's name as one short line: a file may call an unknown field anything."""
+    """Return a field's name as one short line: an unknown field may have any name."""
     shown = name if name.isprintable() else repr(name)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _spell_s(seconds: float) -> str:
-    """Spell a bound the way it would be written in a pool."""
+    """Return a bound as it would be written in a pool."""
     for unit in ("h", "m", "s"):
         if seconds >= _UNIT_S[unit] and seconds % _UNIT_S[unit] == 0:
             return f"{seconds / _UNIT_S[unit]:g}{unit}"

@@ -1,11 +1,11 @@
-"""Where a session's next turn goes when sessions stay with their host: EAR's move rule (seed 003, section 4.3).
+"""Where a session's next turn goes if sessions stay with their host: EAR's move rule.
 
-A session stays where its KV lies. It moves when its host is hot, it has not moved within the cooldown, and there is an
-instance with room for its context and much less to do; the least loaded of those becomes its host. The KV does not
-follow and is not waited for: the new host computes it again.
+A session stays where its KV is. It moves when its host is hot, the session has not moved within the cooldown, and there
+is a member with room for its context and a much smaller load. The least loaded of those becomes its host. The KV is not
+transferred: the new host computes it again.
 
-Deviations: hot is relative, since a fixed threshold thrashes when all are hot (ARCHITECTURE): the host is hot when the
-predicted TTFT there exceeds the share of the SLO at which the ``dualmap`` policy leaves a pair, and a target must have
+Deviations: hot is relative, since sessions thrash at a fixed threshold when all members are hot. The host is hot when
+its predicted TTFT exceeds the share of the SLO at which the ``dualmap`` policy leaves a pair, and a target must have
 less than ``hot_ratio`` of the host's pending prefill tokens. The policy ``ear`` is the rule as published.
 """
 

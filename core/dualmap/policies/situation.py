@@ -1,7 +1,7 @@
 """What a policy may know when it chooses: read-only views of one request, its pair, and the whole pool.
 
-A view is made for one decision at one moment. Looking at every member costs time in proportion to their number, so
-each is looked at only when a policy asks for it.
+A view is valid for one decision at one moment. Examining every member takes time in proportion to their number, so a
+candidate is made only when a policy asks for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +15,11 @@ from dualmap.pools.pool import Spill
 
 
 class Candidate(NamedTuple):
-    """One member as it stands towards one request.
+    """One member that a request may go to.
 
-    ``queue_s`` is T_q and ``compute_s`` T_c of paper eq. 7; the tokens are prompt tokens, ``matched_tokens`` those
-    believed cached there. (Named tuples are as unchangeable as frozen dataclasses and made in half the time; every
-    decision makes two or three.)
+    ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. The tokens are prompt tokens; ``matched_tokens``
+    are believed to be cached at the member. (Named tuples are as immutable as frozen dataclasses and made in half the
+    time; every decision makes two or three.)
     """
 
     id: str
@@ -53,9 +53,9 @@ class Weights:
 
 
 class Everyone(Protocol):
-    """Every member that takes new keys, by id: as candidates, each made when it is looked at, or as columns.
+    """Every member that takes new keys, by id: as candidates, each made on demand, or as columns.
 
-    A column is a list with one number for each member, in the same order; it is far cheaper than the candidates.
+    A column is a list with one number for each member, in the same order. It costs far less than the candidates.
     """
 
     def __len__(self) -> int: ...
@@ -65,7 +65,7 @@ class Everyone(Protocol):
     def __iter__(self) -> Iterator[Candidate]: ...
 
     def costs_s(self, weights: Weights) -> list[float]:
-        """Return what ``weights`` make of each member."""
+        """Return each member's cost by ``weights``."""
 
     def pending_tokens(self) -> list[int]:
         """Return each member's pending prefill tokens."""
@@ -74,10 +74,10 @@ class Everyone(Protocol):
         """Return each member's requests in flight."""
 
     def requests(self) -> list[int]:
-        """Return each member's requests, in flight or held for it."""
+        """Return each member's requests, in flight or queued."""
 
     def placed_tokens(self) -> list[int]:
-        """Return the KV that each member's requests in flight use and those held for it will add."""
+        """Return the KV tokens of each member's requests in flight, and those that its queued requests will add."""
 
     def matched_tokens(self) -> list[int]:
         """Return how much of the prompt each member is believed to have cached."""
@@ -85,7 +85,7 @@ class Everyone(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which part of a policy decided: a stable name for programs, and what it means, to follow "because"."""
+    """The part of a policy that decided: a stable name for programs, and its meaning, which follows "because"."""
 
     name: str
     meaning: str
@@ -98,13 +98,13 @@ HOST_WARM = Rule("host-warm", "its session's last turn went there, it holds more
 
 
 class Situation:
-    """A request and the members it could go to.
+    """A request and the members that it can go to.
 
-    ``pair`` holds the one or two candidates in ring order, ``host`` the member that holds the KV of the request's
-    session where that is known; the session ``may_move`` unless it did so lately. ``waited_s`` is how long the request
-    has waited already, which counts towards its TTFT; ``sequence`` numbers the pool's requests from 0; an instance has
-    room for ``room_tokens`` of KV. ``everyone`` holds every member that takes new keys, by id, and is never empty;
-    ``ring_walk`` gives their positions in the order in which the request's key meets them on ring 1.
+    ``pair`` holds the one or two candidates in ring order. ``host`` is the member with the KV of the request's session,
+    if known; the session ``may_move`` unless it moved lately. ``waited_s`` is how long the request has waited, which
+    counts towards its TTFT. ``sequence`` numbers the pool's requests from 0. A member has room for ``room_tokens`` of
+    KV. ``everyone`` holds every member that takes new keys, by id, and is never empty. ``ring_walk`` gives their
+    positions in the order in which the request's key meets them on ring 1.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Situation:
     def least(
         self, candidates: Iterable[Candidate], cost: Callable[[Candidate], float | tuple[float, ...]]
     ) -> Candidate:
-        """Return the candidate of least cost; ties go by a stable hash of the request, never by the list's order."""
+        """Return the candidate of least cost. A stable hash of the request breaks ties, never the list's order."""
         costed = [(cost(candidate), candidate) for candidate in candidates]
         least = min(value for value, _ in costed)
         equal = [candidate for value, candidate in costed if value == least]
@@ -149,9 +149,9 @@ class Situation:
         return equal[self.lot(len(equal))]
 
     def cheapest(self, column: Sequence[float]) -> Candidate:
-        """Return the member for which a column of ``everyone`` has the least number.
+        """Return the member with the least number in a column of ``everyone``.
 
-        Of equals it is the one with the fewest requests in flight, then by a stable hash of the request.
+        Fewest requests in flight break ties, then a stable hash of the request.
         """
         everyone, least = self.everyone, min(column)
         first = column.index(least)
@@ -168,9 +168,9 @@ class Situation:
         return self.least(self.pair, lambda each: (each.pending_tokens, each.in_flight))
 
     def warmest(self) -> tuple[Candidate, Rule]:
-        """Return the candidate of the pair with more reusable prefix, or with equal reuse the less loaded; and why.
+        """Return the candidate of the pair with more cached tokens, or the less loaded if both have as many; and why.
 
-        The session's host comes before them only if it holds more than either.
+        The session's host is preferred only if it has more cached tokens than either.
         """
         first, last = self.pair[0], self.pair[-1]
         warm = first if first.matched_tokens >= last.matched_tokens else last
@@ -183,7 +183,7 @@ class Situation:
         return warm, PAIR_WARM
 
     def lot(self, among: int, draw: int = 0) -> int:
-        """Draw a number below ``among`` by the request's id; each ``draw`` is independent of the others."""
+        """Return a pseudo-random number below ``among`` from the request's id; each ``draw`` is independent."""
         return xxh3_64_intdigest(self.request_id.encode(), draw) % among
 
 
@@ -195,12 +195,12 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """How a request's instance is chosen. Policies hold no state: all they may know is in the situation.
+    """How a request's member is chosen. Policies keep no state: all that they may know is in the situation.
 
     ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length. ``rebalances`` says
-    whether held requests are moved within their pair (where the pool has that switched on): it belongs to DualMap, and
-    would move what another rule had sent elsewhere for its own reasons. ``defers`` says whether held requests that will
-    miss the SLO let those go first that can still make it; under other policies that takes the order ``Deadline``.
+    whether queued requests move within their pair, if the pool enables that. It belongs to DualMap: it would undo the
+    choices of another policy. ``defers`` says whether queued requests that will miss the SLO are overtaken by
+    those that can still meet it; under other policies the pool's order ``Deadline`` does that.
     """
 
     name: ClassVar[str]

@@ -1,8 +1,7 @@
-"""Who has a model name that two pools claim: the older pool, for routers and operator alike.
+"""Decides which pool gets a model name that several pools claim: the oldest one.
 
-A request names only its model, so that a name can lead to one pool alone. ``extproc``'s ``pools.objects`` serves by
-this rule, and the operator tells of it in the status of the pool that lost: both decide here, so that they agree on
-pools that both have read.
+A request names only its model, so a name can lead to only one pool. The router serves by this rule, and the operator
+reports a lost claim in the status of the pool. Both use this module, so that they agree.
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from dualmap.pools.pool import Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimant:
-    """A pool that claims names: ``pool`` is its ``namespace/name``, ``created`` its creationTimestamp as it stands."""
+    """A pool that claims names: ``pool`` is its ``namespace/name``, ``created`` its unparsed creationTimestamp."""
 
     pool: str
     created: str
@@ -28,7 +27,7 @@ class Claimant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostClaim:
-    """A ``name`` that ``pool`` claims in vain, since the older pool ``owner`` has it."""
+    """A ``name`` that ``pool`` claims but the older pool ``owner`` has."""
 
     pool: str
     name: str
@@ -36,14 +35,14 @@ class LostClaim:
 
 
 def seniority(created: str, pool: str) -> tuple[str, str]:
-    """Return by what pools are sorted, the oldest first; of two made in the same second, by ``namespace/name``."""
+    """Return the sort key that orders pools by age; ``namespace/name`` orders those of the same second."""
     return created, pool
 
 
 def lost_claims(claimants: Iterable[Claimant]) -> tuple[LostClaim, ...]:
     """Return each claim to a name that an older claimant has, in the order of the claimants' age and of their names.
 
-    Who has a name depends on those alone who claim it: others may be left out.
+    Only the claimants of a name decide its owner, so pools that do not claim it may be left out.
     """
     owners: dict[str, str] = {}
     lost: list[LostClaim] = []

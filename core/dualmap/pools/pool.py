@@ -10,7 +10,7 @@ from math import inf
 
 
 class MemberState(StrEnum):
-    """Where a member stands in its life: Joining (weight ramps up), Active, Draining (no new keys), then gone."""
+    """The state of a member: Joining (its weight ramps up), Active, Draining (it takes no new keys), then gone."""
 
     JOINING = "Joining"
     ACTIVE = "Active"
@@ -28,8 +28,8 @@ class RingAlgorithm(StrEnum):
 class Member:
     """One instance of the pool. ``id`` is its identity on the rings and survives restarts; address and port do not.
 
-    ``incarnation`` names the life of the process behind it, where the operator knows it: another one has an empty cache
-    though it is at the same address. Empty where nobody knows.
+    ``incarnation`` identifies the process behind it: after a restart it differs, and the cache is empty although the
+    address is the same. Empty if the operator did not report it.
     """
 
     id: str
@@ -69,10 +69,10 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What runs on each instance. The speed is a first guess, learnt per instance afterwards.
+    """What runs on each member. The speed is a prior, and is learnt per member afterwards.
 
-    ``cache_tokens`` is how much KV an instance keeps for reuse, ``kv_tokens`` how much the requests it works on may
-    hold together; None where that is not known, and then it bounds nothing.
+    ``cache_tokens`` is how much KV a member keeps for reuse. ``kv_tokens`` is how much KV its requests in flight can
+    use together; None if unknown, and then it limits nothing.
     """
 
     type: str = "vLLM"
@@ -129,11 +129,11 @@ class Rebalance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Requests held by the router: beyond which backlog, how many, how long, in which order.
+    """The queue of the router: beyond which backlog requests are queued, how many, how long, and in which order.
 
-    ``dispatch_window_s`` is how many seconds of prefill may wait at an instance before further requests for it wait in
-    the router; infinity never holds any back. ``max_overtaken`` is how many others may be served before a request that
-    came earlier; 0 is first come, first served.
+    ``dispatch_window_s`` is the backlog of a member in seconds beyond which further requests for it are queued;
+    infinity never queues any. ``max_overtaken`` is how often a request may be overtaken by later ones; 0 is first come,
+    first served. ``hold_when_empty`` queues requests while the pool has no member.
     """
 
     dispatch_window_s: float = 0.25
@@ -178,7 +178,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """One InferencePool: what it serves, how it routes, and who its members are at ``ring_version``."""
+    """One InferencePool: what it serves, how it routes, and its members at ``ring_version``."""
 
     namespace: str
     name: str
@@ -194,7 +194,7 @@ class Pool:
         """``namespace/name``: how metrics, logs and URLs name the pool."""
         return f"{self.namespace}/{self.name}"
 
-    def never_holding(self) -> "Pool":
-        """Return this pool with requests handed over whatever their instances have to do, and none waiting for one."""
+    def never_queueing(self) -> "Pool":
+        """Return this pool with a queue that dispatches every request at once, whatever the backlog."""
         queue = replace(self.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
         return replace(self, routing=replace(self.routing, queue=queue))

@@ -1,4 +1,4 @@
-"""Request body (parsed JSON) to canonical prompt text: what of it an engine turns into the tokens it caches.
+"""Makes the canonical prompt text of a request body (parsed JSON): the parts that an engine turns into tokens.
 
 Roles, text, tools and image digests are part of the text, in the order chat templates put them (tools first), each
 introduced by a control character and its kind; texts that hold such characters are escaped, so that none can pass for
@@ -17,7 +17,7 @@ from itertools import islice
 from dualmap.errors import BadRequest
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
 
-# More messages, parts and prompts than any engine takes; each costs a microsecond that all other requests wait for.
+# More messages, parts and prompts than any engine takes; each costs a microsecond that delays all other requests.
 MAX_PIECES = 100_000
 _RECORD = "\x1e"
 _UNIT = "\x1f"

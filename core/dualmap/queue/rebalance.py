@@ -1,10 +1,10 @@
-"""Hotspot-aware rebalancing: moving held requests from an overloaded instance (paper section 3.3, A.1.2, eq. 6).
+"""Hotspot-aware rebalancing: moves queued requests away from an overloaded member (paper section 3.3, A.1.2, eq. 6).
 
-When both candidates of a request are overloaded, each of them is relieved: of its held requests those that would get
-their first token sooner at the other member of their own pair (benefit B > 0), and there within the SLO, move in the
-order of falling benefit, until the rest is expected to meet the SLO. One round, never recursive: a request that has
-moved stays. Deviations: the other instance's load is looked up again before each move, since moves add to it, and no
-more than MAX_CONSIDERED requests from the head of a queue are considered in one round.
+When both candidates of a request are overloaded, each of them is relieved. Those of its queued requests move that would
+get their first token sooner at the other member of their own pair (benefit B > 0), and there within the SLO. They move
+in the order of falling benefit until the rest is expected to meet the SLO. There is one round, never recursive: a
+request that has moved stays. Deviations: the other member's load is read again before each move, since moves add to it,
+and at most MAX_CONSIDERED requests from the head of a queue are considered in one round.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ def relieve(
     alternative: Callable[[QueuedRequest], Candidate | None],
     move: Callable[[QueuedRequest, Candidate], None],
 ) -> int:
-    """Run one round over the queue of an overloaded instance; return how many requests moved.
+    """Run one round over the queue of an overloaded member; return how many requests moved.
 
-    ``ahead_s`` is how long the instance is busy before the first of the queue begins, ``queue_s`` how long a member
-    needed, as the round began, to come to one more request. ``alternative`` gives the other member of a request's
-    pair as it stands, ``move`` takes the request out of the queue and to it.
+    ``ahead_s`` is the member's backlog before the first request of the queue. ``queue_s`` returns T_q of a member at
+    the beginning of the round. ``alternative`` returns the other member of a request's pair as it is now, and ``move``
+    moves the request there.
     """
     ttfts_s = _ttfts_s(now, queue, ahead_s)
     benefits_s = []
     for queued, ttft_s in ttfts_s:
-        # In a pool that is overloaded as a whole, nearly all others are out of the question by their queue alone.
+        # If the whole pool is overloaded, the queue alone rules out nearly all other members.
         if all(queue_s(each) >= slo_ttft_s for each in queued.pair if each != queued.member):
             continue
         benefit_s, other = _benefit(now, queued, ttft_s, alternative, slo_ttft_s)
@@ -58,7 +58,7 @@ def relieve(
 
 
 def _ttfts_s(now: float, queue: MemberQueue, ahead_s: float) -> list[tuple[QueuedRequest, float]]:
-    """Return the requests at the head of a queue with the TTFT each is expected to have where it is."""
+    """Return the requests at the head of a queue, each with its expected TTFT if it stays."""
     expected = []
     for queued in islice(queue, MAX_CONSIDERED):
         ahead_s += queued.compute_s
@@ -73,7 +73,7 @@ def _benefit(
     alternative: Callable[[QueuedRequest], Candidate | None],
     slo_ttft_s: float,
 ) -> tuple[float, Candidate | None]:
-    """Return B of eq. 6 and where the request gains it; None where it may not move or gains nothing."""
+    """Return B of eq. 6 and the member where the request gains it; None if it may not move or gains nothing."""
     other = None if queued.moved else alternative(queued)
     if other is None:
         return 0.0, None

@@ -8,7 +8,7 @@ so that none starves.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice, takewhile
@@ -47,41 +47,42 @@ class QueuedRequest:
 
 
 class MemberQueue:
-    """The requests queued for one member, and the prefill work they stand for; every change calls ``changed``."""
+    """The requests queued for one member, and their prefill work; every change calls ``changed``."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.tokens = 0
         self.compute_s = 0.0
         self._changed = changed
-        self._queued: OrderedDict[str, QueuedRequest] = OrderedDict()
+        self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
+        """The queued requests by id, in order of arrival."""
         # The requests that may still be in time. One that is too late stays so unless a backlog ends early, and is not
         # examined again.
         self._in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._queued)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return iter(self._queued.values())
+        return iter(self.requests.values())
 
     def add(self, queued: QueuedRequest) -> None:
         """Insert a request by its arrival: one that was moved here may be older than the others."""
-        last = next(reversed(self._queued.values()), None)
-        self._queued[queued.request.id] = self._in_time[queued.request.id] = queued
+        last = next(reversed(self.requests.values()), None)
+        self.requests[queued.request.id] = self._in_time[queued.request.id] = queued
         if last is not None and queued.request.arrived_s < last.request.arrived_s:
-            self._queued = _by_arrival(self._queued)
+            self.requests = _by_arrival(self.requests)
             self._in_time = _by_arrival(self._in_time)
         self.tokens += queued.new_tokens
         self.compute_s += queued.compute_s
         self._changed()
 
     def remove(self, queued: QueuedRequest) -> None:
-        """Remove a request, wherever it stands."""
-        del self._queued[queued.request.id]
+        """Remove a request, at any position."""
+        del self.requests[queued.request.id]
         self._in_time.pop(queued.request.id, None)
         self.tokens -= queued.new_tokens
         # A sum of floats does not return to zero by itself.
-        self.compute_s = self.compute_s - queued.compute_s if self._queued else 0.0
+        self.compute_s = self.compute_s - queued.compute_s if self.requests else 0.0
         self._changed()
 
     def next(self, now: float, *, within_s: float | None, max_overtaken: int) -> QueuedRequest:
@@ -90,14 +91,14 @@ class MemberQueue:
         ``within_s`` is given where late requests are deferred: the time from a request's arrival within which it must
         have waited and been computed to meet the SLO, after the member's backlog is deducted.
         """
-        oldest = next(iter(self._queued.values()))
+        oldest = next(iter(self.requests.values()))
         if within_s is None or oldest.overtaken >= max_overtaken:
             return oldest
         return self._first_in_time(now, within_s) or oldest
 
     def take(self, queued: QueuedRequest) -> None:
         """Remove a request that is dispatched; the oldest, if it is another, is overtaken."""
-        oldest = next(iter(self._queued.values()))
+        oldest = next(iter(self.requests.values()))
         if queued is not oldest:
             oldest.overtaken += 1
         self.remove(queued)
@@ -134,8 +135,8 @@ class RequestQueue:
 
     def __init__(self, queue_of: Callable[[str], MemberQueue]) -> None:
         self._queue_of = queue_of
-        # The queues that are not empty.
-        self._queues: dict[str, MemberQueue] = {}
+        self.queues: dict[str, MemberQueue] = {}
+        """The queues that are not empty, by member."""
         self._placed: dict[str, QueuedRequest] = {}
         self._unplaced: dict[str, Request] = {}
         self.unplaced_tokens = 0
@@ -148,15 +149,6 @@ class RequestQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._since_s
 
-    @property
-    def members(self) -> Collection[str]:
-        """The members that requests are queued for."""
-        return self._queues.keys()
-
-    def of(self, member: str) -> MemberQueue | None:
-        """Return a member's queue, or None if it is empty."""
-        return self._queues.get(member)
-
     def placed(self, request_id: str) -> QueuedRequest | None:
         """Return a request that is queued for a member, or None for any other."""
         return self._placed.get(request_id)
@@ -167,7 +159,7 @@ class RequestQueue:
 
     def enqueue(self, now: float, queued: QueuedRequest) -> None:
         """Queue a request for its member, for the first time or again."""
-        queue = self._queues[queued.member] = self._queue_of(queued.member)
+        queue = self.queues[queued.member] = self._queue_of(queued.member)
         queue.add(queued)
         self._forget_unplaced(queued.request.id)
         self._placed[queued.request.id] = queued
@@ -183,12 +175,12 @@ class RequestQueue:
 
     def take(self, queued: QueuedRequest) -> None:
         """Take a request out of its member's queue to dispatch it."""
-        self._queues[queued.member].take(queued)
+        self.queues[queued.member].take(queued)
         self._drop_if_empty(queued.member)
 
     def withdraw(self, queued: QueuedRequest) -> None:
         """Take a request out of its member's queue to place it anew or to forget it."""
-        self._queues[queued.member].remove(queued)
+        self.queues[queued.member].remove(queued)
         self._drop_if_empty(queued.member)
 
     def forget(self, request_id: str) -> bool:
@@ -208,8 +200,8 @@ class RequestQueue:
         return list(takewhile(lambda queued: self._since_s[queued] + max_wait_s <= now, self._since_s))
 
     def _drop_if_empty(self, member: str) -> None:
-        if not self._queues[member]:
-            del self._queues[member]
+        if not self.queues[member]:
+            del self.queues[member]
 
     def _forget_unplaced(self, request_id: str) -> None:
         request = self._unplaced.pop(request_id, None)

@@ -1,13 +1,13 @@
-"""What the other router replicas owe the members: each one's share as it last said, summed.
+"""The load that the other router replicas put on the members: the sum of what each last reported.
 
-A replica's word is good for PEER_TTL_S; then it is taken to be gone, and its load with it.
+A report is valid for PEER_TTL_S. After that the replica counts as gone, and its load with it.
 """
 
 from collections.abc import Mapping, Sequence
 
-from dualmap.replicas.news import SharedLoad
+from dualmap.replicas.update import SharedLoad
 
-# Replicas speak at least once a second; three silences in a row mean that one is gone, or cut off.
+# Replicas report at least once a second. After three missing reports a replica is gone or cut off.
 PEER_TTL_S = 3.0
 NO_LOAD = SharedLoad()
 
@@ -23,7 +23,7 @@ class Peers:
         return len(self._loads)
 
     def hear(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> set[str]:
-        """Take a replica's loads as of ``said_s``; return the members whose sums may have changed."""
+        """Take a replica's loads as of ``said_s``; return the members whose sum may have changed."""
         if said_s < self._heard_s.get(peer, said_s):
             return set()
         changed = set(loads) | set(self._loads.get(peer, ()))
@@ -31,7 +31,7 @@ class Peers:
         return changed
 
     def expire(self, now: float) -> set[str]:
-        """Forget the replicas that have fallen silent; return the members whose sums may have changed."""
+        """Forget the replicas that no longer report; return the members whose sum may have changed."""
         changed: set[str] = set()
         for peer in [peer for peer, heard_s in self._heard_s.items() if heard_s + PEER_TTL_S <= now]:
             changed.update(self._loads.pop(peer))
@@ -39,11 +39,11 @@ class Peers:
         return changed
 
     def next_expiry(self) -> float | None:
-        """Return when the replica that was silent for longest expires, or None when there is none."""
+        """Return when the replica with the oldest report expires, or None if there is none."""
         return min(self._heard_s.values()) + PEER_TTL_S if self._heard_s else None
 
     def load(self, member: str) -> SharedLoad:
-        """Return the sum of what all replicas owe a member."""
+        """Return the sum of the loads that the other replicas put on a member."""
         shares = [loads[member] for loads in self._loads.values() if member in loads]
         if len(shares) == 1:
             return shares[0]
@@ -51,7 +51,7 @@ class Peers:
 
 
 def _sum(shares: Sequence[SharedLoad]) -> SharedLoad:
-    # Spelt out, since it runs whenever a member is looked at after some replica has spoken.
+    # One loop instead of five sums: it runs whenever a member is examined after a report.
     pending_prefill_tokens, backlog_s, held_s, in_flight, active_kv_tokens = 0, 0.0, 0.0, 0, 0
     for share in shares:
         pending_prefill_tokens += share.pending_prefill_tokens

@@ -1,8 +1,8 @@
-"""How many instances a pool needs to keep its objective, by what its traffic asks of them; sans-IO, as the router is.
+"""How many members a pool needs to meet its objective, computed from its traffic; sans-IO, like the router.
 
-One router sees its share of the traffic, so what it says here is its share of the answer: the shares of all routers
-add up to the pool's. docs/autoscaling.md has the rule, its reasons and what was measured; ``Scaling`` is the rule,
-``LoadWindow`` what it remembers. Every ``now`` is in monotonic seconds, as the router's.
+One router sees its share of the traffic, so it computes its share of the desired replicas; the shares of all routers
+add up to the pool's. docs/autoscaling.md has the rule, its reasons and its measurements. ``Scaling`` is the rule,
+``LoadWindow`` its memory. Every ``now`` is in monotonic seconds, like the router's.
 """
 
 from collections import deque
@@ -12,40 +12,40 @@ from math import exp, inf, sqrt
 
 from dualmap.fleet.estimate import PrefillModel
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 
 WINDOW_S = 60.0
-"""Traffic and attainment are looked at over so many seconds; the backlog shall be worked off in as many."""
+"""The window for traffic and attainment in seconds; late work is to be done within as many seconds."""
 _BUCKET_S = 5.0
 _HELD_EVERY_S = 1.0
-# A surge is noticed in the newest part of the window, but only what chance does not make of as few requests: the sum of
-# requests of random number has the root of the sum of their squares for its standard deviation. Of a share of the
-# requests less is certain, so that routers together never see a surge that one of all of them would not.
+# The newest part of the window shows a surge, but only the part that chance does not explain counts. The sum over a
+# random number of requests has the root of the sum of their squares as its standard deviation. A share of the requests
+# is less certain than all of them, so several routers never see a surge that a single one would not see.
 _RECENT_S = 15.0
 _DEVIATIONS = 3.0
-# Share of the prefill speed that may be asked for. On the Conversation trace 99.5 % of the requests meet the SLO when
-# 0.47 is asked for, 96 % at 0.53, 64 % at 0.63: engines decode, too, and requests come in batches.
+# The share of the prefill speed that traffic may use. On the Conversation trace 99.5 % of the requests meet the SLO at
+# 0.47, 96 % at 0.53, 64 % at 0.63: engines also decode, and requests come in batches.
 _UTILISATION = 0.5
-# Fewer first tokens than this say nothing about attainment.
+# Fewer first tokens than this are too few to estimate attainment.
 _FEWEST_FIRST_TOKENS = 20
-# How fast instances are added that only attainment asks for: if no request met the SLO, half the fleet in a window.
+# How fast low attainment alone adds members: if no request meets the SLO, half the fleet per window.
 _GAIN = 0.5
-# They are given up again over hours: only missing the SLO once more would show that they were needed.
+# They are removed over hours, since only another miss of the SLO would show that they are needed.
 _RELAX_S = 7200.0
-# A fleet this close to the wish is what was wished for: an HPA tolerates a tenth.
+# A fleet counts as scaled when it is this close to the desired replicas: an HPA tolerates a tenth.
 _TOLERANCE = 1.1
-# Any traffic asks for this much, which is one instance when the sum over routers is rounded up.
+# The least desired replicas with any traffic: one member when the sum over routers is rounded up.
 _LEAST = 0.01
-# Seconds that prefills take an instance of one token per second, by which long contexts count for what they cost.
+# The prefill time of a member with one token per second, so that long contexts count by their cost.
 _WORK = PrefillModel(1.0).speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSignals:
-    """One router's share of what autoscalers look at; attainment is a share of requests (0 to 1), None without any.
+    """One router's share of the signals for autoscalers; attainment is a share of requests (0 to 1), None without any.
 
-    All others add up over routers: tokens that wait for a first token, held ones too, for each instance; tokens per
-    second that arrive and are not cached; and instances needed, to be rounded up when all are added.
+    The other signals add up over routers: pending and queued prefill tokens per member; arriving tokens per second that
+    are not cached; and desired replicas, to be rounded up after the sum.
     """
 
     pending_prefill_tokens_per_endpoint: float
@@ -54,13 +54,13 @@ class PoolSignals:
     desired_replicas: float
 
 
-def waiting_tokens(status: PoolStatus) -> int:
-    """Return the tokens that wait for their first token, held ones included; those of members that leave are theirs."""
+def waiting_tokens(status: PoolSnapshot) -> int:
+    """Return the pending and queued prefill tokens, without those of draining members."""
     waiting = sum(each.pending_prefill_tokens + each.held_prefill_tokens for each in _serving(status))
-    return waiting + status.homeless_prefill_tokens
+    return waiting + status.unplaced_prefill_tokens
 
 
-def _serving(status: PoolStatus) -> list[EndpointStatus]:
+def _serving(status: PoolSnapshot) -> list[EndpointStatus]:
     return [each for each in status.endpoints if each.state != MemberState.DRAINING]
 
 
@@ -81,8 +81,8 @@ class _Bucket:
 class Arrivals:
     """What arrived lately: uncached tokens per second, and their work in tokens of a short prompt.
 
-    Refused and held requests count as much as the others did on average. ``dearness`` is the work of one uncached
-    token; ``traffic`` says whether anything arrived at all, be it that it is held or that its client gave up.
+    Rejected and queued requests count like the average of the others. ``dearness`` is the work of one uncached token.
+    ``traffic`` says whether any request arrived, including queued and aborted ones.
     """
 
     traffic: bool
@@ -93,7 +93,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """How many first tokens came within WINDOW_S, and how many of them in time."""
+    """How many first tokens came within WINDOW_S, and how many of them within the SLO."""
 
     count: int
     slo_met: int
@@ -103,31 +103,31 @@ class FirstTokens:
 
     @property
     def attainment(self) -> float | None:
-        """The share that came in time; None without any."""
+        """The share that came within the SLO; None without any."""
         return self.slo_met / self.count if self.count else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """What another router of the pool last said: its part of the wish, and the first tokens that came through it."""
+    """What another router of the pool last reported: its share of the desired replicas, and its first tokens."""
 
     desired_replicas: float
     first_tokens: FirstTokens
 
 
 class LoadWindow:
-    """What arrived within the last WINDOW_S and how it fared, in buckets."""
+    """The arrivals and first tokens of the last WINDOW_S, in buckets."""
 
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
         self._began_s: float | None = None
-        # Tokens and work of the average request, for those refused or held; kept when nothing else arrives any more.
+        # Tokens and work of the average request, used for rejected and queued ones; kept when no other arrives.
         self._typical = (0.0, 0.0)
-        # How many requests were held at moments of the last minute.
+        # How many requests were queued at moments of the last minute.
         self._held: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, *, uncached_tokens: int, cached_tokens: int) -> None:
-        """Count a request that was sent to an instance."""
+        """Count a request that was dispatched."""
         bucket = self._bucket_at(now)
         bucket.requests += 1
         bucket.uncached_tokens += uncached_tokens
@@ -136,11 +136,11 @@ class LoadWindow:
         bucket.work_squared += work * work
 
     def refuse(self, now: float) -> None:
-        """Count a request that no instance had room for."""
+        """Count a request that was rejected."""
         self._bucket_at(now).refused += 1
 
     def hold(self, now: float) -> None:
-        """Count a request that is held: that is traffic, whatever becomes of it."""
+        """Count a request that is queued: it is traffic, whatever its outcome."""
         self._bucket_at(now).held += 1
 
     def first_token(self, now: float, *, within_slo: bool) -> None:
@@ -150,10 +150,10 @@ class LoadWindow:
         bucket.slo_met += within_slo
 
     def arrivals(self, now: float, *, held: int) -> Arrivals:
-        """Return what arrived: by the whole window, or more where its newest part says that traffic has surged.
+        """Return what arrived: by the whole window, or more if its newest part shows a surge.
 
-        ``held`` is how many requests are held now. What arrives is what is sent to instances and by how much more is
-        held than before: overloaded instances are sent only what they can do.
+        ``held`` is how many requests are queued now. Arrivals are the dispatched requests plus the growth of the queue,
+        since overloaded members are sent only what they can compute.
         """
         buckets = self._last(now, WINDOW_S)
         requests = sum(each.requests for each in buckets)
@@ -165,7 +165,7 @@ class LoadWindow:
         whole, recent = self._rates(now, WINDOW_S, held), self._rates(now, _RECENT_S, held)
         certain = self._certain(now)
         tokens, work = (max(each, newest * certain) for each, newest in zip(whole, recent, strict=True))
-        # However often that is asked for.
+        # At most one sample per interval, however often this is called.
         if not self._held or now - self._held[-1][0] >= _HELD_EVERY_S:
             self._held.append((now, held))
         while self._held[0][0] < now - WINDOW_S - _BUCKET_S:
@@ -178,7 +178,7 @@ class LoadWindow:
         )
 
     def first_tokens(self, now: float) -> FirstTokens:
-        """Return the first tokens that came."""
+        """Return the first tokens within WINDOW_S."""
         buckets = self._last(now, WINDOW_S)
         return FirstTokens(
             count=sum(each.first_tokens for each in buckets), slo_met=sum(each.slo_met for each in buckets)
@@ -189,7 +189,7 @@ class LoadWindow:
         buckets = self._last(now, over_s)
         if not buckets or self._began_s is None:
             return 0.0, 0.0
-        # A router that has just begun has not seen a whole window; a few seconds of it are not taken for a rate.
+        # A router that has just started has not seen a whole window, and a few seconds are too short for a rate.
         seconds = max(min(now - self._first_s(now, over_s), now - self._began_s), _RECENT_S - _BUCKET_S)
         others = sum(each.refused for each in buckets) + self._more_held(now, held, seconds)
         tokens = sum(each.uncached_tokens for each in buckets) + others * self._typical[0]
@@ -197,7 +197,7 @@ class LoadWindow:
         return max(0.0, tokens) / seconds, max(0.0, work) / seconds
 
     def _more_held(self, now: float, held: int, seconds: float) -> float:
-        """Return by how many requests more are held than so many seconds ago; before anything came, none were."""
+        """Return by how much the queue grew within so many seconds; it was empty before the first request."""
         at_s, was = now if self._began_s is None else self._began_s, 0
         for asked_s, held_then in self._held:
             if asked_s <= now - seconds:
@@ -205,7 +205,7 @@ class LoadWindow:
         return (held - was) * seconds / max(now - at_s, seconds)
 
     def _certain(self, now: float) -> float:
-        """Return which share of the newest part's work chance does not account for."""
+        """Return the share of the newest part's work that chance does not explain."""
         buckets, (_, typical) = self._last(now, _RECENT_S), self._typical
         work = sum(each.work + each.refused * typical for each in buckets)
         squared = sum(each.work_squared + each.refused * typical * typical for each in buckets)
@@ -232,27 +232,27 @@ class LoadWindow:
 
 
 class Scaling:
-    """The wish for instances of one pool, as one router has it. To be told of every request, and asked now and then."""
+    """One router's share of a pool's desired replicas: ``window`` takes every request, ``signals`` computes it."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.window = LoadWindow()
-        # Instances that the arrivals do not ask for, but attainment does.
+        # The members that low attainment adds to what the arrivals need.
         self._extra = 0.0
         self._members = 0
         self._members_since_s = 0.0
         self._asked_s: float | None = None
 
     def adopt(self, pool: Pool) -> None:
-        """Take a new version of the pool: its objective and its guess of the speed."""
+        """Take a new version of the pool: its objective and its prior of the speed."""
         self._pool = pool
 
-    def signals(self, now: float, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> PoolSignals:
-        """Return what autoscalers shall know, of a status of this moment.
+    def signals(self, now: float, status: PoolSnapshot, *, elsewhere: Sequence[Elsewhere] | None = ()) -> PoolSignals:
+        """Return the signals for autoscalers, from a snapshot of this moment.
 
-        ``elsewhere`` is what the other routers said, each of them: what attainment asks for it asks for by the pool's,
-        since a share of it may be too little to tell anything, or be late by chance. None where there are some of whom
-        it is not known: then attainment asks for nothing more.
+        ``elsewhere`` is what each of the other routers reported. The rule uses the attainment of the whole pool, since
+        one router's share may be too small to be significant. None if some router has not reported: then low
+        attainment adds no members.
         """
         serving = _serving(status)
         backlog_tokens = waiting_tokens(status)
@@ -263,7 +263,7 @@ class Scaling:
         self._correct(now, own, needed, elsewhere)
         traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
         if elsewhere and not traffic:
-            # The wish leaves it out, so that the others come to ask for it, to whom the traffic has gone.
+            # The routers that the traffic went to are to add these members now.
             self._extra = 0.0
         return PoolSignals(
             pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
@@ -273,15 +273,15 @@ class Scaling:
         )
 
     def _needed(self, arrivals: Arrivals, backlog_tokens: int, serving: list[EndpointStatus]) -> float:
-        """Return how many instances the arrivals keep busy, and the backlog besides."""
+        """Return how many members the arrivals and the late backlog keep busy."""
         speed = self._pool.engine.prefill_tokens_per_second
         if serving:
-            # Of the instances alone: what other routers' prefills cost is in these routers' own wishes.
+            # The solo speed: the other routers' prefills are in their own shares.
             speed = sum(each.solo_tokens_per_second for each in serving) / len(serving)
-        # By Little's law no more than this waits while everybody is served within the SLO.
+        # By Little's law no more than this waits while all requests meet the SLO.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
         late = max(0.0, backlog_tokens * arrivals.dearness - in_time)
-        # Instances that work off what is late may be busy all the time: it asks for no headroom of its own.
+        # Members may be busy all the time with late work, so it needs no headroom.
         return (arrivals.work_per_second / _UTILISATION + late / WINDOW_S) / speed
 
     def _note_members(self, now: float, members: int) -> None:
@@ -289,11 +289,10 @@ class Scaling:
             self._members, self._members_since_s = members, now
 
     def _correct(self, now: float, own: FirstTokens, needed: float, elsewhere: Sequence[Elsewhere] | None) -> None:
-        """Add instances while the SLO is missed by a fleet that is as large as was wished, or give some up again.
+        """Add members while a fleet of the desired size misses the SLO, or remove added ones again.
 
-        What an unfinished scale-up misses calls for no more instances, and what the fleet missed before it last changed
-        says nothing about it. All routers see the same attainment, fleet and wish, and each adds its part of what one
-        alone would.
+        Misses during an unfinished scale-up add no members, and misses before the fleet's last change say nothing about
+        the current fleet. All routers see the same attainment, fleet and desired replicas, and each adds its part.
         """
         passed_s = 0.0 if self._asked_s is None else min(now - self._asked_s, WINDOW_S)
         self._asked_s = now
@@ -307,17 +306,17 @@ class Scaling:
             settled = now - self._members_since_s >= WINDOW_S
             wish = needed + self._extra + sum(each.desired_replicas for each in others)
             if settled and wish <= self._members * _TOLERANCE:
-                # Not an equal share: Envoys keep their connections, so that some routers may have no traffic at all.
+                # Not an equal share: Envoys keep their connections, so some routers may have no traffic at all.
                 share = self._members * (own.count / everywhere.count)
                 growth = _GAIN * (1.0 - attainment / goal) * share * passed_s / WINDOW_S
                 self._extra = max(self._extra, _part(self._members, own, others) - needed) + growth
 
 
 def _part(fleet: int, own: FirstTokens, others: Sequence[Elsewhere]) -> float:
-    """Return which part of the fleet a router may ask for, so that all of them ask for the fleet and no more.
+    """Return a router's part of the fleet, so that the parts of all routers add up to the fleet.
 
-    They divide it by their first tokens, but for those who ask for more than that already: they go on to. However
-    often it is asked, and whoever has asked for its part meanwhile, the parts are the same.
+    Routers divide the fleet by their first tokens, except those that desire more than that already, which keep their
+    desired replicas. The parts do not depend on how often or in which order routers compute them.
     """
     left, count = float(fleet), own.count + sum(each.first_tokens.count for each in others)
     for each in sorted(others, key=_eagerness, reverse=True):
@@ -329,5 +328,5 @@ def _part(fleet: int, own: FirstTokens, others: Sequence[Elsewhere]) -> float:
 
 
 def _eagerness(other: Elsewhere) -> float:
-    """Return how much a router asks for by first token."""
+    """Return a router's desired replicas per first token."""
     return other.desired_replicas / other.first_tokens.count if other.first_tokens.count else inf

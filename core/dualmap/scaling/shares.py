@@ -1,8 +1,7 @@
-"""What a pool's traffic asks for, added up over its routers, so that an autoscaler reads one number per pool.
+"""A pool's demand summed over its routers, so that an autoscaler reads one number per pool.
 
-Each router measures its own share (``dualmap.scaling.scaling``) and reports it to the others once a second.
-``PeerShares``
-keeps their reports and adds them up; how they travel is the driver's business. Times are monotonic seconds, as the
+Each router computes its own share (``dualmap.scaling.scaling``) and reports it to the others once a second.
+``PeerShares`` keeps their reports and sums them; the driver transports them. Times are monotonic seconds, like the
 router's.
 """
 
@@ -10,19 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling, waiting_tokens
 
 REMEMBERED_S = WINDOW_S
-"""How long a report matters after its router has fallen silent: until the others have measured what moved to them."""
+"""How long a silent router's last report counts: until the others have measured the traffic that moved to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One router's part of a pool's demand, or a sum of such parts.
 
-    ``pending_prefill_tokens`` wait for their first token, held ones included; ``first_tokens`` came within WINDOW_S,
-    ``slo_met`` of them in time. ``desired_replicas`` is to be rounded up when all parts are added.
+    ``pending_prefill_tokens`` include those of queued requests. ``first_tokens`` came within WINDOW_S, ``slo_met`` of
+    them within the SLO. ``desired_replicas`` is to be rounded up after the sum.
     """
 
     desired_replicas: float = 0.0
@@ -34,20 +33,22 @@ class Share:
 
     @property
     def active(self) -> bool:
-        """Whether anything is in flight or held, or arrived within WINDOW_S: any traffic asks for some instance."""
+        """Whether any request is in flight or queued, or arrived within WINDOW_S: any traffic needs a member."""
         return self.desired_replicas > 0.0
 
     @property
     def slo_attainment(self) -> float:
-        """The share of first tokens that came in time; 1 without any, since none came late."""
+        """The share of first tokens that came within the SLO; 1 without any, since none was late."""
         return self.slo_met / self.first_tokens if self.first_tokens else 1.0
 
 
 NO_SHARE = Share()
 
 
-def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: Sequence[Elsewhere] | None = ()) -> Share:
-    """Return this router's own share, of a status of this moment; ``elsewhere`` as in ``Scaling.signals``."""
+def share_of(
+    now: float, scaling: Scaling, status: PoolSnapshot, *, elsewhere: Sequence[Elsewhere] | None = ()
+) -> Share:
+    """Return this router's own share, from a snapshot of this moment; ``elsewhere`` as in ``Scaling.signals``."""
     first_tokens = scaling.window.first_tokens(now)
     return Share(
         desired_replicas=scaling.signals(now, status, elsewhere=elsewhere).desired_replicas,
@@ -61,7 +62,7 @@ def share_of(now: float, scaling: Scaling, status: PoolStatus, *, elsewhere: Seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a router tells the others: its ``own`` share, and the sum with theirs as it knows it (``pool``)."""
+    """What a router reports to the others: its ``own`` share, and the sum of all shares that it knows (``pool``)."""
 
     own: Share
     pool: Share
@@ -70,9 +71,9 @@ class Report:
 class PeerShares:
     """The reports of the other routers of one pool.
 
-    A router that falls silent leaves the sum at once, while the requests that went through it reach the others only
-    over the minute that these look back. So for REMEMBERED_S the sum is never less than the silent one last knew it to
-    be: a router that restarts or dies is no reason to scale down.
+    A router that stops reporting leaves the sum at once, but its traffic enters the others' window only over a minute.
+    So for REMEMBERED_S the total is at least the sum that the silent router reported last: the restart or death of a
+    router is no reason to scale down.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class PeerShares:
         self._met: dict[str, float] = {}
 
     def meet(self, said_s: float, peer: str) -> None:
-        """Take note that a router was there at ``said_s``, whether or not it reports shares (older ones do not)."""
+        """Record that a router was alive at ``said_s``, whether or not it reports shares (older ones do not)."""
         self._met[peer] = max(said_s, self._met.get(peer, said_s))
 
     def hear(self, said_s: float, peer: str, report: Report) -> None:
@@ -90,16 +91,16 @@ class PeerShares:
             self._reports[peer] = said_s, report
 
     def expire(self, now: float) -> None:
-        """Forget what matters no longer."""
+        """Forget reports that no longer count."""
         self._reports = {peer: each for peer, each in self._reports.items() if each[0] + REMEMBERED_S > now}
         self._met = {peer: said_s for peer, said_s in self._met.items() if said_s + PEER_TTL_S > now}
 
     def mute(self, now: float) -> bool:
-        """Whether a router is there whose share is not known, so that no sum is the pool's."""
+        """Whether a live router has not reported its share, so that the sum is incomplete."""
         return any(said_s + PEER_TTL_S > now and peer not in self._reports for peer, said_s in self._met.items())
 
     def elsewhere(self, now: float) -> tuple[Elsewhere, ...] | None:
-        """Return what each of the others reported, None where one is known of that has not, or not lately."""
+        """Return what each of the others reported; None if any known router has not reported lately."""
         if self.mute(now) or any(said_s + PEER_TTL_S <= now for said_s, _ in self._reports.values()):
             return None
         return tuple(
@@ -111,12 +112,12 @@ class PeerShares:
         )
 
     def live(self, now: float, own: Share) -> Share:
-        """Return the sum of ``own`` and what the others reported who are there now."""
+        """Return the sum of ``own`` and the shares of the routers that are alive."""
         spoken = [report.own for said_s, report in self._reports.values() if said_s + PEER_TTL_S > now]
         return _sum((own, *spoken)) if spoken else own
 
     def total(self, now: float, own: Share) -> Share:
-        """Return the same sum, but no less than those knew it to be who have fallen silent within REMEMBERED_S."""
+        """Return the sum, but at least the last sums of the routers that fell silent within REMEMBERED_S."""
         live = self.live(now, own)
         silent = [
             report.pool

@@ -1,9 +1,8 @@
-"""The way to a Kubernetes API server: requests, lists and watches, JSON objects in and out, no generated models.
+"""A Kubernetes API client: requests, lists and watches, with JSON objects instead of generated models.
 
-The router's ``pools.reflector`` and the operator's ``mirror`` and ``api`` call through it. The ``kubernetes`` library
-finds the server and authenticates (PROTOCOLS section 4); it is imported when a client connects, in a thread, since it
-takes seconds that no request may wait for. What its watch leaves undone is done here: lines of any length, and an error
-for one gone silent. What to do after an error is the callers' business, since each has reasons of its own.
+``watch.Reflector`` and the operator's ``api`` use it. The ``kubernetes`` library finds the server and authenticates; it
+is imported in a thread when a client connects, since the import takes seconds. Unlike the library's watch, this one
+accepts lines of any length and raises an error when a watch is silent. Callers decide how to recover from errors.
 """
 
 import asyncio
@@ -17,12 +16,13 @@ import aiohttp
 
 from dualmap.objects.pods import mapping_in, mappings_in, text_in
 from dualmap_edge.kube.errors import KubeConfigError, KubeError, clipped
-from dualmap_edge.kube.library import Library
+from dualmap_edge.kube.library import Connection, Library
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
     "WATCH_INACTIVITY_S",
     "WATCH_TIMEOUT_S",
+    "Connection",
     "KubeClient",
     "KubeConfigError",
     "KubeError",
@@ -32,50 +32,49 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S: Final = 5.0
-# How long the server keeps a watch open, and how much longer nothing may come before it is given up: a server that is
-# there ends it in time, so silence beyond that is a connection that was cut without a word.
+# How long the server keeps a watch open, and after how much silence a watch counts as broken. A reachable server ends
+# the watch in time, so longer silence is a connection that was cut unnoticed.
 WATCH_TIMEOUT_S: Final = 45.0
 WATCH_INACTIVITY_S: Final = 55.0
-# Pages keep what is read at once, while a router routes nothing, to a few MB.
+# Pages limit one synchronous JSON parse, during which a router routes nothing, to a few MB.
 _PAGE: Final = 250
 _LIST_TIMEOUT_S: Final = 30.0
-# What an API server has to say, beside the status 404, where it serves no such kind: in no Status object, unlike of one
-# object that is not there.
+# The body of a 404 for a kind that the API server does not serve; for a missing object the body is a Status object.
 _NOT_SERVED: Final = b"404 page not found"
 
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """One line of a watch: ``type`` is ADDED, MODIFIED, DELETED or BOOKMARK; of a bookmark only the version counts."""
+    """One event of a watch: ``type`` is ADDED, MODIFIED, DELETED or BOOKMARK; a bookmark has only a version."""
 
     type: str
     object: dict[str, Any]
 
     @property
     def version(self) -> str:
-        """Where a watch goes on that has come so far, empty where the object does not say."""
+        """The version from which a watch continues after this event, empty if the object has none."""
         return text_in(mapping_in(self.object, "metadata"), "resourceVersion")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Some of a collection's objects, and the version of it that a watch continues from."""
+    """One page of a collection's objects, and the version from which a watch continues."""
 
     objects: Sequence[Mapping[str, Any]]
     version: str
 
 
 class KubeClient:
-    """One API server. Belongs to the event loop that connected it; ``close`` it there."""
+    """A client of one API server. Belongs to the event loop that connected it; ``close`` it there."""
 
     def __init__(self, library: "Library") -> None:
         self._library = library
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None) -> Self:
-        """Find the server by ``kubeconfig``, else by env KUBECONFIG or ``~/.kube/config``, else as a pod does.
+        """Find the server by ``kubeconfig``, else env KUBECONFIG or ``~/.kube/config``, else the pod's service account.
 
-        Nothing is sent yet: a server that is away shows at the first request. Raises KubeConfigError.
+        Sends nothing: an unreachable server fails at the first request. Raises KubeConfigError.
         """
         return cls(await Library.load(kubeconfig))
 
@@ -83,6 +82,10 @@ class KubeClient:
     def server(self) -> str:
         """The server's URL, for logs."""
         return self._library.host
+
+    async def connection(self) -> Connection:
+        """Return where the server is and how this client authenticates, with fresh tokens; raises KubeConfigError."""
+        return await self._library.connection()
 
     async def request(
         self,
@@ -94,7 +97,7 @@ class KubeClient:
         content_type: str = "application/json",
         timeout_s: float = 10.0,
     ) -> dict[str, Any]:
-        """Return the answer to one request; ``path`` begins with ``/api``. Raises KubeError for every other outcome."""
+        """Return the answer to one request; ``path`` begins with ``/api``. Raises KubeError for any failure."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         try:
             response = await self._library.send(
@@ -116,11 +119,11 @@ class KubeClient:
         timeout_s: float = WATCH_TIMEOUT_S,
         inactivity_s: float = WATCH_INACTIVITY_S,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Yield what happens to a collection after the ``resourceVersion`` in ``query``.
+        """Yield the events of a collection after the ``resourceVersion`` in ``query``.
 
-        Ends when the server ends it (asked to after ``timeout_s``). Raises KubeError, also when nothing came for
-        ``inactivity_s``; its ``expired`` says that the version is gone. Close it (``contextlib.aclosing``) when done
-        early.
+        Returns when the server ends the watch, after ``timeout_s``. Raises KubeError, also after ``inactivity_s`` of
+        silence; its ``expired`` says that the version is no longer available. Close the generator
+        (``contextlib.aclosing``) to stop early.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -142,13 +145,13 @@ class KubeClient:
                 for line in lines.split(piece):
                     yield _event(line)
             if lines.unfinished:
-                raise KubeError(0, "a watch ended within an event")
+                raise KubeError(0, "the watch ended within an event")
         except TimeoutError as error:
-            raise KubeError(0, "a watch fell silent: nothing came, not even its end") from error
+            raise KubeError(0, "the watch was silent past its end") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _not_reached(error, inactivity_s) from error
         finally:
-            # Not returned to the pool of connections: what may still come on it is nobody's.
+            # Not returned to the connection pool: the rest of the watch may still arrive on it.
             response.close()
 
     async def close(self) -> None:
@@ -157,7 +160,7 @@ class KubeClient:
 
 
 async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[Page, None]:
-    """Yield all of a collection, page by page. Raises KubeError, also for an answer that is no list of an API's."""
+    """Yield all of a collection, page by page. Raises KubeError, also for an answer that is not a Kubernetes list."""
     rest = ""
     while True:
         asked = [*query, ("limit", str(_PAGE)), *([("continue", rest)] if rest else [])]
@@ -165,14 +168,14 @@ async def pages(client: KubeClient, path: str, *, query: Sequence[tuple[str, str
         metadata = mapping_in(answer, "metadata")
         version, rest = text_in(metadata, "resourceVersion"), text_in(metadata, "continue")
         if not version:
-            raise KubeError(0, "a list without a version: that is no Kubernetes API")
+            raise KubeError(0, "the list has no resourceVersion; is this a Kubernetes API?")
         yield Page(objects=mappings_in(answer, "items"), version=version)
         if not rest:
             return
 
 
 class _Lines:
-    """Bytes to lines: a watch sends one event per line, which may be several MB long and come in many pieces."""
+    """Splits a watch into lines: one event per line, which may have several MB and arrive in many pieces."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -198,46 +201,50 @@ def _document(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise KubeError(0, f"an answer is no JSON: {clipped(text)}") from error
+        raise KubeError(0, f"the answer is not JSON: {clipped(text)}") from error
     if not isinstance(document, dict):
-        raise KubeError(0, f"an answer is no JSON object: {clipped(text)}")
+        raise KubeError(0, f"the answer is not a JSON object: {clipped(text)}")
     return document
 
 
 def _event(line: bytes) -> WatchEvent:
-    """Return one event; raises KubeError for one that says what went wrong."""
+    """Return one event; raises KubeError for an ERROR event."""
     document = _document(line)
     kind, value = document.get("type"), document.get("object")
     if not isinstance(kind, str) or not isinstance(value, dict):
-        raise KubeError(0, f"a watch sent what is no event: {clipped(line)}")
+        raise KubeError(0, f"the watch sent an invalid event: {clipped(line)}")
     if kind == "ERROR":
         _raise_status(value)
     return WatchEvent(kind, value)
 
 
 def _raise_status(status: Mapping[str, Any]) -> NoReturn:
-    """Raise the KubeError that a Status object within a watch stands for."""
+    """Raise the KubeError for a Status object in a watch."""
     code = status.get("code")
     raise KubeError(
         code if isinstance(code, int) else 500,
-        clipped(str(status.get("message", "a watch broke off"))),
+        clipped(str(status.get("message", "the watch failed"))),
         reason=str(status.get("reason", "")),
     )
 
 
 def _refusal(status: int, headers: Mapping[str, str], text: bytes) -> KubeError:
-    """Return the error of an answer: its Status object's words, or what else stands in it."""
+    """Return the error for an answer: the message of its Status object, or its text."""
     reason = ""
     try:
         document = _document(text)
         message, reason = str(document.get("message", "")), str(document.get("reason", ""))
     except KubeError:
         not_served = text.strip() == _NOT_SERVED
-        message = "no such kind is served; is its CRD installed?" if not_served else text.decode(errors="replace")
+        message = (
+            "the API server does not serve this kind; is its CRD installed?"
+            if not_served
+            else text.decode(errors="replace")
+        )
     wait = headers.get("Retry-After", "")
     return KubeError(
         status,
-        clipped(message or reason or "without a word"),
+        clipped(message or reason or "no message"),
         reason=reason,
         retry_after_s=float(wait) if wait.isdecimal() else None,
     )

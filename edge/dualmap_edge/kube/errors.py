@@ -1,16 +1,16 @@
-"""What can go wrong on the way to a Kubernetes API server: ``kube.py`` raises it, and so does ``kube_library.py``."""
+"""Errors of the Kubernetes client, raised by ``client`` and ``library``."""
 
 from typing import Final
 
 _GONE: Final = 410
-# What an error says at most: a proxy's error page may be long.
+# The longest text in a message: a proxy's error page may be long.
 _MESSAGE_CHARACTERS: Final = 500
 
 
 class KubeError(Exception):
-    """A request failed. ``status`` is HTTP's, 0 when no answer came; ``reason`` is the API's word, such as Conflict.
+    """A request failed. ``status`` is the HTTP status, 0 for no answer; ``reason`` is the API's, such as Conflict.
 
-    ``retry_after_s`` is how long the server asks to be left alone (429 and 503), None where it does not say.
+    ``retry_after_s`` is the answer's Retry-After (429 and 503), None if it has none.
     """
 
     def __init__(self, status: int, message: str, *, reason: str = "", retry_after_s: float | None = None) -> None:
@@ -22,19 +22,19 @@ class KubeError(Exception):
 
     @property
     def expired(self) -> bool:
-        """Whether the version a list or watch began at is gone, so that only a new list helps."""
+        """Whether the resourceVersion is no longer available, so that a new list is needed."""
         return self.status == _GONE
 
 
 class KubeConfigError(KubeError):
-    """There is no usable way to a server: neither a kubeconfig nor a pod's service account."""
+    """There is no usable configuration: neither a kubeconfig nor a pod's service account."""
 
     def __init__(self, message: str) -> None:
         super().__init__(0, message)
 
 
 def clipped(text: str | bytes) -> str:
-    """Return what an error says of a text: on one line, and not too much of it."""
+    """Return a text for an error message: on one line, shortened."""
     shown = text.decode(errors="replace") if isinstance(text, bytes) else text
     shown = " ".join(shown.split())
     return shown if len(shown) <= _MESSAGE_CHARACTERS else f"{shown[:_MESSAGE_CHARACTERS]}..."

@@ -1,7 +1,8 @@
-"""What ``kube.py`` has of the ``kubernetes`` library: where the server is, who we are, and the connections to it."""
+"""The ``kubernetes`` library's part: it finds the server, authenticates and opens connections."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlencode
@@ -11,12 +12,28 @@ import aiohttp
 from dualmap_edge.kube.errors import KubeConfigError, clipped
 
 _UNAUTHORIZED: Final = 401
-# A TLS connection that was given up before it stood closes itself, in so much time of its loop's.
+# A TLS connection that was cancelled during its handshake closes within this time of the event loop.
 _GIVEN_UP_CLOSES_WITHIN_S: Final = 0.2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Where the API server is and how a client authenticates, for another library that talks to the same server.
+
+    ``authorization`` is the HTTP header's value. Empty texts are not set; without ``ca_file`` the system's CAs count.
+    """
+
+    server: str
+    ca_file: str = ""
+    verify_tls: bool = True
+    certificate_file: str = ""
+    key_file: str = ""
+    authorization: str = ""
+    proxy: str = ""
+
+
 class Library:
-    """What the kubernetes library does here: where the server is, who we are, and the connections to it."""
+    """The server's address, the client's credentials and the connections, by the kubernetes library."""
 
     def __init__(self, configuration: Any, rest: Any, kubeconfig: Path | None) -> None:
         self._configuration = configuration
@@ -26,7 +43,7 @@ class Library:
 
     @classmethod
     async def load(cls, kubeconfig: Path | None) -> Self:
-        """Read where the server is; raises KubeConfigError."""
+        """Read the configuration; raises KubeConfigError."""
         await asyncio.to_thread(_import_library)
         from kubernetes.aio.client.rest import RESTClientObject
 
@@ -43,6 +60,20 @@ class Library:
         """The server's URL."""
         return str(self._configuration.host)
 
+    async def connection(self) -> Connection:
+        """Read the configuration again, tokens included, and return it; raises KubeConfigError."""
+        configuration = await _configuration(self._kubeconfig)
+        token: str | None = await configuration.get_api_key_with_prefix("BearerToken")
+        return Connection(
+            server=str(configuration.host),
+            ca_file=configuration.ssl_ca_cert or "",
+            verify_tls=bool(configuration.verify_ssl),
+            certificate_file=configuration.cert_file or "",
+            key_file=configuration.key_file or "",
+            authorization=(token or "").strip(),
+            proxy=configuration.proxy or "",
+        )
+
     async def send(
         self,
         method: str,
@@ -53,12 +84,12 @@ class Library:
         body: object = None,
         content_type: str = "application/json",
     ) -> aiohttp.ClientResponse:
-        """Send one request and return its response with the body unread; asks who we are again after a 401."""
+        """Send one request and return its response with the body unread; after a 401 retry with new credentials."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
         response = await self._send(method, url, body, content_type, timeout)
         if response.status != _UNAUTHORIZED:
             return response
-        # A kubeconfig's token may have been exchanged since, or come from a plugin that must be asked again.
+        # A token in the kubeconfig may have been replaced, or come from a plugin that must run again.
         before = await self._token()
         try:
             renewed = await _configuration(self._kubeconfig)
@@ -109,9 +140,9 @@ async def _configuration(kubeconfig: Path | None) -> Any:
 
     config: Any = kubernetes.aio.config  # Any, because it says nothing of its types.
     configuration = Configuration()
-    # Each watch holds a connection, and there may be as many as there are pools.
+    # No limit: each watch holds a connection, and there may be one for every pool.
     configuration.connection_pool_maxsize = 0
-    # Env KUBECONFIG as the library read it, which may name several files.
+    # Env KUBECONFIG as the library read it; it may name several files.
     location = str(kubeconfig or config.KUBE_CONFIG_DEFAULT_LOCATION)
     try:
         if _has_kubeconfig(location, config.kube_config.ENV_KUBECONFIG_PATH_SEPARATOR):
@@ -120,14 +151,14 @@ async def _configuration(kubeconfig: Path | None) -> Any:
             config.load_incluster_config(configuration)
     except config.ConfigException as error:
         raise KubeConfigError(
-            f"no way to a Kubernetes API server: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
+            f"no Kubernetes API server configured: {error}; set KUBECONFIG to a kubeconfig, or run in a pod with a "
             "service account"
         ) from error
     return configuration
 
 
 def _has_kubeconfig(location: str, separator: str) -> bool:
-    """Return whether a kubeconfig is to be used; raises KubeConfigError for one that was asked for and is not there."""
+    """Return whether a kubeconfig exists; raises KubeConfigError if one was named and is missing."""
     files = [Path(each).expanduser() for each in location.split(separator) if each]
     if any(file.exists() for file in files):
         return True
@@ -139,7 +170,7 @@ def _has_kubeconfig(location: str, separator: str) -> bool:
 async def _load_kubeconfig(config: Any, location: str, configuration: object) -> None:
     try:
         await config.load_kube_config(config_file=location, client_configuration=configuration, persist_config=False)
-    except Exception as error:  # the library raises whatever a file's wrong shape makes it stumble over
+    except Exception as error:  # the library raises any exception for a malformed file
         raise KubeConfigError(
             f"kubeconfig {location} cannot be used: {clipped(str(error) or repr(error))}; set KUBECONFIG to one "
             "that has clusters, users and a current-context, as `kubectl config view` shows them"

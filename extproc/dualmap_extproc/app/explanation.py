@@ -53,8 +53,8 @@ def decide(
     return outcome.decision.receipt
 
 
-def _picker(pools: tuple[Pool, ...], *, shares: bool = False) -> Picker:
-    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, shares=shares)
+def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
+    picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
     # Where a request goes is asked, not when: however much the others have sent there, it does not wait here.
     picker.hold_no_more(_NOW_S)
@@ -70,9 +70,9 @@ def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | R
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
-    picker = _picker(pools, shares=True)
+    picker = _picker(pools, replicated=True)
     _pick(picker, body, headers)
-    return {pool: news.wanted for pool, news in picker.take_news(_NOW_S)}
+    return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}
 
 
 async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:

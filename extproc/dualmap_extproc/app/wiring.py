@@ -79,7 +79,7 @@ async def serve(settings: Settings) -> None:
         observations.report,
         id_prefix=incarnation,
         trace_headers=trace_headers,
-        shares=settings.redis is not None,
+        replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
     )
     pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from dualmap.pools.pool import Pool
-from dualmap.requests import PoolStatus, Reason
+from dualmap.requests import PoolSnapshot, Reason
 from dualmap.scaling.scaling import Elsewhere, PoolSignals, Scaling
 from dualmap.scaling.shares import NO_SHARE, Share, share_of
-from dualmap_extproc.request.observations import FanOut, FirstTokenSeen, Queued, Rejected, Routed
+from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSeen, Rejected, Routed
 
 # Codes of rejected requests that a further member would have served. Malformed requests are not among them.
 _FOR_WANT_OF_MEMBERS: Final = frozenset(reason.value for reason in Reason)
@@ -30,7 +30,7 @@ class Demand:
     def subscribe(self, observations: FanOut) -> None:
         """Count these observations."""
         observations.subscribe(Routed, self._routed)
-        observations.subscribe(Queued, self._queued)
+        observations.subscribe(Enqueued, self._queued)
         observations.subscribe(Rejected, self._rejected)
         observations.subscribe(FirstTokenSeen, self._first_token)
 
@@ -53,7 +53,7 @@ class Demand:
             else:
                 self._pools[name] = Scaling(pool)
 
-    def signals(self, statuses: Sequence[PoolStatus]) -> Mapping[str, PoolSignals]:
+    def signals(self, statuses: Sequence[PoolSnapshot]) -> Mapping[str, PoolSignals]:
         """Return the signals for autoscalers of each pool, by statuses of this moment."""
         now = self._clock()
         return {
@@ -62,7 +62,7 @@ class Demand:
             if status.pool in self._pools
         }
 
-    def share(self, status: PoolStatus) -> Share:
+    def share(self, status: PoolSnapshot) -> Share:
         """Return this router's share of a pool's demand, by a status of this moment; none of a removed pool."""
         scaling = self._pools.get(status.pool)
         if scaling is None:
@@ -76,7 +76,7 @@ class Demand:
             scaling.window.add(routed.now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
             self._arrived(routed.pool)
 
-    def _queued(self, queued: Queued) -> None:
+    def _queued(self, queued: Enqueued) -> None:
         """Count a queued request whatever its outcome: even an abandoned one needed a member."""
         scaling = self._pools.get(queued.pool)
         if scaling is not None:

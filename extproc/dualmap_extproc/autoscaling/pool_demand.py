@@ -11,7 +11,7 @@ from math import inf
 from typing import Final
 
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import Elsewhere
 from dualmap.scaling.shares import NO_SHARE, PeerShares, Report, Share
 from dualmap_extproc.autoscaling.demand import Demand
@@ -19,7 +19,7 @@ from dualmap_extproc.autoscaling.demand import Demand
 REPORT_INTERVAL_S: Final = 1.0
 """A router reports its share this often, and at once when its traffic begins."""
 
-Statuses = Callable[[Collection[str] | None], tuple[PoolStatus, ...]]
+Statuses = Callable[[Collection[str] | None], tuple[PoolSnapshot, ...]]
 
 
 class DemandUnknown(Exception):

@@ -56,7 +56,7 @@ class Rejected(NamedTuple):
     queued_s: float | None = None
 
 
-class Queued(NamedTuple):
+class Enqueued(NamedTuple):
     """A request waits in the router. Routed, Rejected or Abandoned follows."""
 
     now: float
@@ -123,7 +123,7 @@ Observation: TypeAlias = (
     Routed
     | RoutedBodiless
     | Rejected
-    | Queued
+    | Enqueued
     | Abandoned
     | Decided
     | FirstTokenSeen

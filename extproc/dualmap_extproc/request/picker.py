@@ -8,14 +8,15 @@ A pool's router may queue a request. A later event releases it (a first token, a
 outcomes say so, and the picker resumes the stream that waits.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from dualmap.pools.pool import Pool
 from dualmap.prompts.blocks import chain_blocks, chain_root
-from dualmap.replicas.news import News, SharedBinding
-from dualmap.requests import Completion, Effects, Held, Outcome, PoolStatus, Refusal, Request, Usage
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding
+from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.errors import Refused, model_not_found, no_endpoint, refused_by_router
@@ -27,10 +28,10 @@ from dualmap_extproc.request.observations import (
     Abandoned,
     Arrival,
     Ended,
+    Enqueued,
     Expired,
     FirstTokenSeen,
     Measured,
-    Queued,
     Rejected,
     Report,
     Routed,
@@ -62,8 +63,8 @@ class Picker:
     """The pools of this router, found by the models they serve.
 
     ``report`` takes every observation. ``id_prefix`` makes request ids unique among replicas and restarts, since access
-    logs outlive both. ``trace_headers`` are further headers that observations carry. ``shares`` says that replication
-    updates for other replicas are taken (``take_news``), ``log_prompts`` that debug lines may quote prompts.
+    logs outlive both. ``trace_headers`` are further headers that observations carry. ``replicated`` keeps replication
+    updates for other replicas (``take_update``), ``log_prompts`` lets debug lines quote prompts.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Picker:
         *,
         id_prefix: str,
         trace_headers: frozenset[str] = frozenset(),
-        shares: bool = False,
+        replicated: bool = False,
         log_prompts: bool = False,
     ) -> None:
         self._limits = limits
@@ -82,10 +83,13 @@ class Picker:
         self._trace_headers = self._kept_headers = trace_headers
         self._log_prompts = log_prompts
         self._sequence = count()
-        self._served = ServedPools(shares=shares)
+        self._served = ServedPools(replicated=replicated)
         # The router of every request that is queued or in flight, by request id.
         self._owners: dict[str, PoolRouter] = {}
         self._queued: dict[str, _Queued] = {}
+        # Released requests whose streams are to be resumed, with their answers.
+        self._released: deque[tuple[str, Picked | Refused]] = deque()
+        self._resuming = False
         self._ended = EndedRequests(limits.ended_requests)
         self._on_first_held: Callable[[], None] = lambda: None
 
@@ -118,7 +122,7 @@ class Picker:
             pool_id = queued.router.pool.id
             if pool_id in removed:
                 refused = self._reject(now, no_endpoint(pool_id), queued.arrival, now - queued.since_s)
-                self._resume(request_id, refused)
+                self._released.append((request_id, refused))
         self._settle(now, *effects)
 
     def hold_no_more(self, now: float) -> None:
@@ -164,7 +168,7 @@ class Picker:
         quoted = quoted_of(prompt, headers, self._limits) if self._log_prompts and _log.debugging else {}
         self._owners[request.id] = router
         decision, outcomes = router.on_request(now, request)
-        if isinstance(decision, Held):
+        if isinstance(decision, Queued):
             queued = _Queued(router=router, since_s=now, arrival=arrival, quoted=quoted, resume=resume)
             return self._queue(now, request.id, queued, outcomes)
         answer = self._answer(now, pool, decision, arrival, quoted)
@@ -247,15 +251,15 @@ class Picker:
                 # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
 
-    def take_news(self, now: float) -> tuple[tuple[str, News], ...]:
+    def take_update(self, now: float) -> tuple[tuple[str, ReplicaUpdate], ...]:
         """Return each pool's id and the replication update that this replica has for the others."""
-        return tuple((router.pool.id, router.take_news(now)) for router in self._served)
+        return tuple((router.pool.id, router.take_update(now)) for router in self._served)
 
-    def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
+    def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
         """Apply replica ``peer``'s update about a pool, ``age_s`` old; pools that are not served here are ignored."""
         router = self._served.router(pool)
         if router is not None:
-            self._settle(now, (router, router.on_news(now, peer, news, age_s).outcomes))
+            self._settle(now, (router, router.on_update(now, peer, update, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         """Apply what the store has of a pool's sessions."""
@@ -285,7 +289,7 @@ class Picker:
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
             self._settle(now, (router, outcomes))
 
-    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolStatus, ...]:
+    def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
         return self._served.statuses(pools)
 
@@ -299,7 +303,7 @@ class Picker:
         queued_s: float | None = None,
     ) -> Picked | Refused:
         """Report the outcome of a pool's router; return it as the stream's answer."""
-        if isinstance(outcome, Refusal):
+        if isinstance(outcome, Rejection):
             del self._owners[outcome.request_id]
             return self._reject(now, refused_by_router(pool.id, outcome), arrival, queued_s)
         self._report(Routed(now=now, pool=pool.id, decision=outcome, arrival=arrival, queued_s=queued_s))
@@ -323,38 +327,51 @@ class Picker:
     ) -> Picked | Refused | Waiting:
         """Keep a queued request until its router decides; resume the others that its arrival released.
 
-        A resumed stream may call the picker again and release this request, too: then its answer is returned.
+        A resumed stream may end its request, which may release this one, too: then its answer is returned.
         """
-        at_once: list[Picked | Refused] = []
-        self._queued[request_id] = replace(queued, resume=at_once.append) if outcomes else queued
-        self._settle(now, (queued.router, outcomes))
-        if at_once:
-            return at_once[0]
         self._queued[request_id] = queued
+        answer = self._settle(now, (queued.router, outcomes), arriving=request_id)
+        if answer is not None:
+            return answer
         if len(self._queued) == 1:
             self._on_first_held()
-        self._report(Queued(now=now, pool=queued.router.pool.id))
+        self._report(Enqueued(now=now, pool=queued.router.pool.id))
         if _log.debugging:
             _log.debug("Queued", request_id=request_id, pool=queued.router.pool.id)
         return Waiting(request_id=request_id)
 
-    def _settle(self, now: float, *effects: Outcomes) -> None:
-        """Resume the queued requests that routers released or rejected."""
-        answers: list[tuple[str, Picked | Refused]] = []
+    def _settle(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
+        """Resume the queued requests that routers released or rejected.
+
+        Return the answer of the request ``arriving`` if it is among them: its stream has not been told that it waits.
+        All outcomes of a call are reported before the first stream is resumed. What a resumed stream releases in turn
+        is resumed after it, by the outermost call.
+        """
         for router, outcomes in effects:
             for each in outcomes:
                 queued = self._queued[each.request_id]
                 waited_s = now - queued.since_s
                 answer = self._answer(now, router.pool, each, queued.arrival, queued.quoted, waited_s)
-                answers.append((each.request_id, answer))
-        # All are reported before the first is resumed: a stream that is resumed may call the picker again.
-        for request_id, answer in answers:
-            self._resume(request_id, answer)
+                self._released.append((each.request_id, answer))
+        return None if self._resuming else self._resume(arriving)
 
-    def _resume(self, request_id: str, answer: Picked | Refused) -> None:
-        queued = self._queued.pop(request_id, None)
-        if queued is not None:
-            queued.resume(answer)
+    def _resume(self, arriving: str) -> Picked | Refused | None:
+        """Resume the streams of all released requests; return the answer of ``arriving``, if it is one of them."""
+        arrived: Picked | Refused | None = None
+        self._resuming = True
+        try:
+            while self._released:
+                request_id, answer = self._released.popleft()
+                queued = self._queued.pop(request_id, None)
+                if queued is None:
+                    continue
+                if request_id == arriving:
+                    arrived = answer
+                else:
+                    queued.resume(answer)
+        finally:
+            self._resuming = False
+        return arrived
 
     def _end(
         self,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from dualmap.pools.pool import Pool
-from dualmap.requests import Outcome, PoolStatus
+from dualmap.requests import Outcome, PoolSnapshot
 from dualmap.router import PoolRouter
 
 Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
@@ -11,10 +11,10 @@ Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 
 
 class ServedPools:
-    """The routers of all pools; ``shares`` makes them keep replication updates for other replicas."""
+    """The routers of all pools; ``replicated`` makes them keep replication updates for other replicas."""
 
-    def __init__(self, *, shares: bool) -> None:
-        self._shares = shares
+    def __init__(self, *, replicated: bool) -> None:
+        self._replicated = replicated
         self._queues = True
         self._routers: dict[str, PoolRouter] = {}
         self._models: dict[str, PoolRouter] = {}
@@ -52,10 +52,10 @@ class ServedPools:
         models: dict[str, PoolRouter] = {}
         effects: list[Outcomes] = []
         for given in pools:
-            pool = given if self._queues else given.never_holding()
+            pool = given if self._queues else given.never_queueing()
             router = self._routers.get(pool.id)
             if router is None:
-                router = PoolRouter(pool, shares=self._shares)
+                router = PoolRouter(pool, replicated=self._replicated)
             elif router.pool != pool:
                 effects.append((router, router.on_pool(now, pool).outcomes))
             routers[pool.id] = router
@@ -72,6 +72,6 @@ class ServedPools:
         deadlines = [router.next_deadline() for router in self._routers.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    def statuses(self, pools: Collection[str] | None) -> tuple[PoolStatus, ...]:
+    def statuses(self, pools: Collection[str] | None) -> tuple[PoolSnapshot, ...]:
         """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
         return tuple(router.status() for name, router in self._routers.items() if pools is None or name in pools)

@@ -1,7 +1,8 @@
-"""News and reports as bytes: what one entry of a pool's stream holds. Compact, since routers write ten a second.
+"""ReplicaUpdate and reports as bytes: what one entry of a pool's stream holds. Compact, since routers write ten a
+second.
 
-Little-endian throughout: a version byte, then the parts in the order of ``encode_news``; counts before what they count,
-texts as UTF-8 behind their length. Hashes and counts are packed arrays: a prompt of 8000 tokens takes 500 bytes.
+Little-endian throughout: a version byte, then the parts in the order of ``encode_update``; counts before what they
+count, texts as UTF-8 behind their length. Hashes and counts are packed arrays: a prompt of 8000 tokens takes 500 bytes.
 
 Whatever can write to the store can write anything there, so that what decodes checks everything a router relies on.
 """
@@ -10,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report, Share
 
 NODES_MAX: Final = 4096
@@ -32,18 +33,18 @@ _U32_MAX: Final = 2**32 - 1
 _TEXT_BYTES_MAX: Final = 1024
 
 
-class UnreadableNews(Exception):
+class UnreadableUpdate(Exception):
     """Bytes that are no news of this version."""
 
 
-def encode_news(news: News) -> bytes:
+def encode_update(update: ReplicaUpdate) -> bytes:
     """Return everything of ``news`` but what it wants, which is no business of the other replicas."""
-    nodes, loads = news.hotness.nodes, news.loads or {}
+    nodes, loads = update.hotness.nodes, update.loads or {}
     parts = [
-        _VERSION_AND_REQUESTS.pack(_VERSION, min(news.hotness.requests, _U32_MAX)),
+        _VERSION_AND_REQUESTS.pack(_VERSION, min(update.hotness.requests, _U32_MAX)),
         _hashes(tuple(nodes)),
         struct.pack(f"<{len(nodes)}I", *(min(requests, _U32_MAX) for requests in nodes.values())),
-        _hashes(news.hotness.split),
+        _hashes(update.hotness.split),
         _COUNT.pack(len(loads)),
     ]
     for member, load in loads.items():
@@ -55,11 +56,11 @@ def encode_news(news: News) -> bytes:
             load.active_kv_tokens,
         )
         parts += [_text(member), packed]
-    parts.append(_COUNT.pack(len(news.placements)))
-    for placement in news.placements:
+    parts.append(_COUNT.pack(len(update.placements)))
+    for placement in update.placements:
         parts += [_text(placement.endpoint), _hashes(placement.hashes)]
-    parts.append(_COUNT.pack(len(news.bindings)))
-    for binding in news.bindings:
+    parts.append(_COUNT.pack(len(update.bindings)))
+    for binding in update.bindings:
         # A version read from a store that holds junk may be the last there is, and has been counted on from there.
         version = min(binding.version, _U32_MAX)
         packed = _BINDING.pack(binding.session, binding.tokens, version, _bounded(binding.moved_ago_s))
@@ -67,28 +68,28 @@ def encode_news(news: News) -> bytes:
     return b"".join(parts)
 
 
-def decode_news(data: bytes) -> News:
-    """Return the news that ``encode_news`` made bytes of. Raises UnreadableNews."""
+def decode_update(data: bytes) -> ReplicaUpdate:
+    """Return the news that ``encode_update`` made bytes of. Raises UnreadableUpdate."""
     reader = _Reader(data)
     try:
         version, requests = reader.unpack(_VERSION_AND_REQUESTS)
         if version != _VERSION:
-            raise UnreadableNews(f"version {version}")
+            raise UnreadableUpdate(f"version {version}")
         nodes = reader.hashes()
         counts = reader.array(len(nodes), "I", 4)
         if len(nodes) > NODES_MAX or 0 in counts:
-            raise UnreadableNews(f"{len(nodes)} prefixes, {counts.count(0)} of them without requests")
+            raise UnreadableUpdate(f"{len(nodes)} prefixes, {counts.count(0)} of them without requests")
         split = reader.hashes()
-        news = News(
+        update = ReplicaUpdate(
             hotness=HotnessCounts(requests=requests, nodes=dict(zip(nodes, counts, strict=True)), split=split),
             loads=dict(reader.load() for _ in range(reader.count())),
             placements=tuple(reader.placement() for _ in range(reader.count())),
             bindings=tuple(reader.binding() for _ in range(reader.count())),
         )
     except (struct.error, UnicodeDecodeError) as error:
-        raise UnreadableNews(str(error)) from None
+        raise UnreadableUpdate(str(error)) from None
     reader.must_be_at_its_end()
-    return news
+    return update
 
 
 def encode_report(report: Report) -> bytes:
@@ -98,9 +99,9 @@ def encode_report(report: Report) -> bytes:
 
 
 def decode_report(data: bytes) -> Report:
-    """Return the report that ``encode_report`` made bytes of; later versions may add to it. Raises UnreadableNews."""
+    """Return the report that ``encode_report`` made bytes of; later versions may add to it. Raises UnreadableUpdate."""
     if len(data) < _REPORT.size or data[0] != _REPORT_VERSION:
-        raise UnreadableNews(f"a report of {len(data)} bytes")
+        raise UnreadableUpdate(f"a report of {len(data)} bytes")
     _, *values = _REPORT.unpack_from(data)
     return Report(own=_share(*values[:6]), pool=_share(*values[6:]))
 
@@ -120,7 +121,7 @@ def _share_values(share: Share) -> tuple[float | int, ...]:
 def _share(replicas: float, pending: int, in_flight: int, held: int, first_tokens: int, slo_met: int) -> Share:
     if not 0.0 <= replicas <= _REPLICAS_MAX or slo_met > first_tokens or pending > _PENDING_MAX:
         said = f"{replicas} instances, {pending} tokens, {slo_met} of {first_tokens} first tokens in time"
-        raise UnreadableNews(f"a share of {said}")
+        raise UnreadableUpdate(f"a share of {said}")
     return Share(
         desired_replicas=replicas,
         pending_prefill_tokens=pending,
@@ -164,7 +165,7 @@ class _Reader:
     def array(self, count: int, code: str, item_bytes: int) -> tuple[int, ...]:
         # Asked first, since a count that is junk could ask for gigabytes.
         if count * item_bytes > len(self._data) - self._at:
-            raise UnreadableNews(f"{count} values in {len(self._data) - self._at} bytes")
+            raise UnreadableUpdate(f"{count} values in {len(self._data) - self._at} bytes")
         values = struct.unpack_from(f"<{count}{code}", self._data, self._at)
         self._at += count * item_bytes
         return values
@@ -175,7 +176,7 @@ class _Reader:
     def text(self) -> str:
         (length,) = self.unpack(_TEXT)
         if length > min(_TEXT_BYTES_MAX, len(self._data) - self._at):
-            raise UnreadableNews(f"a text of {length} bytes")
+            raise UnreadableUpdate(f"a text of {length} bytes")
         self._at += length
         return self._data[self._at - length : self._at].decode()
 
@@ -203,11 +204,11 @@ class _Reader:
 
     def must_be_at_its_end(self) -> None:
         if self._at != len(self._data):
-            raise UnreadableNews(f"{len(self._data) - self._at} bytes too many")
+            raise UnreadableUpdate(f"{len(self._data) - self._at} bytes too many")
 
 
 def _seconds(value: float) -> float:
     # Not a number is refused as well, since it compares with nothing.
     if not 0.0 <= value <= LONGEST_S:
-        raise UnreadableNews(f"{value} seconds")
+        raise UnreadableUpdate(f"{value} seconds")
     return value

@@ -4,7 +4,7 @@ A store keeps four things per pool: a stream of news, kept for minutes so that a
 what each replica last said of its load, which is whole each time and worthless after seconds; what each last reported
 of the demand, which matters for a minute (``dualmap.scaling.shares``); and one binding per session, forgotten when
 it is not refreshed. It never decides anything but which of two bindings holds
-(``dualmap.replicas.news``). Replicas share no clock, so everything that comes out of a store has an age by the
+(``dualmap.replicas.update``). Replicas share no clock, so everything that comes out of a store has an age by the
 store's clock.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from dualmap.replicas.news import News, SharedBinding, SharedLoad
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
@@ -60,13 +60,13 @@ class Entry:
     """What the replica ``peer`` told ``age_s`` seconds ago. ``wanted`` and ``loads`` of its news are always empty."""
 
     peer: str
-    news: News
+    update: ReplicaUpdate
     age_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEntry:
-    """What the replica ``peer`` said of its load ``age_s`` seconds ago; as in News it is whole."""
+    """What the replica ``peer`` said of its load ``age_s`` seconds ago; as in ReplicaUpdate it is whole."""
 
     peer: str
     loads: Mapping[str, SharedLoad]
@@ -121,7 +121,7 @@ class Post:
 
     pool: str
     keep_s: float
-    news: News | None = None
+    update: ReplicaUpdate | None = None
     loads: Mapping[str, SharedLoad] | None = None
     report: Report | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from dualmap.pools.pool import Pool
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
 from dualmap.scaling.shares import Report
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
@@ -38,10 +38,10 @@ class Sharer(Protocol):
     def pools(self) -> tuple[Pool, ...]:
         """The pools served now."""
 
-    def take_news(self, now: float) -> Sequence[tuple[str, News]]:
+    def take_update(self, now: float) -> Sequence[tuple[str, ReplicaUpdate]]:
         """Return what is new per pool id."""
 
-    def on_news(self, now: float, pool: str, peer: str, news: News, age_s: float) -> None:
+    def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
         """Take what another replica told."""
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
@@ -175,8 +175,8 @@ class Exchange:
         for pool in pools.keys() - self._unsent.keys():
             self._unsent[pool] = Unsent()
             self._tellers[pool] = Teller(self._sharer, self._clock, pool)
-        for pool, news in self._sharer.take_news(now):
-            self._unsent[pool].add(now, news)
+        for pool, update in self._sharer.take_update(now):
+            self._unsent[pool].add(now, update)
         self._observer.dropped(sum(unsent.take_dropped() for unsent in self._unsent.values()))
 
     async def _hear(self, pools: dict[str, Pool]) -> None:
@@ -231,20 +231,20 @@ class Exchange:
             Post(
                 pool=id_,
                 keep_s=_keep_s(pools[id_]),
-                news=unsent.news(now),
+                update=unsent.update(now),
                 loads=unsent.loads(now),
                 report=reports.get(id_),
             )
             for id_, unsent in self._unsent.items()
         ]
-        posts = [post for post in posts if (post.news, post.loads, post.report) != (None, None, None)]
+        posts = [post for post in posts if (post.update, post.loads, post.report) != (None, None, None)]
         if not posts:
             return
         await self._store.publish(self._peer, posts)
         self._reporter.reported(reports)
         for post in posts:
-            if post.news is not None:
-                self._unsent[post.pool].told_news()
+            if post.update is not None:
+                self._unsent[post.pool].sent_update()
             if post.loads is not None:
                 self._unsent[post.pool].told_loads(now, post.loads)
 
@@ -262,11 +262,11 @@ class Teller:
         # What was heard ages while the sharer takes it.
         heard_s = self._clock()
         for said in answer.loads:
-            news = News(hotness=_NOTHING_COUNTED, loads=said.loads)
-            self._sharer.on_news(heard_s, self._pool, said.peer, news, said.age_s)
+            update = ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=said.loads)
+            self._sharer.on_update(heard_s, self._pool, said.peer, update, said.age_s)
         for number, entry in enumerate(answer.entries, start=1):
             now = self._clock()
-            self._sharer.on_news(now, self._pool, entry.peer, entry.news, entry.age_s + now - heard_s)
+            self._sharer.on_update(now, self._pool, entry.peer, entry.update, entry.age_s + now - heard_s)
             if number % _ENTRIES_AT_ONCE == 0:
                 await asyncio.sleep(0)
         if answer.bindings:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from dualmap.replicas.news import News, SharedBinding, SharedLoad
 from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import REMEMBERED_S, Report
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
@@ -30,7 +30,7 @@ from dualmap_extproc.store.contract import (
 class _Told:
     number: int
     peer: str
-    news: News
+    update: ReplicaUpdate
     at_s: float
 
 
@@ -97,9 +97,9 @@ class MemoryStore:
             for forgotten in [each for each, told in shelf.reports.items() if now - told.at_s >= REMEMBERED_S]:
                 del shelf.reports[forgotten]
             shelf.numbers += 1
-            if post.news is not None:
-                news = replace(post.news, loads=None, wanted=())
-                shelf.told.append(_Told(number=shelf.numbers, peer=peer, news=news, at_s=now))
+            if post.update is not None:
+                update = replace(post.update, loads=None, wanted=())
+                shelf.told.append(_Told(number=shelf.numbers, peer=peer, update=update, at_s=now))
             if post.loads is not None:
                 shelf.loads[peer] = _ToldLoads(number=shelf.numbers, loads=post.loads, at_s=now)
             if post.report is not None:
@@ -120,7 +120,7 @@ class MemoryStore:
         kept = (shelf.bindings.get(session) for session in question.wanted)
         return Answer(
             cursor=f"{page[-1].number if more else shelf.numbers} {shelf.numbers}",
-            entries=tuple(Entry(peer=told.peer, news=told.news, age_s=now - told.at_s) for told in page),
+            entries=tuple(Entry(peer=told.peer, update=told.update, age_s=now - told.at_s) for told in page),
             loads=tuple(
                 LoadEntry(peer=each, loads=told.loads, age_s=now - told.at_s)
                 for each, told in shelf.loads.items()

@@ -17,16 +17,16 @@ from redis.exceptions import AuthenticationError, MovedError, NoPermissionError,
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from dualmap.replicas.news import HotnessCounts, News, SharedBinding
 from dualmap.replicas.peers import PEER_TTL_S
+from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
 from dualmap.scaling.shares import REMEMBERED_S
 from dualmap_extproc.store.codec import (
     LONGEST_S,
-    UnreadableNews,
-    decode_news,
+    UnreadableUpdate,
     decode_report,
-    encode_news,
+    decode_update,
     encode_report,
+    encode_update,
 )
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
@@ -218,29 +218,29 @@ def _hear(question: Question) -> _Command:
     news_cursor, loads_cursor, reports_cursor = (question.cursor or "  ").split(" ")
     sessions = (session_key(question.pool, session) for session in question.wanted)
     keys = (news_key(question.pool), loads_key(question.pool), reports_key(question.pool), *sessions)
-    news = (news_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
+    update = (news_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
     loads = (loads_cursor, int(1000 * PEER_TTL_S), _LOADS_PAGE_ENTRIES)
     reports = (reports_cursor, int(1000 * REMEMBERED_S), _REPORTS_PAGE_ENTRIES)
-    return ("EVAL", HEAR, len(keys), *keys, *news, *loads, *reports)
+    return ("EVAL", HEAR, len(keys), *keys, *update, *loads, *reports)
 
 
 def _answer(peer: str, question: Question, reply: Any) -> Answer:
     """Return the answer that a reply holds, without what ``peer`` itself told."""
     now, unreadable, streams, values = reply
-    (news_cursor, news), (loads_cursor, loads), (reports_cursor, reports) = streams
+    (news_cursor, update), (loads_cursor, loads), (reports_cursor, reports) = streams
     now_ms = int(now)
     entries: list[Entry] = []
-    for id_, fields in news:
-        told = _told(fields, decode_news)
+    for id_, fields in update:
+        told = _told(fields, decode_update)
         if told is None:
             unreadable += 1
         elif told[0] != peer:
             # Loads are no part of it: if there are any, nobody knows for how long they have been so.
             age_s = _age_s(id_, now_ms)
-            entries.append(Entry(peer=told[0], news=replace(told[1], loads=None), age_s=age_s))
+            entries.append(Entry(peer=told[0], update=replace(told[1], loads=None), age_s=age_s))
     spoken: dict[str, LoadEntry] = {}
     for id_, fields in loads:
-        told = _told(fields, decode_news)
+        told = _told(fields, decode_update)
         if told is None:
             unreadable += 1
         elif told[0] != peer and (age_s := _age_s(id_, now_ms)) < PEER_TTL_S:
@@ -260,7 +260,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
         loads=tuple(spoken.values()),
         reports=tuple(reported.values()),
         bindings=known,
-        more=len(news) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES or len(reports) == _REPORTS_PAGE_ENTRIES,
+        more=len(update) == PAGE_ENTRIES or len(loads) == _LOADS_PAGE_ENTRIES or len(reports) == _REPORTS_PAGE_ENTRIES,
         unreadable=unreadable + sum(value is not None for value in values) - len(known),
     )
 
@@ -270,7 +270,7 @@ def _told(fields: list[bytes], decode: Callable[[bytes], _Value]) -> tuple[str, 
     values = dict(zip(fields[::2], fields[1::2], strict=False))
     try:
         return values[b"p"].decode(), decode(values[b"n"])
-    except (KeyError, UnicodeDecodeError, UnreadableNews):
+    except (KeyError, UnicodeDecodeError, UnreadableUpdate):
         return None
 
 
@@ -308,15 +308,15 @@ def _publish(peer: str, post: Post) -> _Command:
     # Loads first: where they cannot be told, nor is the news, which would count twice when it is told again.
     if post.loads is not None:
         keys.append(loads_key(post.pool))
-        told = encode_news(News(hotness=_NOTHING_COUNTED, loads=post.loads))
+        told = encode_update(ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=post.loads))
         streams += [int(1000 * _LOADS_KEEP_S), _LOADS_ENTRIES_MAX, _LOADS_BYTES_MAX, told]
     if post.report is not None:
         keys.append(reports_key(post.pool))
         told = encode_report(post.report)
         streams += [int(1000 * _REPORTS_KEEP_S), _REPORTS_ENTRIES_MAX, _REPORTS_BYTES_MAX, told]
-    if post.news is not None:
+    if post.update is not None:
         keys.append(news_key(post.pool))
-        told = encode_news(post.news)
+        told = encode_update(post.update)
         streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _NEWS_BYTES_MAX, told]
     return ("EVAL", PUBLISH, len(keys), *keys, peer, *streams)
 

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 from typing import Final, TypeVar
 
-from dualmap.replicas.news import HotnessCounts, News, Placement, SharedBinding, SharedLoad
+from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap_extproc.store.codec import NODES_MAX
 
 HOTNESS_S: Final = 10.0
@@ -55,23 +55,23 @@ class Unsent:
         dropped, self._dropped = self._dropped, 0
         return dropped
 
-    def add(self, now: float, news: News) -> None:
+    def add(self, now: float, update: ReplicaUpdate) -> None:
         """Take what the router told."""
-        self._loads = dict(news.loads or {})
-        if news.hotness.requests or news.hotness.nodes or news.hotness.split:
-            self._hotness.append((now, news.hotness))
+        self._loads = dict(update.loads or {})
+        if update.hotness.requests or update.hotness.nodes or update.hotness.split:
+            self._hotness.append((now, update.hotness))
         while self._hotness and self._hotness[0][0] < now - HOTNESS_S:
             self._hotness.popleft()
             self._dropped += 1
-        self._placements.extend(news.placements)
-        self._placed_hashes += sum(len(placement.hashes) for placement in news.placements)
+        self._placements.extend(update.placements)
+        self._placed_hashes += sum(len(placement.hashes) for placement in update.placements)
         while self._placed_hashes > PLACEMENT_HASHES_MAX and len(self._placements) > 1:
             self._placed_hashes -= len(self._placements.popleft().hashes)
             self._dropped += 1
-        for binding in news.bindings:
+        for binding in update.bindings:
             self._claims.pop(binding.session, None)
             self._claims[binding.session] = now, binding
-        self._wanted |= dict.fromkeys(news.wanted)
+        self._wanted |= dict.fromkeys(update.wanted)
         self._dropped += _bound(self._claims) + _bound(self._wanted)
 
     def claims(self, now: float) -> tuple[SharedBinding, ...]:
@@ -102,7 +102,7 @@ class Unsent:
         interval_s = HEARTBEAT_S if self._loads == self._told_loads else LOADS_INTERVAL_S
         return self._loads if since_s >= interval_s else None
 
-    def news(self, now: float) -> News | None:
+    def update(self, now: float) -> ReplicaUpdate | None:
         """Return all that is new, without the loads; of bindings only those that hold. None where nothing is."""
         if not (self._hotness or self._placements or self._held):
             return None
@@ -115,7 +115,7 @@ class Unsent:
             nodes = dict(sorted(nodes.items(), key=lambda item: -item[1])[:NODES_MAX])
         requests = sum(counts.requests for _, counts in self._hotness)
         split = dict.fromkeys(node for _, counts in self._hotness for node in counts.split)
-        return News(
+        return ReplicaUpdate(
             hotness=HotnessCounts(requests=requests, nodes=nodes, split=tuple(islice(split, NODES_MAX))),
             placements=tuple(self._placements),
             bindings=_as_of(now, self._held),
@@ -125,7 +125,7 @@ class Unsent:
         """Take note that the store has taken what ``loads`` returned."""
         self._told_loads_s, self._told_loads = now, loads
 
-    def told_news(self) -> None:
+    def sent_update(self) -> None:
         """Take note that the store has taken what ``news`` returned."""
         self._hotness.clear()
         self._placements.clear()

@@ -15,7 +15,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from dualmap.requests import PoolStatus
+from dualmap.requests import PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_edge.ports import IDLE_TIMEOUT_S
 from dualmap_extproc.telemetry.counts import Traffic
@@ -39,8 +39,8 @@ class StatusServer:
         self,
         *,
         router: str,
-        statuses: Callable[[], tuple[PoolStatus, ...]],
-        signals: Callable[[Sequence[PoolStatus]], Mapping[str, PoolSignals]],
+        statuses: Callable[[], tuple[PoolSnapshot, ...]],
+        signals: Callable[[Sequence[PoolSnapshot]], Mapping[str, PoolSignals]],
         metrics: Metrics,
         dashboard: Dashboard | None = None,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
@@ -143,7 +143,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-def pool_document(router: str, status: PoolStatus, traffic: Traffic) -> dict[str, object]:
+def pool_document(router: str, status: PoolSnapshot, traffic: Traffic) -> dict[str, object]:
     """Return the answer to ``GET /pools/NAMESPACE/NAME``, as JSON values (docs/metrics.md).
 
     ``traffic`` holds totals that only grow, so that a reader of several routers can add them up and take differences.

@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap.scaling.scaling import PoolSignals
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.telemetry.counts import RequestCounts, Traffic
@@ -24,7 +24,7 @@ _POOL: Final = ("pool",)
 _ENDPOINT: Final = ("pool", "endpoint")
 
 _EndpointGauge = tuple[str, str, Callable[[EndpointStatus], float]]
-_PoolGauge = tuple[str, str, Callable[[PoolStatus], float]]
+_PoolGauge = tuple[str, str, Callable[[PoolSnapshot], float]]
 _Signal = tuple[str, str, Callable[[PoolSignals], float | None]]
 
 # Name after ``dualmap_endpoint_``, help, and the value's place in a status.
@@ -162,7 +162,7 @@ class Metrics:
         """Return a pool's totals (``pool`` is ``namespace/name``); zeros for an unknown pool."""
         return self._counts.traffic(pool)
 
-    def render(self, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> bytes:
+    def render(self, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> bytes:
         """Return the page in Prometheus' text format, with these loads and ``signals``; safe in any thread."""
         return generate_latest(_Scrape(self._registry, statuses, signals))
 
@@ -200,7 +200,7 @@ class _Scrape(Collector):
     """One scrape: the registry's families, and the loads in these statuses and signals."""
 
     def __init__(
-        self, registry: CollectorRegistry, statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]
+        self, registry: CollectorRegistry, statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]
     ) -> None:
         self._registry = registry
         self._statuses = statuses
@@ -215,7 +215,7 @@ class _Scrape(Collector):
         yield from _load_gauges(self._statuses, self._signals)
 
 
-def _load_gauges(statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
+def _load_gauges(statuses: Sequence[PoolSnapshot], signals: Mapping[str, PoolSignals]) -> Iterator[Metric]:
     """Yield every gauge of these pools and their endpoints; ``signals`` by pool."""
     for name, text, endpoint_value in _ENDPOINT_GAUGES:
         family = GaugeMetricFamily(f"dualmap_endpoint_{name}", text, labels=_ENDPOINT)
@@ -238,7 +238,7 @@ def _load_gauges(statuses: Sequence[PoolStatus], signals: Mapping[str, PoolSigna
     yield _members(statuses)
 
 
-def _members(statuses: Sequence[PoolStatus]) -> Metric:
+def _members(statuses: Sequence[PoolSnapshot]) -> Metric:
     family = GaugeMetricFamily("dualmap_ring_members", "Members of the pool, by state.", labels=(*_POOL, "state"))
     for status in statuses:
         states = [endpoint.state for endpoint in status.endpoints]

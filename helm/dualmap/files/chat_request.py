@@ -1,8 +1,8 @@
-"""Sends one real chat request through the gateway and says what came of it: the chart's `helm test`.
+"""Sends one chat request through the gateway and reports the result: the chart's `helm test`.
 
-Good is an answer with text in it that a router decided about (header x-dualmap-decision). It is tried again until the
-time is over, since a pool may still be starting. Exit status 0 good, 1 not. Only the standard library: the file is run
-as it is.
+It succeeds on an answer with text that a router picked an endpoint for (header x-dualmap-decision). It retries until
+the timeout, because a pool may still be starting. Exit status: 0 on success, 1 on failure. Standard library only: the
+file runs as it is.
 """
 
 import argparse
@@ -20,7 +20,7 @@ QUESTION = "Say hello."
 
 
 class NotGoodError(Exception):
-    """The gateway did not do what it should; the message says what it did."""
+    """The gateway's answer is not as expected; the message describes it."""
 
 
 def ask(url: str, body: dict[str, Any] | None, *, timeout_s: float) -> tuple[dict[str, Any], str]:
@@ -57,7 +57,7 @@ def first_model(url: str, *, timeout_s: float) -> str:
 
 
 def chat(url: str, model: str, *, timeout_s: float) -> str:
-    """Ask for a few words and return a line that tells. Raises NotGoodError."""
+    """Send a short chat request and return a line with its result. Raises NotGoodError."""
     named = model or first_model(url, timeout_s=timeout_s)
     body = {"model": named, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8}
     begun_s = time.monotonic()
@@ -65,21 +65,21 @@ def chat(url: str, model: str, *, timeout_s: float) -> str:
     took_s = time.monotonic() - begun_s
     choices = answer.get("choices") or [{}]
     message = choices[0].get("message") or {}
-    # A model that thinks before it speaks has got no further in these few words.
+    # A reasoning model may produce only reasoning within these few tokens.
     text = next((message[key] for key in ("content", "reasoning", "reasoning_content") if message.get(key)), None)
     if not text:
         raise NotGoodError(f"{url}: no text in the answer: {json.dumps(answer)[:500]}")
     if not decision:
-        raise NotGoodError(f"{url}: answered, but no router was asked (no {DECISION}): is the gateway failing open?")
+        raise NotGoodError(f"{url}: answered without a router's decision (no {DECISION}): is the gateway failing open?")
     return f"model {named} answered {text!r} after {took_s:.2f} s\n{DECISION}: {decision}"
 
 
 def main() -> int:
-    """Try until it is good or the time is over."""
+    """Send the request until it succeeds or the timeout ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="the gateway, http://HOST[:PORT]")
-    parser.add_argument("--model", default="", help="what to ask for; the first of /v1/models without it")
-    parser.add_argument("--timeout", default=60.0, type=float, metavar="SECONDS", help="for everything")
+    parser.add_argument("--url", required=True, help="gateway URL, http://HOST[:PORT]")
+    parser.add_argument("--model", default="", help="model name; default: the first of /v1/models")
+    parser.add_argument("--timeout", default=60.0, type=float, metavar="SECONDS", help="total time for all tries")
     options = parser.parse_args()
     ends_s = time.monotonic() + options.timeout
     while True:
@@ -89,7 +89,7 @@ def main() -> int:
         except NotGoodError as error:
             print(error, file=sys.stderr, flush=True)
         if time.monotonic() + AGAIN_AFTER_S > ends_s:
-            print(f"no good answer within {options.timeout:g} s", file=sys.stderr)
+            print(f"no successful answer within {options.timeout:g} s", file=sys.stderr)
             return 1
         time.sleep(AGAIN_AFTER_S)
 

@@ -1,9 +1,9 @@
-"""Lets what is open at Envoy end before Envoy does; runs beside it in the gateway's pods (templates/gateway.yaml).
+"""Drains Envoy before it ends; runs as a second container in the gateway's pods (templates/gateway.yaml).
 
-Kubernetes ends both containers of a pod at the same time. Here SIGTERM begins the drain: Envoy is told to close each
-connection after its answer, and is asked how many requests are open. Envoy's own preStop asks for /drained, which is
-answered when none is open or the time is over; only then Envoy gets its SIGTERM, which cuts whatever is left.
-Only the standard library: the file is run as it is.
+Kubernetes stops both containers of a pod at the same time. SIGTERM starts the drain: this program tells Envoy to close
+each connection after its answer, and polls the number of open requests. Envoy's preStop requests /drained, which is
+answered when none is open or the timeout ends. Only then Envoy gets its SIGTERM, which cuts the remaining requests.
+Standard library only: the file runs as it is.
 """
 
 import argparse
@@ -15,32 +15,32 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# How long clients and load balancers may go on sending to a pod that is on its way out.
+# Clients and load balancers may send to a terminating pod for this long.
 LEAST_S = 5.0
 INTERVAL_S = 0.5
-# Envoy tells its access log ten times a second; a router that is not told of an end counts the request for minutes.
+# Envoy flushes its access log ten times a second. A router without a completion counts the request for minutes.
 TOLD_AFTER_S = 1.0
 ANSWER_WITHIN_S = 5.0
-# An Envoy that is busy may fail to answer once; what is open there must not be cut for that.
+# A busy Envoy may fail to answer once. That must not cut its open requests.
 GONE_AFTER = 3
 OPEN = "http.requests.downstream_rq_active"
 
 
 def call(admin: str, path: str, *, method: str) -> str:
-    """Ask Envoy's administration at HOST:PORT; return what it says. Raises OSError or HTTPException."""
+    """Call Envoy's admin interface at HOST:PORT; return the answer. Raises OSError or HTTPException."""
     request = urllib.request.Request(f"http://{admin}{path}", method=method)
     with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:
         return str(answer.read().decode())
 
 
 def open_requests(admin: str) -> int:
-    """Return how many of the clients' requests are open. Raises OSError or HTTPException."""
+    """Return the number of open client requests. Raises OSError or HTTPException."""
     lines = call(admin, f"/stats?filter={OPEN}", method="GET").splitlines()
     return sum(int(line.split(": ")[1]) for line in lines if line.startswith(f"{OPEN}: "))
 
 
 def drain(admin: str, *, timeout_s: float, least_s: float) -> bool:
-    """Have Envoy close connections, and wait until no request is open; False when the time is over before."""
+    """Make Envoy close connections and wait until no request is open; return False on timeout."""
     begun_s = time.monotonic()
     told, missed = False, 0
     while time.monotonic() < begun_s + timeout_s:
@@ -56,7 +56,7 @@ def drain(admin: str, *, timeout_s: float, least_s: float) -> bool:
         except (OSError, http.client.HTTPException) as error:
             print(f"Envoy at {admin} does not answer: {error}", file=sys.stderr, flush=True)
             missed += 1
-            # It has nothing open, or nothing that could be waited for.
+            # Envoy is gone: there is nothing left to wait for.
             if missed == GONE_AFTER:
                 return True
         time.sleep(INTERVAL_S)
@@ -79,7 +79,7 @@ def serve(port: int, drained: threading.Event) -> ThreadingHTTPServer:
             """Say nothing of requests."""
 
     server = ThreadingHTTPServer(("", port), Handler)
-    # Answers under way are finished before the process ends.
+    # Answers in progress are finished before the process ends.
     server.daemon_threads = False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--timeout", required=True, type=float, metavar="SECONDS", help="longest wait")
     parser.add_argument("--least", default=LEAST_S, type=float, metavar="SECONDS", help="shortest wait")
     options = parser.parse_args()
-    # Before there are threads, so that none of them takes the signal.
+    # Before any thread starts, so that no thread receives the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     drained = threading.Event()
     server = serve(options.port, drained)

@@ -1,5 +1,5 @@
-{{/* The prefix of every name: the release's own where it says "dualmap". Short enough for a label's 63 characters:
-the routers' pods carry <name>-router-<10 characters> as controller-revision-hash. */}}
+{{/* Prefix of every name: the release's name if it contains "dualmap". Its length keeps labels within 63 characters:
+the routers' pods have <name>-router-<10 characters> as controller-revision-hash. */}}
 {{- define "dualmap.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" -}}
@@ -10,7 +10,7 @@ the routers' pods carry <name>-router-<10 characters> as controller-revision-has
 {{- end -}}
 {{- end -}}
 
-{{/* What selects the pods of a component: (list $ "router"). It never changes over an upgrade. */}}
+{{/* Selector labels of a component: (list $ "router"). They never change on an upgrade. */}}
 {{- define "dualmap.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: dualmap
@@ -18,7 +18,7 @@ app.kubernetes.io/instance: {{ $root.Release.Name | toYaml }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{/* The labels of an object: (list $ "router"). */}}
+{{/* Labels of an object: (list $ "router"). */}}
 {{- define "dualmap.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "dualmap.selector" . }}
@@ -28,13 +28,13 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* The labels of a pod: nothing that changes with the chart's version, or every upgrade would replace every pod. */}}
+{{/* Labels of a pod, without the chart's version: otherwise every upgrade would replace every pod. */}}
 {{- define "dualmap.podLabels" -}}
 {{ include "dualmap.selector" . }}
 app.kubernetes.io/part-of: dualmap
 {{- end -}}
 
-{{/* An image's reference, by digest where there is one: (list $ .Values.image). */}}
+{{/* Image reference, by digest if set: (list $ .Values.image). */}}
 {{- define "dualmap.reference" -}}
 {{- $root := index . 0 -}}{{- $image := index . 1 -}}
 {{- $name := trimPrefix "/" (printf "%s/%s" $image.registry $image.repository) -}}
@@ -75,7 +75,7 @@ securityContext:
     drop: [ALL]
 {{- end -}}
 
-{{/* Where pods may run: (list $ "router" .Values.router), or of another component with some of the router's values. */}}
+{{/* Scheduling of pods: (list $ "router" .Values.router); other components may pass some of the router's values. */}}
 {{- define "dualmap.placement" -}}
 {{- $name := index . 1 -}}
 {{- $component := index . 2 -}}
@@ -86,7 +86,7 @@ topologySpreadConstraints:
 - topologyKey: {{ . | toYaml }}
   maxSkew: 1
   whenUnsatisfiable: {{ $component.topologySpread.whenUnsatisfiable }}
-  # Each revision by itself, or a roll-out leaves its pods where the old ones made room.
+  # Spread each revision separately: otherwise a rollout places pods where old ones left room.
   matchLabelKeys: [{{ ternary "controller-revision-hash" "pod-template-hash" (eq $name "router") }}]
   labelSelector:
     matchLabels:
@@ -110,24 +110,24 @@ priorityClassName: {{ . | toYaml }}
 {{- end }}
 {{- end -}}
 
-{{/* Which pools operator and routers look after. */}}
+{{/* Namespace arguments of operator and routers. */}}
 {{- define "dualmap.scope" -}}
 {{- if .Values.watchNamespace -}}--namespace={{ .Values.watchNamespace }}{{- else -}}--all-namespaces{{- end -}}
 {{- end -}}
 
-{{/* A duration of the values as whole seconds: "25s", "5m", "1h". */}}
+{{/* Duration in whole seconds: "25s", "5m", "1h". */}}
 {{- define "dualmap.seconds" -}}
 {{- $unit := . | trimAll "0123456789" -}}
 {{- $number := trimSuffix $unit . | int -}}
 {{- if eq $unit "h" }}{{ mul $number 3600 }}{{ else if eq $unit "m" }}{{ mul $number 60 }}{{ else }}{{ $number }}{{ end -}}
 {{- end -}}
 
-{{/* The routers' name for whoever is in the cluster. */}}
+{{/* The routers' DNS name in the cluster. */}}
 {{- define "dualmap.routerHost" -}}
 {{ include "dualmap.fullname" . }}-router.{{ .Release.Namespace }}
 {{- end -}}
 
-{{/* Where each router takes access logs, separated by commas. */}}
+{{/* Access-log address of each router, separated by commas. */}}
 {{- define "dualmap.accessLogs" -}}
 {{- $name := printf "%s-router" (include "dualmap.fullname" .) }}
 {{- $addresses := list }}
@@ -143,7 +143,7 @@ priorityClassName: {{ . | toYaml }}
 {{- if eq $tls.mode "secret" }}{{ $tls.secretName }}{{ else if ne $tls.mode "none" }}{{ include "dualmap.fullname" . }}-router-tls{{ end -}}
 {{- end -}}
 
-{{/* The Secret with the certificate that Envoy shows; "" where it shows none. */}}
+{{/* The Secret with Envoy's client certificate; "" without mutual TLS. */}}
 {{- define "dualmap.gatewaySecret" -}}
 {{- $tls := .Values.router.tls -}}
 {{- if $tls.mutual -}}
@@ -151,10 +151,10 @@ priorityClassName: {{ . | toYaml }}
 {{- end -}}
 {{- end -}}
 
-{{/* Ends with a plain message where the cluster lacks what a switch needs: (list $ "group/version/Kind" "the.switch" "what to install"). */}}
+{{/* Fails with a plain message if the cluster lacks an API that a value needs: (list $ "group/version/Kind" "the.switch" "what to install"). */}}
 {{- define "dualmap.require" -}}
 {{- $root := index . 0 -}}
 {{- if not ($root.Capabilities.APIVersions.Has (index . 1)) -}}
-{{- fail (printf "%s: this cluster does not serve %s. Install %s first, or leave it off. (helm template: --api-versions %s)" (index . 2) (index . 1) (index . 3) (index . 1)) -}}
+{{- fail (printf "%s: this cluster does not serve %s. Install %s first, or disable it. (helm template: --api-versions %s)" (index . 2) (index . 1) (index . 3) (index . 1)) -}}
 {{- end -}}
 {{- end -}}

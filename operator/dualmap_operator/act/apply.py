@@ -1,8 +1,7 @@
-"""A plan carried out: children, status, gates, restarts, Events, in this order, and nothing that is there already.
+"""Carries out a plan: children, status, gates, restarts, Events, in this order; writes only what differs.
 
-One ``Applier`` for each pool, owned by its ``keeper``. The status is written over the version of the pool that the plan
-was made from, so a plan made from an older one never comes through; a restart of the operator at any point between two
-writes leaves a state from which the next plan goes on.
+One ``Applier`` for each pool, owned by its reconciler. The status write names the version of the pool that the plan was
+made from, so an outdated plan fails with a conflict. After a restart between any two writes, the next plan continues.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from dualmap_edge.logs import get_logger
-from dualmap_operator.act.events import Recorder
+from dualmap_operator.act.events import EventRecorder
 from dualmap_operator.api import Api
 from dualmap_operator.decide.plan_values import Gate, Plan, Restart
 from dualmap_operator.decide.status import status_document
@@ -23,22 +22,22 @@ from dualmap_operator.observe.mirror import Key
 from dualmap_operator.observe.watches import ChildObject, PoolObject, fingerprint, read_child
 
 _AT_A_TIME: Final = 16
-# Of a thousand gates that cannot be set, so many are told of in the status.
-_TOLD: Final = 3
-# What these say happens by the StatefulSet's new size.
+# The status names so many of the gates that could not be set.
+_NAMED: Final = 3
+# These Events report a change of the StatefulSet's size.
 _SCALING: Final = (EventReason.SCALED_UP, EventReason.SCALED_DOWN, EventReason.DRAIN_TIMED_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What became of a plan: what could not be done, in words, and whether the pool's status was written."""
+    """The result of a plan: the errors of what was refused, and whether the pool's status was written."""
 
     refused: tuple[str, ...] = ()
     wrote_status: bool = False
 
 
-class Sink(Protocol):
-    """Who carries a keeper's plans out."""
+class PlanApplier(Protocol):
+    """Carries out the plans of one reconciler."""
 
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out. Raises ApiError."""
@@ -50,7 +49,7 @@ class Applier:
     def __init__(
         self,
         api: Api,
-        recorder: Recorder,
+        recorder: EventRecorder,
         *,
         live: Callable[[str, Key], ChildObject | None],
         now: Callable[[], float],
@@ -65,10 +64,9 @@ class Applier:
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out.
 
-        A child, gate or restart that fails, for whatever reason, is told of and keeps nothing else from being done: the
-        ring must follow the pods all the same. Raises ConflictError when the pool has changed since, GoneError when it
-        is no more, ApiError when its status cannot be written, NotLeadingError when nothing may be; what came before in
-        the plan's order is then done, and the rest is not.
+        A child, gate or restart that fails is reported, and the rest goes on: the ring must follow the pods in any
+        case. Raises ConflictError when the pool has changed, GoneError when it no longer exists, ApiError when its
+        status cannot be written, and NotLeadingError when this operator may not write. The plan then stops there.
         """
         metadata = pool.document["metadata"]
         refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)
@@ -83,7 +81,7 @@ class Applier:
                 merge_patch(before, after),
                 resource_version=pool.resource_version,
             )
-        refused += _in_short(await self._set_gates(metadata["namespace"], plan.gates))
+        refused += _shortened(await self._set_gates(metadata["namespace"], plan.gates))
         refused += [await self._restart(metadata["namespace"], restart) for restart in plan.restarts]
         for event in plan.events:
             if sized or event.reason not in _SCALING:
@@ -91,7 +89,7 @@ class Applier:
         return Applied(refused=tuple(words for words in refused if words), wrote_status=before != after)
 
     async def _apply_child(self, child: Mapping[str, Any], uid: str) -> str:
-        """Apply one child unless it is as we made it; return why it could not be, in words."""
+        """Apply one child unless it is unchanged; return the error, empty if there is none."""
         kind, metadata = child["kind"], child["metadata"]
         wanted = hashlib.sha256(json.dumps(child, sort_keys=True).encode()).hexdigest()
         live = self._live(kind, (metadata["namespace"], metadata["name"]))
@@ -99,13 +97,13 @@ class Applier:
             return ""
         try:
             if live is None:
-                # Not there, or without our label: the watch shows what carries it alone.
+                # It does not exist or lacks our label: the watch shows labelled objects only.
                 found = await self._api.find_child(child)
                 live = None if found is None else read_child(found)
             if live is not None and not live.belongs_to(uid):
                 return (
-                    f"{kind} {metadata['namespace']}/{metadata['name']} exists and is not controlled by this pool: it "
-                    "is left as it is; delete it, or give the pool another name"
+                    f"{kind} {metadata['namespace']}/{metadata['name']} exists and is not controlled by this pool; "
+                    "delete it, or give the pool another name"
                 )
             made = await self._api.apply_child(child)
         except ApiError as error:
@@ -114,7 +112,7 @@ class Applier:
         return ""
 
     async def _set_gates(self, namespace: str, gates: Sequence[Gate]) -> list[str]:
-        """Set gates, several at a time: a pool may have a thousand, and the next pass waits for them."""
+        """Set gates, several at a time: a pool may have a thousand, and the next reconcile waits for them."""
         turns = asyncio.Semaphore(_AT_A_TIME)
 
         async def set_gate(gate: Gate) -> str:
@@ -122,7 +120,7 @@ class Applier:
                 try:
                     await self._api.set_gate(namespace, gate, self._now())
                 except (ConflictError, GoneError):
-                    return ""  # Another pod by now, or none: the watch will show it.
+                    return ""  # The pod was replaced or deleted: the watch will show it.
                 except ApiError as error:
                     return _refusal(error)
                 return ""
@@ -130,18 +128,18 @@ class Applier:
         return await _all(set_gate(gate) for gate in gates)
 
     async def _restart(self, namespace: str, restart: Restart) -> str:
-        self._log.info("deleting a pod, for its successor has another template", pod=f"{namespace}/{restart.pod}")
+        self._log.info("Deleting outdated pod", pod=f"{namespace}/{restart.pod}")
         try:
             await self._api.restart_pod(namespace, restart)
         except (ConflictError, GoneError):
-            return ""  # Another pod by now, or none: the watch will show it.
+            return ""  # The pod was replaced or deleted: the watch will show it.
         except ApiError as error:
             return _refusal(error)
         return ""
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON merge patch that turns ``before`` into ``after``: fields that are no more become null."""
+    """Return the JSON merge patch that turns ``before`` into ``after``: removed fields become null."""
     patch: dict[str, Any] = {key: None for key in before if key not in after}
     for key, value in after.items():
         old = before.get(key)
@@ -152,25 +150,25 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, str]]) -> list[str]:
-    """Return what each of ``works`` does; all of them end before the pass does, also when one raises."""
+    """Return the result of each of ``works``; waits for all of them, also when one raises."""
     outcomes = await asyncio.gather(*works, return_exceptions=True)
-    said: list[str] = []
+    results: list[str] = []
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
-        said.append(outcome)
-    return said
+        results.append(outcome)
+    return results
 
 
-def _in_short(refused: Iterable[str]) -> list[str]:
-    """Return the first few, and how many more there are."""
-    said = [words for words in refused if words]
-    more = len(said) - _TOLD
-    return [*said[:_TOLD], f"and {more} more of this kind"] if more > 0 else said
+def _shortened(refused: Iterable[str]) -> list[str]:
+    """Return the first few errors and the number of the others."""
+    errors = [error for error in refused if error]
+    more = len(errors) - _NAMED
+    return [*errors[:_NAMED], f"and {more} more of this kind"] if more > 0 else errors
 
 
 def _refusal(error: ApiError) -> str:
-    """Return in words what went wrong; raises ``error`` when nothing else may be written either."""
+    """Return the error's message; raises ``error`` when this operator may not write at all."""
     if isinstance(error, NotLeadingError):
         raise error
     return str(error)

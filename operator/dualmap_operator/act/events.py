@@ -1,6 +1,6 @@
-"""Kubernetes Events on pools: the same happening again counts up one Event, and no pool posts more than a few a minute.
+"""Records Kubernetes Events on pools: a repeated Event increments its count, and each pool has a rate limit.
 
-``apply`` tells what a plan wants said. An Event that cannot be posted is logged and left: nothing depends on it.
+``apply`` passes the Events of a plan. An Event that cannot be recorded is logged and dropped: nothing depends on it.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ _BURST: Final = 30.0
 _PER_SECOND: Final = 0.1
 
 
-class Recorder:
-    """Posts Events as ``identity``. ``now`` is the time of day; ``clock`` is monotonic, in seconds."""
+class EventRecorder:
+    """Records Events as ``identity``. ``now`` is the time of day; ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -44,11 +44,14 @@ class Recorder:
         self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     async def post(self, pool: PoolObject, event: Event) -> None:
-        """Post one Event on ``pool``, or count up the one that says the same."""
+        """Record one Event on ``pool``, or increment the count of an equal one."""
         metadata = pool.document["metadata"]
         name = _name(metadata["name"], pool.uid, event)
         self._log.info(
-            "event", pool=f"{metadata['namespace']}/{metadata['name']}", reason=event.reason.value, note=event.message
+            "Recording event",
+            pool=f"{metadata['namespace']}/{metadata['name']}",
+            reason=event.reason.value,
+            note=event.message,
         )
         if not self._within_budget(pool.uid):
             return
@@ -58,7 +61,7 @@ class Recorder:
             else:
                 await self._create(metadata, name, pool.uid, event)
         except ApiError as error:
-            self._log.warning("an event could not be posted", reason=event.reason.value, error=str(error))
+            self._log.warning("Recording event failed", reason=event.reason.value, error=str(error))
 
     async def _create(self, metadata: dict[str, Any], name: str, uid: str, event: Event) -> None:
         self._remember(name, 1)
@@ -85,7 +88,7 @@ class Recorder:
                 }
             )
         except ConflictError:
-            # Posted by an operator before this one.
+            # A former operator recorded it.
             await self._count_up(metadata["namespace"], name)
 
     async def _count_up(self, namespace: str, name: str) -> None:
@@ -101,7 +104,7 @@ class Recorder:
                 }
             )
         except GoneError:
-            # Events live for an hour; the next of its kind begins anew.
+            # The API server keeps Events for an hour; the next equal one is created again.
             del self._counts[name]
         else:
             self._remember(name, count)

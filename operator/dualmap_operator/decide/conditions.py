@@ -1,6 +1,6 @@
-"""What the pool's conditions say: one small function for each type, all pure (CONTRACT "Status").
+"""The conditions in a pool's status: one function for each type, all pure.
 
-A message names pods and routers but never counts what changes by itself, so that nothing is written at rest.
+A message names pods and routers but has no counter or time that changes by itself, so that nothing is written at rest.
 """
 
 from collections import defaultdict
@@ -15,11 +15,11 @@ from dualmap_operator.decide.observed import Condition, Observed, RingMember
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
 from dualmap_operator.names import ConditionType
 
-# How long a pool may be without a ready member before that is said to be wrong; one that starts needs a while.
+# A pool without a ready member for so long is Degraded; one that starts needs a while.
 NO_MEMBER_GRACE_S: Final = 30.0
 # Models take minutes to load.
 UNREADY_GRACE_S: Final = 300.0
-# A router takes over a ring within milliseconds: one that is behind just after a change is not worth two writes.
+# Routers apply a ring within milliseconds: a shorter lag is not worth two status writes.
 SYNC_GRACE_S: Final = 5.0
 _NAMES_SHOWN: Final = 10
 _NAME_CHARACTERS: Final = 80
@@ -43,7 +43,7 @@ def conditions(
 ) -> tuple[Condition, ...]:
     """Return every condition of a pool whose ring will have ``members``.
 
-    ``waits_for_survivors`` is whether a scale-down waits until one of those that stay takes requests.
+    ``waits_for_survivors``: a scale-down waits until one of the remaining pods takes requests.
     """
     findings = {
         ConditionType.ACCEPTED: _accepted(observed.lost_claims, warnings),
@@ -58,20 +58,20 @@ def conditions(
 
 
 def refused(observed: Observed, generation: int, error: str, now_s: float) -> tuple[Condition, ...]:
-    """Return the conditions of a pool whose spec cannot be used: Accepted is False, the others stay."""
+    """Return the conditions of a pool whose spec cannot be used: Accepted is False, the others are unchanged."""
     accepted = _condition(generation, observed, ConditionType.ACCEPTED, _Finding(False, "InvalidSpec", error), now_s)
     return (accepted, *(each for each in observed.published.conditions if each.type != ConditionType.ACCEPTED))
 
 
 def no_member_due_s(observed: Observed, now_s: float) -> float | None:
-    """Return in how many seconds a pool without members becomes Degraded by the passing of time."""
+    """Return in how many seconds a pool without members becomes Degraded, None if it will not."""
     since_s = _unavailable_since_s(observed)
     due_s = None if since_s is None else since_s + NO_MEMBER_GRACE_S - now_s
     return due_s if due_s is not None and due_s > 0 else None
 
 
 def named(names: Iterable[str]) -> str:
-    """Return names for a sentence, the first few of many."""
+    """Return names for a message; of many, the first few and the number of the others."""
     listed = list(names)
     more = len(listed) - _NAMES_SHOWN
     shown = ", ".join(listed[:_NAMES_SHOWN])
@@ -95,15 +95,15 @@ def _accepted(lost: Sequence[LostClaim], warnings: Sequence[str]) -> _Finding:
         names_of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for each in lost:
             names_of[each.owner][_quoted(each.name)] = None
-        told = [f"requests for {named(names)} go to the older pool {owner}" for owner, names in names_of.items()]
-        return _Finding(True, "ModelConflict", "; ".join((*told, *warnings)))
+        conflicts = [f"Requests for {named(names)} go to the older pool {owner}" for owner, names in names_of.items()]
+        return _Finding(True, "ModelConflict", "; ".join((*conflicts, *warnings)))
     if warnings:
         return _Finding(True, "AcceptedWithWarnings", "; ".join(warnings))
-    return _Finding(True, "Accepted", "the spec is in use")
+    return _Finding(True, "Accepted", "The spec is valid and in use.")
 
 
 def _quoted(name: str) -> str:
-    """Return a model name for a sentence: users may choose any, of up to 253 characters."""
+    """Return a model name for a message, shortened: it may have up to 253 characters."""
     quoted = repr(name)
     return quoted if len(quoted) <= _NAME_CHARACTERS else f"{quoted[: _NAME_CHARACTERS - 3]}..."
 
@@ -111,18 +111,18 @@ def _quoted(name: str) -> str:
 def _available(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
     taking = [member for member in members if member.state is not MemberState.DRAINING]
     if taking:
-        return _Finding(True, "MembersReady", "at least one member takes requests")
+        return _Finding(True, "MembersReady", "At least one member takes requests.")
     if spec.deleting:
-        return _Finding(False, "Deleting", "the pool is being deleted")
-    if _wants_none(spec):
-        return _Finding(False, "ScaledToZero", "spec.replicas is 0")
-    return _Finding(False, "NoReadyMember", "no pod of the pool is ready")
+        return _Finding(False, "Deleting", "The pool is being deleted.")
+    if _is_scaled_to_zero(spec):
+        return _Finding(False, "ScaledToZero", "spec.replicas is 0.")
+    return _Finding(False, "NoReadyMember", "No pod of the pool is ready.")
 
 
 def _ring_synced(observed: Observed, now_s: float) -> _Finding:
     ready = [router for router in observed.routers if router.ready]
     if not ready:
-        return _Finding(None, "NoRouters", "no ready router is known")
+        return _Finding(None, "NoRouters", "No ready router is known.")
     silent = sorted(router.router for router in ready if not router.heard)
     version = observed.published.ring_version
     behind = sorted(
@@ -131,72 +131,78 @@ def _ring_synced(observed: Observed, now_s: float) -> _Finding:
         if router.heard and (drain.behind(router, version) or (version and not router.ring_version))
     )
     if silent:
-        return _Finding(False, "RoutersSilent", f"no answer from {named(silent)}")
+        return _Finding(False, "RoutersSilent", f"Routers that do not answer: {named(silent)}.")
     changed_s = max((member.since_s for member in observed.published.members), default=0.0)
     if behind and now_s - changed_s >= SYNC_GRACE_S:
-        return _Finding(False, "RoutersBehind", f"an older ring, or none, is in use at {named(behind)}")
-    return _Finding(True, "RoutersAgree", "every ready router has applied the ring")
+        return _Finding(False, "RoutersBehind", f"Routers that have not applied the published ring: {named(behind)}.")
+    return _Finding(True, "RoutersAgree", "Every ready router has applied the published ring.")
 
 
 def _progressing(spec: PoolSpec, observed: Observed, members: Sequence[RingMember]) -> _Finding:
     if spec.deleting:
-        return _Finding(True, "Deleting", "the pool is let go when its members have drained")
+        return _Finding(True, "Deleting", "The finalizer is removed when all members have drained.")
     outdated = rollout.outdated(spec, observed)
     if outdated:
-        return _Finding(True, "RollingOut", f"of an older template: {named(pod.name for pod in outdated)}")
+        return _Finding(True, "RollingOut", f"Pods of an older template: {named(pod.name for pod in outdated)}.")
     states = {member.id: member.state for member in members}
     joining = sorted(member for member, state in states.items() if state is MemberState.JOINING)
     if isinstance(spec.workload, TemplateWorkload) and len(observed.pods) != spec.replicas:
-        return _Finding(True, "Scaling", f"to {spec.replicas} replicas")
+        return _Finding(True, "Scaling", f"Scaling to {spec.replicas} replicas.")
     if joining:
-        return _Finding(True, "Joining", f"taking over keys by and by: {named(joining)}")
+        return _Finding(True, "Joining", f"Members whose weight is rising: {named(joining)}.")
     outside = sorted(pod.name for pod in observed.pods if pod.name not in states)
     if outside:
-        return _Finding(True, "WaitingForPods", f"not ready: {named(outside)}")
-    return _Finding(False, "Settled", "the ring is as the spec wants it")
+        return _Finding(True, "WaitingForPods", f"Pods that are not ready: {named(outside)}.")
+    return _Finding(False, "Settled", "The ring matches the spec.")
 
 
 def _draining(spec: PoolSpec, members: Sequence[RingMember]) -> _Finding:
     leaving = [member.id for member in members if member.state is MemberState.DRAINING]
     if not leaving:
-        return _Finding(False, "NothingDrains", "no member is leaving")
+        return _Finding(False, "NothingDrains", "No member is draining.")
     return _Finding(
         True,
         "WaitingForRequests",
-        f"{named(leaving)}: until no request is in flight there, for {spec.drain_timeout_s:g} s at most",
+        f"Waiting at most {spec.drain_timeout_s:g} s for requests in flight at: {named(leaving)}.",
     )
 
 
 def _scaling_limited(spec: PoolSpec, waits_for_survivors: bool) -> _Finding:
     if isinstance(spec.workload, SelectorWorkload):
-        return _Finding(True, "OwnedByWorkload", "the pods' own workload scales them; spec.replicas has no effect")
+        return _Finding(True, "OwnedByWorkload", "The owner of the pods scales them; spec.replicas has no effect.")
     if waits_for_survivors:
-        return _Finding(True, "SurvivorsNotReady", "nobody drains until one of the pods that stay takes requests")
-    return _Finding(False, "NotLimited", "spec.replicas sets the number of pods")
+        return _Finding(
+            True, "SurvivorsNotReady", "The scale-down waits until one of the remaining pods takes requests."
+        )
+    return _Finding(False, "NotLimited", "spec.replicas sets the number of pods.")
 
 
 def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember], now_s: float) -> _Finding:
     if observed.failures:
         return _Finding(True, "ApplyFailed", "; ".join(observed.failures))
     taking = any(member.state is not MemberState.DRAINING for member in members)
-    if not taking and not _wants_none(spec) and not spec.deleting:
+    if not taking and not _is_scaled_to_zero(spec) and not spec.deleting:
         since_s = _unavailable_since_s(observed)
         lost = any(member.state is not MemberState.DRAINING for member in observed.published.members)
         known = any(each.type == ConditionType.DEGRADED and each.status for each in observed.published.conditions)
         if lost or known or (since_s is not None and now_s - since_s >= NO_MEMBER_GRACE_S):
-            return _Finding(True, "NoReadyMember", "no pod of the pool is ready: requests are answered 503")
+            return _Finding(True, "NoReadyMember", "No pod of the pool is ready; requests are rejected with 503.")
     unready = sorted(
         pod.name
         for pod in observed.pods
         if not pod.serving and not pod.terminating and now_s - pod.serving_since_s >= UNREADY_GRACE_S
     )
     if unready:
-        return _Finding(True, "PodsNotReady", f"not ready for {UNREADY_GRACE_S / 60:g} minutes: {named(unready)}")
-    return _Finding(False, "AsExpected", "nothing is wrong")
+        return _Finding(
+            True,
+            "PodsNotReady",
+            f"Pods that have not been ready for {UNREADY_GRACE_S / 60:g} minutes: {named(unready)}.",
+        )
+    return _Finding(False, "AsExpected", "The pool works as expected.")
 
 
 def _unavailable_since_s(observed: Observed) -> float | None:
-    """Return since when nobody takes requests though somebody should; pods wanted or made only now have their time."""
+    """Return since when the pool lacks a member, None if it need not have one; new pods have time to start."""
     published = {each.type: each for each in observed.published.conditions}
     available, progressing = (published.get(each) for each in (ConditionType.AVAILABLE, ConditionType.PROGRESSING))
     if available is None or available.status is not False or progressing is None or not progressing.status:
@@ -205,5 +211,5 @@ def _unavailable_since_s(observed: Observed) -> float | None:
     return max(available.since_s, progressing.since_s, oldest_pod_s)
 
 
-def _wants_none(spec: PoolSpec) -> bool:
+def _is_scaled_to_zero(spec: PoolSpec) -> bool:
     return isinstance(spec.workload, TemplateWorkload) and spec.replicas == 0

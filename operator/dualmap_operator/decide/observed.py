@@ -1,6 +1,6 @@
-"""What the control plane sees of one pool at one moment: frozen values, made by ``reading`` and ``gather``.
+"""The observed state of one pool: frozen values, made by ``pod_reading`` and ``observe.gather``.
 
-Times are seconds since the epoch (the API's own times are, and a plan must survive a restart of the operator).
+Times are seconds since the epoch, as the API's: a plan must be valid after a restart of the operator.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,11 @@ from dualmap.pools.pool import MemberState
 class ObservedPod:
     """One pod of the pool.
 
-    ``serving`` is whether its containers are ready and every readiness gate but ours is true (``since`` when, where the
-    API says); ``ready`` is Kubernetes' own word, gate included. ``in_ring`` is the present value of our gate's
-    condition, None where the pod does not have the gate. ``incarnation`` changes with every restart of a container.
-    ``ordinal`` is None for adopted pods. ``address`` is empty until the pod has one. ``flaps`` counts how often it has
-    lost readiness lately, as far as this operator has seen. ``ended`` pods (Failed, Succeeded) run no more and wait to
-    be swept up.
+    ``serving``: its containers are ready and every readiness gate but ours is true; ``serving_since_s`` is when that
+    began. ``ready`` is the pod's Ready condition, our gate included. ``in_ring`` is our gate's condition, None if the
+    pod does not have the gate. ``incarnation`` changes with every restart of a container. ``ordinal`` is None for
+    adopted pods. ``address`` is empty until the pod has one. ``flaps`` counts recent losses of readiness.
+    ``ended``: the pod has Failed or Succeeded.
     """
 
     name: str
@@ -39,7 +38,7 @@ class ObservedPod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedStatefulSet:
-    """The pool's StatefulSet: the size asked of it, the pods it counts, and the revision its pods should have."""
+    """The pool's StatefulSet: spec.replicas, the revision that its pods should have, and its generations."""
 
     replicas: int
     update_revision: str = ""
@@ -49,7 +48,7 @@ class ObservedStatefulSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingMember:
-    """One member as published in ``status.ring.members``; ``since_s`` is when it came into its state."""
+    """One member as published in ``status.ring.members``; ``since_s`` is when it entered its state."""
 
     id: str
     address: str
@@ -74,8 +73,8 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """``status.traffic``: shares as the short decimals shown, empty while nothing is known."""
+class TrafficStatus:
+    """``status.traffic``: shares as short decimals, empty while unknown."""
 
     slo_attainment: str = ""
     cache_hit_rate: str = ""
@@ -83,7 +82,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """An InferencePool's whole status, as published or as it should be."""
+    """An InferencePool's whole status, as published or as planned."""
 
     observed_generation: int = 0
     replicas: int = 0
@@ -92,13 +91,13 @@ class PoolStatus:
     selector: str = ""
     ring_version: int = 0
     members: tuple[RingMember, ...] = ()
-    traffic: Shown = Shown()
+    traffic: TrafficStatus = TrafficStatus()
     conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointReport:
-    """What one router has in flight and held at one endpoint, and the member state by which it goes."""
+    """One router's requests in flight and queued (``held``) at one endpoint, and the member state that it uses."""
 
     in_flight: int = 0
     held: int = 0
@@ -107,10 +106,10 @@ class EndpointReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReport:
-    """What one router says of the pool (``GET /pools/NAMESPACE/NAME``).
+    """One router's report on the pool (``GET /pools/NAMESPACE/NAME``).
 
-    ``ready`` is whether requests are sent to it. ``heard`` is False when it did not answer; then nothing else is known.
-    A router that answers 404 has heard of no such pool: version 0, nothing in flight.
+    ``ready``: the router receives requests. ``heard`` is False if it did not answer; the other fields are then unknown.
+    A router that answers 404 does not serve the pool: version 0, nothing in flight.
     """
 
     router: str
@@ -122,11 +121,11 @@ class RouterReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Everything ``plan`` may look at beside the spec.
+    """All input of ``plan`` beside the spec.
 
-    ``published`` is the pool's status as the watch last showed it. ``engine_requests`` is what each asked engine is
-    running and has waiting (by member id), None where its metrics cannot be read. ``idle_looks`` counts, by member id,
-    the looks in a row in which ``drain.idle`` held of it. ``traffic`` is what should be shown now.
+    ``published`` is the pool's status in the watch. ``engine_requests`` is the number of running and waiting requests
+    by member id, None if the engine's metrics cannot be read. ``idle_checks`` counts, by member id, the observations in
+    a row for which ``drain.idle`` was true. ``traffic`` is the traffic to publish.
     """
 
     published: PoolStatus = PoolStatus()
@@ -134,13 +133,13 @@ class Observed:
     pods: tuple[ObservedPod, ...] = ()
     routers: tuple[RouterReport, ...] = ()
     engine_requests: Mapping[str, int | None] = field(default_factory=dict)
-    idle_looks: Mapping[str, int] = field(default_factory=dict)
-    traffic: Shown = Shown()
+    idle_checks: Mapping[str, int] = field(default_factory=dict)
+    traffic: TrafficStatus = TrafficStatus()
     deleting: bool = False
-    """Whether the pool is being deleted; of a spec that can be read, it says so itself."""
+    """Whether the pool is being deleted, for a spec that cannot be read."""
     version_floor: int = 0
-    """The highest ring version that this operator has published or a router reports of the pool."""
+    """The highest ring version that this operator has published or a router reports."""
     failures: tuple[str, ...] = ()
-    """What could not be applied in the last pass, in words."""
+    """The errors of the last reconcile's plan."""
     lost_claims: tuple[LostClaim, ...] = ()
     """The model names that the pool claims and an older one has."""

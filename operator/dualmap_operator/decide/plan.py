@@ -1,7 +1,7 @@
-"""One pass's decision: the spec and what was seen in, everything to do out; pure, and right from any state.
+"""The decision of one reconcile: a pure function from the spec and the observed state to a plan, from any state.
 
-Nothing is remembered between passes but what the API server publishes, so a restart at any step goes on where the last
-operator stopped. ``ring``, ``drain``, ``rollout`` and ``conditions`` hold the rules; here they are put together.
+The only memory between reconciles is what the API server stores, so a restarted operator continues at any step.
+``ring``, ``drain``, ``rollout`` and ``conditions`` hold the rules; this module combines them.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,14 +18,14 @@ from dualmap_operator.decide.workload.checks import template_warnings
 from dualmap_operator.decide.workload.children import children
 from dualmap_operator.names import POOL_LABEL, ConditionType, EventReason
 
-# How soon to look again: while members drain, while routers take over a new ring, and at rest.
-DRAIN_LOOK_S: Final = 0.5
-SYNC_LOOK_S: Final = 1.0
-REST_LOOK_S: Final = 30.0
+# The time to the next reconcile: while members drain, while routers apply a new ring, and at rest.
+DRAIN_INTERVAL_S: Final = 0.5
+SYNC_INTERVAL_S: Final = 1.0
+REST_INTERVAL_S: Final = 30.0
 
 
 def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
-    """Return what to do now; ``now_s`` is seconds since the epoch, as all times of ``observed`` are."""
+    """Return the plan for a pool; ``now_s`` is seconds since the epoch, as all times of ``observed`` are."""
     observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.ended))
     published = observed.published
     replacing = None if spec.deleting else rollout.next_to_replace(spec, observed)
@@ -56,15 +56,15 @@ def plan(spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
             *_drain_events(spec, observed, replicas, restarts, now_s),
             *_condition_events(published.conditions, status.conditions),
         ),
-        again_s=_again_s(observed, status, now_s),
+        requeue_after_s=_requeue_after_s(observed, status, now_s),
         finished=spec.deleting and _gone(observed, spec.drain_timeout_s, now_s),
     )
 
 
 def plan_refused(observed: Observed, generation: int, error: str, now_s: float) -> Plan:
-    """Return what to do for a pool whose spec cannot be read: say so, and leave its children as they are.
+    """Return the plan for a pool whose spec cannot be read: report it, and leave the children unchanged.
 
-    Members whose pods are gone leave all the same, and all drain when the pool is being deleted.
+    Members whose pods are gone still leave the ring, and all members drain when the pool is being deleted.
     """
     published = observed.published
     members = ring.surviving(published.members, observed.pods, leaving=observed.deleting, now_s=now_s)
@@ -83,19 +83,19 @@ def plan_refused(observed: Observed, generation: int, error: str, now_s: float) 
     return Plan(
         status=status,
         events=(*_ring_events(published.members, members), *_condition_events(published.conditions, after)),
-        again_s=_again_s(observed, status, now_s),
+        requeue_after_s=_requeue_after_s(observed, status, now_s),
         finished=observed.deleting and _gone(observed, DRAIN_TIMEOUT_S, now_s),
     )
 
 
 def _version(observed: Observed, members: Sequence[RingMember]) -> int:
-    """Return the ring's version with ``members``; it never goes back, whoever has edited the status."""
+    """Return the ring's version with ``members``; it never decreases, also after a manual edit of the status."""
     published = observed.published
     return ring.version_after(max(published.ring_version, observed.version_floor), published.members, members)
 
 
 def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) -> Collection[str]:
-    """Return the pods that are to be drained: all of a pool that is deleted, those beyond its size, one outdated."""
+    """Return the pods to drain: all of a deleted pool, those beyond spec.replicas, and one outdated pod."""
     if spec.deleting:
         return {pod.name for pod in observed.pods}
     leaving = set() if _must_wait(spec, observed) else {pod.name for pod in _victims(spec, observed.pods)}
@@ -105,14 +105,14 @@ def _leaving(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None) 
 
 
 def _victims(spec: PoolSpec, pods: Iterable[ObservedPod]) -> tuple[ObservedPod, ...]:
-    """Return the pods beyond the wanted size: the highest ordinals, which a StatefulSet takes first."""
+    """Return the pods beyond spec.replicas: the highest ordinals, which a StatefulSet removes first."""
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
     return tuple(pod for pod in pods if pod.ordinal is not None and pod.ordinal >= spec.replicas)
 
 
 def _must_wait(spec: PoolSpec, observed: Observed) -> bool:
-    """Whether those that stay take no requests yet while those that are to go still do: nobody would be left."""
+    """Return whether only pods that are to go take requests now: draining them would leave no member."""
     victims = {pod.name for pod in _victims(spec, observed.pods)}
     serving = {pod.name for pod in observed.pods if pod.serving and not pod.terminating}
     in_ring = {member.id: member.state for member in observed.published.members if member.id in serving}
@@ -121,17 +121,17 @@ def _must_wait(spec: PoolSpec, observed: Observed) -> bool:
 
 
 def _replicas(spec: PoolSpec, observed: Observed, now_s: float) -> int:
-    """Return the size to ask of the StatefulSet: it shrinks when every victim is seen to have drained, not before."""
+    """Return the size for the StatefulSet: it shrinks only when every victim has drained."""
     staying = [pod for pod in _victims(spec, observed.pods) if not _may_go(spec, observed, pod, now_s)]
     if not staying:
         return spec.replicas
-    # Whoever has deleted the StatefulSet has left it no size, but pods that are busy.
+    # A deleted StatefulSet has no size, but may have left busy pods.
     size = 0 if observed.statefulset is None else observed.statefulset.replicas
     return max(spec.replicas, size, *((pod.ordinal or 0) + 1 for pod in staying))
 
 
 def _may_go(spec: PoolSpec, observed: Observed, pod: ObservedPod, now_s: float) -> bool:
-    """Whether nothing is lost with a pod: it is not in the published ring, or it has drained or had its time."""
+    """Return whether a pod may be deleted: it is not in the published ring, or its drain is over."""
     member = next((each for each in observed.published.members if each.id == pod.name), None)
     if member is None:
         return True
@@ -139,7 +139,7 @@ def _may_go(spec: PoolSpec, observed: Observed, pod: ObservedPod, now_s: float) 
 
 
 def _is_over(member: RingMember, observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
-    """Whether a member's drain is over: it has drained, or had its time."""
+    """Return whether a member's drain is over: it has drained, or drain.timeout has passed."""
     return member.state is MemberState.DRAINING and (
         drain.drained(member, observed) or drain.overdue(member, drain_timeout_s, now_s)
     )
@@ -152,12 +152,12 @@ def _restarts(spec: PoolSpec, observed: Observed, replacing: ObservedPod | None,
 
 
 def _gone(observed: Observed, drain_timeout_s: float, now_s: float) -> bool:
-    """Whether a pool that is being deleted has drained: every member published is on its way out and may go."""
+    """Return whether a pool that is being deleted has drained: the drain of every published member is over."""
     return all(_is_over(member, observed, drain_timeout_s, now_s) for member in observed.published.members)
 
 
 def _gates(pods: Iterable[ObservedPod], members: Iterable[RingMember]) -> tuple[Gate, ...]:
-    """Return the readiness gates to turn: true for whoever takes requests."""
+    """Return the readiness gates to change: true for pods that take requests."""
     states = {member.id: member.state for member in members}
     gates = []
     for pod in pods:
@@ -168,16 +168,16 @@ def _gates(pods: Iterable[ObservedPod], members: Iterable[RingMember]) -> tuple[
     return tuple(gates)
 
 
-def _again_s(observed: Observed, status: PoolStatus, now_s: float) -> float:
-    due_s = [REST_LOOK_S]
+def _requeue_after_s(observed: Observed, status: PoolStatus, now_s: float) -> float:
+    due_s = [REST_INTERVAL_S]
     if any(member.state is MemberState.DRAINING for member in status.members):
-        due_s.append(DRAIN_LOOK_S)
+        due_s.append(DRAIN_INTERVAL_S)
     if status.ring_version != observed.published.ring_version or any(
         each.type == ConditionType.RING_SYNCED and each.status is False for each in status.conditions
     ):
-        due_s.append(SYNC_LOOK_S)
+        due_s.append(SYNC_INTERVAL_S)
     changes = (ring.next_change_s(status.members, observed.pods, now_s), no_member_due_s(observed, now_s))
-    return min(*due_s, *(each for each in changes if each is not None), REST_LOOK_S)
+    return min(*due_s, *(each for each in changes if each is not None), REST_INTERVAL_S)
 
 
 def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> Iterable[Event]:
@@ -188,23 +188,23 @@ def _ring_events(before: Sequence[RingMember], after: Sequence[RingMember]) -> I
         each for each, state in changed.items() if state is MemberState.ACTIVE and was.get(each) is MemberState.DRAINING
     ]
     kinds = (
-        (EventReason.MEMBER_JOINING, "joined, taking over keys by and by", _in_state(changed, MemberState.JOINING)),
-        (EventReason.DRAIN_CANCELLED, "taken back into the ring", back),
+        (EventReason.MEMBER_JOINING, "joined the ring with a rising weight", _in_state(changed, MemberState.JOINING)),
+        (EventReason.DRAIN_CANCELLED, "drain cancelled, active again", back),
         (
             EventReason.MEMBER_ACTIVE,
-            "in the ring",
+            "active in the ring",
             [each for each in _in_state(changed, MemberState.ACTIVE) if each not in back],
         ),
         (
             EventReason.MEMBER_DRAINING,
-            "no new requests, waiting for those in flight",
+            "draining, no new requests",
             _in_state(changed, MemberState.DRAINING),
         ),
         (EventReason.MEMBER_LEFT, "left the ring", [each for each in was if each not in now]),
     )
-    for reason, what, who in kinds:
-        if who:
-            yield Event(reason=reason, message=f"{named(who)}: {what}")
+    for reason, what, names in kinds:
+        if names:
+            yield Event(reason=reason, message=f"{named(names)}: {what}")
 
 
 def _in_state(states: dict[str, MemberState], state: MemberState) -> list[str]:
@@ -217,13 +217,13 @@ def _scaling_events(spec: PoolSpec, observed: Observed, replicas: int) -> Iterab
     before = observed.statefulset.replicas
     if replicas != before:
         reason = EventReason.SCALED_UP if replicas > before else EventReason.SCALED_DOWN
-        yield Event(reason=reason, message=f"StatefulSet from {before} to {replicas} replicas")
+        yield Event(reason=reason, message=f"Scaled StatefulSet from {before} to {replicas} replicas")
 
 
 def _drain_events(
     spec: PoolSpec, observed: Observed, replicas: int, restarts: Sequence[Restart], now_s: float
 ) -> Iterable[Event]:
-    """Yield what happens to pods that are given up on, or replaced."""
+    """Yield the events of drains that timed out and of pods that are replaced."""
     going = {each.pod for each in restarts}
     if observed.statefulset is not None and replicas < observed.statefulset.replicas:
         going |= {pod.name for pod in _victims(spec, observed.pods)}
@@ -235,14 +235,14 @@ def _drain_events(
         and drain.overdue(member, spec.drain_timeout_s, now_s)
     ]
     if late:
-        message = f"{named(late)}: requests were still in flight after {spec.drain_timeout_s:g} s"
+        message = f"{named(late)}: removed with requests in flight after {spec.drain_timeout_s:g} s"
         yield Event(reason=EventReason.DRAIN_TIMED_OUT, message=message, warning=True)
     for restart in restarts:
-        yield Event(reason=EventReason.ROLLING_POD, message=f"{restart.pod}: replaced, its template has changed")
+        yield Event(reason=EventReason.ROLLING_POD, message=f"{restart.pod}: deleted, its template is outdated")
 
 
 def _condition_events(before: Sequence[Condition], after: Sequence[Condition]) -> Iterable[Event]:
-    """Yield what somebody should see of conditions that turned."""
+    """Yield the events of conditions that changed."""
     was, now = ({each.type: each for each in some} for some in (before, after))
     accepted, earlier = now.get(ConditionType.ACCEPTED), was.get(ConditionType.ACCEPTED)
     if accepted is not None and (

@@ -1,4 +1,4 @@
-"""What a pass decides: values that ``apply`` carries out and tests compare."""
+"""The values of a plan, which ``act.apply`` carries out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dualmap_operator.names import EventReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Set the readiness gate's condition of a pod."""
+    """Set the condition of a pod's readiness gate."""
 
     pod: str
     uid: str
@@ -20,7 +20,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Delete a pod (and no other of the same name), so that its StatefulSet makes it anew."""
+    """Delete a pod by name and uid, so that its StatefulSet recreates it."""
 
     pod: str
     uid: str
@@ -28,7 +28,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A Kubernetes Event on the pool."""
+    """Record a Kubernetes Event on the pool."""
 
     reason: EventReason
     message: str
@@ -37,10 +37,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one pass does, in this order: children, status (with the ring), gates, restarts, events.
+    """What one reconcile does, in this order: children, status (with the ring), gates, restarts, events.
 
-    ``children`` are whole objects for server-side apply. ``again_s`` is in how many seconds to look again without
-    having been woken. ``finished`` says of a pool that is being deleted that nothing is left to wait for.
+    ``children`` are whole objects for server-side apply. ``requeue_after_s`` is the time to the next reconcile if no
+    change wakes the pool before. ``finished`` means: the pool is being deleted and its finalizer may be removed.
     """
 
     status: PoolStatus
@@ -48,5 +48,5 @@ class Plan:
     gates: tuple[Gate, ...] = ()
     restarts: tuple[Restart, ...] = ()
     events: tuple[Event, ...] = ()
-    again_s: float = 30.0
+    requeue_after_s: float = 30.0
     finished: bool = False

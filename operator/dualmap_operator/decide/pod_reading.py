@@ -1,8 +1,8 @@
-"""The API's objects as the control plane's values: pods, StatefulSets and the status we published ourselves.
+"""Reads the API's objects into the operator's values: pods, StatefulSets and the published status.
 
-``watches`` and ``gather`` call it; ``status`` writes what ``read_status`` reads; ``spec`` reads what users wish.
-Bodies are the API's JSON. Nothing in them raises, since anybody may have made the pods, and a status may have been
-edited by hand or written by another version of us: what cannot be read counts as not there.
+``observe.watches`` calls it. ``status`` writes what ``read_status`` reads; ``spec`` reads the user's spec. Bodies are
+the API's JSON and may hold anything: pods may have any maker, and a status may be edited by hand or written by another
+version. Nothing raises; what cannot be read counts as absent.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,14 @@ from typing import Any, Final
 
 from dualmap.objects.pods import mapping_in, mappings_in, pod_facts, text_in
 from dualmap.pools.pool import MemberState
-from dualmap_operator.decide.observed import Condition, ObservedPod, ObservedStatefulSet, PoolStatus, RingMember, Shown
+from dualmap_operator.decide.observed import (
+    Condition,
+    ObservedPod,
+    ObservedStatefulSet,
+    PoolStatus,
+    RingMember,
+    TrafficStatus,
+)
 from dualmap_operator.names import ORDINAL_LABEL, REVISION_LABEL
 
 _CONDITION_STATUS: Final[Mapping[str, bool | None]] = {"True": True, "False": False, "Unknown": None}
@@ -23,7 +30,7 @@ _MAX_WEIGHT: Final = 1000
 
 
 def read_pod(body: Mapping[str, Any]) -> ObservedPod:
-    """Read a pod; how often it lost readiness lately only who watches it knows."""
+    """Read a pod; the caller counts ``flaps``."""
     facts = pod_facts(body)
     metadata = mapping_in(body, "metadata")
     labels = mapping_in(metadata, "labels")
@@ -32,7 +39,7 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         uid=facts.uid,
         address=facts.address,
         serving=facts.serving,
-        # A pod that no kubelet has spoken of has not been serving since it was made.
+        # A pod without conditions has not been serving since its creation.
         serving_since_s=read_time(facts.serving_since) or read_time(text_in(metadata, "creationTimestamp")) or 0.0,
         ready=facts.ready,
         in_ring=facts.in_ring,
@@ -74,7 +81,7 @@ def read_status(status: object) -> PoolStatus:
         selector=text_in(status, "selector"),
         ring_version=_integer(ring, "version", 0),
         members=tuple(members.values()),
-        traffic=Shown(
+        traffic=TrafficStatus(
             slo_attainment=text_in(traffic, "sloAttainment"),
             cache_hit_rate=text_in(traffic, "cacheHitRate"),
         ),
@@ -83,7 +90,7 @@ def read_status(status: object) -> PoolStatus:
 
 
 def read_time(text: str) -> float | None:
-    """Return an RFC 3339 time as seconds since the epoch; None for what is none."""
+    """Return an RFC 3339 time as seconds since the epoch, None if it is invalid."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
@@ -95,7 +102,7 @@ def matches(selector: Mapping[str, Any], labels: Mapping[str, Any]) -> bool:
     """Return whether a label selector (matchLabels and matchExpressions, all of them) selects these labels.
 
     As in Kubernetes, NotIn and DoesNotExist select objects without the label too, and an empty selector selects all.
-    An expression that cannot be read selects nothing: adopting too few pods is mended, too many is not.
+    An expression that cannot be read selects nothing: adopting too few pods is the safe side.
     """
     wanted = mapping_in(selector, "matchLabels")
     expressions = selector.get("matchExpressions") or []
@@ -124,7 +131,7 @@ def _expression_matches(expression: Mapping[str, Any], labels: Mapping[str, Any]
 
 
 def _ordinal(body: Mapping[str, Any]) -> int | None:
-    """Return the pod's number in its StatefulSet; Kubernetes before 1.28 says it in the name alone."""
+    """Return the pod's ordinal in its StatefulSet; before Kubernetes 1.28 only the name has it."""
     metadata = mapping_in(body, "metadata")
     text = text_in(mapping_in(metadata, "labels"), ORDINAL_LABEL)
     if not text and any(text_in(owner, "kind") == "StatefulSet" for owner in mappings_in(metadata, "ownerReferences")):
@@ -133,7 +140,7 @@ def _ordinal(body: Mapping[str, Any]) -> int | None:
 
 
 def _member(fields: Mapping[str, Any]) -> RingMember | None:
-    """Return a ring member; None without that by which routers find it."""
+    """Return a ring member, None without id, address, port and state."""
     try:
         state = MemberState(text_in(fields, "state"))
         address = str(ip_address(text_in(fields, "address")))

@@ -1,10 +1,10 @@
-"""Who is in the ring next: published members and pods in, members out (CONTRACT "Ring"; pure).
+"""The next members of the ring, from the published members and the pods. Pure; see docs/operator.md.
 
     pod serves --(settled)--> Joining --(ramp)--> Active --(leaving, or pod terminates)--> Draining --> gone
                                                      ^------------- taken back --------------'
 
-A pod that stops serving leaves at once, from any state; it comes back as Joining, with its old keys (identity is the
-pod's name) and an empty cache (its incarnation differs).
+A pod that stops serving leaves at once, from any state. It comes back as Joining, with its old keys (a member's id is
+the pod's name) and an empty cache (its incarnation differs).
 """
 
 from collections.abc import Collection, Iterable
@@ -15,11 +15,11 @@ from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import ObservedPod, RingMember
 from dualmap_operator.decide.spec import PoolSpec
 
-# A cold instance takes over its keys by and by: its weight from so many seconds after it joined.
+# A cold member takes over its keys in steps: seconds after joining, and the weight from then on.
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75))
 RAMP_S: Final = 30.0
 FULL_WEIGHT: Final = 100
-# How long a pod must have been serving before it joins again after it lost readiness once, twice, ...
+# How long a pod must have served before it joins again, after one loss of readiness; it doubles with each loss.
 _SETTLE_S: Final = 5.0
 _SETTLE_MOST_S: Final = 30.0
 
@@ -32,7 +32,7 @@ def next_members(
     leaving: Collection[str],
     now_s: float,
 ) -> tuple[RingMember, ...]:
-    """Return the ring's members as they should be published now; ``leaving`` names pods that are to be drained."""
+    """Return the ring's members to publish now; ``leaving`` names the pods to drain."""
     was = {member.id: member for member in published}
     members: list[RingMember] = []
     for pod in pods:
@@ -45,9 +45,9 @@ def next_members(
 def surviving(
     published: Iterable[RingMember], pods: Iterable[ObservedPod], *, leaving: bool, now_s: float
 ) -> tuple[RingMember, ...]:
-    """Return who of the published members is left of a pool whose spec cannot be read: nobody joins.
+    """Return the remaining members of a pool whose spec cannot be read: no pod joins.
 
-    Without any pod known nobody is dropped: which pods are the pool's stands in the spec.
+    If no pod is known, every member stays: only the spec says which pods belong to the pool.
     """
     known = {pod.name: pod for pod in pods}
     members = []
@@ -63,17 +63,17 @@ def surviving(
 
 
 def version_after(version: int, before: Iterable[RingMember], after: Iterable[RingMember]) -> int:
-    """Return the ring's version: one more than before when anybody came, went or changed in more than weight."""
+    """Return the ring's version, raised by one if any member came, left or changed in more than its weight."""
     return version + (_identities(before) != _identities(after))
 
 
 def settle_s(pod: ObservedPod) -> float:
-    """Return how long a pod must have been serving before it joins: not at all if it never lost readiness lately."""
+    """Return how long a pod must have served before it joins: 0 if it has not lost readiness lately."""
     return min(_SETTLE_MOST_S, _SETTLE_S * 2 ** (pod.flaps - 1)) if pod.flaps else 0.0
 
 
 def next_change_s(members: Iterable[RingMember], pods: Iterable[ObservedPod], now_s: float) -> float | None:
-    """Return in how many seconds time alone will change the ring: the ramp's next step, or a pod that has settled."""
+    """Return in how many seconds time alone changes the ring: the next ramp step, or a pod that may join."""
     due = [
         member.since_s + step
         for member in members
@@ -88,7 +88,7 @@ def next_change_s(members: Iterable[RingMember], pods: Iterable[ObservedPod], no
 def _next(
     spec: PoolSpec, was: RingMember | None, pod: ObservedPod, *, leaving: bool, now_s: float
 ) -> RingMember | None:
-    """Return one pod's place in the ring, None where it has none."""
+    """Return one pod's member, None if it is not in the ring."""
     same = was is not None and (was.address, was.port, was.incarnation) == (
         pod.address,
         spec.engine.port,
@@ -97,7 +97,7 @@ def _next(
     if not pod.address:
         return None
     if leaving or pod.terminating:
-        return _on_its_way_out(spec, was, pod, same=same, leaving=leaving, now_s=now_s)
+        return _draining_member(spec, was, pod, same=same, leaving=leaving, now_s=now_s)
     if not pod.serving:
         return None
     if was is None or not same:
@@ -111,12 +111,12 @@ def _next(
     return was
 
 
-def _on_its_way_out(
+def _draining_member(
     spec: PoolSpec, was: RingMember | None, pod: ObservedPod, *, same: bool, leaving: bool, now_s: float
 ) -> RingMember | None:
-    """Return the place of a pod that is to be drained or terminates: Draining if it was in the ring at all.
+    """Return the member of a pod to drain or a terminating pod: Draining if it was in the ring, else None.
 
-    An engine may fail its probes, or a sidecar restart, while streams still run: who is to be drained is waited for.
+    A pod to drain stays even if it stops serving: probes may fail, or a sidecar restart, while streams still run.
     """
     if was is None or was.address != pod.address:
         return None
@@ -131,13 +131,13 @@ def _ramped(spec: PoolSpec, was: RingMember, pod: ObservedPod, now_s: float) -> 
     age_s = now_s - was.since_s
     if age_s >= RAMP_S:
         return _member(spec, pod, MemberState.ACTIVE, FULL_WEIGHT, now_s)
-    # A clock that was set back must not empty the choice.
+    # After the clock was set back, age_s may be negative.
     weight = max((weight for at_s, weight in RAMP if at_s <= age_s), default=RAMP[0][1])
     return _member(spec, pod, MemberState.JOINING, weight, was.since_s)
 
 
 def _promoted(members: tuple[RingMember, ...], now_s: float) -> tuple[RingMember, ...]:
-    """Without any Active member there is nobody to spare the cold ones: all that join are Active at once."""
+    """Return the members; without an Active one, all Joining members become Active at once."""
     if any(member.state is MemberState.ACTIVE for member in members):
         return members
     return tuple(
@@ -149,7 +149,7 @@ def _promoted(members: tuple[RingMember, ...], now_s: float) -> tuple[RingMember
 
 
 def _distinct(members: Iterable[RingMember]) -> tuple[RingMember, ...]:
-    """Keep one member for each address and port, which routers insist on: an address outlives its last pod's object."""
+    """Return one member for each address and port, as routers require: two pods may share an address for a moment."""
     kept: dict[tuple[str, int], RingMember] = {}
     for member in sorted(members, key=lambda each: (each.state is MemberState.DRAINING, each.id)):
         kept.setdefault((member.address, member.port), member)

@@ -1,7 +1,7 @@
-"""One pod at a time through the ring when the template has changed (CONTRACT "Children", issue 6; pure).
+"""Rolling update: after a change of the template, replaces one pod at a time. Pure.
 
-The StatefulSet's strategy is OnDelete: it says which revision pods should have and leaves it to us to take an outdated
-one out of the ring, wait for its drain, delete it, and go on when its successor is Active.
+The StatefulSet's update strategy is OnDelete: it names the revision that pods should have. The operator drains an
+outdated pod, deletes it, and continues when its successor is Active.
 """
 
 from dualmap.pools.pool import MemberState
@@ -10,10 +10,10 @@ from dualmap_operator.decide.spec import PoolSpec
 
 
 def outdated(spec: PoolSpec, observed: Observed) -> tuple[ObservedPod, ...]:
-    """Return the pods of an older revision than the StatefulSet wants, in the order in which they are replaced.
+    """Return the pods of an older revision, in the order in which they are replaced.
 
-    Pods that serve nobody come first: replacing those costs nothing. None while the StatefulSet has not yet looked at
-    its newest template.
+    Pods that do not serve come first: replacing them costs nothing. Empty until the StatefulSet controller has observed
+    the newest template.
     """
     statefulset = observed.statefulset
     if statefulset is None or statefulset.observed_generation < statefulset.generation:
@@ -30,9 +30,9 @@ def outdated(spec: PoolSpec, observed: Observed) -> tuple[ObservedPod, ...]:
 
 
 def next_to_replace(spec: PoolSpec, observed: Observed) -> ObservedPod | None:
-    """Return the pod that is or should now be on its way out, None when there is none or it is not yet its turn.
+    """Return the pod to replace now, None if there is none or the last replacement is not done.
 
-    One that drains already is taken back when meanwhile nobody else takes requests, unless it is the only one wanted.
+    A draining pod is taken back if no other member takes requests meanwhile, unless the pool has one replica.
     """
     old = outdated(spec, observed)
     states = {member.id: member.state for member in observed.published.members}
@@ -44,7 +44,7 @@ def next_to_replace(spec: PoolSpec, observed: Observed) -> ObservedPod | None:
     if not old:
         return None
     if not old[0].serving:
-        # The last one that was replaced must serve first, or a template that cannot start would take them all.
+        # The last successor must serve first; otherwise a template that cannot start would replace every pod.
         waiting = [pod for pod in observed.pods if pod.terminating or (not pod.serving and pod not in old)]
         return None if waiting else old[0]
     whole = len(observed.pods) == spec.replicas and not any(pod.terminating for pod in observed.pods)

@@ -1,9 +1,8 @@
-"""What the user asks for, as the control plane needs it: the router's view of the pool and the operator's own fields.
+"""Reads a pool's spec as the operator needs it: the router's view of the pool and the operator's own fields.
 
 ``dualmap.objects.pool_reader`` reads what routers use; this adds ``replicas``, ``workload`` and ``drain``. The API
-server has
-checked everything against the schema already; reading again keeps the operator right where a CRD of another version is
-installed, and gives the refusal a condition to stand in.
+server has checked the schema already. The operator checks again, because a CRD of another version may be installed,
+and reports a refusal in the Accepted condition.
 """
 
 from collections.abc import Mapping
@@ -23,21 +22,21 @@ _EXPRESSION_OPERATORS: Final = (*_OPERATORS_WITH_VALUES, "Exists", "DoesNotExist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateWorkload:
-    """The operator owns a StatefulSet made of this PodTemplateSpec, which is kept as the user wrote it."""
+    """The operator owns a StatefulSet made from this PodTemplateSpec, which stays as the user wrote it."""
 
     template: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectorWorkload:
-    """Pods that somebody else made are adopted: those this label selector matches."""
+    """The pool adopts the existing pods that this label selector matches."""
 
     selector: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """One InferencePool's spec. ``replicas`` has an effect with a template only; ``drain_timeout_s`` in seconds."""
+    """One InferencePool's spec. ``replicas`` has an effect with a template only."""
 
     namespace: str
     name: str
@@ -57,7 +56,7 @@ class PoolSpec:
 
 def read_spec(document: Mapping[str, Any]) -> PoolSpec:
     """Read an InferencePool object; raises PoolError for a field that cannot be used."""
-    # The status is ours: whatever stands in it must not make the spec unreadable.
+    # A damaged status must not make the spec unreadable.
     pool: Pool = read_pools({key: value for key, value in document.items() if key != "status"})[0]
     metadata, spec = mapping_in(document, "metadata"), mapping_in(document, "spec")
     generation = metadata.get("generation")
@@ -75,7 +74,7 @@ def read_spec(document: Mapping[str, Any]) -> PoolSpec:
 
 
 def selector_text(spec: PoolSpec, pool_label: str) -> str:
-    """Return the pool's label selector as the API's ``labelSelector`` parameter spells it."""
+    """Return the pool's label selector in the syntax of the API's ``labelSelector`` parameter."""
     if isinstance(spec.workload, TemplateWorkload):
         return f"{pool_label}={spec.name}"
     selector = spec.workload.selector
@@ -123,7 +122,7 @@ def _read_workload(workload: object) -> TemplateWorkload | SelectorWorkload:
 
 
 def _check_selector(selector: object) -> None:
-    """Raise PoolError for a selector that selects everything or cannot be understood: it decides whom we take."""
+    """Raise PoolError for a selector that is empty or cannot be read: it decides which pods the pool adopts."""
     field = "spec.workload.selector"
     if not isinstance(selector, Mapping) or not (selector.get("matchLabels") or selector.get("matchExpressions")):
         raise PoolError(field, selector, "a label selector that is not empty")
@@ -131,7 +130,7 @@ def _check_selector(selector: object) -> None:
     if not isinstance(labels, Mapping) or not all(
         isinstance(key, str) and isinstance(value, str) for key, value in labels.items()
     ):
-        raise PoolError(f"{field}.matchLabels", labels, "a mapping of labels to texts")
+        raise PoolError(f"{field}.matchLabels", labels, "a mapping of label names to strings")
     if not isinstance(expressions, list):
         raise PoolError(f"{field}.matchExpressions", expressions, "a list")
     for position, expression in enumerate(expressions):
@@ -147,7 +146,7 @@ def _check_expression(expression: object, field: str) -> None:
     if operator not in _EXPRESSION_OPERATORS:
         raise PoolError(f"{field}.operator", operator, f"one of {', '.join(_EXPRESSION_OPERATORS)}")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise PoolError(f"{field}.values", values, "a list of texts")
+        raise PoolError(f"{field}.values", values, "a list of strings")
     if bool(values) != (operator in _OPERATORS_WITH_VALUES):
         accepted = "at least one value" if operator in _OPERATORS_WITH_VALUES else "no values"
         raise PoolError(f"{field}.values", values, f"{accepted} for {operator}")

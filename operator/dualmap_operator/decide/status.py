@@ -1,7 +1,7 @@
-"""An InferencePool's status as the API's JSON: the inverse of ``reading.read_status``; ``apply`` sends it.
+"""An InferencePool's status as the API's JSON: the inverse of ``pod_reading.read_status``; ``act.apply`` sends it.
 
-The names are those of INFERENCEPOOL.md and crds/; conditions are Kubernetes' metav1.Condition. Times are written in
-whole seconds, so a status read back equals the one written when its times are whole.
+The field names are those of the CRD (crds/, docs/crd.md); conditions are Kubernetes' metav1.Condition. Times are in
+whole seconds.
 """
 
 import re
@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from math import floor
 from typing import Any, Final
 
-from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, Shown
+from dualmap_operator.decide.observed import Condition, PoolStatus, RingMember, TrafficStatus
 
 _CONDITION_STATUS: Final[Mapping[bool | None, str]] = {True: "True", False: "False", None: "Unknown"}
 _DIGITS: Final = re.compile(r"([0-9]+)")
 
 
 def status_document(status: PoolStatus) -> dict[str, Any]:
-    """Return the whole ``status``, its members in natural order of their ids; traffic that is not known is left out."""
+    """Return the whole ``status``, members in natural order of their ids; unknown traffic is left out."""
     document: dict[str, Any] = {
         "observedGeneration": status.observed_generation,
         "replicas": status.replicas,
@@ -37,7 +37,7 @@ def status_document(status: PoolStatus) -> dict[str, Any]:
 
 
 def time_text(time_s: float) -> str:
-    """Return seconds since the epoch as the API writes times: RFC 3339, UTC, whole seconds (the fraction is cut)."""
+    """Return seconds since the epoch in the API's format: RFC 3339, UTC, whole seconds (rounded down)."""
     return datetime.fromtimestamp(floor(time_s), UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -66,12 +66,12 @@ def _condition(condition: Condition) -> dict[str, Any]:
     }
 
 
-def _traffic(shown: Shown) -> dict[str, str]:
+def _traffic(shown: TrafficStatus) -> dict[str, str]:
     fields = {"sloAttainment": shown.slo_attainment, "cacheHitRate": shown.cache_hit_rate}
     return {name: value for name, value in fields.items() if value}
 
 
 def _natural(member: RingMember) -> tuple[list[tuple[int, str]], str]:
-    """Return a key that puts qwen-2 before qwen-10, as a person reading the list expects."""
+    """Return a sort key that puts qwen-2 before qwen-10."""
     parts = _DIGITS.split(member.id)
     return [(int(part), "") if position % 2 else (0, part) for position, part in enumerate(parts)], member.id

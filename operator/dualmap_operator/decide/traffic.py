@@ -1,7 +1,6 @@
-"""A pool's ``status.traffic``: what its routers' totals say of the last minutes, as the short decimals people see.
+"""A pool's ``status.traffic``: SLO attainment and hit rate of the last minutes, as short decimals.
 
-``gather`` adds each router's totals (``asking``) at every look; ``plan`` publishes what is shown. Pure: times are
-passed in, of any clock that never goes back.
+``gather`` adds every router's totals; ``plan`` publishes the result. Pure: times are arguments, of any monotonic clock.
 """
 
 from collections import deque
@@ -9,18 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
-from dualmap_operator.decide.observed import Shown
+from dualmap_operator.decide.observed import TrafficStatus
 
 _PAUSE_S: Final = 30.0
-"""What is shown changes at most this often (CONTRACT): every change is a write to the API."""
+"""The published values change at most this often: every change is a write to the API."""
 _FEWEST: Final = 5
-"""A share of fewer requests than these says nothing."""
+"""The fewest requests for which a share is published."""
 _SLICES: Final = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Totals:
-    """The totals of ``GET /pools/NAMESPACE/NAME`` that shares are made of, or differences of such."""
+    """The totals of ``GET /pools/NAMESPACE/NAME`` that the shares need, or differences of them."""
 
     requests: int = 0
     refused: int = 0
@@ -34,7 +33,7 @@ class _Totals:
         return _Totals(**{name: getattr(self, name) + getattr(other, name) for name in _NAMES})
 
     def since(self, earlier: "_Totals") -> "_Totals":
-        """Return what was added since ``earlier``: all of it, if the router began anew in between."""
+        """Return the increase since ``earlier``: the whole, if the router restarted in between."""
         added = {name: getattr(self, name) - getattr(earlier, name) for name in _NAMES}
         return self if min(added.values()) < 0 else _Totals(**added)
 
@@ -45,20 +44,20 @@ _NAMES: Final = tuple(field.name for field in fields(_Totals))
 class TrafficWindow:
     """The traffic of one pool's routers over the last ``window_s`` seconds.
 
-    ``published`` is what the status says already: it stays until there is something better to say, so that an operator
-    that has just begun, and knows nothing yet, does not take away what the last one knew.
+    ``published`` is the present status. It stays until there is a better value, so that a restarted operator does not
+    remove what its predecessor published.
     """
 
-    def __init__(self, *, window_s: float = 300.0, published: Shown | None = None) -> None:
+    def __init__(self, *, window_s: float = 300.0, published: TrafficStatus | None = None) -> None:
         self._window_s = window_s
         self._slices: deque[tuple[float, _Totals]] = deque()
         self._last: dict[str, tuple[float, _Totals]] = {}
-        self._shown = published or Shown()
+        self._shown = published or TrafficStatus()
         self._began_s: float | None = None
         self._changed_s: float | None = None
 
     def add(self, now_s: float, router: str, totals: Mapping[str, object]) -> None:
-        """Take in a router's totals. The first ones are only a beginning; what cannot be read is passed over."""
+        """Add a router's totals. The first ones are the baseline; totals that cannot be read are ignored."""
         read = _read(totals)
         if read is None:
             return
@@ -74,18 +73,18 @@ class TrafficWindow:
         else:
             self._slices.append((now_s, added))
 
-    def shown(self, now_s: float) -> Shown:
-        """Return what the status should say now; another than before at most every 30 seconds."""
+    def shown(self, now_s: float) -> TrafficStatus:
+        """Return the traffic to publish; it changes at most every 30 seconds."""
         if self._began_s is None or self._changed_s is None:
             self._began_s = self._changed_s = now_s
         self._forget(now_s)
         sums = _Totals()
         for _, added in self._slices:
             sums = sums.plus(added)
-        present = Shown(slo_attainment=_attainment(sums), cache_hit_rate=_hit_rate(sums))
+        present = TrafficStatus(slo_attainment=_attainment(sums), cache_hit_rate=_hit_rate(sums))
         if now_s - self._began_s < self._window_s:
-            # Not knowing counts for nothing before a whole window was watched.
-            present = Shown(
+            # Before the first full window, an unknown value does not replace a published one.
+            present = TrafficStatus(
                 slo_attainment=present.slo_attainment or self._shown.slo_attainment,
                 cache_hit_rate=present.cache_hit_rate or self._shown.cache_hit_rate,
             )
@@ -94,7 +93,7 @@ class TrafficWindow:
         return self._shown
 
     def _forget(self, now_s: float) -> None:
-        """Drop what is older than the window, and routers not heard of for as long: their next totals begin anew."""
+        """Drop slices older than the window, and routers silent for as long: their next totals are a new baseline."""
         oldest_s = now_s - self._window_s
         while self._slices and self._slices[0][0] < oldest_s:
             self._slices.popleft()
@@ -112,24 +111,24 @@ def _read(totals: Mapping[str, object]) -> _Totals | None:
 
 
 def _attainment(sums: _Totals) -> str:
-    """Return the share of requests whose first token came in time; whoever was refused got none.
+    """Return the share of requests whose first token met the SLO; rejected requests count as missed.
 
-    Of requests that ask for no stream nobody sees the first token; they do not count.
+    Requests without streaming have no observable first token and do not count.
     """
     asked = sums.first_tokens + sums.refused
     return _decimal(sums.slo_met, asked) if asked >= _FEWEST else ""
 
 
 def _hit_rate(sums: _Totals) -> str:
-    """Return the share of prompt tokens that were cached: as measured where any engine reports it, else as predicted.
+    """Return the share of cached prompt tokens: measured if any engine reports it, else predicted.
 
-    The two are never added up. Engines that report for some requests only make the measured share too small, which is
-    the safe side for who buys capacity by it.
+    The two are never added. If engines report only some requests, the measured share is too small, which is the safe
+    side for capacity planning.
     """
     if sums.requests < _FEWEST or not sums.prompt_tokens:
         return ""
     cached = sums.measured_cached_tokens or sums.predicted_cached_tokens
-    # Prompt tokens are the router's estimate and measured ones the engine's count: the quotient may exceed one.
+    # The router estimates prompt tokens and the engine counts cached ones: the quotient may exceed 1.
     return _decimal(min(cached, sums.prompt_tokens), sums.prompt_tokens)
 
 

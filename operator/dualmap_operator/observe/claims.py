@@ -1,9 +1,8 @@
-"""Which of the watched pools claim one model name: an index, so that a change wakes those alone whom it concerns.
+"""An index of the model names that watched pools claim, so that a change wakes only the pools that it concerns.
 
-``watches`` keeps it up to date and ``gather`` asks it. Who has a name is ``dualmap.pools.claims``' to say, as it is
-for the
-routers, which watch the same namespaces. They agree on pools that can be read: of one that no longer can, each goes on
-with what it last read, and who was started since has read nothing (docs/operator.md).
+``watches`` keeps it up to date and ``gather`` asks it. ``dualmap.pools.claims`` decides which pool has a name, for the
+operator and for the routers. They agree on every pool that can be read. For a pool that no longer can, each process
+uses what it last read; a process started since then knows nothing of it (docs/operator.md).
 """
 
 from collections import defaultdict
@@ -18,17 +17,17 @@ from dualmap_operator.observe.mirror import Key
 
 
 class Claims:
-    """The names that pools claim, by pool and by name."""
+    """The model names that pools claim, by pool and by name."""
 
     def __init__(self) -> None:
         self._claimants: dict[Key, Claimant] = {}
         self._by_name: defaultdict[str, set[Key]] = defaultdict(set)
 
     def changed(self, key: Key, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> set[Key]:
-        """Take a pool's change from one document to another; return the other pools whose claims it may decide anew.
+        """Take a pool's change from one document to another; return the other pools whose claims may change with it.
 
-        A spec that cannot be read goes on claiming what it last claimed, since routers serve on by it; one that could
-        not be read since the operator started claims nothing, as for a router that started then.
+        A spec that cannot be read keeps its last claims, since routers keep serving by them. A spec that could never
+        be read since the operator started claims nothing, as in a router started at that time.
         """
         was = self._claimants.get(key)
         if after is None:
@@ -36,7 +35,7 @@ class Claims:
         elif before is None or _uid(before) != _uid(after):
             now = _claimant(after)
         elif before.get("spec") == after.get("spec"):
-            return set()  # The status has changed: nearly always it is that.
+            return set()  # Only the status has changed, as in most updates.
         else:
             now = _claimant(after) or was
         if now == was:
@@ -46,7 +45,7 @@ class Claims:
         return (concerned | self._rivals(now)) - {key}
 
     def lost(self, key: Key) -> tuple[LostClaim, ...]:
-        """Return the names that a pool claims in vain."""
+        """Return the names that a pool claims and an older pool has."""
         mine = self._claimants.get(key)
         if mine is None:
             return ()
@@ -72,9 +71,9 @@ class Claims:
 
 
 def _claimant(document: Mapping[str, Any]) -> Claimant | None:
-    """Return what a pool claims, None for one whose spec cannot be read."""
+    """Return the claims of a pool, None if its spec cannot be read."""
     try:
-        # The status is the operator's own, and long.
+        # The status is the operator's own, and large.
         (pool,) = read_pools({name: value for name, value in document.items() if name != "status"})
     except PoolError:
         return None

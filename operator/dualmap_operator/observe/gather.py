@@ -1,7 +1,7 @@
-"""Everything a pass may look at, put together: what the watches show, what routers and engines say, what is counted.
+"""Gathers the observed state of one pool for a reconcile: watches, reports of routers and engines, traffic totals.
 
-One ``Gatherer`` for each pool, owned by its ``keeper``. What it remembers between passes (looks in a row, the window of
-traffic, the last spec that could be read) may be lost at any time: a drain then takes a second longer.
+One ``Gatherer`` for each pool, owned by its reconciler. It remembers idle checks in a row, the traffic window and the
+last spec that could be read. All of it may be lost at any time: a drain then takes a second longer.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from dualmap_operator.observe.watches import PoolObject, Watches
 
 _REST_S: Final = 15.0
 _SYNC_S: Final = 1.0
-# A little less than the plan's own pace, so that each of its looks is one.
+# A little less than the plan's own interval, so that every reconcile asks once.
 _DRAIN_S: Final = 0.4
 
 
-class Source(Protocol):
-    """Where a keeper gets what it sees from."""
+class PoolObserver(Protocol):
+    """Observes one pool for its reconciler."""
 
     async def observe(self, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]) -> Observed:
-        """Return what there is to see of ``pool`` now; ``spec`` is None where it cannot be read."""
+        """Return the observed state of ``pool``; ``spec`` is None if it cannot be read."""
 
     def due_s(self) -> float:
-        """Return in how many seconds there will be something to ask."""
+        """Return in how many seconds routers are due to be asked."""
 
 
 class Gatherer:
-    """Gathers for the pool ``namespace/name``. ``clock`` is monotonic, in seconds."""
+    """Gathers the state of the pool ``pool_id`` (``namespace/name``). ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -53,40 +53,40 @@ class Gatherer:
         self._engine_client = engine_client
         self._clock = clock
         self._asked_at_s: float | None = None
-        self._pace_s = _REST_S
+        self._interval_s = _REST_S
         self._reports: tuple[RouterReport, ...] = ()
         self._engine_requests: dict[str, int | None] = {}
-        self._idle_looks: dict[str, int] = {}
+        self._idle_checks: dict[str, int] = {}
         self._traffic: TrafficWindow | None = None
         self._spec: PoolSpec | None = None
 
     async def observe(self, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]) -> Observed:
-        """Return what there is to see of ``pool`` now, having asked routers and engines if it is time to."""
+        """Return the observed state of ``pool``; asks routers and engines if they are due."""
         spec = self._spec = spec or self._spec
         if self._traffic is None:
             self._traffic = TrafficWindow(published=pool.status.traffic)
         draining = drain.draining(pool.status)
-        # A member that was taken back has had requests since: its next drain begins anew.
-        self._idle_looks = {each.id: self._idle_looks[each.id] for each in draining if each.id in self._idle_looks}
+        # A member taken back has had requests since: its next drain starts from zero.
+        self._idle_checks = {each.id: self._idle_checks[each.id] for each in draining if each.id in self._idle_checks}
         observed = self._observed(self._traffic, pool, spec, failures)
-        self._pace_s = self._pace(observed, bool(draining))
+        self._interval_s = self._interval(observed, bool(draining))
         if self.due_s() > 0:
             return observed
         await self._ask(self._traffic, spec, draining)
         observed = self._observed(self._traffic, pool, spec, failures)
-        self._idle_looks = {
-            member.id: self._idle_looks.get(member.id, 0) + 1 if drain.idle(member, observed) else 0
+        self._idle_checks = {
+            member.id: self._idle_checks.get(member.id, 0) + 1 if drain.idle(member, observed) else 0
             for member in draining
         }
-        return replace(observed, idle_looks=self._idle_looks)
+        return replace(observed, idle_checks=self._idle_checks)
 
     def due_s(self) -> float:
-        """Return in how many seconds routers are to be asked again; not more than 0 for now."""
+        """Return in how many seconds routers are due to be asked again; 0 or less means now."""
         if self._asked_at_s is None:
             return 0.0
-        return self._asked_at_s + self._pace_s - self._clock()
+        return self._asked_at_s + self._interval_s - self._clock()
 
-    def _pace(self, observed: Observed, draining: bool) -> float:
+    def _interval(self, observed: Observed, draining: bool) -> float:
         if draining:
             return _DRAIN_S
         version = observed.published.ring_version
@@ -120,11 +120,11 @@ class Gatherer:
         return Observed(
             published=pool.status,
             statefulset=self._watches.statefulset(key, pool.uid),
-            # A pod that crashed or is gone leaves the ring, readable or not what the pool is to be.
+            # Also with a spec that cannot be read, a crashed or deleted pod leaves the ring.
             pods=self._watches.pods_left(key, members) if spec is None else self._watches.pods_of(spec),
             routers=self._reports,
             engine_requests=self._engine_requests,
-            idle_looks=self._idle_looks,
+            idle_checks=self._idle_checks,
             traffic=traffic.shown(self._clock()),
             deleting="deletionTimestamp" in metadata,
             failures=failures,

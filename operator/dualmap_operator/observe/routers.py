@@ -1,7 +1,7 @@
-"""Which routers there are: those of the command line, or those behind a Service, as its EndpointSlices say.
+"""Router discovery: the addresses of the command line, or the EndpointSlices of the routers' Service.
 
-``gather`` asks them. Routers that do not take requests (not ready, or terminating) are among them: they may still have
-some in flight.
+``gather`` asks these routers. They include routers that receive no requests (not ready, or terminating), which may
+still have requests in flight.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ _SERVICE_LABEL: Final = "kubernetes.io/service-name"
 
 
 class Routers(Protocol):
-    """Who knows the routers."""
+    """Discovers the routers."""
 
     def addresses(self) -> tuple[RouterAddress, ...]:
         """Return the metrics port of every router."""
@@ -47,17 +47,17 @@ class ServiceRouters:
             kind="EndpointSlice",
             path=collection_path("discovery.k8s.io/v1", "EndpointSlice", namespace),
             read=read_slice,
-            listener=lambda *_: None,  # Routers are asked at the next look, which is never far.
+            listener=lambda *_: None,  # The next reconcile asks the routers; it is never far.
             clock=clock,
             selector=f"{_SERVICE_LABEL}={name}",
         )
 
     def addresses(self) -> tuple[RouterAddress, ...]:
-        """Return the metrics port of every router, once each though it may have addresses of two families."""
+        """Return the metrics port of every router; a router with IPv4 and IPv6 addresses counts once."""
         found: dict[str, RouterAddress] = {}
         for _, routers in self.mirror.items():
             for name, router in routers.items():
-                # IPv4 before IPv6, whichever slice came first.
+                # Prefer IPv4, in whatever order the slices come.
                 if name not in found or ":" in found[name].host:
                     found[name] = router
         return tuple(found[name] for name in sorted(found))
@@ -74,7 +74,7 @@ def read_slice(body: Mapping[str, Any]) -> dict[str, RouterAddress]:
         if not isinstance(addresses, list) or not addresses:
             continue
         host = str(addresses[0])
-        # The API means ready where it says nothing.
+        # A missing value means ready (Kubernetes API: EndpointConditions).
         ready = mapping_in(endpoint, "conditions").get("ready") is not False
         name = text_in(mapping_in(endpoint, "targetRef"), "name") or host
         routers[name] = RouterAddress(host=host, port=ports[0], ready=ready)

@@ -1,7 +1,7 @@
-"""Asking routers and engines over HTTP what they have in flight: the drain's evidence, and the traffic they count.
+"""HTTP clients for the status of routers and engines: requests in flight, which a drain needs, and traffic totals.
 
-``gather`` calls it in each look; ``drain`` judges the answers. Whatever a peer does, a question takes bounded time and
-memory and never raises: who does not answer, or answers what cannot be read, has said nothing.
+``gather`` calls them; ``decide.drain`` judges the answers. Every request takes bounded time and memory and never
+raises. A peer that does not answer, or whose answer cannot be read, counts as silent.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from dualmap_operator.decide.observed import EndpointReport, RouterReport
 
 _TIMEOUT_S: Final = 2.0
 _LARGEST_BYTES: Final = 4 * 1024 * 1024
-"""An engine's page grows with its histograms, a router's answer by some 120 bytes for each endpoint."""
+"""An engine's page grows with its histograms; a router's answer by about 120 bytes for each endpoint."""
 _CHUNK_BYTES: Final = 64 * 1024
 _AT_A_TIME: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAddress:
-    """Where a router's metrics port is; ``ready`` is whether requests are sent to this router."""
+    """A router's metrics port; ``ready`` is whether the router receives requests."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class RouterAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineMetrics:
-    """Where an engine says what it is running and has waiting (PROTOCOLS section 2)."""
+    """The path and the names of an engine's metrics for running and waiting requests."""
 
     path: str
     running: str
@@ -51,20 +51,20 @@ _ENGINE_METRICS: Final[Mapping[str, _EngineMetrics]] = {
     ),
 }
 
-# What follows a metric's name on its line: labels, whose quoted values may hold anything, then a value and perhaps a
-# time. Nothing in it can match in two ways, so that a long line is read once.
+# The rest of a sample's line after the metric's name: labels with quoted values, a value, an optional timestamp.
+# Possessive quantifiers prevent backtracking, so that a long line is read once.
 _SAMPLE: Final = re.compile(
     rb"""[ \t]*+(?:\{(?:[^"}\n]++|"(?:[^"\\\n]|\\[^\n])*+")*+\})?[ \t]*+([^ \t\n]++)(?:[ \t]++-?[0-9]++)?[ \t\r]*+\n"""
 )
-_NAME_GOES_ON: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:")
+_NAME_CHARACTERS: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:")
 
 
-class _Asker:
-    """An HTTP client for small questions. To be made where an event loop runs."""
+class _HttpClient:
+    """An HTTP client for small GET requests. Construct it in a running event loop."""
 
     def __init__(self) -> None:
-        # Connections are not kept: the next life of an address must not be taken for this one. What is compressed
-        # could be of any size, so nothing is unpacked.
+        # Connections are not reused: another pod may have the address next. Answers are not decompressed, since their
+        # size would have no bound.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={"Accept-Encoding": "identity"},
@@ -73,13 +73,13 @@ class _Asker:
         self._turns = asyncio.Semaphore(_AT_A_TIME)
 
     async def get(self, host: str, port: int, path: str, *, timeout_s: float) -> tuple[int, bytes] | None:
-        """Return the answer's HTTP status and body; None for none, a late one, a cut one or too large a one."""
+        """Return the HTTP status and body; None for no answer, or one that is late, cut or too large."""
         async with self._turns:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._get(URL.build(scheme="http", host=host, port=port, path=path))
             except (aiohttp.ClientError, OSError, ValueError):
-                # OSError includes TimeoutError; ValueError is what a host that cannot be one raises.
+                # OSError includes TimeoutError; an invalid host raises ValueError.
                 return None
 
     async def _get(self, url: URL) -> tuple[int, bytes] | None:
@@ -96,70 +96,70 @@ class _Asker:
 
 
 class RouterClient:
-    """Asks routers for what they know of a pool. To be made where an event loop runs, and closed."""
+    """Asks routers for their status of a pool. Construct it in a running event loop, and close it."""
 
     def __init__(self) -> None:
-        self._asker = _Asker()
+        self._http = _HttpClient()
 
     async def reports(
         self, pool_id: str, routers: Sequence[RouterAddress], *, timeout_s: float = _TIMEOUT_S
     ) -> tuple[tuple[RouterReport, Mapping[str, Any] | None], ...]:
-        """Return each router's report on ``namespace/name``, in their order, with its totals of traffic if it has any.
+        """Return each router's report on ``namespace/name``, in their order, with its traffic totals if any.
 
-        A report's ``router`` is ``host:port``, which is known of those too that are not heard.
+        A report's ``router`` is ``host:port``, also for a silent router.
         """
         return tuple(await asyncio.gather(*(self._report(pool_id, router, timeout_s) for router in routers)))
 
     async def close(self) -> None:
-        """End what is open."""
-        await self._asker.close()
+        """Close open connections."""
+        await self._http.close()
 
     async def _report(
         self, pool_id: str, router: RouterAddress, timeout_s: float
     ) -> tuple[RouterReport, Mapping[str, Any] | None]:
         name = f"[{router.host}]:{router.port}" if ":" in router.host else f"{router.host}:{router.port}"
-        unheard = RouterReport(router=name, ready=router.ready, heard=False)
-        answer = await self._asker.get(router.host, router.port, f"/pools/{pool_id}", timeout_s=timeout_s)
+        silent = RouterReport(router=name, ready=router.ready, heard=False)
+        answer = await self._http.get(router.host, router.port, f"/pools/{pool_id}", timeout_s=timeout_s)
         if answer is None:
-            return unheard, None
+            return silent, None
         status, body = answer
         document = _object(body)
         if document is None:
-            return unheard, None
+            return silent, None
         if status == 404 and text_in(document, "router"):
             return RouterReport(router=name, ready=router.ready), None
         if status != 200:
-            return unheard, None
+            return silent, None
         version, endpoints = _count(document.get("ring_version")), _endpoints(document.get("endpoints"))
         if version is None or endpoints is None:
-            return unheard, None
+            return silent, None
         report = RouterReport(router=name, ready=router.ready, ring_version=version, endpoints=endpoints)
         return report, mapping_in(document, "traffic") or None
 
 
 class EngineClient:
-    """Asks engines how many requests they have. To be made where an event loop runs, and closed."""
+    """Asks engines for their number of requests. Construct it in a running event loop, and close it."""
 
     def __init__(self) -> None:
-        self._asker = _Asker()
+        self._http = _HttpClient()
 
     async def requests(self, engine_type: str, address: str, port: int, *, timeout_s: float = _TIMEOUT_S) -> int | None:
-        """Return how many requests run and wait in an engine, by its own metrics; None where these cannot be read.
+        """Return the number of running and waiting requests by the engine's own metrics; None if they cannot be read.
 
-        Engines of type Generic have no metrics that we know of.
+        Engines of type Generic have no known metrics.
         """
         metrics = _ENGINE_METRICS.get(engine_type)
         if metrics is None:
             return None
-        answer = await self._asker.get(address, port, metrics.path, timeout_s=timeout_s)
+        answer = await self._http.get(address, port, metrics.path, timeout_s=timeout_s)
         if answer is None or answer[0] != 200:
             return None
         running, waiting = (_sum(answer[1], name) for name in (metrics.running, metrics.waiting))
         return None if running is None or waiting is None else running + waiting
 
     async def close(self) -> None:
-        """End what is open."""
-        await self._asker.close()
+        """Close open connections."""
+        await self._http.close()
 
 
 def _object(body: bytes) -> Mapping[str, Any] | None:
@@ -171,7 +171,7 @@ def _object(body: bytes) -> Mapping[str, Any] | None:
 
 
 def _endpoints(value: object) -> dict[str, EndpointReport] | None:
-    """Return what is in flight by member id; None if any of it cannot be read, for it may be what a drain waits for."""
+    """Return each endpoint's report by member id; None if any cannot be read, since a drain may wait for it."""
     if not isinstance(value, list):
         return None
     reports: dict[str, EndpointReport] = {}
@@ -190,9 +190,9 @@ def _count(value: object) -> int | None:
 
 
 def _sum(page: bytes, name: str) -> int | None:
-    """Return the sum of a metric's samples, whatever their labels, on a page of Prometheus' text format.
+    """Return the sum of a metric's samples over all labels, on a page in Prometheus' text format.
 
-    None if there is none, or one that is no count. A page that does not end with its last line's end was cut.
+    None if there is no sample, or one that is not a count. A page without a final newline was cut.
     """
     if not page.endswith(b"\n"):
         return None
@@ -201,7 +201,7 @@ def _sum(page: bytes, name: str) -> int | None:
     total, found, at = 0.0, False, lines.find(start)
     while at >= 0:
         rest = at + len(start)
-        if lines[rest] not in _NAME_GOES_ON:
+        if lines[rest] not in _NAME_CHARACTERS:
             value = _sample(lines, rest)
             if value is None:
                 return None

@@ -1,7 +1,7 @@
-"""What the API server shows of pools, their pods and their children: a mirror of each kind, and who is woken by what.
+"""Mirrors of pools, their pods and their children, and the mapping from a changed object to the pools to reconcile.
 
-``gather`` reads from here and nowhere else; ``keeper`` is woken from here. Pods are kept as the few facts that matter,
-children as a fingerprint: with a thousand pods their bodies would be megabytes that nobody reads.
+``gather`` reads the mirrors; every change wakes the reconcilers of the pools that it concerns. Pods are kept as a few
+facts and children as a fingerprint: the bodies of a thousand pods would be megabytes.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from dualmap_operator.observe.claims import Claims
 from dualmap_operator.observe.mirror import Key, Mirror
 
 FLAP_WINDOW_S: Final = 300.0
-"""For how long a loss of readiness is remembered."""
+"""How long a loss of readiness counts."""
 _CHILDREN: Final = (("apps/v1", "StatefulSet"), ("v1", "Service"), ("policy/v1", "PodDisruptionBudget"))
 _IGNORED_METADATA: Final = ("resourceVersion", "generation", "managedFields")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolObject:
-    """One InferencePool: its ``document`` without what nobody reads, and its status as read."""
+    """One InferencePool: its ``document`` without managedFields, and its status as read."""
 
     document: Mapping[str, Any]
     uid: str
@@ -41,7 +41,7 @@ class PoolObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodObject:
-    """One pod, its labels, and ``pool``: whose StatefulSet made it, by name (empty for none)."""
+    """One pod, its labels, and ``pool``: the pool whose StatefulSet made it, by name (empty for none)."""
 
     labels: Mapping[str, Any]
     pool: str
@@ -50,9 +50,9 @@ class PodObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildObject:
-    """One object of a child's kind: the pool its label names, and a hash of all that anybody may set of it.
+    """One object of a child's kind: the pool that its label names, and a hash of every field that a client may set.
 
-    ``controller`` is the uid of its controller, empty for none; ``ours`` whether we have ever applied it.
+    ``controller`` is the uid of its controller, empty for none. ``ours`` is whether this operator ever applied it.
     """
 
     pool: str
@@ -62,12 +62,12 @@ class ChildObject:
     statefulset: ObservedStatefulSet | None = None
 
     def belongs_to(self, uid: str) -> bool:
-        """Whether the pool of ``uid`` may change it: it controls it, or nobody does and it was made by us."""
+        """Return whether the pool of ``uid`` may change it: as its controller, or because we applied it."""
         return self.controller == uid or (self.ours and not self.controller)
 
 
 class Watches:
-    """Mirrors of pools, pods and children in ``namespace`` (None: all). ``wake`` is told which pool to look at.
+    """Mirrors of pools, pods and children in ``namespace`` (None: all). ``wake`` queues a pool's reconcile.
 
     ``clock`` is monotonic, in seconds.
     """
@@ -135,12 +135,12 @@ class Watches:
         return self._seen(mine)
 
     def pods_left(self, key: Key, members: Collection[str]) -> tuple[ObservedPod, ...]:
-        """Return the pods of a pool whose spec was never readable: its StatefulSet's, and those that are members."""
+        """Return the pods of a pool whose spec was never readable: those of its StatefulSet, and the ring's members."""
         here = self._pods_in.get(key[0], {})
         return self._seen(each for each in here.values() if each.pool == key[1] or each.pod.name in members)
 
     def highest_version(self, uid: str) -> int:
-        """Return the highest ring version that the pool of ``uid`` was ever seen to publish, 0 for none."""
+        """Return the highest ring version that the pool of ``uid`` has published, 0 for none."""
         return self._versions.get(uid, 0)
 
     def lost_claims(self, key: Key) -> tuple[LostClaim, ...]:
@@ -158,7 +158,7 @@ class Watches:
 
     @property
     def mirrors(self) -> tuple[Mirror[Any], ...]:
-        """Every kind's mirror, for ``wiring`` to run."""
+        """The mirror of every kind, for ``control`` to run."""
         return (self.pools, self.pods, *self._children.values())
 
     def _seen(self, pods: Iterable[PodObject]) -> tuple[ObservedPod, ...]:
@@ -168,7 +168,7 @@ class Watches:
         if before is not None and (after is None or after.uid != before.uid):
             self._versions.pop(before.uid, None)
         if after is not None:
-            # Somebody may wipe a status by hand: what was published before is then known here alone, and to routers.
+            # After a manual edit of the status, only this operator and the routers know the version published before.
             self._versions[after.uid] = max(self.highest_version(after.uid), after.status.ring_version)
         workload = {} if after is None else mapping_in(mapping_in(after.document, "spec"), "workload")
         self._selectors.pop(key, None)
@@ -225,7 +225,7 @@ def read_pool(body: Mapping[str, Any]) -> PoolObject:
     metadata = mapping_in(body, "metadata")
     kept = {key: value for key, value in metadata.items() if key != "managedFields"}
     return PoolObject(
-        # What a list holds says neither kind nor version.
+        # The items of a list lack kind and apiVersion.
         document={**body, "apiVersion": API_VERSION, "kind": "InferencePool", "metadata": kept},
         uid=text_in(metadata, "uid"),
         resource_version=text_in(metadata, "resourceVersion"),
@@ -241,7 +241,7 @@ def read_pod_object(body: Mapping[str, Any]) -> PodObject:
 
 
 def _pool_of(metadata: Mapping[str, Any], pod: ObservedPod) -> str:
-    """Return the pool that a pod names if its StatefulSet controls it, or will again after it was deleted."""
+    """Return the pool that a pod's label names if its StatefulSet controls the pod, or will adopt it again."""
     pool, controller = text_in(mapping_in(metadata, "labels"), POOL_LABEL), _controller(metadata)
     if controller is not None:
         mine = controller.get("kind") == "StatefulSet" and controller.get("name") == pool
@@ -255,7 +255,7 @@ def _controller(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_child(body: Mapping[str, Any]) -> ChildObject:
-    """Read a StatefulSet, Service or PodDisruptionBudget as the server has it."""
+    """Read a StatefulSet, Service or PodDisruptionBudget for the mirror."""
     metadata = mapping_in(body, "metadata")
     managers = [each.get("manager") for each in mappings_in(metadata, "managedFields")]
     return ChildObject(
@@ -268,7 +268,7 @@ def read_child(body: Mapping[str, Any]) -> ChildObject:
 
 
 def fingerprint(body: Mapping[str, Any]) -> str:
-    """Return a hash of what anybody may set of an object: not of its status, nor of what the server counts."""
+    """Return a hash of every field that a client may set: not the status, nor fields that the server maintains."""
     content = {key: value for key, value in body.items() if key not in ("apiVersion", "kind", "status", "metadata")}
     metadata = mapping_in(body, "metadata")
     content["metadata"] = {key: value for key, value in metadata.items() if key not in _IGNORED_METADATA}

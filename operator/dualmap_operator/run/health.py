@@ -1,6 +1,6 @@
-"""The operator's two HTTP ports: ``/healthz`` for who restarts it when it is ill, ``/metrics`` for Prometheus.
+"""The operator's two HTTP ports: ``/healthz`` for the kubelet's liveness probe, ``/metrics`` for Prometheus.
 
-``wiring`` gives it what to say. A standby is healthy as long as it answers.
+A standby is healthy as long as it answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,29 +11,35 @@ from aiohttp import web
 from dualmap_edge.ports import IDLE_TIMEOUT_S, AddressError, check_free
 from dualmap_operator.run.metrics import CONTENT_TYPE, Metrics
 
-# A watch says something at least every 45 s, since the server ends it then, with a bookmark.
+# The server ends every watch after 45 s, usually after a bookmark.
 SILENT_S: Final = 120.0
-# kopf begins to keep a pool within a second of the mirror's showing it; longer than this, its own watch is ill.
-UNKEPT_S: Final = 30.0
+# kopf starts a pool's reconciler within a second after the mirror shows the pool; later, kopf's watch is broken.
+UNRECONCILED_S: Final = 30.0
 
 
-def problems(*, ages_s: Mapping[str, float], stuck: Sequence[str], unkept_s: Mapping[str, float]) -> tuple[str, ...]:
-    """Return what is wrong with an operator that acts, in words.
+def problems(
+    *, ages_s: Mapping[str, float], stuck: Sequence[str], unreconciled_s: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Return what is wrong with a leading operator, in words.
 
-    ``ages_s`` is how long ago each kind's watch gave word, ``stuck`` the pools whose pass hangs, and ``unkept_s`` for
-    how long nobody has kept a pool.
+    ``ages_s`` is the age of each kind's copy, ``stuck`` names the pools whose reconcile is stuck, and
+    ``unreconciled_s`` is for how long a pool has had no reconciler.
     """
     return (
-        *(f"nothing was heard of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
-        *(f"the pass over {pool} hangs" for pool in stuck),
-        *(f"nobody keeps {pool}, for {for_s:.0f} s" for pool, for_s in unkept_s.items() if for_s > UNKEPT_S),
+        *(f"no word from the watch of {kind} for {age_s:.0f} s" for kind, age_s in ages_s.items() if age_s > SILENT_S),
+        *(f"reconcile of {pool} is stuck" for pool in stuck),
+        *(
+            f"{pool} has had no reconciler for {for_s:.0f} s"
+            for pool, for_s in unreconciled_s.items()
+            if for_s > UNRECONCILED_S
+        ),
     )
 
 
 class HttpServer:
-    """Serves what ``problems`` and ``metrics`` say at the time of each request, on a port each.
+    """Serves ``problems`` and ``metrics``, each on its own port.
 
-    Who has asked nothing whole for ``idle_timeout_s`` is cut off.
+    A connection without a complete request for ``idle_timeout_s`` is closed.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class HttpServer:
             raise
 
     async def close(self) -> None:
-        """Stop listening and end what is open."""
+        """Stop listening and close open connections."""
         for runner in self._runners:
             await runner.cleanup()
 

@@ -1,11 +1,11 @@
-"""Who of several operators acts: the holder of a Lease (coordination.k8s.io), taken, renewed and handed over here.
+"""Leader election: takes, renews and releases a Lease (coordination.k8s.io).
 
-``wiring`` runs the control loops while ``Leadership`` is held. The library's own election
-(``kubernetes.aio.leaderelection``) is not used: it writes local time marked as UTC, ends the election on an error that
-is no HTTP answer, may sit in one request past its own deadline, and never hands a lease over when it stops.
+``process`` runs the control loops while this operator leads. The library's own election
+(``kubernetes.aio.leaderelection``) is not used. It writes local time marked as UTC, ends on an error without an HTTP
+answer, may wait in one request past its own deadline, and never releases a lease.
 
-Whether a lease has run out is judged by our own monotonic clock since we first saw it as it is, never by comparing the
-times in it with ours: clocks of two machines differ.
+A lease expires by our own monotonic clock, counted from when we first saw its present version. The times in the lease
+are never compared with our clock: clocks of two machines differ.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ _RELEASE_S: Final = 2.0
 
 
 class LeadershipLostError(OperatorError):
-    """The lease could not be renewed in time, or another holds it: this operator must not act any more."""
+    """The lease was not renewed in time, or another operator holds it: this one must stop writing."""
 
 
 class Leadership:
-    """One candidate for the Lease ``settings.name`` in ``namespace``; ``identity`` is unlike any other's.
+    """One candidate for the Lease ``settings.name`` in ``namespace``; ``identity`` is unique.
 
-    ``clock`` is monotonic, in seconds; ``now`` gives the time of day, which only people reading the Lease need.
+    ``clock`` is monotonic, in seconds; ``now`` is the time of day, for people who read the Lease.
     """
 
     def __init__(
@@ -60,34 +60,34 @@ class Leadership:
 
     @property
     def leading(self) -> bool:
-        """Whether this candidate may act right now."""
+        """Whether this candidate may write now."""
         return self._left_s() > 0
 
     def _left_s(self) -> float:
-        """Return for how long this candidate may go on acting without a renewal."""
+        """Return for how long this candidate may still write without a renewal."""
         if self._renewed_at_s is None:
             return 0.0
         return self._renewed_at_s + self._settings.renew_within_s - self._clock()
 
     async def acquire(self) -> None:
-        """Return when this candidate holds the lease, however long that takes; errors are logged and outlived."""
+        """Return when this candidate holds the lease; log errors and retry without limit."""
         while True:
             if await self._try_to_take():
                 break
             await asyncio.sleep(self._settings.retry_s)
-        self._log.info("leading", lease=self._settings.name, identity=self._identity)
+        self._log.info("Leading", lease=self._settings.name, identity=self._identity)
 
-    async def keep(self) -> None:
-        """Renew the lease for good.
+    async def renew(self) -> None:
+        """Renew the lease again and again.
 
-        Raises LeadershipLostError when another has it, and at the very moment until which it should have been renewed.
+        Raises LeadershipLostError when another candidate holds it, and at the deadline for its renewal.
         """
         try:
             while (left_s := self._left_s()) > 0:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
                         await asyncio.sleep(self._settings.retry_s)
-                        await self._renew()
+                        await self._renew_once()
             raise LeadershipLostError(
                 f"the lease {self._settings.name} was not renewed within {self._settings.renew_within_s:g} s"
             )
@@ -95,27 +95,27 @@ class Leadership:
             self._renewed_at_s, self._may_hold = None, False
             raise
 
-    async def _renew(self) -> None:
-        """Try once to renew; errors are logged and outlived."""
+    async def _renew_once(self) -> None:
+        """Try once to renew; log errors."""
         began_s = self._clock()
         timeout_s = self._settings.retry_s
         try:
             try:
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
             except ConflictError as error:
-                # Written by somebody since we last heard: by us, if an answer was lost on its way.
+                # Somebody wrote since our last read; it was us if an answer was lost.
                 if not await self._look(timeout_s) or self._holder() != self._identity:
-                    raise LeadershipLostError(f"the lease {self._settings.name} is another's now") from error
+                    raise LeadershipLostError(f"another operator holds the lease {self._settings.name}") from error
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
         except ApiError as error:
-            self._log.warning("the lease could not be renewed, trying again", error=str(error))
+            self._log.warning("Renewing lease failed, retrying", error=str(error))
         else:
             self._renewed_at_s = began_s
 
     async def release(self) -> None:
-        """Hand the lease over: the next candidate to look takes it at once. Errors are logged: it then runs out.
+        """Release the lease, so that the next candidate takes it at once; log errors: the lease then expires.
 
-        So is a lease that was just being taken when ``acquire`` was cancelled.
+        Also releases a lease that was being taken when ``acquire`` was cancelled.
         """
         if not self._may_hold:
             return
@@ -124,7 +124,7 @@ class Leadership:
             if await self._look(_RELEASE_S) and self._holder() == self._identity:
                 await self._replace(self._spec("", taking=False), timeout_s=_RELEASE_S)
         except ApiError as error:
-            self._log.warning("the lease could not be handed over, it runs out by itself", error=str(error))
+            self._log.warning("Releasing lease failed, waiting for its expiry", error=str(error))
 
     async def _try_to_take(self) -> bool:
         began_s = self._clock()
@@ -132,7 +132,7 @@ class Leadership:
             there = await self._look(self._settings.retry_s)
             if there and not self._free():
                 return False
-            # From here on the server may have granted what we never hear of.
+            # From here on the server may have granted the lease although its answer is lost.
             self._may_hold = True
             if there:
                 await self._replace(self._spec(self._identity, taking=True), timeout_s=self._settings.retry_s)
@@ -141,13 +141,13 @@ class Leadership:
         except ConflictError:
             return False  # Another candidate was faster.
         except ApiError as error:
-            self._log.warning("the lease could not be read or taken, trying again", error=str(error))
+            self._log.warning("Acquiring lease failed, retrying", error=str(error))
             return False
         self._renewed_at_s = began_s
         return True
 
     async def _look(self, timeout_s: float) -> bool:
-        """Read the lease and note when it was first seen as it is; False when there is none. Raises ApiError."""
+        """Read the lease and record when its version was first seen; return False if there is none. Raises ApiError."""
         try:
             lease = await self._api.request("GET", self._path, timeout_s=timeout_s)
         except GoneError:
@@ -164,7 +164,7 @@ class Leadership:
         return str(((self._seen or {}).get("spec") or {}).get("holderIdentity") or "")
 
     def _spec(self, holder: str, *, taking: bool) -> dict[str, Any]:
-        """Return the spec to write: the one seen, with what changes. Times are UTC, in microseconds, as the API's."""
+        """Return the spec to write: the last one seen with the changes. Times are UTC in microseconds."""
         now = self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         before = (self._seen or {}).get("spec") or {}
         spec = {
@@ -184,7 +184,7 @@ class Leadership:
         self._note(await self._api.request("POST", self._collection, body=body, timeout_s=self._settings.retry_s))
 
     async def _replace(self, spec: dict[str, Any], *, timeout_s: float) -> None:
-        """Write the lease if it is still as it was seen; raises ConflictError if not."""
+        """Write the lease; raises ConflictError if it has changed since it was read."""
         version = ((self._seen or {}).get("metadata") or {}).get("resourceVersion", "")
         metadata = {**self._metadata, "resourceVersion": version}
         body = {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}

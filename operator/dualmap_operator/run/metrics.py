@@ -1,7 +1,7 @@
 """Prometheus metrics of one operator, all named ``dualmap_operator_*``; ``health`` serves them.
 
-``Metrics`` implements what the other modules tell (``api.ApiObserver`` and ``keeper.KeeperObserver``), and reads what
-can be read at each scrape: how old the watches are. A pool that is gone takes its series along.
+``Metrics`` implements ``api.ApiObserver`` and ``reconciler.ReconcileMetrics``. The ages of the watches are read at each
+scrape. The series of a deleted pool are removed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,9 +15,9 @@ from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import PoolStatus
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-# A pass takes milliseconds, or as long as routers and the API server take to answer: 10 s at most each.
+# A reconcile takes milliseconds, or up to 10 s for each router and each request to the API server.
 _RECONCILE_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-# A drain ends within seconds when a pool is idle, and at drain.timeout (10 min unless set) at the latest.
+# A drain of an idle pool takes seconds; the longest is drain.timeout (default 10 min).
 _DRAIN_BUCKETS_S: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
 
 
@@ -29,43 +29,41 @@ class Metrics:
         self._rings: dict[str, PoolStatus] = {}
         registry = self._registry
         self._reconciles = Counter(
-            "dualmap_operator_reconciles", "Passes over a pool, by how they ended.", ["result"], registry=registry
+            "dualmap_operator_reconciles", "Reconciles of a pool, by result.", ["result"], registry=registry
         )
         self._reconcile_seconds = Histogram(
             "dualmap_operator_reconcile_seconds",
-            "How long a pass took.",
+            "Duration of a reconcile, in seconds.",
             buckets=_RECONCILE_BUCKETS_S,
             registry=registry,
         )
         self._queue = Gauge(
-            "dualmap_operator_reconcile_queue", "Pools that were woken and wait for their pass.", registry=registry
+            "dualmap_operator_reconcile_queue", "Pools that are queued for a reconcile.", registry=registry
         )
         self._members = Gauge(
-            "dualmap_operator_ring_members", "Members published, by state.", ["pool", "state"], registry=registry
+            "dualmap_operator_ring_members", "Published ring members, by state.", ["pool", "state"], registry=registry
         )
-        self._version = Gauge(
-            "dualmap_operator_ring_version", "Version of the ring published.", ["pool"], registry=registry
-        )
+        self._version = Gauge("dualmap_operator_ring_version", "Published ring version.", ["pool"], registry=registry)
         self._drains = Histogram(
             "dualmap_operator_drain_seconds",
-            "From a member's draining to its leave.",
+            "Time from a member's Draining to its removal from the ring, in seconds.",
             buckets=_DRAIN_BUCKETS_S,
             registry=registry,
         )
-        self._leader = Gauge("dualmap_operator_leader", "Whether this operator acts.", registry=registry)
+        self._leader = Gauge("dualmap_operator_leader", "1 if this operator is the leader, else 0.", registry=registry)
         self._requests = Counter(
             "dualmap_operator_api_requests",
-            "Requests to the API server, by verb and HTTP status (0: not answered).",
+            "Requests to the API server, by verb and HTTP status (0: no answer).",
             ["verb", "code"],
             registry=registry,
         )
 
     def watch(self, ages: Callable[[], Mapping[str, float]]) -> None:
-        """Have every scrape show how many seconds ago each kind's watch last gave word."""
+        """Export the age of each kind's watch, read at every scrape."""
         self._registry.register(_WatchAges(ages))
 
     def leading(self, leads: bool) -> None:
-        """Note whether this operator acts."""
+        """Record whether this operator is the leader."""
         self._leader.set(leads)
 
     def api_request(self, verb: str, code: int) -> None:
@@ -73,16 +71,16 @@ class Metrics:
         self._requests.labels(verb, str(code)).inc()
 
     def waiting(self, change: int) -> None:
-        """Note that a pool began (1) or ended (-1) waiting for its pass."""
+        """Record that a pool entered (1) or left (-1) the queue."""
         self._queue.inc(change)
 
     def reconciled(self, result: str, seconds: float) -> None:
-        """Note a pass, how it ended and how long it took."""
+        """Record one reconcile with its result and duration."""
         self._reconciles.labels(result).inc()
         self._reconcile_seconds.observe(seconds)
 
     def published(self, pool: str, status: PoolStatus, now_s: float) -> None:
-        """Note what the watch shows as a pool's ring; members that left it since the last time have drained."""
+        """Record a pool's published ring; Draining members that are no longer in it have drained."""
         before = self._rings.get(pool)
         self._rings[pool] = status
         present = {member.id for member in status.members}
@@ -95,26 +93,28 @@ class Metrics:
         self._version.labels(pool).set(status.ring_version)
 
     def forget(self, pool: str) -> None:
-        """Drop the series of a pool that is gone."""
+        """Remove the series of a pool."""
         if self._rings.pop(pool, None) is not None:
             for state in MemberState:
                 self._members.remove(pool, state.value)
             self._version.remove(pool)
 
     def render(self) -> bytes:
-        """Return the page for Prometheus."""
+        """Return the metrics page."""
         return generate_latest(self._registry)
 
 
 class _WatchAges(Collector):
-    """Makes the ages of the watches at each scrape."""
+    """Collects the ages of the watches at each scrape."""
 
     def __init__(self, ages: Callable[[], Mapping[str, float]]) -> None:
         self._ages = ages
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(
-            "dualmap_operator_watch_age_seconds", "Since the API server last gave word of a kind.", labels=["kind"]
+            "dualmap_operator_watch_age_seconds",
+            "Time since the API server last answered a list or watch of a kind, in seconds.",
+            labels=["kind"],
         )
         for kind, age_s in self._ages().items():
             family.add_metric([kind], age_s)

@@ -1,7 +1,7 @@
-"""A pool's loop: woken by what the watches show, or when the last plan asked to look again, it gathers, plans, applies.
+"""The reconcile loop of one pool: when watches report a change or the last plan asks for it, observe, plan and apply.
 
-``handlers`` runs one ``Keeper`` for each pool, through ``Keepers``. Whatever goes wrong in a pass ends that pass alone;
-the next comes after a pause that grows while things go on failing, or as soon as something changes.
+``handlers`` runs one ``Reconciler`` for each pool, through ``Reconcilers``. A failure ends one reconcile only. The next
+follows after a pause that grows with every failure in a row, or as soon as something changes.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from typing import Any, Final, Protocol
 
 from dualmap.errors import PoolError
 from dualmap_edge.logs import get_logger
-from dualmap_operator.act.apply import Sink
+from dualmap_operator.act.apply import PlanApplier
 from dualmap_operator.decide.observed import Observed, PoolStatus
 from dualmap_operator.decide.plan_values import Plan
 from dualmap_operator.decide.spec import PoolSpec, read_spec
 from dualmap_operator.errors import ApiError, ConflictError
-from dualmap_operator.observe.gather import Source
+from dualmap_operator.observe.gather import PoolObserver
 from dualmap_operator.observe.mirror import Key
 from dualmap_operator.observe.watches import PoolObject
 
@@ -26,60 +26,65 @@ DEBOUNCE_S: Final = 0.05
 _CONFLICT_S: Final = 0.2
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
-# How long our own write may take to show in the watch before we go on without having seen it.
+# The longest wait for our own status write to appear in the watch.
 _ECHO_S: Final = 2.0
-# How long a pool that is to be drained may be missing from the watch before it counts as gone.
+# A pool that drains counts as gone after it was missing from the watch for so long.
 _GONE_S: Final = 60.0
 STUCK_S: Final = 60.0
-"""A pass that takes longer than this hangs: each of its requests has a timeout far below."""
+"""A reconcile that takes longer is stuck: each of its requests has a timeout far below."""
 _STOP_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """What decides: ``plan`` for a spec, and ``refused`` for a pool whose spec cannot be read (generation, error)."""
+    """The decision functions: ``plan`` for a spec, ``refused`` for a spec that cannot be read (generation, error)."""
 
     plan: Callable[[PoolSpec, Observed, float], Plan]
     refused: Callable[[Observed, int, str, float], Plan]
 
 
-class KeeperObserver(Protocol):
-    """Who keeps count of passes."""
+class ReconcileMetrics(Protocol):
+    """Counts reconciles."""
 
     def waiting(self, change: int) -> None:
-        """Note that a pool began (1) or ended (-1) waiting for its pass."""
+        """Record that a pool entered (1) or left (-1) the queue."""
 
     def reconciled(self, result: str, seconds: float) -> None:
-        """Note a pass: done, refused, conflict or failed."""
+        """Record one reconcile: done, refused, conflict or failed."""
 
     def published(self, pool: str, status: PoolStatus, now_s: float) -> None:
-        """Note what the watch shows as a pool's status."""
+        """Record a pool's status as the watch shows it."""
 
     def forget(self, pool: str) -> None:
-        """Note that a pool is gone."""
+        """Drop a pool that no longer exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What keepers share. ``clock`` is monotonic, ``now`` seconds since the epoch; ``turns`` bounds passes at once."""
+class ReconcilerContext:
+    """What reconcilers share.
+
+    ``clock`` is monotonic, ``now`` is seconds since the epoch. ``slots`` limits concurrent reconciles.
+    """
 
     pool: Callable[[Key], PoolObject | None]
     planner: Planner
-    observer: KeeperObserver
-    turns: asyncio.Semaphore
+    metrics: ReconcileMetrics
+    slots: asyncio.Semaphore
     clock: Callable[[], float]
     now: Callable[[], float]
 
 
-class Keeper:
-    """Keeps the pool of this name and uid; another of the same name is another keeper's."""
+class Reconciler:
+    """Reconciles the pool of this name and uid; a pool recreated under the same name has its own reconciler."""
 
-    def __init__(self, key: Key, uid: str, *, source: Source, sink: Sink, tools: Tools) -> None:
+    def __init__(
+        self, key: Key, uid: str, *, observer: PoolObserver, applier: PlanApplier, context: ReconcilerContext
+    ) -> None:
         self._key = key
         self._uid = uid
-        self._source = source
-        self._sink = sink
-        self._tools = tools
+        self._observer = observer
+        self._applier = applier
+        self._context = context
         self._log = get_logger(__name__)
         self._woken = asyncio.Event()
         self._stopping = False
@@ -87,9 +92,9 @@ class Keeper:
         self._pause_s = _FIRST_PAUSE_S
         self._echo: tuple[str, float] | None = None
         self._missing_since_s: float | None = None
-        self._pass_since_s: float | None = None
+        self._running_since_s: float | None = None
         self.finished = asyncio.Event()
-        """Set when the pool is being deleted and has drained, or is gone."""
+        """Set when the pool is being deleted and has drained, or no longer exists."""
 
     @property
     def pool_id(self) -> str:
@@ -98,35 +103,35 @@ class Keeper:
 
     @property
     def stuck(self) -> bool:
-        """Whether the present pass has been going on for too long."""
-        return self._pass_since_s is not None and self._tools.clock() - self._pass_since_s > STUCK_S
+        """Whether the present reconcile has run for longer than STUCK_S."""
+        return self._running_since_s is not None and self._context.clock() - self._running_since_s > STUCK_S
 
     def wake(self) -> None:
-        """Have a pass made soon."""
+        """Queue a reconcile."""
         if not self._woken.is_set():
             self._woken.set()
-            self._tools.observer.waiting(1)
+            self._context.metrics.waiting(1)
 
     def stop(self) -> None:
-        """Have ``run`` return after the present pass."""
+        """Make ``run`` return after the present reconcile."""
         self._stopping = True
         self.wake()
 
     async def run(self) -> None:
-        """Make one pass after the other until told to stop."""
+        """Reconcile again and again until stopped."""
         wait_s = 0.0
         try:
             while True:
-                await self._rest(wait_s)
+                await self._wait(wait_s)
                 if self._stopping:
                     return
-                wait_s = await self._step()
+                wait_s = await self._reconcile_if_present()
         finally:
-            self._take_wake()
-            self._tools.observer.forget(self.pool_id)
+            self._dequeue()
+            self._context.metrics.forget(self.pool_id)
 
-    async def _rest(self, wait_s: float) -> None:
-        """Sleep until woken, at most ``wait_s``, and a moment longer for what comes right after."""
+    async def _wait(self, wait_s: float) -> None:
+        """Sleep until woken, at most ``wait_s``, and a moment longer to collect further changes."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._woken.wait()
@@ -135,28 +140,28 @@ class Keeper:
         if not self._stopping:
             await asyncio.sleep(DEBOUNCE_S)
 
-    def _take_wake(self) -> None:
+    def _dequeue(self) -> None:
         if self._woken.is_set():
             self._woken.clear()
-            self._tools.observer.waiting(-1)
+            self._context.metrics.waiting(-1)
 
-    async def _step(self) -> float:
-        """Make a pass if there is a pool to make it over; return in how many seconds to look again."""
-        async with self._tools.turns:
-            self._take_wake()
-            now_s = self._tools.clock()
-            pool = self._tools.pool(self._key)
+    async def _reconcile_if_present(self) -> float:
+        """Reconcile if the pool exists; return in how many seconds to reconcile again."""
+        async with self._context.slots:
+            self._dequeue()
+            now_s = self._context.clock()
+            pool = self._context.pool(self._key)
             if pool is None or pool.uid != self._uid:
                 return self._missing(now_s)
             self._missing_since_s = None
             if self._echo is not None and self._echo[0] == pool.resource_version and now_s < self._echo[1]:
-                return self._echo[1] - now_s  # The watch does not yet show what we have written.
+                return self._echo[1] - now_s  # The watch does not show our last write yet.
             self._echo = None
-            self._pass_since_s = now_s
+            self._running_since_s = now_s
             try:
-                return await self._pass(pool)
+                return await self._reconcile_safely(pool)
             finally:
-                self._pass_since_s = None
+                self._running_since_s = None
 
     def _missing(self, now_s: float) -> float:
         if self._missing_since_s is None:
@@ -165,102 +170,113 @@ class Keeper:
             self.finished.set()
         return _GONE_S
 
-    async def _pass(self, pool: PoolObject) -> float:
-        """Gather, plan, apply; return in how many seconds to look again."""
-        began_s = self._tools.clock()
+    async def _reconcile_safely(self, pool: PoolObject) -> float:
+        """Reconcile once and handle every failure; return in how many seconds to reconcile again."""
+        began_s = self._context.clock()
         result, wait_s = "failed", self._pause_s
         try:
-            self._tools.observer.published(self.pool_id, pool.status, self._tools.now())
+            self._context.metrics.published(self.pool_id, pool.status, self._context.now())
             result, wait_s = await self._reconcile(pool)
         except ConflictError:
             result, wait_s = "conflict", _CONFLICT_S
         except ApiError as error:
-            self._log.warning("a pass failed, trying again", pool=self.pool_id, error=str(error), pause_s=wait_s)
-        except Exception as error:  # noqa: BLE001  # a defect that a pool's state brings out must not end the care for it
-            self._log.error("a pass broke", pool=self.pool_id, error=repr(error), pause_s=wait_s)
+            self._log.warning("Reconcile failed", pool=self.pool_id, error=str(error), retry_after_s=wait_s)
+        except Exception as error:  # noqa: BLE001  # a defect that one state exposes must not end the pool's loop
+            self._log.error(
+                "Reconcile failed with an unexpected error",
+                pool=self.pool_id,
+                error=repr(error),
+                retry_after_s=wait_s,
+            )
         self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) if result == "failed" else _FIRST_PAUSE_S
-        self._tools.observer.reconciled(result, self._tools.clock() - began_s)
+        self._context.metrics.reconciled(result, self._context.clock() - began_s)
         return wait_s
 
     async def _reconcile(self, pool: PoolObject) -> tuple[str, float]:
+        """Observe, plan and apply; return the result and in how many seconds to reconcile again."""
         result, spec, refusal = "done", None, ""
         try:
             spec = read_spec(pool.document)
         except PoolError as error:
             result, refusal = "refused", str(error)
-        observed = await self._source.observe(pool, spec, self._failures)
+        observed = await self._observer.observe(pool, spec, self._failures)
         if spec is None:
             generation = int(pool.document["metadata"].get("generation", 0))
-            plan = self._tools.planner.refused(observed, generation, refusal, self._tools.now())
+            plan = self._context.planner.refused(observed, generation, refusal, self._context.now())
         else:
-            plan = self._tools.planner.plan(spec, observed, self._tools.now())
-        applied = await self._sink.apply(pool, plan)
+            plan = self._context.planner.plan(spec, observed, self._context.now())
+        applied = await self._applier.apply(pool, plan)
         failures = applied.refused
         if applied.wrote_status:
-            self._echo = (pool.resource_version, self._tools.clock() + _ECHO_S)
+            self._echo = (pool.resource_version, self._context.clock() + _ECHO_S)
         if plan.finished:
             self.finished.set()
         if failures:
-            self._log.warning("the API server refused", pool=self.pool_id, errors=failures, pause_s=self._pause_s)
+            self._log.warning(
+                "Applying the plan failed in part",
+                pool=self.pool_id,
+                errors=failures,
+                retry_after_s=self._pause_s,
+            )
         before, self._failures = self._failures, failures
         if bool(failures) != bool(before):
-            return result, 0.0  # What was refused, or is no more, stands in the status next.
+            return result, 0.0  # The next reconcile publishes the change in the Degraded condition.
         if failures:
-            return "failed", self._pause_s  # Also when the server says it in other words each time.
-        again_s = min(plan.again_s, max(0.0, self._source.due_s()))
-        return result, min(again_s, _ECHO_S) if applied.wrote_status else again_s
+            return "failed", self._pause_s  # Also where the server words its refusal differently each time.
+        wait_s = min(plan.requeue_after_s, max(0.0, self._observer.due_s()))
+        return result, min(wait_s, _ECHO_S) if applied.wrote_status else wait_s
 
 
-class Keepers:
-    """All keepers that run, by pool. ``make`` makes the keeper of a name and uid."""
+class Reconcilers:
+    """All running reconcilers, by pool. ``make`` returns the reconciler of a name and uid."""
 
-    def __init__(self, make: Callable[[Key, str], Keeper]) -> None:
+    def __init__(self, make: Callable[[Key, str], Reconciler]) -> None:
         self._make = make
-        self._running: defaultdict[Key, list[Keeper]] = defaultdict(list)
+        self._running: defaultdict[Key, list[Reconciler]] = defaultdict(list)
         self._log = get_logger(__name__)
         self.closing = asyncio.Event()
         """Set when this operator stops."""
 
     def wake(self, key: Key) -> None:
-        """Wake whoever keeps the pool of this name."""
-        for keeper in self._running.get(key, ()):
-            keeper.wake()
+        """Queue a reconcile of the pool of this name."""
+        for reconciler in self._running.get(key, ()):
+            reconciler.wake()
 
-    def keeps(self, key: Key) -> bool:
-        """Whether anybody keeps the pool of this name."""
+    def is_running(self, key: Key) -> bool:
+        """Return whether the pool of this name has a reconciler."""
         return key in self._running
 
     def stuck(self) -> list[str]:
-        """Return the pools whose pass hangs."""
-        return [keeper.pool_id for keepers in self._running.values() for keeper in keepers if keeper.stuck]
+        """Return the pools whose present reconcile is stuck."""
+        return [each.pool_id for reconcilers in self._running.values() for each in reconcilers if each.stuck]
 
-    async def keep(
+    async def run(
         self,
         key: Key,
         uid: str,
-        until: Callable[[Keeper], Coroutine[Any, Any, Any]],
+        until: Callable[[Reconciler], Coroutine[Any, Any, Any]],
         *,
         timeout_s: float | None = None,
     ) -> bool:
-        """Run a keeper until ``until`` (of it) returns, ``timeout_s`` has passed, or this operator stops.
+        """Run a reconciler until ``until(reconciler)`` returns, ``timeout_s`` has passed, or this operator stops.
 
-        Return whether the pool has drained, or is gone; it has not when the keeper ended by itself.
+        Return whether the pool has drained or no longer exists; False also if the reconciler ended by itself.
         """
-        keeper = self._make(key, uid)
-        self._running[key].append(keeper)
-        running = asyncio.create_task(keeper.run())
-        ends = [asyncio.create_task(until(keeper)), asyncio.create_task(self.closing.wait())]
+        reconciler = self._make(key, uid)
+        self._running[key].append(reconciler)
+        running = asyncio.create_task(reconciler.run())
+        ends = [asyncio.create_task(until(reconciler)), asyncio.create_task(self.closing.wait())]
         try:
             await asyncio.wait([running, *ends], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            keeper.stop()
+            reconciler.stop()
             await asyncio.wait([running], timeout=_STOP_S)
         finally:
             for task in (running, *ends):
                 task.cancel()
             await asyncio.gather(running, *ends, return_exceptions=True)
-            self._running[key].remove(keeper)
+            self._running[key].remove(reconciler)
             if not self._running[key]:
                 del self._running[key]
         if not running.cancelled() and (error := running.exception()) is not None:
-            self._log.error("a pool's loop broke", pool=keeper.pool_id, error=repr(error))
-        return keeper.finished.is_set()
+            self._log.error("Reconciler ended unexpectedly", pool=reconciler.pool_id, error=repr(error))
+        return reconciler.finished.is_set()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
-from dualmap.requests import FirstToken, PoolStatus
+from dualmap.requests import FirstToken, PoolSnapshot
 from dualmap.scaling.scaling import Elsewhere, Scaling
 
 
@@ -33,10 +33,10 @@ class Meter(Protocol):
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         """Count a first token."""
 
-    def looked(self, statuses: Sequence[PoolStatus]) -> None:
+    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
         """Look at the routers, once a second."""
 
-    def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
+    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         """Return the instances wished for, to be rounded up; asked at each sync."""
 
 
@@ -94,10 +94,10 @@ class _Slo:
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
 
-    def looked(self, statuses: Sequence[PoolStatus]) -> None:
+    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
         """What the rule looks at it is told at the sync."""
 
-    def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
+    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
         for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
             elsewhere = tuple(
@@ -129,10 +129,10 @@ class _Queue:
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         """A request is under way until it ends."""
 
-    def looked(self, statuses: Sequence[PoolStatus]) -> None:
+    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
         in_flight = sum(endpoint.in_flight for status in statuses for endpoint in status.endpoints)
         self._looks.append(in_flight + sum(status.held for status in statuses))
 
-    def wish(self, now: float, statuses: Sequence[PoolStatus]) -> float:
+    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         looks, self._looks = self._looks, []
         return sum(looks) / len(looks) / self._requests if looks else 0.0

@@ -96,33 +96,33 @@ ORACLES: Final[Mapping[str, OracleInfo]] = MappingProxyType(
             ),
             OracleInfo(
                 name="limit_ideal",
-                source="limit, without the prefixes that it computes several times at once",
-                summary="As limit, but a prompt's blocks are cached from when it starts: every block is computed once.",
+                source="limit, but concurrent requests never compute the same block twice",
+                summary="As limit, but a prompt's blocks count as cached once it starts, so each is computed once.",
                 build=_limit_ideal,
             ),
             OracleInfo(
                 name="limit_pooled",
-                source="limit, with the cache memory that there is",
+                source="limit, with a cache of the instances' real size",
                 summary="One LRU cache as large as all instances' together, one queue, first come, first served.",
                 build=_limit_pooled,
             ),
             OracleInfo(
                 name="limit_deadline",
-                source="limit, in another order",
-                summary="As limit, but who can still meet the SLO goes first; "
-                f"the oldest is passed over {PASSED_OVER_MAX} times in a row at most.",
+                source="limit, with another queue order",
+                summary="As limit, but requests that can still meet the SLO go first; "
+                f"the oldest is overtaken at most {PASSED_OVER_MAX} times in a row.",
                 build=_limit_deadline,
             ),
             OracleInfo(
                 name="full_scan_oracle",
-                source="ALGORITHMS section 5; DualMap, eq. 1, over all instances and without error",
-                summary="At once to the instance with the least true T_q + T_c, by its own cache and queue.",
+                source="DualMap, eq. 1, over all instances and with the true T_q and T_c",
+                summary="Sends each request at once to the instance with the lowest true T_q + T_c.",
                 build=lambda pool: FullScan(pool.members()),
             ),
             OracleInfo(
                 name="all_cached",
-                source="ALGORITHMS section 5 (no queue, all cached)",
-                summary="An engine for each request, which has its prompt cached: no TTFT is below this.",
+                source="a lower bound of TTFT: no queue, everything cached",
+                summary="One engine for each request, with the prompt cached: no TTFT is lower.",
                 build=lambda pool: AllCached(pool.engine),
             ),
         )

@@ -1,6 +1,7 @@
-"""The floor of TTFT: every request has an engine to itself, which holds its prompt but for what is always computed.
+"""The lower bound of TTFT: every request has its own engine with the whole prompt cached.
 
-ALGORITHMS section 5: no queue, all cached. No cluster of these engines, however large, serves a request sooner.
+The engine computes only the incomplete last block, or the last token. No cluster of these engines, however large,
+serves a request sooner.
 """
 
 from dualmap_sim.engine import Engine

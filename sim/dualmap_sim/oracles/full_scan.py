@@ -1,9 +1,9 @@
-"""The router that knows everything and decides at once: what perfect knowledge alone is worth.
+"""A router with perfect knowledge that dispatches every request at once.
 
-ALGORITHMS section 5: each arrival goes to the instance with the least T_q + T_c (paper, eq. 1), both true: the engine's
-own backlog, and the cache it will have when the prefill begins, with the blocks of all that is prefilled before. It
-looks at each request by itself, so a policy that spreads prefixes with foresight, or holds requests back, does better.
-What it does not foresee is that requests end, what will be evicted, and who will wait for memory.
+Each arrival goes to the instance with the lowest T_q + T_c (DualMap paper, eq. 1). Both are true values: the engine's
+own backlog, and the cache it will have when the prefill begins, including blocks prefilled before. The rule looks at
+one request at a time, so a policy that spreads prefixes ahead of time or queues requests can do better. It does not
+foresee completions, evictions or requests that wait for memory.
 """
 
 from collections import Counter, deque

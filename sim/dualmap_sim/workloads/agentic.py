@@ -1,8 +1,8 @@
-"""An agentic workload in a closed loop, as EAR describes it (seed 003, section 2): a turn follows when the last ends.
+"""An agentic workload in a closed loop, as the EAR paper describes it (section 2): a turn starts when the last ends.
 
-Nobody reads the answers: a tool's result is back at once, so how fast the system is decides when the next request
-comes, and only the sessions' starts are given (a Poisson process). Sessions are extremely unequal; with few of them
-their sizes would be a matter of luck, so they are taken from the published shares of input tokens, one quantile each.
+A tool answers at once, so the speed of the system decides when the next request comes. Only the starts of sessions are
+given (a Poisson process). Session sizes are extremely unequal; random sizes would vary too much with few sessions, so
+they are quantiles of the published shares of input tokens.
 A session's prompt grows turn by turn, up to the model's context, behind a system prompt common to all agents of a kind
 and files common to all sessions of a project. Neighbours: ``draws`` for the numbers, ``statistics`` for what came out.
 
@@ -38,7 +38,7 @@ _REQUESTS_PER_S: Final = 2.0
 """Nominal; ``Trace.at_rate`` scales it."""
 
 TOP_SHARES: Final = ((0.01, 0.465), (0.05, 0.665), (0.10, 0.746), (0.25, 0.875), (0.50, 0.960), (1.0, 1.0))
-"""Largest sessions, as a share of all, and the share of all input tokens that they have (seed 003, section 2.1)."""
+"""Largest sessions, as a share of all, and the share of all input tokens that they have (EAR paper, section 2.1)."""
 _WITHIN_TOP: Final = 0.75
 """Within the top 1 % the tokens of the largest x grow as x to this power: no source says how unequal those are."""
 

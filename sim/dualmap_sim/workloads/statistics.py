@@ -82,7 +82,7 @@ def prefill_work_s(trace: Trace, cost: PrefillCost, *, ideally_cached: bool) -> 
 def decode_work_s(trace: Trace, engine: EngineConfig) -> float:
     """Return the engine seconds that the trace's decoding takes at best: in batches as large as the KV memory admits.
 
-    Each request bears its share of the steps of a batch of average requests that fills the memory (ALGORITHMS 7).
+    Each request bears its share of the steps of a batch of average requests that fills the memory.
     """
     if engine.decode is None:
         return 0.0

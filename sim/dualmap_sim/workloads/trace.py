@@ -1,4 +1,4 @@
-"""Traces: frozen requests with arrival times and prompts named by block ids, and the transformations of ALGORITHMS 7.
+"""Traces: requests with arrival times and prompts as block ids; and how to scale, cut and window them.
 
 A prompt is a sequence of block ids: two prompts share a prefix exactly as long as their ids agree. Neighbours:
 the generators and ``mooncake`` make traces, ``statistics`` measures them, ``text`` spells their prompts out.

@@ -17,8 +17,8 @@ class AibrixPrefix:
     """The best match among members within one standard deviation of the mean requests; else the fewest requests.
 
     Where the busiest member has over 8 requests more than the idlest, matches are not looked at. Of equal matches it is
-    the one with fewer requests. Deviation: running requests are those handed over or held here, not the engines' own
-    count, and other routers' only as far as they have told.
+    the one with fewer requests. Deviation: running requests are those in flight or queued here, not the engines' own
+    count, and those of other routers only as last reported.
     """
 
     name: ClassVar[str] = "aibrix_prefix"

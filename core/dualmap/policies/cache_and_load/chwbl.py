@@ -31,6 +31,6 @@ class Chwbl:
         requests = everyone.requests()
         most = ceil(_FACTOR * (sum(requests) + 1) / len(requests))
         walk = enumerate(situation.ring_walk())
-        # The bound exceeds the mean, so somebody is below it.
+        # The bound exceeds the mean, so some member is below it.
         step, position = next((step, position) for step, position in walk if requests[position] < most)
         return Choice(everyone[position], _BOUNDED if step else _AFFINITY)

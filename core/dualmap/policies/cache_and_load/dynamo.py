@@ -1,4 +1,4 @@
-"""Dynamo: the least of new prefill and active KV, in blocks (NVIDIA Dynamo's KV router; seed 004 section 2)."""
+"""Dynamo: the least of new prefill and active KV, in blocks (NVIDIA Dynamo's KV router)."""
 
 from typing import ClassVar
 
@@ -11,10 +11,10 @@ _LEAST_COST = Rule("least-blocks", "its new prefill and active KV blocks are tog
 class Dynamo:
     """The least ``1.0 * new_prefill_blocks + decode_blocks`` over all members, the weights being Dynamo's defaults.
 
-    Both terms are counted in tokens, which leaves their order as it is. Decode blocks are those of the prompts in
-    flight at a member, and what is held for it will add; tokens already generated are unknown here. Deviations: Dynamo
-    counts prefills that have not ended a second time, among the prefill blocks, and draws by softmax where its
-    temperature is not 0, its default.
+    Both terms are counted in tokens, which leaves their order unchanged. Decode blocks are those of the prompts in
+    flight at a member, and those that its queue will add; tokens already generated are unknown here. Deviations: Dynamo
+    counts prefills that have not ended a second time, among the prefill blocks. It draws by softmax if its temperature
+    is not 0, its default.
     """
 
     name: ClassVar[str] = "dynamo"

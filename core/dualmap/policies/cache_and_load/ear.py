@@ -1,4 +1,4 @@
-"""EAR: sessions bound to a host, moved when it is hot (seed 003 section 4)."""
+"""EAR: sessions bound to a host, moved when it is hot."""
 
 from math import inf
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, this request's included (seed 001)."""
+"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, this request's included."""
 
 from typing import ClassVar
 
@@ -13,10 +13,10 @@ _SHORT = Rule("short-prompt", "the prompt is too short to look at caches, and no
 class Llumnix:
     """The least ``prefix_miss_tokens + all_prefill_tokens`` over all members; equals by requests in flight.
 
-    For prompts of fewer than 1024 tokens caches are not looked at. All prefill tokens are uncomputed ones: waiting,
-    running, and handed over. Deviations: hits come from the router's own index, counted from block 0, instead of a KVS
-    metadata service; and two defects of the original are not copied (PROTOCOLS section 3): a member without hits misses
-    the whole prompt, not nothing, and a run of hits begins at block 0.
+    For prompts of fewer than 1024 tokens caches are ignored. All prefill tokens are uncomputed ones: waiting,
+    running, and dispatched. Deviations: hits come from the router's own index, counted from block 0, instead of a KVS
+    metadata service. Two defects of the original are not copied: here a member without hits misses the whole prompt,
+    and a run of hits begins at block 0.
     """
 
     name: ClassVar[str] = "llumnix"

@@ -10,19 +10,19 @@ _SPILL = Rule("spill", "the pair is too slow, and this member costs least of all
 _PAIR_COLD = Rule("pair-cold", "both of its pair hold as much of the prompt, and this member costs less than either")
 
 _EQUAL_S: Final = 0.02
-"""Costs this close are equal: estimates cannot tell them apart, and the pair is where others will look."""
+"""Costs this close count as equal: estimates cannot distinguish them, and later requests look at the pair."""
 
 
 class DualMap:
     """The warmer of the pair while its predicted TTFT stays within a fraction of the SLO; otherwise marginal cost.
 
-    That is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed``, least over all members: T_c weighs more
-    than once because work done here is work others wait for, and active KV stands for the decode work that will
-    compete. Where both of the pair hold as much of the prompt it decides too, and the pair is taken at equal cost.
-    Held requests that will miss the SLO are deferred. Deviations from the published rule (``dualmap_paper``): the
-    switch comes at ``sloFraction`` of the SLO instead of the whole, and leaves the pair instead of taking its less
-    loaded member, which past saturation trades every hit for balance (docs/adr/0004-default-policy.md). Prefixes count
-    as hot from 1/n of the traffic on.
+    The marginal cost is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed``, and the least over all
+    members wins. T_c weighs more than once because other requests wait for this work, and active KV stands for the
+    decode work that competes. Marginal cost also decides if both of the pair hold as much of the prompt; at equal cost
+    the pair wins. Queued requests that will miss the SLO are deferred. Deviations from the published rule
+    (``dualmap_paper``): the switch comes at ``sloFraction`` of the SLO instead of the whole. It leaves the pair instead
+    of taking its less loaded member, which beyond saturation trades every hit for balance
+    (docs/adr/0004-default-policy.md). Prefixes are hot from 1/n of the traffic on.
     """
 
     name: ClassVar[str] = "dualmap"

@@ -11,7 +11,7 @@ _LONGEST = Rule("longest-prefix", "no member holds more of the prompt")
 class CacheAffinityGlobal:
     """The member believed to hold most of the prompt, however loaded it is; equals by lot, so that load never counts.
 
-    A prompt that nobody holds is therefore placed at random.
+    A prompt that no member holds is therefore placed at random.
     """
 
     name: ClassVar[str] = "cache_affinity_global"

@@ -9,7 +9,7 @@ _LEAST_REQUESTS = Rule("least-requests", "no member has fewer requests")
 
 
 class LeastRequests:
-    """The fewest requests over all members, whatever they cost: those in flight and those held for a member."""
+    """The fewest requests over all members, in flight or queued, whatever they cost."""
 
     name: ClassVar[str] = "least_requests"
     source: ClassVar[str] = "the common default of proxies (Envoy's least request)"

@@ -11,7 +11,7 @@ from typing import Final
 
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Pool
-from dualmap.requests import Decision, PoolStatus
+from dualmap.requests import Decision, PoolSnapshot
 from dualmap.scaling.shares import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
 from dualmap_extproc.telemetry.dashboard.histories import Histories
@@ -43,7 +43,7 @@ class Source:
     router: str
     version: str
     pools: Callable[[], Sequence[Pool]]
-    statuses: Callable[[], Sequence[PoolStatus]]
+    statuses: Callable[[], Sequence[PoolSnapshot]]
     demand: Callable[[str], Share]
     histories: Histories
     clock: Callable[[], float]
@@ -58,7 +58,7 @@ class Moment:
     """
 
     pool: Pool
-    status: PoolStatus
+    status: PoolSnapshot
     past: HistoryView
     reach: Reach
     share: Share | None
@@ -115,7 +115,7 @@ class Snapshots:
             documents[asked] = json.dumps(document, separators=(",", ":")).encode()
         return documents
 
-    def _moment(self, pool: Pool, status: PoolStatus, reach: Reach) -> Moment:
+    def _moment(self, pool: Pool, status: PoolSnapshot, reach: Reach) -> Moment:
         past = self._source.histories.view(pool.id)
         share, unknown = None, ""
         try:
@@ -154,7 +154,7 @@ class Snapshots:
             "decisions": [self._happening(each) for each in past.happenings],
         }
 
-    def _endpoints(self, pool: Pool, status: PoolStatus, past: HistoryView) -> dict[str, list[object]]:
+    def _endpoints(self, pool: Pool, status: PoolSnapshot, past: HistoryView) -> dict[str, list[object]]:
         """Return the members as columns: rows would repeat the names, which would be most of a snapshot."""
         ring_1, ring_2 = self._ring_shares(pool, status)
         nothing = EndpointPast()
@@ -178,7 +178,7 @@ class Snapshots:
             "failed": [each.failed for each in pasts],
         }
 
-    def _ring_shares(self, pool: Pool, status: PoolStatus) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    def _ring_shares(self, pool: Pool, status: PoolSnapshot) -> tuple[Mapping[str, float], Mapping[str, float]]:
         suspended = frozenset(each.id for each in status.endpoints if each.suspended)
         known = self._shares.get(pool.id)
         if known is None or known[0] is not pool or known[1] != suspended:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final
 
 from dualmap.pools.pool import MemberState, Pool
-from dualmap.requests import EndpointStatus, PoolStatus
+from dualmap.requests import EndpointStatus, PoolSnapshot
 from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
 
 _FEW_FIRST_TOKENS: Final = 20
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def judge(
-    pool: Pool, status: PoolStatus, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
+    pool: Pool, status: PoolSnapshot, past: HistoryView, reach: Reach, *, wanted: float | None, unknown: str = ""
 ) -> Verdict:
     """Return the verdict; ``wanted`` is the desired replicas over all routers.
 
@@ -105,7 +105,7 @@ def telling(past: HistoryView) -> Recent:
     return past.minute if past.minute.first_tokens >= _FEW_FIRST_TOKENS else past.window
 
 
-def _objective(pool: Pool, status: PoolStatus, past: HistoryView) -> tuple[Level, str]:
+def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Level, str]:
     if not any(_serves(endpoint) for endpoint in status.endpoints):
         has = f"none of its {len(status.endpoints)} instances takes requests" if status.endpoints else "it has none"
         waiting = f"; {_count(status.held, 'request')} held until one comes" if status.held else ""
@@ -160,7 +160,7 @@ def _redis_lost_s(reach: Reach) -> float:
     return lost_s if lost_s > _LOST_S else 0.0
 
 
-def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[Problem]:
+def _capacity(pool: Pool, status: PoolSnapshot, wanted: float | None) -> Iterator[Problem]:
     serving = sum(endpoint.state != MemberState.DRAINING for endpoint in status.endpoints)
     if wanted is not None and serving and wanted > serving * _TOLERANCE:
         yield Problem(
@@ -177,7 +177,7 @@ def _capacity(pool: Pool, status: PoolStatus, wanted: float | None) -> Iterator[
         )
 
 
-def _instances(pool: Pool, status: PoolStatus, past: HistoryView) -> Iterator[Problem]:
+def _instances(pool: Pool, status: PoolSnapshot, past: HistoryView) -> Iterator[Problem]:
     suspended = [each.id for each in status.endpoints if each.suspended]
     if suspended:
         yield Problem(
@@ -209,7 +209,7 @@ def _instances(pool: Pool, status: PoolStatus, past: HistoryView) -> Iterator[Pr
         )
 
 
-def _members(status: PoolStatus) -> Iterator[Problem]:
+def _members(status: PoolSnapshot) -> Iterator[Problem]:
     for state, doing in ((MemberState.JOINING, "joining"), (MemberState.DRAINING, "draining")):
         names = [each.id for each in status.endpoints if each.state == state]
         if names:
@@ -227,7 +227,7 @@ def _serves(endpoint: EndpointStatus) -> bool:
     return endpoint.state != MemberState.DRAINING and endpoint.weight > 0
 
 
-def _busy(status: PoolStatus) -> bool:
+def _busy(status: PoolSnapshot) -> bool:
     return status.held > 0 or any(endpoint.in_flight for endpoint in status.endpoints)
 
 

@@ -1,7 +1,7 @@
-"""What a container's ``command`` and ``args`` say on the engine's command line.
+"""Reads the engine's command line from a container's ``command`` and ``args``.
 
-Read for ``checks`` and ``stopping`` only: nothing is ever added to them. Shell scripts are read as far as words go;
-what only the container can know (variables, configuration files, wrapper scripts) stays unknown rather than guessed.
+``checks`` and ``termination`` use it; nothing is added to the command line. Shell scripts are split into words. Values
+known only at run time (variables, configuration files, wrapper scripts) count as unknown.
 """
 
 import shlex
@@ -17,15 +17,15 @@ _VLLM_MODULE: Final = "vllm.entrypoints"
 
 
 def words(container: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words of ``command`` and ``args``; one with blanks is taken apart, as in ``sh -c "vllm ..."``."""
+    """Return the words of ``command`` and ``args``; an element with blanks is split, as in ``sh -c "vllm ..."``."""
     given = (*elements(container.get("command")), *elements(container.get("args")))
     return tuple(word for text in given if isinstance(text, str) for word in _split(text))
 
 
 def runs_vllm(container: Mapping[str, Any]) -> bool:
-    """Whether the words are vLLM's own: they name it, or go to the entry point of the image without naming another.
+    """Return whether vLLM gets these words itself: they name it, or no command replaces the image's entry point.
 
-    A wrapper script may add flags of its own, and a configuration file holds more of them: False, nobody can tell.
+    False for another command or a configuration file, either of which may set further flags.
     """
     given = words(container)
     if option(given, _CONFIG) is not None:
@@ -35,9 +35,9 @@ def runs_vllm(container: Mapping[str, Any]) -> bool:
 
 
 def option(given: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option, from ``--x=5`` and ``--x 5`` alike; None if it is not given.
+    """Return the last value of an option, as ``--x=5`` or ``--x 5``; None if it is not given.
 
-    It is empty where nothing follows. vLLM takes underscores for dashes in names, so ``--x_y`` is read as ``--x-y``.
+    The value is empty if nothing follows. vLLM accepts underscores in names, so ``--x_y`` equals ``--x-y``.
     """
     value = None
     for place, word in enumerate(given):
@@ -49,7 +49,7 @@ def option(given: Sequence[str], name: str) -> str | None:
 
 
 def whole_option(given: Sequence[str], name: str) -> int | None:
-    """Return an option's value where it is a whole number, None where it is not given or not known before run time."""
+    """Return an option's integer value, None if it is not given or known at run time only."""
     try:
         return int(option(given, name) or "")
     except ValueError:
@@ -57,7 +57,7 @@ def whole_option(given: Sequence[str], name: str) -> int | None:
 
 
 def switched_on(given: Sequence[str], name: str) -> bool:
-    """Whether a switch such as ``--enable-x`` is given, and not taken back by a later ``--no-enable-x``."""
+    """Return whether a switch such as ``--enable-x`` is given and no ``--no-enable-x`` follows."""
     dashed = [word.replace("_", "-") for word in given]
     off = f"--no-{name.removeprefix('--')}"
     last = next((word for word in reversed(dashed) if word in (name, off)), off)
@@ -70,5 +70,5 @@ def _split(text: str) -> list[str]:
     joined = text.replace("\\\n", " ")
     try:
         return shlex.split(joined, comments=True)
-    except ValueError:  # Unbalanced quotes, as in a here-document: the words are still there.
+    except ValueError:  # Unbalanced quotes, as in a here-document.
         return joined.split()

@@ -1,8 +1,8 @@
-"""What in a user's pod template works against the pool, though Kubernetes accepts it: warnings in words.
+"""Warnings about a user's pod template that Kubernetes accepts but that harms the pool.
 
-``plan`` shows them in a condition and an Event. Only what harms requests or hides what the pool's figures need is worth
-one: engine flags are the user's, and a wrapper script may well do what cannot be read here. Each warning names the path
-in the pool, what stands there, and what is better.
+``plan`` publishes them in the Accepted condition and an Event. Only settings that harm requests, or that metrics need,
+get a warning: engine flags are the user's choice, and a wrapper script may set them unseen. Each warning names the
+field, its value and what to set instead.
 """
 
 from typing import Final
@@ -29,11 +29,11 @@ from dualmap_operator.decide.workload.termination import grace_period_s
 
 _VLLM: Final = "vLLM"
 _SHUTDOWN_S: Final = 20
-"""With ``--shutdown-timeout 20`` vLLM was seen to finish its streams on SIGTERM, with 0 to cut them (PROTOCOLS 2)."""
+"""With ``--shutdown-timeout 20`` vLLM finishes its streams on SIGTERM; with 0 it aborts them."""
 
 
 def template_warnings(spec: PoolSpec) -> tuple[str, ...]:
-    """Return what should be better in the pod template, empty for a pool of adopted pods. Nothing in it raises."""
+    """Return the warnings about the pod template, empty for a pool of adopted pods. Never raises."""
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
     found = [_grace_period(spec, spec.workload)]
@@ -58,7 +58,7 @@ def _grace_period(spec: PoolSpec, workload: TemplateWorkload) -> str | None:
 
 
 def _readiness(engine: EngineContainer, spec: PoolSpec) -> str | None:
-    # A start-up probe alone holds readiness back too, until the engine has started.
+    # A startup probe delays readiness too, until the engine has started.
     if engine.written.get("readinessProbe") is not None or engine.written.get("startupProbe") is not None:
         return None
     return (

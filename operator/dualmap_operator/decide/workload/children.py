@@ -1,8 +1,8 @@
-"""The objects the operator owns for a pool that is made from a template: whole manifests for server-side apply.
+"""The children of a pool that is made from a template, as whole manifests for server-side apply.
 
-A StatefulSet named as the pool, the headless Service it needs and a PodDisruptionBudget, all owned by the pool. The
-template stays what the user wrote; what a pool needs besides is added where the user has said nothing. ``plan`` decides
-how many replicas and ``apply`` sends them; how pods stop is decided in ``stopping``.
+They are a StatefulSet named as the pool, its headless Service and a PodDisruptionBudget, all owned by the pool. The
+user's template is kept; fields that a pool needs are added where the user set none. ``plan`` decides the number of
+replicas, ``termination`` how pods stop, and ``act.apply`` sends the manifests.
 """
 
 from typing import Any, Final
@@ -19,8 +19,8 @@ _TOPOLOGY_KEYS: Final = ("kubernetes.io/hostname", "topology.kubernetes.io/zone"
 def children(spec: PoolSpec, *, replicas: int) -> tuple[dict[str, Any], ...]:
     """Return StatefulSet, Service and PodDisruptionBudget of the pool, none for a pool of adopted pods.
 
-    They share nothing with ``spec``, and are equal for equal ``spec`` and ``replicas``: applying them again changes
-    nothing. ``replicas`` is the StatefulSet's size now, which a drain keeps above ``spec.replicas``.
+    They share no objects with ``spec``, and are equal for equal ``spec`` and ``replicas``: applying them again changes
+    nothing. ``replicas`` is the StatefulSet's size, which stays above ``spec.replicas`` during a drain.
     """
     if not isinstance(spec.workload, TemplateWorkload):
         return ()
@@ -28,7 +28,7 @@ def children(spec: PoolSpec, *, replicas: int) -> tuple[dict[str, Any], ...]:
 
 
 def _stateful_set(spec: PoolSpec, workload: TemplateWorkload, replicas: int) -> dict[str, Any]:
-    # OnDelete: the operator rolls out by itself, one pod after the other through the ring.
+    # OnDelete: the operator itself replaces outdated pods, one at a time (decide.rollout).
     content = {
         "replicas": replicas,
         "serviceName": spec.name,
@@ -41,8 +41,8 @@ def _stateful_set(spec: PoolSpec, workload: TemplateWorkload, replicas: int) -> 
 
 
 def _headless_service(spec: PoolSpec) -> dict[str, Any]:
-    # A pod's name resolves from its start to its end, also while it loads its model or drains: the name serves people,
-    # scrapers and engines that look for their peers. Requests come by way of the routers, which know who is ready.
+    # A pod's DNS name resolves also while it loads its model or drains, for people, scrapers and engines that look for
+    # their peers. Requests come through the routers, which know the ready members.
     content = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -53,7 +53,7 @@ def _headless_service(spec: PoolSpec) -> dict[str, Any]:
 
 
 def _disruption_budget(spec: PoolSpec) -> dict[str, Any]:
-    # A pod outside of the ring serves nobody new, so its not being ready must not keep a node from being emptied.
+    # An unready pod outside the ring receives no requests and must not block the drain of its node.
     content = {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -87,7 +87,7 @@ def _selected(spec: PoolSpec) -> dict[str, str]:
 
 
 def _pod_template(spec: PoolSpec, workload: TemplateWorkload) -> dict[str, Any]:
-    """Return the user's template with what a pool needs. What is of the wrong type stays: the API server refuses it."""
+    """Return the user's template with what a pool needs. Values of a wrong type stay: the API server refuses them."""
     template: dict[str, Any] = copied(workload.template)
     labels = _object_at(_object_at(template, "metadata"), "labels")
     if labels is not None:
@@ -115,7 +115,7 @@ def _spread_over(topology_key: str, spec: PoolSpec) -> dict[str, Any]:
 
 
 def _cover_drain(pod: dict[str, Any], spec: PoolSpec) -> None:
-    """Raise the grace period to what a drain needs; a longer one stays, a shorter one is raised (and warned of)."""
+    """Raise a shorter grace period to what a drain needs; ``checks`` warns of it."""
     own, needed_s = pod.get("terminationGracePeriodSeconds"), grace_period_s(spec)
     own_s = whole_number(own)
     if own is None or (own_s is not None and own_s < needed_s):
@@ -123,7 +123,7 @@ def _cover_drain(pod: dict[str, Any], spec: PoolSpec) -> None:
 
 
 def _add_pre_stop(template: dict[str, Any], spec: PoolSpec) -> None:
-    """Give the engine's container the preStop script and the pod's address it asks for, unless it has a preStop."""
+    """Add the preStop script and the pod address that it uses to the engine's container, unless it has a preStop."""
     engine = engine_container(template, spec.engine.port)
     if engine is None:
         return
@@ -140,7 +140,7 @@ def _add_pre_stop(template: dict[str, Any], spec: PoolSpec) -> None:
 
 
 def _object_at(parent: dict[str, Any] | None, key: str) -> dict[str, Any] | None:
-    """Return the object under ``key``, made where nothing stands; None where something else does."""
+    """Return the object under ``key``, created if absent; None if the value is no object."""
     if parent is None:
         return None
     if parent.get(key) is None:
@@ -150,7 +150,7 @@ def _object_at(parent: dict[str, Any] | None, key: str) -> dict[str, Any] | None
 
 
 def _list_at(parent: dict[str, Any], key: str) -> list[Any] | None:
-    """Return the list under ``key``, made where nothing stands; None where something else does."""
+    """Return the list under ``key``, created if absent; None if the value is no list."""
     if parent.get(key) is None:
         parent[key] = []
     value = parent[key]

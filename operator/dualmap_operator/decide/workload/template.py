@@ -1,8 +1,8 @@
-"""Reading the pod template a user wrote, whatever stands in it.
+"""Reads a user's pod template, whatever it holds.
 
-The schema lets any value through (``x-kubernetes-preserve-unknown-fields``); what Kubernetes does not accept is refused
-by the API server when the StatefulSet is applied, with the path. Until then nothing here, nor in ``children``,
-``stopping`` and ``checks`` which build on it, may fail over it.
+The schema admits any value (``x-kubernetes-preserve-unknown-fields``). The API server refuses an invalid template when
+the StatefulSet is applied, and names the field. Until then no value may raise here, nor in ``children``,
+``termination`` and ``checks``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,34 +14,34 @@ TEMPLATE_PATH: Final = "spec.workload.template"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContainer:
-    """The container that serves requests: its place among the containers, and what the user wrote there."""
+    """The container that serves requests: its index among the containers, and its content."""
 
     position: int
     written: Mapping[str, Any]
 
     @property
     def path(self) -> str:
-        """Where it stands in the pool, as refusals and warnings name it."""
+        """The field's path in the pool, for errors and warnings."""
         return f"{TEMPLATE_PATH}.spec.containers[{self.position}]"
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """Return the object that stands somewhere, an empty one where something else does."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def elements(value: object) -> Sequence[Any]:
-    """Return the list that stands somewhere, an empty one where something else does."""
+    """Return the value if it is a list, else an empty one."""
     return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else ()
 
 
 def whole_number(value: object) -> int | None:
-    """Return the integer that stands somewhere, None where something else does."""
+    """Return the value if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that shares nothing with what the user's object holds, in plain dicts and lists."""
+    """Return a deep copy in plain dicts and lists."""
     if isinstance(value, Mapping):
         return {key: copied(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -56,7 +56,7 @@ def declared_ports(container: object) -> tuple[int, ...]:
 
 
 def engine_container(template: Mapping[str, Any], port: int) -> EngineContainer | None:
-    """Return the container that declares the engine's port, else the first; None where that is no container at all."""
+    """Return the container that declares the engine's port, else the first; None if there is none."""
     containers = elements(mapping(template.get("spec")).get("containers"))
     position = next((place for place, each in enumerate(containers) if port in declared_ports(each)), 0)
     if position >= len(containers) or not isinstance(containers[position], Mapping):

@@ -1,9 +1,9 @@
-"""How a pod of a pool stops: the preStop script of its engine, and the grace period around it.
+"""How a pool's pod terminates: the preStop script of its engine, and the grace period around it.
 
-Kubernetes' order is preStop, then SIGTERM, then (when the grace period is over) SIGKILL. A pod the operator drains has
-nothing left to do when it is deleted, and the script takes a few seconds; a pod that somebody else deletes or evicts is
-drained by the script alone, since the routers stop sending requests to a terminating pod at once. ``children`` puts
-both into the pod template, ``checks`` warns where the user's own grace period is too short.
+Kubernetes runs preStop, then sends SIGTERM, then SIGKILL when the grace period is over. A pod that the operator has
+drained is idle when it is deleted, and the script takes a few seconds. For a pod that is deleted or evicted otherwise,
+the script alone waits for its requests; routers stop picking a terminating pod at once. ``children`` puts both into the
+pod template, and ``checks`` warns if the user's grace period is too short.
 """
 
 import math
@@ -14,19 +14,19 @@ from dualmap_operator.decide.workload.arguments import SHUTDOWN_TIMEOUT, whole_o
 from dualmap_operator.decide.workload.template import engine_container
 
 POD_IP_VARIABLE: Final = "DUALMAP_POD_IP"
-"""Where the script finds the pod's address: some engines listen there and not on 127.0.0.1."""
+"""The variable with the pod's address: some engines listen there and not on 127.0.0.1."""
 
 _LAST_LOOK_S: Final = 10
-"""By how much the script may overrun drain.timeout: it looks once more, and two addresses may time out."""
+"""How long the script may exceed drain.timeout: one more check, in which two addresses may time out."""
 
 _ENGINE_STOP_S: Final = 30
-"""What an engine has from SIGTERM to SIGKILL, as in any pod that says nothing of it."""
+"""An engine's time from SIGTERM to SIGKILL: Kubernetes' default grace period."""
 
 _SETTLE_S: Final = 5
-"""How long after its deletion a pod may still be sent requests (CONTRACT: it is not Active after 5 s)."""
+"""How long after its deletion a pod may still receive requests (docs/operator.md)."""
 
 _METRICS_PATHS: Final = {"TensorRTLLM": "/prometheus/metrics"}
-"""Where an engine that differs from the others shows its metrics (PROTOCOLS section 2)."""
+"""The paths of engines whose metrics are not at /metrics."""
 
 _HEAD: Final = """\
 # Keeps the engine until it has nothing left to do, at most drain.timeout. By the DualMap operator.
@@ -94,8 +94,8 @@ done
 def pre_stop_script(spec: PoolSpec) -> str:
     """Return the script for ``/bin/sh -c`` that ends when the engine is idle, at the latest after ``drain.timeout``.
 
-    It needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. Where the engine
-    says nothing (no such tool, another kind of engine, TLS on its port) it waits 30 s without knowing.
+    It needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. If they cannot be
+    read (no such tool, another engine, TLS on its port), it waits 30 s.
     """
     timeout_s = math.ceil(spec.drain_timeout_s)
     head = _HEAD.format(
@@ -110,7 +110,7 @@ def pre_stop_script(spec: PoolSpec) -> str:
 def grace_period_s(spec: PoolSpec) -> int:
     """Return the shortest grace period that covers a whole drain and the engine's own stop, in seconds.
 
-    vLLM may take its ``--shutdown-timeout`` after SIGTERM; where that can be read it is covered too.
+    It includes vLLM's ``--shutdown-timeout`` after SIGTERM if the template shows it.
     """
     shutdown_s = None
     if isinstance(spec.workload, TemplateWorkload):

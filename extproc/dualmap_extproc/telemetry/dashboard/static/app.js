@@ -1,4 +1,4 @@
-// The page: takes snapshots from the stream, and has each part show the pool that the address names (#pool=NAMESPACE/NAME).
+// The page: reads snapshots from the stream and shows the pool that the URL selects (#pool=NAMESPACE/NAME).
 
 import { Charts } from "./charts.js";
 import { Decisions } from "./decisions.js";
@@ -9,7 +9,7 @@ import { Rings } from "./rings.js";
 import { openStream } from "./stream.js";
 
 const SIGNS = { ok: "✓", warn: "!", bad: "✕", idle: "–" };
-const LEVELS = { ok: "fine", warn: "look at it", bad: "SLO missed or requests refused", idle: "nothing to judge" };
+const LEVELS = { ok: "healthy", warn: "warning", bad: "SLO missed or requests rejected", idle: "no traffic" };
 const byId = (id) => document.getElementById(id);
 
 let latest = null; // The last snapshot.
@@ -29,14 +29,14 @@ const decisions = new Decisions(
 );
 const stream = openStream(take, showConnection);
 
-/** The pool in the address; undefined where the address is about something else, as after the skip link. */
+/** The pool in the URL; undefined if the fragment is something else, as after the skip link. */
 function chosenPool() {
   if (!location.hash) return "";
   if (!location.hash.startsWith("#pool=")) return undefined;
   try {
     return decodeURIComponent(location.hash.slice("#pool=".length));
   } catch {
-    // An address that somebody has cut short names no pool.
+    // A truncated URL selects no pool.
     return "";
   }
 }
@@ -86,7 +86,7 @@ function showVerdict({ pool, pools, asked }) {
     setText(node, each.text);
   });
   document.title = `${SIGNS[verdict.level]} ${pool?.name ?? "DualMap"} – DualMap`;
-  // Said aloud when it changes for better or worse, not whenever a number does.
+  // Announced when the level changes, not whenever a number does.
   announce(`${pool?.name ?? ""} ${verdict.level}`, verdict.headline);
 }
 
@@ -108,16 +108,16 @@ function showPool() {
   instances.show(endpoints, pool, marked);
   decisions.show(pool, marked);
   showPair();
-  setText(byId("about"), `Seen by router ${latest.router} (version ${latest.version}), which knows of ${plural(pool.peers, "other router")}. `
+  setText(byId("about"), `View of router ${latest.router} (version ${latest.version}), connected to ${plural(pool.peers, "other router")}. `
     + `Model ${pool.model}, policy ${pool.policy}, ${pool.algorithm} rings of version ${pool.ring_version}. `
-    + `Times of day are those of this browser (${timeZone()}).`);
+    + `Times are in this browser's time zone (${timeZone()}).`);
 }
 
 function showPair() {
   rings.showPair(pointed ?? latest?.pool?.decisions.find((each) => each.chosen));
 }
 
-/** Instances as objects, of the columns they come in. */
+/** Converts the columns of a snapshot into one object per instance. */
 function rowsOf(columns) {
   const names = Object.keys(columns);
   return (columns.id ?? []).map((_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]])));
@@ -129,14 +129,14 @@ function showTiles(pool, endpoints) {
   const serving = endpoints.filter((each) => each.state !== "Draining" && each.state !== "Suspended").length;
   const within = recent.seconds === 60 ? "last minute" : "last 5 minutes";
   const tiles = [
-    ["In time", percent(recent.attainment), `goal ${percent(slo.attainment)}, ${within}`],
+    ["Within SLO", percent(recent.attainment), `goal ${percent(slo.attainment)}, ${within}`],
     ["TTFT, median", seconds(recent.ttft_p50_s), `90th percentile ${seconds(recent.ttft_p90_s)}, SLO ${seconds(slo.ttft_s)}`],
-    ["Requests a minute", count(minute.requests), minute.refused ? `${count(minute.refused)} refused` : "none refused"],
+    ["Requests a minute", count(minute.requests), minute.refused ? `${count(minute.refused)} rejected` : "none rejected"],
     ["In flight", count(sum("in_flight")), `on ${plural(endpoints.length, "instance")}`],
-    ["Held", count(pool.held), "waiting in this router"],
-    ["Prefill waiting", short(sum("pending_tokens")), "tokens without a first token yet"],
-    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted; none measured" : `measured; predicted ${percent(hits.predicted)}`],
-    ["Instances", count(serving), all ? `traffic asks for ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
+    ["Queued", count(pool.held), "in this router"],
+    ["Pending prefill", short(sum("pending_tokens")), "prompt tokens to compute"],
+    ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted; not measured" : `measured; predicted ${percent(hits.predicted)}`],
+    ["Instances", count(serving), all ? `desired: ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
     ["Routers", count(1 + pool.peers), together(pool.peers, all)],
   ];
   showEach(byId("tiles"), tiles, ([title]) => title, ([title]) => el("div", {}, el("dt", {}, title), el("dd"), el("dd", { class: "muted" })), (node, [, value, note]) => {
@@ -145,10 +145,10 @@ function showTiles(pool, endpoints) {
   });
 }
 
-/** What the other routers add to what this one sees. */
+/** Figures of all routers together. */
 function together(peers, all) {
-  if (!peers) return "no other heard of";
-  return all ? `all: ${percent(all.attainment)} in time, ${count(all.in_flight)} in flight, ${count(all.held)} held` : "not heard of lately";
+  if (!peers) return "no other router connected";
+  return all ? `all: ${percent(all.attainment)} within SLO, ${count(all.in_flight)} in flight, ${count(all.held)} queued` : "no recent update";
 }
 
 function showConnection(now, silentMs) {
@@ -157,10 +157,10 @@ function showConnection(now, silentMs) {
   const ago = silentMs === null ? 0 : Math.floor(silentMs / 1000);
   if (now === "live") setText(node, "live");
   else if (now === "connecting") setText(node, "connecting");
-  else if (latest) setText(node, `no news for ${ago} s: what you see is of ${timeOfDay(latest.at)}; trying again`);
-  else setText(node, "the router does not answer; trying again");
+  else if (latest) setText(node, `no update for ${ago} s: data of ${timeOfDay(latest.at)}; reconnecting`);
+  else setText(node, "the router does not answer; reconnecting");
   if (now !== state) {
-    if (now === "lost") announce("lost", "The connection to the router is lost; what you see is old.");
+    if (now === "lost") announce("lost", "The connection to the router is lost. The data shown is stale.");
     else if (state === "lost") announce("live", "The connection to the router is back.");
     if (now === "lost") document.title = `? ${latest?.pool?.name ?? "DualMap"} – DualMap`;
     state = now;

@@ -1,5 +1,5 @@
-// TTFT over the last ten minutes, attainment beside it, and how TTFTs of the last five minutes are distributed.
-// Drawn on a plane of 100 x 100 that is stretched to its place; words stand beside it as HTML, so they are not stretched.
+// TTFT and attainment over the last ten minutes, and the distribution of TTFT over the last five minutes.
+// Each chart is an SVG plane of 100 x 100 stretched to its place. Labels are HTML, so they are not stretched.
 
 import { count, percent, seconds } from "./format.js";
 import { el, setAttributes, setText, showEach, svg } from "./dom.js";
@@ -7,7 +7,7 @@ import { el, setAttributes, setText, showEach, svg } from "./dom.js";
 export class Charts {
   constructor(parent) {
     this.ttft = new Chart(parent, "TTFT, last 10 minutes", [["p50", "median"], ["p90", "90th percentile"]]);
-    this.attainment = new Chart(parent, "First tokens in time, by 10 seconds", []);
+    this.attainment = new Chart(parent, "First tokens within the SLO, per 10 seconds", []);
     this.spread = new Chart(parent, "Distribution of TTFT, last 5 minutes", []);
   }
 
@@ -27,7 +27,7 @@ export class Charts {
     this.ttft.mark(y(slo), `SLO ${seconds(slo)}`);
     this.ttft.scale(`${seconds(top)}`, "0", `${span} min ago`, "now");
     const last = known.length ? known[known.length - 1] : null;
-    this.ttft.describe(last === null ? "No first tokens in 10 minutes." : `90th percentile last ${seconds(last)}, at most ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
+    this.ttft.describe(last === null ? "No first tokens in 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
   }
 
   showAttainment(history, goal, span) {
@@ -39,7 +39,7 @@ export class Charts {
     this.attainment.mark(100 - goal * 100, `goal ${percent(goal)}`);
     this.attainment.scale("100%", "0", `${span} min ago`, "now");
     const missed = bars.filter(({ share }) => share < goal).length;
-    this.attainment.describe(`Below the goal of ${percent(goal)} in ${missed} of ${bars.length} stretches of 10 s with first tokens.`);
+    this.attainment.describe(`Below the goal of ${percent(goal)} in ${missed} of ${bars.length} intervals of 10 s with first tokens.`);
   }
 
   showSpread({ bounds_s: bounds, counts }, slo) {
@@ -52,7 +52,7 @@ export class Charts {
       this.spread.describe("No first tokens in 5 minutes.");
       return;
     }
-    // From a bound to the next; what is below the first or above the last has a bar as wide as its neighbour's.
+    // A bar reaches from one bound to the next. The first and the last bar are as wide as their neighbours.
     const low = (index) => bounds[index - 1] ?? bounds[0] / (bounds[1] / bounds[0]);
     const high = (index) => bounds[index] ?? bounds[bounds.length - 1] * (bounds[1] / bounds[0]);
     const last = counts.length - 1 - [...counts].reverse().findIndex((each) => each > 0);
@@ -62,7 +62,7 @@ export class Charts {
     const bars = [];
     for (let index = first; index <= last; index += 1) {
       const height = (counts[index] / most) * 100;
-      // A bar that the SLO falls into is split there, since nobody knows which of its requests were late.
+      // A bar that contains the SLO is split there, because its requests are not known to be early or late.
       const pieces = low(index) < slo && slo < high(index)
         ? [[low(index), slo, "met"], [slo, high(index), "missed"]]
         : [[low(index), high(index), high(index) <= slo ? "met" : "missed"]];
@@ -129,7 +129,7 @@ class Chart {
   }
 }
 
-/** The path of a line with gaps where nothing is known; a lone point is drawn as a short dash. */
+/** The path of a line with gaps where values are missing; a single point is drawn as a short dash. */
 function line(values, y) {
   const step = 100 / (values.length - 1);
   let d = "";

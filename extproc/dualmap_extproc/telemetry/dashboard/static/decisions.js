@@ -1,4 +1,4 @@
-// The last decisions in words, newest first, and which rules took them. They stand still while somebody reads.
+// The last decisions in words, newest first, and the rules that made them. The list pauses while it is hovered or focused.
 
 import { count, percent, plural, seconds, when } from "./format.js";
 import { el, setAttributes, setText, showEach } from "./dom.js";
@@ -18,7 +18,7 @@ export class Decisions {
     pause.addEventListener("click", () => {
       this.paused = !this.paused;
       pause.setAttribute("aria-pressed", String(this.paused));
-      setText(pause, this.paused ? "Go on" : "Pause");
+      setText(pause, this.paused ? "Resume" : "Pause");
       this.tell();
     });
     const point = (event) => onPoint(event.target.closest("li")?.decision ?? null);
@@ -30,7 +30,7 @@ export class Decisions {
     list.addEventListener("pointerenter", () => read("pointed", true));
     list.addEventListener("pointerleave", () => read("pointed", false));
     list.addEventListener("pointerover", point);
-    // By the keyboard the same, item by item; a click, which moves the focus too, does not keep the list.
+    // The same by keyboard, item by item. A click also moves the focus, but does not pause the list.
     list.addEventListener("focusin", (event) => {
       if (!event.target.matches(":focus-visible")) return;
       read("focused", true);
@@ -45,7 +45,7 @@ export class Decisions {
     return this.pointed || this.focused;
   }
 
-  /** Show the newest of those that name one of `marked` (all where it is null). */
+  /** Shows the newest decisions that name one of `marked`; all if it is null. */
   show(pool, marked) {
     for (const each of pool.decisions) if (each.rule) this.reasons.set(each.rule, each.reason);
     this.showRules(pool.rules);
@@ -55,7 +55,7 @@ export class Decisions {
     this.tell(admitted.length);
   }
 
-  /** Forget those of another pool. */
+  /** Removes the decisions of the previous pool. */
   clear() {
     this.list.replaceChildren();
     this.pointed = false;
@@ -63,7 +63,7 @@ export class Decisions {
   }
 
   tell(number = this.list.children.length) {
-    const still = this.paused ? "standing still" : this.reading ? "standing still while you read them" : "newest first";
+    const still = this.paused ? "paused" : this.reading ? "paused while you read" : "newest first";
     setText(this.note, number ? still : "none yet");
   }
 
@@ -82,7 +82,7 @@ function names(each) {
 }
 
 function bringUpToDate(node, each) {
-  // A router that began anew counts from 0 again: what bears the number of one that is shown may be another.
+  // A restarted router numbers decisions from 0 again, so a shown number may now be another decision.
   if (node.decision && Math.abs(node.decision.at - each.at) > 0.5) {
     const other = makeItem(each);
     setAttributes(node, { class: other.getAttribute("class") });
@@ -93,7 +93,7 @@ function bringUpToDate(node, each) {
 
 function makeItem(each) {
   const time = el("time", { datetime: new Date(each.at * 1000).toISOString() }, when(each.at));
-  if (each.refused) return el("li", { class: "refused", tabindex: 0 }, time, el("p", {}, el("b", {}, "Refused"), ` (${each.refused}): ${each.reason}.`));
+  if (each.refused) return el("li", { class: "refused", tabindex: 0 }, time, el("p", {}, el("b", {}, "Rejected"), ` (${each.refused}): ${each.reason}.`));
   const cached = each.prompt_tokens ? `, ${percent(each.matched_tokens / each.prompt_tokens)} of it cached there` : "";
   return el("li", { tabindex: 0 }, time,
     el("p", {}, el("b", {}, each.chosen), ` because ${each.reason} `, el("span", { class: "rule" }, each.rule)),

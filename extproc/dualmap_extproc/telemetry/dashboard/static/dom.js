@@ -1,13 +1,13 @@
-// Making and changing elements. Whatever comes from outside is set as text or as an attribute, never read as HTML.
+// Creates and changes elements. External data is set as text or as an attribute, never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Return a new element with attributes and children; a child may be a string. */
+/** Returns a new element with attributes and children; a child may be a string. */
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same of SVG. */
+/** Returns a new SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -18,7 +18,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** Set attributes; null or undefined removes one. What is as it should be is left alone. */
+/** Sets attributes that differ; null or undefined removes one. */
 export function setAttributes(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined) node.removeAttribute(name);
@@ -26,14 +26,14 @@ export function setAttributes(node, attributes) {
   }
 }
 
-/** Set the text of an element unless it has it. */
+/** Sets the text of an element if it differs. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
 /**
- * Make the children of `parent` show `items` in order: elements are kept by key, made by `create(item)` and brought up
- * to date by `update(node, item)`, so that focus, selection and scrolling outlive an update.
+ * Shows `items` in order as children of `parent`. Elements are kept by key, created by `create(item)` and updated by
+ * `update(node, item)`, so that focus, selection and scroll position survive an update.
  */
 export function showEach(parent, items, key, create, update) {
   const known = new Map([...parent.children].map((node) => [node.dataset.key, node]));

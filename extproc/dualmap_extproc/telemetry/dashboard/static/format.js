@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers and times for display.
 
 const whole = new Intl.NumberFormat("en");
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -16,7 +16,7 @@ export function short(number) {
   return number === null || number === undefined ? NONE : compact.format(number);
 }
 
-/** A share in percent, rounded down: what misses its goal must not look as if it met it. */
+/** A share in percent, rounded down, so that a missed goal never looks met. */
 export function percent(share) {
   if (share === null || share === undefined) return NONE;
   return `${Math.floor(share * 1000 + 1e-6) / 10}%`;
@@ -34,13 +34,13 @@ export function timeOfDay(epochSeconds) {
   return clock.format(new Date(epochSeconds * 1000));
 }
 
-/** The time of day, with the date where that is not plain. */
+/** The time of day, with the date if it is more than half a day ago. */
 export function when(epochSeconds) {
   const time = timeOfDay(epochSeconds);
   return Date.now() - epochSeconds * 1000 < HALF_A_DAY_MS ? time : `${calendar.format(new Date(epochSeconds * 1000))} ${time}`;
 }
 
-/** The time zone that times are shown in. */
+/** The time zone of displayed times. */
 export function timeZone() {
   return clock.resolvedOptions().timeZone;
 }

@@ -1,23 +1,23 @@
-// The table of instances: sorted by any column, filtered by name or state; rows are kept while their numbers change.
+// The table of instances: sorted by any column, filtered by name or state. Rows are kept while their numbers change.
 
 import { count, percent, seconds, short } from "./format.js";
 import { el, setAttributes, setText, showEach } from "./dom.js";
 
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 
-// Field to sort by, title, what it means, and its text.
+// Sort field, title, description, and text of a cell.
 const COLUMNS = [
   ["id", "Instance", "The member's id", (each) => each.id],
   ["state", "State", "Joining, Active, Draining, or Suspended after failures", (each) => (each.state === "Joining" ? `Joining (${each.weight}%)` : each.state)],
   ["ring_1", "Share", "Share of all keys on ring 1", (each) => percent(each.ring_1)],
-  ["in_flight", "In flight", "Requests sent and not yet ended", (each) => count(each.in_flight)],
-  ["held", "Held", "Requests that wait in this router for the instance", (each) => count(each.held)],
-  ["backlog_s", "Prefill waiting", "Uncached tokens without a first token yet, as seconds at the learnt speed", (each) => `${seconds(each.backlog_s)} (${short(each.pending_tokens)})`],
-  ["requests", "Requests", "Sent there in the last 5 minutes", (each) => count(each.requests)],
-  ["hit_predicted", "Hit rate", "Predicted share of prompt tokens cached, and as measured by the engine, last 5 minutes", (each) => `${percent(each.hit_predicted)} / ${percent(each.hit_measured)}`],
-  ["attainment", "In time", "First tokens within the SLO, last 5 minutes", (each) => percent(each.attainment)],
-  ["speed", "Tokens/s", "Prefill speed as learnt", (each) => short(each.speed)],
-  ["failed", "Failed", "Requests it failed in the last 5 minutes", (each) => count(each.failed)],
+  ["in_flight", "In flight", "Requests sent to the instance that have not ended", (each) => count(each.in_flight)],
+  ["held", "Queued", "Requests queued in this router for the instance", (each) => count(each.held)],
+  ["backlog_s", "Pending prefill", "Uncached prompt tokens without a first token, in seconds at the learnt speed", (each) => `${seconds(each.backlog_s)} (${short(each.pending_tokens)})`],
+  ["requests", "Requests", "Requests sent to the instance in the last 5 minutes", (each) => count(each.requests)],
+  ["hit_predicted", "Hit rate", "Share of prompt tokens cached: predicted / measured by the engine, last 5 minutes", (each) => `${percent(each.hit_predicted)} / ${percent(each.hit_measured)}`],
+  ["attainment", "Within SLO", "First tokens within the SLO, last 5 minutes", (each) => percent(each.attainment)],
+  ["speed", "Tokens/s", "Learnt prefill speed", (each) => short(each.speed)],
+  ["failed", "Failed", "Requests that the instance failed in the last 5 minutes", (each) => count(each.failed)],
 ];
 const TEXTS = new Set(["id", "state"]);
 
@@ -39,14 +39,14 @@ export class Instances {
     const cell = el("th", { scope: "col", class: TEXTS.has(field) ? null : "number" }, button);
     button.addEventListener("click", () => {
       const same = this.sort.field === field;
-      // Of numbers the greatest are looked for, of names the first.
+      // Numbers sort descending first, names ascending.
       this.sort = { field, descending: same ? !this.sort.descending : !TEXTS.has(field) };
       onChange();
     });
     return cell;
   }
 
-  /** The ids that the filter leaves, or null while it leaves all. */
+  /** The ids that match the filter, or null without a filter. */
   marked(endpoints, pool) {
     const text = this.filter.value.trim().toLowerCase();
     if (!text && !this.troubled.checked) return null;
@@ -82,7 +82,7 @@ export class Instances {
   }
 }
 
-/** Whether somebody looking for what is wrong wants to see the instance. */
+/** Whether the instance has a problem: suspended, failing, late or overloaded. */
 function isTroubled(each, pool) {
   const late = each.attainment !== null && each.attainment < pool.slo.attainment;
   return each.state === "Suspended" || each.failed > 0 || late || each.backlog_s > pool.slo.ttft_s;

@@ -1,4 +1,4 @@
-// The picture: both rings with an arc for each instance, what waits at each as a bar, and the pair of one decision.
+// The picture: both rings with an arc per instance, its pending prefill as a bar, and the pair of one decision.
 
 import { count, percent, plural, seconds } from "./format.js";
 import { setAttributes, showEach, svg } from "./dom.js";
@@ -6,10 +6,10 @@ import { setAttributes, showEach, svg } from "./dom.js";
 const RING_1 = [106, 120];
 const RING_2 = [86, 100];
 const LOAD_FROM = 125;
-const LOAD_AT_SLO = 30; // So far outward reaches a bar whose instance would just miss the SLO.
+const LOAD_AT_SLO = 30; // Length of a bar whose pending prefill equals the SLO.
 const LOAD_MOST = 52;
-const LABELS = 14; // More names than that would overlap.
-const NAME = 12; // Characters of a name beside the ring.
+const LABELS = 14; // More labels would overlap.
+const NAME = 12; // Characters of a label.
 
 /** Return the angles of each instance on a ring by its share, in turns from the top: {id: [from, to]}. */
 export function layOut(endpoints, share) {
@@ -40,7 +40,7 @@ export class Rings {
   show(endpoints, slo, marked) {
     const [ring1, ring2] = (this.arcs = [layOut(endpoints, "ring_1"), layOut(endpoints, "ring_2")]);
     const onRing = endpoints.filter((each) => ring1.has(each.id));
-    // Without names around it, the picture may be larger.
+    // Without labels the picture can be larger.
     setAttributes(this.node, { viewBox: onRing.length <= LABELS ? "-262 -200 524 400" : "-182 -182 364 364" });
     this.arcsOf(this.layers.ring1, onRing, ring1, RING_1, marked);
     this.arcsOf(this.layers.ring2, endpoints.filter((each) => ring2.has(each.id)), ring2, RING_2, marked);
@@ -62,7 +62,7 @@ export class Rings {
         "data-marked": marked && marked.has(each.id) ? "" : null,
       });
       const text = `${each.id}: ${percent(to - from > 0.999 ? 1 : arcs.get(each.id)[1] - arcs.get(each.id)[0])} of the keys, `
-        + `${count(each.in_flight)} in flight, ${seconds(each.backlog_s)} of prefill waiting`;
+        + `${count(each.in_flight)} in flight, ${seconds(each.backlog_s)} of pending prefill`;
       if (node.firstChild.textContent !== text) node.firstChild.textContent = text;
     });
   }
@@ -73,7 +73,7 @@ export class Rings {
       : endpoints.filter((each) => each.backlog_s > slo).sort((a, b) => b.backlog_s - a.backlog_s).slice(0, 6);
     showEach(this.layers.labels, named, (each) => each.id, () => svg("text"), (node, each) => {
       const [from, to] = arcs.get(each.id);
-      // Outside where there is room, else across the bar that it names.
+      // Outside the ring if there is room, otherwise across its bar.
       const [x, y] = point((from + to) / 2, endpoints.length <= LABELS ? LOAD_FROM + LOAD_MOST + 8 : LOAD_FROM + 12);
       const anchor = Math.abs(x) < 40 || endpoints.length > LABELS ? "middle" : x > 0 ? "start" : "end";
       setAttributes(node, { x, y: y + 4, "text-anchor": anchor });
@@ -82,7 +82,7 @@ export class Rings {
     });
   }
 
-  /** Draw a decision's pair: from ring 1's candidate to ring 2's, the chosen one with a dot. */
+  /** Draws a decision's pair: a line from ring 1's candidate to ring 2's, with a dot at the chosen one. */
   showPair(decision) {
     const [ring1, ring2] = this.arcs;
     const ends = [];
@@ -121,7 +121,7 @@ function describe(endpoints, onRing, slo) {
   const [least, most] = [Math.min, Math.max].map((pick) => percent(pick(...onRing.map((each) => each.ring_1))));
   if (onRing.length > 1) words[0] += `, ${least === most ? least : `${least} to ${most}`} of the keys each`;
   const busiest = onRing.reduce((a, b) => (b.backlog_s > (a?.backlog_s ?? 0) ? b : a), null);
-  if (busiest) words.push(`most prefill waits at ${busiest.id}: ${seconds(busiest.backlog_s)}, the SLO is ${seconds(slo)}`);
+  if (busiest) words.push(`most pending prefill at ${busiest.id}: ${seconds(busiest.backlog_s)}, SLO ${seconds(slo)}`);
   if (off.length) {
     const names = off.slice(0, 5).map((each) => `${each.id} (${each.state})`).join(", ");
     words.push(`not on the rings: ${names}${off.length > 5 ? ` and ${off.length - 5} more` : ""}`);
@@ -138,7 +138,7 @@ function middle([from, to], radius) {
   return point((from + to) / 2, radius);
 }
 
-/** Leave a gap at both ends: a share of the arc, and of the circle at most half a hundredth. */
+/** Leaves a gap at both ends: a share of the arc, at most 0.5 % of the circle. */
 function inset([from, to], share) {
   const gap = Math.min((to - from) * share, 0.005);
   return [from + gap, to - gap];
@@ -146,7 +146,7 @@ function inset([from, to], share) {
 
 /** A piece of a ring between two angles and two radii. */
 function band(from, to, inner, outer) {
-  const end = Math.min(to, from + 0.9999); // A whole turn would end where it begins, which draws nothing.
+  const end = Math.min(to, from + 0.9999); // A full circle would end at its start, and draw nothing.
   const large = end - from > 0.5 ? 1 : 0;
   const [a, b, c, d] = [point(from, outer), point(end, outer), point(end, inner), point(from, inner)];
   return `M${a} A${outer},${outer} 0 ${large} 1 ${b} L${c} A${inner},${inner} 0 ${large} 0 ${d} Z`;

@@ -1,11 +1,11 @@
-// The stream of snapshots: opened for one pool, opened again by itself when it breaks, and watched for silence.
+// The stream of snapshots of one pool. It reconnects after an error and detects silence.
 
 const SILENCE_MS = 3500; // A snapshot comes every second.
 const RETRY_MS = [500, 1000, 2000, 5000];
 
 /**
- * Open the stream; `onSnapshot(document)` gets each one, `onState(state, silentMs)` is told twice a second whether it
- * is "connecting", "live" or "lost", and for how long nothing came.
+ * Opens the stream. `onSnapshot(document)` receives each snapshot. `onState(state, silentMs)` is called twice a second
+ * with "connecting", "live" or "lost" and the time since the last snapshot.
  */
 export function openStream(onSnapshot, onState) {
   let source = null;
@@ -44,14 +44,14 @@ export function openStream(onSnapshot, onState) {
   }
 
   setInterval(() => {
-    // A connection that died without a word, as when the network went away, brings no error: open another one.
+    // A lost network causes no error event: open another connection.
     const quiet = performance.now() - Math.max(heard ?? 0, opened);
     if (source.readyState !== EventSource.CLOSED && quiet > 3 * SILENCE_MS) open();
     tell();
   }, 500);
 
   return {
-    /** Look at another pool ("" is the router's first). */
+    /** Switches to another pool ("" is the router's first). */
     watch(name) {
       pool = name;
       failures = 0;

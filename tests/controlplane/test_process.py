@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 from kopf._cogs.clients.errors import APINotFoundError
 
-from dualmap_operator import wiring
+from dualmap_operator.run import process
+from dualmap_operator.run.control import ended
 from dualmap_operator.run.leader import LeadershipLostError
+from dualmap_operator.run.metrics import Metrics
 
 
 class ExitedError(Exception):
@@ -36,11 +38,11 @@ class FakeServer:
 
 
 class LostLeadership:
-    async def keep(self) -> None:
+    async def renew(self) -> None:
         raise LeadershipLostError("the lease was not renewed")
 
 
-async def test_nothing_is_written_any_more_once_the_lease_is_lost(
+async def test_process_lost_lease_exits_before_any_write(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control = FakeControl()
@@ -51,16 +53,17 @@ async def test_nothing_is_written_any_more_once_the_lease_is_lost(
         written.append(list(control.wrote))
         raise ExitedError
 
-    monkeypatch.setattr(wiring.os, "_exit", exit_at_once)
+    parts = process.Process(server=FakeServer(), leadership=LostLeadership(), control=control, metrics=Metrics())  # type: ignore[arg-type]  # stand for them
+    monkeypatch.setattr(process.os, "_exit", exit_at_once)
     with pytest.raises(ExitedError):
-        await wiring._lead(asyncio.Event(), LostLeadership(), control, FakeServer())  # type: ignore[arg-type]  # stand for them
+        await parts._lead(asyncio.Event())
 
     assert written == [[]]
     assert "the lease was not renewed" in capsys.readouterr().err
 
 
-def test_an_end_for_want_of_the_crd_says_so_and_any_other_what_it_was() -> None:
+def test_control_error_names_missing_crd_or_the_cause() -> None:
     gone = APINotFoundError("404 page not found", status=404, headers={})
 
-    assert str(wiring.ended(gone)).startswith("InferencePools are not served any more; has their CRD been deleted?")
-    assert str(wiring.ended(ValueError("odd"))) == "a part of the operator ended: ValueError('odd')"
+    assert str(ended(gone)).startswith("the API server no longer serves InferencePools; has their CRD been deleted?")
+    assert str(ended(ValueError("odd"))) == "a part of the operator ended: ValueError('odd')"

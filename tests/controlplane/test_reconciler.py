@@ -15,19 +15,19 @@ from dualmap_operator.decide.plan_values import Plan
 from dualmap_operator.decide.spec import PoolSpec
 from dualmap_operator.errors import ApiError, ConflictError
 from dualmap_operator.observe.watches import PoolObject
-from dualmap_operator.run import reconciler as keeper_module
-from dualmap_operator.run.reconciler import Keeper, Keepers, Planner, Tools
+from dualmap_operator.run import reconciler as reconciler_module
+from dualmap_operator.run.reconciler import Planner, Reconciler, ReconcilerContext, Reconcilers
 
 UID = "pool-uid"
 LONG_S = 1000.0
 
 
 class Scene:
-    """A keeper between a source, a planner and a sink that do as the test says, and remember."""
+    """A reconciler between a source, a planner and a sink that do as the test says, and remember."""
 
     def __init__(self) -> None:
         self.pool: PoolObject | None = pool_object()
-        self.again_s = LONG_S
+        self.requeue_after_s = LONG_S
         self.finished = False
         self.observed: list[tuple[str, ...]] = []
         self.refusals: list[tuple[int, str]] = []
@@ -38,18 +38,18 @@ class Scene:
         self.waits = 0
         self.forgotten: list[str] = []
         self.applying: Callable[[], Any] = lambda: None
-        self.keeper = self.make(KEY, UID)
+        self.reconciler = self.make(KEY, UID)
 
-    def make(self, key: tuple[str, str], uid: str) -> Keeper:
-        tools = Tools(
+    def make(self, key: tuple[str, str], uid: str) -> Reconciler:
+        context = ReconcilerContext(
             pool=lambda _: self.pool,
             planner=Planner(plan=self._plan, refused=self._refused),
-            observer=self,
-            turns=asyncio.Semaphore(1),
+            metrics=self,
+            slots=asyncio.Semaphore(1),
             clock=asyncio.get_running_loop().time,
             now=lambda: 0.0,
         )
-        return Keeper(key, uid, source=self, sink=self, tools=tools)
+        return Reconciler(key, uid, observer=self, applier=self, context=context)
 
     async def observe(self, pool: PoolObject, spec: PoolSpec | None, failures: tuple[str, ...]) -> Observed:
         self.observed.append(failures)
@@ -67,11 +67,11 @@ class Scene:
         return outcome
 
     def _plan(self, spec: PoolSpec, observed: Observed, now_s: float) -> Plan:
-        return Plan(status=PoolStatus(), again_s=self.again_s, finished=self.finished)
+        return Plan(status=PoolStatus(), requeue_after_s=self.requeue_after_s, finished=self.finished)
 
     def _refused(self, observed: Observed, generation: int, error: str, now_s: float) -> Plan:
         self.refusals.append((generation, error))
-        return Plan(status=PoolStatus(), again_s=self.again_s)
+        return Plan(status=PoolStatus(), requeue_after_s=self.requeue_after_s)
 
     def waiting(self, change: int) -> None:
         self.waits += change
@@ -96,16 +96,16 @@ async def scene() -> AsyncIterator[Scene]:
 
 @contextlib.asynccontextmanager
 async def running(scene: Scene) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(scene.keeper.run())
+    task = asyncio.create_task(scene.reconciler.run())
     yield task
-    scene.keeper.stop()
+    scene.reconciler.stop()
     await task
 
 
-async def test_it_looks_at_once_and_again_when_woken(scene: Scene) -> None:
+async def test_reconciler_runs_at_once_and_when_woken(scene: Scene) -> None:
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
-        scene.keeper.wake()
+        scene.reconciler.wake()
         await until(lambda: len(scene.results) == 2)
 
     assert scene.results == ["done", "done"]
@@ -114,56 +114,54 @@ async def test_it_looks_at_once_and_again_when_woken(scene: Scene) -> None:
     assert scene.waits == 0
 
 
-async def test_events_that_come_together_are_one_pass(scene: Scene) -> None:
+async def test_reconciler_simultaneous_events_cause_one_reconcile(scene: Scene) -> None:
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
         for _ in range(10):
-            scene.keeper.wake()
+            scene.reconciler.wake()
             await asyncio.sleep(0)
         assert scene.waits == 1
         await until(lambda: len(scene.results) == 2)
         assert scene.waits == 0
-        await asyncio.sleep(3 * keeper_module.DEBOUNCE_S)
+        await asyncio.sleep(3 * reconciler_module.DEBOUNCE_S)
 
     assert len(scene.results) == 2
 
 
-async def test_it_looks_again_when_the_plan_says_so(scene: Scene) -> None:
-    scene.again_s = 0.001
+async def test_reconciler_requeues_when_the_plan_asks(scene: Scene) -> None:
+    scene.requeue_after_s = 0.001
     async with running(scene):
         await until(lambda: len(scene.results) == 3)
 
 
-async def test_what_comes_during_a_pass_has_a_pass_of_its_own(scene: Scene) -> None:
-    scene.applying = lambda: scene.keeper.wake() if len(scene.plans) == 1 else None
+async def test_reconciler_event_during_reconcile_causes_another(scene: Scene) -> None:
+    scene.applying = lambda: scene.reconciler.wake() if len(scene.plans) == 1 else None
     async with running(scene):
         await until(lambda: len(scene.results) == 2)
 
 
-async def test_after_its_own_write_it_waits_until_the_watch_shows_it(scene: Scene) -> None:
+async def test_reconciler_waits_for_the_watch_after_own_write(scene: Scene) -> None:
     scene.outcomes = [Applied(wrote_status=True)]
-    scene.again_s = 0.001
+    scene.requeue_after_s = 0.001
     async with running(scene):
         await until(lambda: len(scene.plans) == 1)
-        scene.keeper.wake()
-        await asyncio.sleep(3 * keeper_module.DEBOUNCE_S)
+        scene.reconciler.wake()
+        await asyncio.sleep(3 * reconciler_module.DEBOUNCE_S)
         assert len(scene.plans) == 1, "the pool is as it was before the write"
 
         scene.pool = pool_object(version="2")
-        scene.keeper.wake()
+        scene.reconciler.wake()
         await until(lambda: len(scene.plans) >= 2)
 
 
-async def test_a_write_that_never_shows_is_not_waited_for_for_good(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper_module, "_ECHO_S", 0.01)
+async def test_reconciler_own_write_never_shown_continues(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler_module, "_ECHO_S", 0.01)
     scene.outcomes = [Applied(wrote_status=True)]
     async with running(scene):
         await until(lambda: len(scene.plans) == 2)
 
 
-async def test_a_conflict_is_no_failure_and_soon_looked_at_again(scene: Scene) -> None:
+async def test_reconciler_conflict_is_retried_soon(scene: Scene) -> None:
     scene.outcomes = [ConflictError("changed", status=409)]
     async with running(scene):
         await until(lambda: len(scene.results) == 2)
@@ -172,34 +170,34 @@ async def test_a_conflict_is_no_failure_and_soon_looked_at_again(scene: Scene) -
 
 
 @pytest.mark.parametrize("error", [ApiError("away"), ValueError("a defect")])
-async def test_failures_are_backed_off_from_and_outlived(
+async def test_reconciler_failures_back_off_and_continue(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(keeper_module, "_FIRST_PAUSE_S", 0.01)
-    scene.keeper = scene.make(KEY, UID)
+    monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
+    scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [error, error, error]
     pauses: list[float] = []
     async with running(scene):
         while len(scene.results) < 4:
             count = len(scene.results)
             await until(lambda count=count: len(scene.results) > count)
-            pauses.append(scene.keeper._pause_s)
+            pauses.append(scene.reconciler._pause_s)
 
     assert scene.results == ["failed", "failed", "failed", "done"]
     assert pauses == [0.02, 0.04, 0.08, 0.01]
 
 
-async def test_an_event_ends_the_pause_after_a_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "_FIRST_PAUSE_S", LONG_S)
-    scene.keeper = scene.make(KEY, UID)
+async def test_reconciler_event_ends_pause_after_failure(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", LONG_S)
+    scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [ApiError("away")]
     async with running(scene):
         await until(lambda: scene.results == ["failed"])
-        scene.keeper.wake()
+        scene.reconciler.wake()
         await until(lambda: scene.results == ["failed", "done"])
 
 
-async def test_what_the_server_refused_is_in_the_next_look_and_so_is_that_it_no_more_does(scene: Scene) -> None:
+async def test_reconciler_refusals_are_observed_next_time_and_cleared(scene: Scene) -> None:
     scene.outcomes = [Applied(refused=("no",)), Applied()]
     async with running(scene):
         await until(lambda: len(scene.observed) == 3)
@@ -207,11 +205,9 @@ async def test_what_the_server_refused_is_in_the_next_look_and_so_is_that_it_no_
     assert scene.observed == [(), ("no",), ()]
 
 
-async def test_a_server_that_refuses_in_other_words_each_time_is_backed_off_from(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper_module, "_FIRST_PAUSE_S", 0.01)
-    scene.keeper = scene.make(KEY, UID)
+async def test_reconciler_varying_refusals_back_off(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler_module, "_FIRST_PAUSE_S", 0.01)
+    scene.reconciler = scene.make(KEY, UID)
     scene.outcomes = [Applied(refused=(f"request {number} failed",)) for number in range(4)]
     async with running(scene):
         await until(lambda: len(scene.results) >= 5)
@@ -219,7 +215,7 @@ async def test_a_server_that_refuses_in_other_words_each_time_is_backed_off_from
     assert scene.results[:5] == ["done", "failed", "failed", "failed", "done"]
 
 
-async def test_a_spec_that_cannot_be_read_is_published_as_refused(scene: Scene) -> None:
+async def test_reconciler_invalid_spec_is_refused(scene: Scene) -> None:
     scene.pool = pool_object(workload={})
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
@@ -231,71 +227,71 @@ async def test_a_spec_that_cannot_be_read_is_published_as_refused(scene: Scene) 
     assert len(scene.plans) == 1
 
 
-async def test_a_pool_that_has_drained_is_finished(scene: Scene) -> None:
+async def test_reconciler_drained_pool_is_finished(scene: Scene) -> None:
     scene.finished = True
     async with running(scene):
-        await scene.keeper.finished.wait()
+        await scene.reconciler.finished.wait()
 
 
-async def test_another_pool_of_the_same_name_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "_GONE_S", 0.01)
+async def test_reconciler_other_uid_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler_module, "_GONE_S", 0.01)
     scene.pool = pool_object(uid="another")
     async with running(scene):
-        await scene.keeper.finished.wait()
+        await scene.reconciler.finished.wait()
 
     assert scene.plans == []
 
 
-async def test_a_pass_that_hangs_is_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "STUCK_S", -1.0)
+async def test_reconciler_long_reconcile_is_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler_module, "STUCK_S", -1.0)
     states: list[bool] = []
-    scene.applying = lambda: states.append(scene.keeper.stuck)
+    scene.applying = lambda: states.append(scene.reconciler.stuck)
     async with running(scene):
         await until(lambda: len(scene.results) == 1)
 
     assert states == [True]
-    assert not scene.keeper.stuck
+    assert not scene.reconciler.stuck
 
 
-async def test_keepers_run_one_until_it_may_end(scene: Scene) -> None:
-    keepers = Keepers(scene.make)
+async def test_reconcilers_run_until_the_end_condition(scene: Scene) -> None:
+    reconcilers = Reconcilers(scene.make)
     end = asyncio.Event()
 
-    async def ended(_keeper: Keeper) -> None:
+    async def ended(_reconciler: Reconciler) -> None:
         await end.wait()
 
-    keeping = asyncio.create_task(keepers.keep(KEY, UID, ended))
+    keeping = asyncio.create_task(reconcilers.run(KEY, UID, ended))
     await until(lambda: len(scene.results) == 1)
-    assert keepers.keeps(KEY)
-    keepers.wake(KEY)
-    keepers.wake(("llm", "other"))
+    assert reconcilers.is_running(KEY)
+    reconcilers.wake(KEY)
+    reconcilers.wake(("llm", "other"))
     await until(lambda: len(scene.results) == 2)
 
     end.set()
     await keeping
-    assert not keepers.keeps(KEY)
+    assert not reconcilers.is_running(KEY)
     assert scene.forgotten == ["llm/qwen"]
 
 
-async def test_keepers_say_whether_the_pool_has_drained(scene: Scene) -> None:
+async def test_reconcilers_return_whether_the_pool_drained(scene: Scene) -> None:
     scene.finished = True
 
-    async def drained(keeper: Keeper) -> None:
-        await keeper.finished.wait()
+    async def drained(reconciler: Reconciler) -> None:
+        await reconciler.finished.wait()
 
-    assert await Keepers(scene.make).keep(KEY, UID, drained)
+    assert await Reconcilers(scene.make).run(KEY, UID, drained)
 
 
-async def test_keepers_end_when_the_operator_stops_or_the_time_is_over(scene: Scene) -> None:
-    keepers = Keepers(scene.make)
+async def test_reconcilers_end_at_stop_or_timeout(scene: Scene) -> None:
+    reconcilers = Reconcilers(scene.make)
 
-    async def never(_keeper: Keeper) -> None:
+    async def never(_reconciler: Reconciler) -> None:
         await asyncio.Event().wait()
 
-    assert not await keepers.keep(KEY, UID, never, timeout_s=0.01)
-    keeping = asyncio.create_task(keepers.keep(KEY, UID, never))
-    await until(lambda: keepers.keeps(KEY))
-    keepers.closing.set()
+    assert not await reconcilers.run(KEY, UID, never, timeout_s=0.01)
+    keeping = asyncio.create_task(reconcilers.run(KEY, UID, never))
+    await until(lambda: reconcilers.is_running(KEY))
+    reconcilers.closing.set()
     await keeping
 
-    assert not keepers.keeps(KEY)
+    assert not reconcilers.is_running(KEY)

@@ -1,8 +1,9 @@
-"""What the router replicas of a pool tell each other, as values without a clock of their own.
+"""What the router replicas of a pool send each other, as values.
 
-``PoolRouter.take_news`` makes News of what happened since the last call, ``on_news`` takes another replica's. How it
-travels is the driver's business (Redis streams in production, a delayed list in the simulator); it may come late, twice
-or not at all. Times are ages, since replicas share no clock.
+``PoolRouter.take_update`` returns what happened since the last call, and ``on_update`` takes another replica's. The
+driver
+transports it (Redis streams in production, a delayed list in the simulator). It may arrive late, twice or not at all.
+Times are ages, since replicas share no clock.
 """
 
 from collections.abc import Mapping
@@ -24,10 +25,10 @@ class HotnessCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedLoad:
-    """One replica's own share of a member's load.
+    """The load that one replica puts on a member.
 
-    ``pending_prefill_tokens`` counts requests handed over and requests held for the member; ``backlog_s`` is how long
-    the former should keep it busy, ``held_s`` the latter.
+    ``pending_prefill_tokens`` counts requests in flight and queued requests. ``backlog_s`` is how long the former
+    should keep the member busy, ``held_s`` how long the latter.
     """
 
     pending_prefill_tokens: int = 0
@@ -39,7 +40,7 @@ class SharedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A prompt was sent to ``endpoint`` (``ip:port``), which will hold its blocks.
+    """A prompt that was sent to ``endpoint`` (``ip:port``), which will cache its blocks.
 
     ``hashes`` are the prompt's full blocks from block 0 on, as in ``BlockChain.cacheable``.
     """
@@ -50,10 +51,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBinding:
-    """Where a session's KV lies: on member ``host``, for a context of ``tokens``; see ``dualmap.keys.sessions``.
+    """The member with a session's KV: ``host``, for a context of ``tokens``; see ``dualmap.keys.sessions``.
 
-    ``version`` counts the session's moves: of two bindings the one with the higher version holds, and of two with the
-    same version the one that the store took first.
+    ``version`` counts the session's moves. Of two bindings the one with the higher version is valid, and of two with
+    the same version the one that the store took first.
     """
 
     session: int
@@ -64,12 +65,12 @@ class SharedBinding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What one replica tells the others about a pool.
+class ReplicaUpdate:
+    """What one replica sends the others about a pool.
 
-    ``loads`` is whole each time, by member id: a member it leaves out has none of this replica's load; None says
-    nothing of loads. The rest is what is new since the last News. ``wanted`` are sessions that this replica met
-    without knowing their binding.
+    ``loads`` is complete each time, by member id: this replica puts no load on a member that is left out. None means
+    that loads are not included. The rest is new since the last ReplicaUpdate. ``wanted`` are sessions that this
+    replica met without knowing their binding.
     """
 
     hotness: HotnessCounts

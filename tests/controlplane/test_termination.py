@@ -69,15 +69,15 @@ class Page(BaseHTTPRequestHandler):
 
 
 class Pod:
-    """A container's file system as far as the script sees it: a PATH with a few tools, and a clock."""
+    """A container's file system as far as the script sees it: a PATH with a few context, and a clock."""
 
-    def __init__(self, folder: Path, *tools: str) -> None:
+    def __init__(self, folder: Path, *context: str) -> None:
         self.bin, self.clock = folder / "bin", folder / "clock"
         self.bin.mkdir()
         self.clock.write_text(f"{START_S}\n")
         self.tool("date", FAKE_DATE.format(clock=self.clock))
         self.tool("sleep", FAKE_SLEEP.format(clock=self.clock))
-        for tool in tools:
+        for tool in context:
             path = sys.executable if tool == "python3" else which(tool)
             if path is None:
                 pytest.skip(f"there is no {tool} on this machine")

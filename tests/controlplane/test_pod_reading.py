@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.pools.pool import MemberState
-from dualmap_operator.decide.observed import ObservedPod, ObservedStatefulSet, PoolStatus, Shown
+from dualmap_operator.decide.observed import ObservedPod, ObservedStatefulSet, PoolStatus, TrafficStatus
 from dualmap_operator.decide.pod_reading import matches, read_pod, read_statefulset, read_status, read_time
 from dualmap_operator.names import IN_RING_GATE
 
@@ -219,7 +219,7 @@ class TestStatus:
         status = read_status(STATUS)
         assert (status.observed_generation, status.replicas, status.ready_replicas, status.in_ring) == (3, 4, 3, 2)
         assert (status.selector, status.ring_version) == ("serving.dualmap.dev/pool=qwen", 7)
-        assert status.traffic == Shown(slo_attainment="0.97", cache_hit_rate="0.63")
+        assert status.traffic == TrafficStatus(slo_attainment="0.97", cache_hit_rate="0.63")
         first, second = status.members
         assert (first.id, first.address, first.port, first.state) == ("qwen-0", "10.0.0.12", 8000, MemberState.ACTIVE)
         assert (first.weight, first.incarnation) == (100, "6d1a57ee-0")

@@ -1,4 +1,4 @@
-"""When passing time lets in what is held, kept in a heap: the same as asking every load."""
+"""The heap of times at which time alone releases queued requests: equal to asking every load."""
 
 from dataclasses import replace
 from random import Random
@@ -11,12 +11,12 @@ from dualmap.router import PoolRouter
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_first_to_open_is_the_first_of_all(seed: int) -> None:
+def test_dispatch_times_first_is_the_least_of_all_loads(seed: int) -> None:
     chance, now = Random(seed), 0.0
     engine = Engine(prefill_tokens_per_second=1000.0, kv_tokens=20_000)
     routing = Routing(policy="round_robin", queue=Queue(dispatch_window_s=1.0, max_wait_s=1e9, max_held=10_000))
     router = PoolRouter(replace(pool(16, routing=routing, engine=engine)))
-    loads = dict(router._fleet._ledger.loads())
+    loads = dict(router._fleet._ledger.loads)
     seen = 0
     for number in range(600):
         now += chance.uniform(0.0, 0.5)

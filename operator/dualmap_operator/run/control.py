@@ -1,0 +1,138 @@
+"""The control loops of an operator that leads: the mirrors, kopf, and with it one reconciler for each pool.
+
+``process`` runs them once this operator leads. ``health`` asks ``problems`` what is wrong.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import kopf
+
+from dualmap_edge.kube.client import Connection
+from dualmap_operator.errors import OperatorError
+from dualmap_operator.observe.mirror import Key, Mirror
+from dualmap_operator.observe.watches import Watches
+from dualmap_operator.run.handlers import make_registry, make_settings
+from dualmap_operator.run.health import problems
+from dualmap_operator.run.metrics import Metrics
+from dualmap_operator.run.reconciler import Reconcilers
+from dualmap_operator.run.tasks import finished_before
+
+_NOT_FOUND: Final = 404
+
+
+class ControlError(OperatorError):
+    """A part of the operator ended although it must not; the message says which and why. A supervisor restarts it."""
+
+
+class ControlLoops:
+    """Runs ``mirrors`` and kopf for the pools in ``namespace`` (None: all). ``run`` once, when this operator leads.
+
+    ``connection`` returns the connection of the operator's own client. ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        watches: Watches,
+        mirrors: Sequence[Mirror[Any]],
+        reconcilers: Reconcilers,
+        connection: Callable[[], Awaitable[Connection]],
+        namespace: str | None,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._watches = watches
+        self._mirrors = mirrors
+        self._reconcilers = reconcilers
+        self._connection = connection
+        self._namespace = namespace
+        self._metrics = metrics
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self._unreconciled_since_s: dict[Key, float] = {}
+        self._running = False
+
+    async def run(self, started: Callable[[], None]) -> None:
+        """Run until ``stop``; ``started`` is called when kopf has installed its signal handlers.
+
+        Raises ControlError when a part ends by itself.
+        """
+        self._running = True
+        self._metrics.watch(self._ages_s)
+        # The mirrors start before kopf: when kopf ends, it cancels every task started since its own start.
+        tasks = [asyncio.create_task(mirror.run()) for mirror in self._mirrors]
+        tasks.append(asyncio.create_task(self._run_kopf(started)))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except Exception as error:
+            raise ended(error) from error
+        finally:
+            self._running = False
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Let the reconcilers finish what they are doing, and make ``run`` return."""
+        self._reconcilers.closing.set()
+        self._stopping.set()
+
+    def problems(self) -> tuple[str, ...]:
+        """Return what is wrong with this operator, in words; nothing while it is on standby."""
+        if not self._running:
+            return ()
+        now_s = self._clock()
+        unreconciled = {key for key, _ in self._watches.pools.items() if not self._reconcilers.is_running(key)}
+        self._unreconciled_since_s = {key: self._unreconciled_since_s.get(key, now_s) for key in unreconciled}
+        return problems(
+            ages_s=self._ages_s(),
+            stuck=self._reconcilers.stuck(),
+            unreconciled_s={"/".join(key): now_s - since_s for key, since_s in self._unreconciled_since_s.items()},
+        )
+
+    def _ages_s(self) -> dict[str, float]:
+        return {mirror.kind: mirror.age_s for mirror in self._mirrors}
+
+    async def _run_kopf(self, started: Callable[[], None]) -> None:
+        """Run kopf and the reconcilers once every list is complete: before that, pods would look deleted."""
+        if not await finished_before(self._stopping, self._listed()):
+            return
+        ready = asyncio.Event()
+        calling = asyncio.create_task(_call_after(ready, started))
+        try:
+            await kopf.operator(
+                registry=make_registry(self._reconcilers, self._clock, connection=self._connection),
+                settings=make_settings(),
+                standalone=True,
+                clusterwide=self._namespace is None,
+                namespaces=[] if self._namespace is None else [self._namespace],
+                stop_flag=self._stopping,
+                ready_flag=ready,
+            )
+        finally:
+            calling.cancel()
+
+    async def _listed(self) -> None:
+        for mirror in self._mirrors:
+            await mirror.listed.wait()
+
+
+def ended(error: Exception) -> ControlError:
+    """Return the ControlError that says which ``error`` ended a part of the operator."""
+    # Only kopf ends by an answer of the API server, and it lists and watches nothing but pools. Its errors are not
+    # public; their HTTP status is.
+    if getattr(error, "status", None) == _NOT_FOUND:
+        return ControlError(
+            "the API server no longer serves InferencePools; has their CRD been deleted? After a restart the operator "
+            "waits for the CRD"
+        )
+    return ControlError(f"a part of the operator ended: {error!r}")
+
+
+async def _call_after(event: asyncio.Event, function: Callable[[], None]) -> None:
+    await event.wait()
+    function()
