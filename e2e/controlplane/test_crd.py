@@ -97,6 +97,21 @@ RULES = (
         ),
         named="spec.workload.selector.matchExpressions[0].values",
     ),
+    Rule(
+        "spec.model",
+        accepted=({"name": "m", "aliases": ["a"], "adapters": ["b", "c"]}, {"name": "m", "adapters": []}),
+        refused=(
+            (
+                {"name": "m", "adapters": ["m"]},
+                '"m" is not accepted; give a name that is neither the model nor an alias',
+            ),
+            (
+                {"name": "m", "aliases": ["a"], "adapters": ["b", "a"]},
+                '"a" is not accepted; give a name that is neither the model nor an alias',
+            ),
+        ),
+        named="spec.model.adapters",
+    ),
     duration("spec.slo.ttft", "100ms", "10m", too_short="99ms", too_long="10.1m"),
     Rule(
         "spec.slo.attainment",
@@ -147,6 +162,8 @@ SCHEMA_REFUSALS = (
     ("spec.workload", None, "spec.workload: Required value"),
     ("spec.model.name", "", "spec.model.name: Invalid value"),
     ("spec.model.aliases", ["a", "a"], 'spec.model.aliases[1]: Duplicate value: "a"'),
+    ("spec.model.adapters", ["a", "a"], 'spec.model.adapters[1]: Duplicate value: "a"'),
+    ("spec.model.adapters", [""], "spec.model.adapters[0]: Invalid value"),
     ("spec.engine.type", "vllm", 'spec.engine.type: Unsupported value: "vllm": supported values: "vLLM", "SGLang"'),
     ("spec.engine.port", 70_000, "spec.engine.port: Invalid value: 70000: "),
     ("spec.engine.prefillTokensPerSecond", 99, "should be greater than or equal to 100"),
