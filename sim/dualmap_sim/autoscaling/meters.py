@@ -11,7 +11,7 @@ from typing import Protocol
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken, PoolSnapshot
-from dualmap.scaling.scaling import Elsewhere, Scaling
+from dualmap.scaling.scaling import OtherRouter, Scaling
 
 
 class Meter(Protocol):
@@ -85,10 +85,10 @@ class _Slo:
         self._scalings[router].window.add(now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
 
     def held(self, now: float, router: int) -> None:
-        self._scalings[router].window.hold(now)
+        self._scalings[router].window.enqueue(now)
 
     def refused(self, now: float, router: int) -> None:
-        self._scalings[router].window.refuse(now)
+        self._scalings[router].window.reject(now)
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
@@ -99,12 +99,12 @@ class _Slo:
     def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
         for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
-            elsewhere = tuple(
-                Elsewhere(desired_replicas=wish, first_tokens=came)
+            others = tuple(
+                OtherRouter(desired_replicas=wish, first_tokens=came)
                 for other, (wish, came) in enumerate(zip(self._wishes, first_tokens, strict=True))
                 if other != number
             )
-            self._wishes[number] = scaling.signals(now, status, elsewhere=elsewhere).desired_replicas
+            self._wishes[number] = scaling.signals(now, status, others=others).desired_replicas
         return sum(self._wishes)
 
 
