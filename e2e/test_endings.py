@@ -60,7 +60,7 @@ async def change(deployment: Deployment, before: dict[str, float], count: int) -
 
 
 @pytest.mark.parametrize("answer", [unavailable, breaking_off], ids=["503", "broken"])
-async def test_an_instance_that_fails_is_counted_as_failed(
+async def test_failing_engine_counts_as_failed(
     world: World, deployment: Deployment, answer: Answer
 ) -> None:
     before = await outcomes(deployment)
@@ -85,7 +85,7 @@ async def heal(world: World, deployment: Deployment) -> None:
         assert number < 100
 
 
-async def test_who_broke_off_in_mid_response_is_known_where_chunks_do_not_pass_the_router(
+async def test_engine_that_breaks_off_mid_response_counts_as_failed(
     world: World, deployment: Deployment
 ) -> None:
     before, gate = await outcomes(deployment), asyncio.Event()
@@ -103,7 +103,7 @@ async def test_who_broke_off_in_mid_response_is_known_where_chunks_do_not_pass_t
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the response", "in the response"])
-async def test_a_client_that_leaves_is_no_failure(world: World, deployment: Deployment, begun: bool) -> None:
+async def test_client_disconnect_counts_as_aborted(world: World, deployment: Deployment, begun: bool) -> None:
     before = await outcomes(deployment)
     first, rest = asyncio.Event(), asyncio.Event()
     world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
@@ -118,7 +118,7 @@ async def test_a_client_that_leaves_is_no_failure(world: World, deployment: Depl
     rest.set()
 
 
-async def test_an_instance_that_fails_again_and_again_is_left_alone(world: World, deployment: Deployment) -> None:
+async def test_repeatedly_failing_engine_is_suspended(world: World, deployment: Deployment) -> None:
     world.left.answer = unavailable
     for number in range(40):
         await deployment.ask(chat("scripted", prompt_of(2, seed=f"{deployment.mode} sick {number}")))
@@ -131,7 +131,7 @@ async def test_an_instance_that_fails_again_and_again_is_left_alone(world: World
     await heal(world, deployment)
 
 
-async def test_a_sessions_header_reaches_the_router_and_its_turns_one_instance(
+async def test_session_header_is_counted_by_the_router(
     world: World, deployment: Deployment
 ) -> None:
     before = await deployment.metric("dualmap_pool_sessions", pool="llm/scripted")

@@ -45,7 +45,7 @@ async def until_served(deployment: Deployment) -> None:
     await until(served, "Envoy knows that the router is gone")
 
 
-async def test_a_dead_first_candidate_is_retried_at_the_second(world: World, deployment: Deployment) -> None:
+async def test_dead_first_candidate_is_retried_at_the_second(world: World, deployment: Deployment) -> None:
     elsewhere = await deployment.metric("dualmap_served_elsewhere_total", pool="llm/halved")
     retried = 0
     for number in range(40):
@@ -59,7 +59,7 @@ async def test_a_dead_first_candidate_is_retried_at_the_second(world: World, dep
     await deployment.wait_for_metric("dualmap_served_elsewhere_total", elsewhere + retried, pool="llm/halved")
 
 
-async def test_the_books_follow_to_where_a_request_was_served(world: World, deployment: Deployment) -> None:
+async def test_load_moves_to_the_member_that_serves_the_retry(world: World, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     world.left.answer = sse(EVENTS, first_after=first, then=rest)
     # It may be left alone for what other tests have seen of it.
@@ -84,7 +84,7 @@ async def test_the_books_follow_to_where_a_request_was_served(world: World, depl
     await deployment.wait_for_rest()
 
 
-async def test_a_large_body_is_retried_whole(world: World, deployment: Deployment) -> None:
+async def test_large_body_is_retried_whole(world: World, deployment: Deployment) -> None:
     retried = 0
     for number in range(20):
         text = f"{deployment.mode} large {number} " + "x" * 5_000_000
@@ -109,7 +109,7 @@ async def reset(request: web.Request, received: Received) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("failing", [unavailable, reset], ids=["503", "reset"])
-async def test_what_an_engine_answers_nothing_of_is_asked_of_the_other_whole(
+async def test_unanswered_request_is_retried_whole_at_the_other_engine(
     world: World, deployment: Deployment, failing: Answer
 ) -> None:
     tried = 0
@@ -140,7 +140,7 @@ async def streams_let_go(deployment: Deployment) -> int:
     return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
 
 
-async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: World, deployment: Deployment) -> None:
+async def test_killed_router_cuts_no_stream_and_requests_are_answered(world: World, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
     url = deployment.envoy.url + CHAT
@@ -178,7 +178,7 @@ async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: W
     assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
 
 
-async def test_streams_before_their_first_token_survive_a_killed_router(world: World, deployment: Deployment) -> None:
+async def test_stream_before_first_token_survives_a_killed_router(world: World, deployment: Deployment) -> None:
     first = asyncio.Event()
     world.left.answer = world.right.answer = sse(EVENTS, first_after=first)
     body = json.dumps(chat("scripted", stream=True)).encode()
@@ -195,7 +195,7 @@ async def test_streams_before_their_first_token_survive_a_killed_router(world: W
     await deployment.restart_router()
 
 
-async def test_a_dead_router_leaves_no_hole_for_made_up_destinations(world: World, deployment: Deployment) -> None:
+async def test_without_router_client_destinations_are_ignored(world: World, deployment: Deployment) -> None:
     await deployment.kill_router()
     await until_served(deployment)
     for target in (world.outsider, world.left):
@@ -216,7 +216,7 @@ async def test_a_dead_router_leaves_no_hole_for_made_up_destinations(world: Worl
     await deployment.restart_router()
 
 
-async def test_large_bodies_arrive_whole_while_the_router_is_dead(world: World, deployment: Deployment) -> None:
+async def test_without_router_large_bodies_arrive_whole(world: World, deployment: Deployment) -> None:
     await deployment.kill_router()
     await until_served(deployment)
     body = padded("scripted", 12_000_000)
@@ -240,7 +240,7 @@ async def health(port: int, service: str) -> str:
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-async def test_sigterm_serves_what_is_open_and_exits_0(world: World, mode: Mode, tmp_path: Path) -> None:
+async def test_sigterm_finishes_open_requests_and_exits_0(world: World, mode: Mode, tmp_path: Path) -> None:
     documents = {"scripted": document("scripted", [member_of(world.left), member_of(world.right)])}
     second, first, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
     async with Deployment(documents, mode=mode, directory=tmp_path) as deployment:

@@ -60,7 +60,7 @@ def left_behind(exchanges: list[Exchange]) -> int:
     return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
 
 
-async def test_an_engine_killed(stage: Stage) -> None:
+async def test_engine_killed_cuts_only_its_own_requests(stage: Stage) -> None:
     traffic, engine = stage.traffic(), stage.engines[0]
     async with traffic.running():
         await traffic.streaming(6)
@@ -77,7 +77,7 @@ async def test_an_engine_killed(stage: Stage) -> None:
     assert len(cut) < len(incident.caught)
 
 
-async def test_an_engine_hangs_and_goes_on(stage: Stage) -> None:
+async def test_hung_engine_draws_few_new_requests(stage: Stage) -> None:
     traffic, engine = stage.traffic(), stage.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
@@ -96,7 +96,7 @@ async def test_an_engine_hangs_and_goes_on(stage: Stage) -> None:
     assert failed(incident.everyone) == []
 
 
-async def test_a_hung_engine_is_killed(stage: Stage) -> None:
+async def test_hung_engine_killed_unanswered_requests_are_retried(stage: Stage) -> None:
     """As Kubernetes does by a liveness probe: what it has answered nothing of goes to the second candidate."""
     traffic, engine = stage.traffic(), stage.engines[0]
     async with traffic.running():
@@ -118,7 +118,7 @@ async def test_a_hung_engine_is_killed(stage: Stage) -> None:
     assert failed(incident.later) == []
 
 
-async def test_one_of_three_engines_answers_503(stage: Stage) -> None:
+async def test_one_engine_answering_503_draws_few_requests(stage: Stage) -> None:
     traffic = stage.traffic()
     async with traffic.running():
         async with sick(stage.engines[:1]) as (place,):
@@ -132,7 +132,7 @@ async def test_one_of_three_engines_answers_503(stage: Stage) -> None:
     assert 3 <= drawn <= len(answered) / 4, "an engine that is quick to fail draws no traffic"
 
 
-async def test_every_engine_answers_503(stage: Stage) -> None:
+async def test_every_engine_answering_503_gets_one_retry(stage: Stage) -> None:
     traffic = stage.traffic()
     async with traffic.running():
         async with sick(stage.engines) as places:
@@ -153,7 +153,7 @@ async def test_every_engine_answers_503(stage: Stage) -> None:
     assert tally(healed.later) == {"ok": len(healed.later)}
 
 
-async def test_a_slow_engine(stage: Stage) -> None:
+async def test_slow_engine_gets_fewer_requests(stage: Stage) -> None:
     traffic, routers = stage.traffic(), stage.replicas.routers
 
     async def sent() -> float:

@@ -48,7 +48,7 @@ async def forget(stage: Stage) -> float:
     return sum(after) - sum(expired)
 
 
-async def test_envoy_restarted(stage: Stage) -> None:
+async def test_envoy_restart_loses_only_open_requests(stage: Stage) -> None:
     traffic, replicas = stage.traffic(), stage.replicas
     async with traffic.running():
         await traffic.streaming(6)
@@ -71,7 +71,7 @@ async def test_envoy_restarted(stage: Stage) -> None:
     assert 0 < await forget(stage) <= left
 
 
-async def test_access_log_lost(stage: Stage) -> None:
+async def test_lost_access_log_expires_open_streams(stage: Stage) -> None:
     replicas = stage.replicas
     async with replicas.another_envoy("mute", access_log=NOWHERE) as mute:
         traffic = stage.traffic(envoy=mute)

@@ -72,15 +72,15 @@ async def lost_and_found(
         assert lines(stage, sentence) == [count + 1 for count in counts], "one line for each"
 
 
-async def test_redis_killed_and_restarted_empty(stage: Stage) -> None:
+async def test_redis_restarted_empty_fails_no_request(stage: Stage) -> None:
     await lost_and_found(stage, "killed and restarted empty", "connection", stage.redis.kill, stage.redis.start)
 
 
-async def test_redis_stopped(stage: Stage) -> None:
+async def test_redis_stopped_fails_no_request(stage: Stage) -> None:
     await lost_and_found(stage, "stopped", "timeout", stage.redis.pause, stage.redis.resume)
 
 
-async def test_redis_full(stage: Stage) -> None:
+async def test_redis_full_fails_no_request(stage: Stage) -> None:
     def limit(memory: str) -> None:
         with stage.redis.admin as admin:
             admin.config_set("maxmemory-policy", "noeviction")
@@ -89,7 +89,7 @@ async def test_redis_full(stage: Stage) -> None:
     await lost_and_found(stage, "full", "full", lambda: limit("1"), lambda: limit("0"))
 
 
-async def test_redis_absent_when_routers_start(stage: Stage) -> None:
+async def test_redis_absent_at_router_start_fails_no_request(stage: Stage) -> None:
     replicas, traffic = stage.replicas, stage.traffic()
     async with traffic.running():
         await traffic.streaming(4)
@@ -109,7 +109,7 @@ async def test_redis_absent_when_routers_start(stage: Stage) -> None:
     assert all(each.routed for each in incident.later)
 
 
-async def test_redis_holds_junk(stage: Stage) -> None:
+async def test_redis_with_junk_fails_no_request(stage: Stage) -> None:
     routers = stage.replicas.routers
 
     def spoil() -> None:
@@ -140,7 +140,7 @@ async def test_redis_holds_junk(stage: Stage) -> None:
         await until(noticed, "the junk is counted", timeout_s=30.0)
 
 
-async def test_redis_slow(stage: Stage) -> None:
+async def test_redis_slow_fails_no_request(stage: Stage) -> None:
     async def keep_slow(stop: asyncio.Event) -> None:
         """Let every command wait for up to 0.3 s."""
 

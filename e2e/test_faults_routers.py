@@ -28,7 +28,7 @@ async def wait_for_peers(stage: Stage, count: int) -> None:
         await stage.replicas.wait_for_metric("dualmap_pool_peers", count, of=number)
 
 
-async def test_one_of_two_routers_killed(stage: Stage) -> None:
+async def test_one_router_killed_fails_no_request(stage: Stage) -> None:
     traffic, replicas = stage.traffic(), stage.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -45,7 +45,7 @@ async def test_one_of_two_routers_killed(stage: Stage) -> None:
     await wait_for_peers(stage, 1)
 
 
-async def test_both_routers_killed(stage: Stage) -> None:
+async def test_both_routers_killed_fails_no_request(stage: Stage) -> None:
     traffic, replicas = stage.traffic(), stage.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -60,7 +60,7 @@ async def test_both_routers_killed(stage: Stage) -> None:
     assert not any(each.routed for each in alone.caught), "nobody was there to route them"
 
 
-async def test_one_of_two_routers_stopped(stage: Stage) -> None:
+async def test_one_router_hung_fails_no_request(stage: Stage) -> None:
     traffic, replicas = stage.traffic(), stage.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -83,7 +83,7 @@ async def test_one_of_two_routers_stopped(stage: Stage) -> None:
     assert unrouted(incident) <= 24, "only what was sent to it before Envoy knew"
 
 
-async def test_routers_restarted_one_after_the_other(stage: Stage) -> None:
+async def test_rolling_router_restart_fails_no_request(stage: Stage) -> None:
     traffic, replicas = stage.traffic(), stage.replicas
     async with traffic.running():
         await traffic.streaming(4)
@@ -98,7 +98,7 @@ async def test_routers_restarted_one_after_the_other(stage: Stage) -> None:
     assert unrouted(incident) == 0
 
 
-async def test_full_duplex_restarted_and_killed(stage: Stage, tmp_path: Path) -> None:
+async def test_full_duplex_router_kill_cuts_only_its_streams(stage: Stage, tmp_path: Path) -> None:
     """In FULL_DUPLEX a router has every response in its hands: restarts are still free, a death cuts what it held."""
     async with stage.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
         traffic = stage.traffic(of=replicas)
@@ -124,7 +124,7 @@ async def test_full_duplex_restarted_and_killed(stage: Stage, tmp_path: Path) ->
         await replicas.wait_for_rest()
 
 
-async def test_routers_with_different_pools_for_a_while(stage: Stage) -> None:
+async def test_routers_with_different_pool_versions_fail_no_request(stage: Stage) -> None:
     traffic, replicas = stage.traffic(), stage.replicas
     fewer, everyone = stage.document(*stage.engines[:2], version=2), stage.document(*stage.engines, version=3)
 
@@ -148,7 +148,7 @@ async def test_routers_with_different_pools_for_a_while(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("wall_s", [HOUR_S, -HOUR_S], ids=["ahead", "back"])
-async def test_the_wall_clock_of_a_router_jumps(stage: Stage, wall_s: float) -> None:
+async def test_wall_clock_jump_fails_no_request(stage: Stage, wall_s: float) -> None:
     traffic, replicas = stage.traffic(session="a session"), stage.replicas
     router = replicas.routers[0]
     async with traffic.running():

@@ -20,7 +20,7 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 ENDS_WITHIN_S = 30.0
 
 
-async def test_a_stream_that_is_open_ends_whole_before_envoy_may_go(world: World, deployment: Deployment) -> None:
+async def test_drain_waits_for_the_open_stream(world: World, deployment: Deployment) -> None:
     rest = asyncio.Event()
     world.left.answer = world.right.answer = sse(EVENTS, then=rest)
     body = json.dumps(chat("scripted", f"{deployment.mode} drain", stream=True)).encode()

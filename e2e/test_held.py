@@ -61,7 +61,7 @@ async def in_a_row(deployment: Deployment, pool: str, bodies: list[bytes]) -> li
     return tasks
 
 
-async def test_held_requests_are_served_in_the_order_they_came(world: World, deployment: Deployment) -> None:
+async def test_queued_requests_are_served_in_arrival_order(world: World, deployment: Deployment) -> None:
     bodies = [short("queued", seed=f"{deployment.mode} order {number}") for number in range(3)]
     waits = await deployment.metric("dualmap_held_seconds_count", pool="llm/queued")
     async with busy(world, deployment, "queued", seed=f"{deployment.mode} order") as gate:
@@ -79,7 +79,7 @@ async def test_held_requests_are_served_in_the_order_they_came(world: World, dep
     assert await deployment.metric("dualmap_held_seconds_count", pool="llm/queued") == waits + 3
 
 
-async def test_a_held_request_with_trailers_arrives_whole(world: World, deployment: Deployment) -> None:
+async def test_queued_request_with_trailers_arrives_whole(world: World, deployment: Deployment) -> None:
     body = short("queued", seed=f"{deployment.mode} trailers")
     async with busy(world, deployment, "queued", seed=f"{deployment.mode} before trailers") as gate:
         headers = {"content-type": "application/json"}
@@ -95,7 +95,7 @@ async def test_a_held_request_with_trailers_arrives_whole(world: World, deployme
     assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER] == "left"
 
 
-async def test_a_large_held_body_arrives_whole(world: World, deployment: Deployment) -> None:
+async def test_queued_large_body_arrives_whole(world: World, deployment: Deployment) -> None:
     body = json.dumps(chat("queued", f"{deployment.mode} large " + "x" * 3_000_000)).encode()
     async with busy(world, deployment, "queued", seed=f"{deployment.mode} before large") as gate:
         task = asyncio.create_task(deployment.ask(body))
@@ -106,7 +106,7 @@ async def test_a_large_held_body_arrives_whole(world: World, deployment: Deploym
     assert [each.sha256 for each in world.left.received if each.body == body] == [reply.headers[DIGEST_HEADER]]
 
 
-async def test_more_than_may_wait_are_told_to_come_back(world: World, deployment: Deployment) -> None:
+async def test_full_queue_rejects_with_429(world: World, deployment: Deployment) -> None:
     refused = await deployment.metric("dualmap_refused_requests_total", pool="llm/queued", code="queue_full")
     async with busy(world, deployment, "queued", seed=f"{deployment.mode} full") as gate:
         bodies = [short("queued", seed=f"{deployment.mode} full {number}") for number in range(3)]
@@ -122,7 +122,7 @@ async def test_more_than_may_wait_are_told_to_come_back(world: World, deployment
     assert await deployment.metric("dualmap_refused_requests_total", **code) == refused + 4
 
 
-async def test_who_has_waited_too_long_is_told_to_come_back(world: World, deployment: Deployment) -> None:
+async def test_request_queued_past_max_wait_gets_429(world: World, deployment: Deployment) -> None:
     async with busy(world, deployment, "hasty", seed=f"{deployment.mode} hasty"):
         bodies = [short("hasty", seed=f"{deployment.mode} hasty {number}") for number in range(6)]
         replies = await asyncio.gather(*(deployment.ask(body) for body in bodies))
@@ -133,7 +133,7 @@ async def test_who_has_waited_too_long_is_told_to_come_back(world: World, deploy
     assert not [each for each in world.left.received if each.body in bodies]
 
 
-async def test_a_client_that_goes_away_gives_up_its_place(world: World, deployment: Deployment) -> None:
+async def test_client_disconnect_frees_its_queue_place(world: World, deployment: Deployment) -> None:
     bodies = [short("queued", seed=f"{deployment.mode} gone {number}") for number in range(4)]
     async with busy(world, deployment, "queued", seed=f"{deployment.mode} gone") as gate:
         first, second, third = await in_a_row(deployment, "queued", bodies[:3])
@@ -149,7 +149,7 @@ async def test_a_client_that_goes_away_gives_up_its_place(world: World, deployme
     await held(deployment, "queued", 0)
 
 
-async def test_an_empty_pools_first_member_serves_who_waited_for_it(world: World, deployment: Deployment) -> None:
+async def test_first_member_of_empty_pool_serves_queued_requests(world: World, deployment: Deployment) -> None:
     bodies = [short("awaited", seed=f"{deployment.mode} awaited {number}") for number in range(4)]
     tasks = await in_a_row(deployment, "awaited", bodies)
 
@@ -164,7 +164,7 @@ async def test_an_empty_pools_first_member_serves_who_waited_for_it(world: World
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-async def test_held_requests_get_their_pick_at_sigterm(world: World, mode: Mode, tmp_path: Path) -> None:
+async def test_sigterm_dispatches_queued_requests(world: World, mode: Mode, tmp_path: Path) -> None:
     documents = {"queued": document("queued", [member_of(world.left)], **BUSY, **queue())}
     bodies = [short("queued", seed=f"{mode} sigterm {number}") for number in range(3)]
     async with AsyncExitStack() as stack:

@@ -27,7 +27,7 @@ def bodies(mode: str) -> list[bytes]:
     return made
 
 
-async def test_two_workers_under_load(world: World, deployment: Deployment) -> None:
+async def test_load_over_two_workers_is_answered_and_released(world: World, deployment: Deployment) -> None:
     before = {
         outcome: await deployment.metric("dualmap_completions_total", pool=POOL, outcome=outcome)
         for outcome in ("finished", "rejected", "aborted", "expired")

@@ -73,7 +73,7 @@ async def wait_for_states(deployment: Deployment, states: dict[str, str]) -> Non
     await until(applied, f"the router has {states}")
 
 
-async def test_members_come_drain_and_go_under_load(world: World, deployment: Deployment) -> None:
+async def test_members_join_drain_and_leave_under_load(world: World, deployment: Deployment) -> None:
     left, right = world.left, world.right
     async with Upstream(name="third") as third:
         load = Load(deployment)
@@ -142,7 +142,7 @@ async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["
     pytest.fail(f"none of 60 streams was opened at {engine.name}")
 
 
-async def test_a_pool_may_become_empty_and_come_back(world: World, deployment: Deployment) -> None:
+async def test_pool_becomes_empty_and_recovers(world: World, deployment: Deployment) -> None:
     members = [member_of(world.left), member_of(world.right)]
     deployment.write("changing", document("changing", [], version=5))
     await wait_for_states(deployment, {})
@@ -162,7 +162,7 @@ async def test_a_pool_may_become_empty_and_come_back(world: World, deployment: D
     assert (await deployment.ask(chat("changing"))).status == 200
 
 
-async def test_a_broken_change_is_refused_and_the_last_good_pool_serves_on(
+async def test_invalid_pool_change_keeps_the_last_valid_pool(
     world: World, deployment: Deployment
 ) -> None:
     refusals = await deployment.metric("dualmap_pool_refusals_total")

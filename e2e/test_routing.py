@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 DESTINATION = "x-gateway-destination-endpoint"
 
 
-async def test_the_chosen_engine_serves_and_the_next_turn_finds_its_prefix_there(
+async def test_next_turn_hits_the_prefix_at_the_chosen_engine(
     world: World, deployment: Deployment
 ) -> None:
     names = {engine.name: engine.endpoint for engine in world.fast}
@@ -41,7 +41,7 @@ async def test_the_chosen_engine_serves_and_the_next_turn_finds_its_prefix_there
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 8 * 128
 
 
-async def test_receipt_names_the_policy_the_pair_and_the_prompt(world: World, deployment: Deployment) -> None:
+async def test_receipt_names_policy_pair_and_prompt(world: World, deployment: Deployment) -> None:
     reply = await deployment.ask(chat("scripted", prompt_of(4, seed=f"{deployment.mode} receipt")))
     said = receipt(reply)
     assert said["policy"] == "dualmap"
@@ -51,7 +51,7 @@ async def test_receipt_names_the_policy_the_pair_and_the_prompt(world: World, de
     assert 1 <= int(said["key"]) <= 4
 
 
-async def test_an_engines_own_receipt_is_replaced(world: World, deployment: Deployment) -> None:
+async def test_engine_receipt_header_is_replaced(world: World, deployment: Deployment) -> None:
     async def forge(request: web.Request, received: Received) -> web.StreamResponse:
         return web.json_response({}, headers={"x-dualmap-decision": "forged"})
 
@@ -79,7 +79,7 @@ def spoofed(target: Upstream, cluster: str) -> dict[str, str]:
     }
 
 
-async def test_what_a_client_says_about_destinations_is_ignored(world: World, deployment: Deployment) -> None:
+async def test_client_destination_headers_are_ignored(world: World, deployment: Deployment) -> None:
     prompt = prompt_of(4, seed=f"{deployment.mode} spoofed")
     first = await deployment.ask(chat("scripted", prompt))
     home = world.left if first.headers[ENGINE_HEADER] == "left" else world.right
@@ -95,7 +95,7 @@ async def test_what_a_client_says_about_destinations_is_ignored(world: World, de
     assert not world.outsider.received
 
 
-async def test_requests_without_a_body_get_any_member_and_no_receipt(world: World, deployment: Deployment) -> None:
+async def test_request_without_body_gets_any_member_and_no_receipt(world: World, deployment: Deployment) -> None:
     served = []
     for _ in range(4):
         reply = await http1(deployment.envoy.url + "/v1/models")
@@ -121,7 +121,7 @@ async def test_requests_without_a_body_get_any_member_and_no_receipt(world: Worl
     ],
     ids=["not JSON", "no object", "no body", "no model", "model is a number", "unknown model", "empty pool"],
 )
-async def test_refusals_are_openai_errors(deployment: Deployment, body: bytes, status: int, code: str) -> None:
+async def test_rejected_request_gets_openai_error(deployment: Deployment, body: bytes, status: int, code: str) -> None:
     for chunk_bytes in (0, 3):
         reply = await deployment.ask(body, chunk_bytes=chunk_bytes)
         assert reply.status == status
@@ -129,7 +129,7 @@ async def test_refusals_are_openai_errors(deployment: Deployment, body: bytes, s
         assert "x-dualmap-decision" not in reply.headers
 
 
-async def test_each_model_and_alias_has_its_pool(world: World, deployment: Deployment) -> None:
+async def test_model_and_alias_select_their_pool(world: World, deployment: Deployment) -> None:
     scripted = await deployment.ask(chat("scripted") | {"model": "scripted"})
     assert scripted.status == 200
     assert scripted.headers[ENGINE_HEADER] in {"left", "right"}
@@ -157,7 +157,7 @@ def with_subset(config: str) -> str:
     return yaml.safe_dump(document)
 
 
-async def test_a_gateways_subset_hint_bounds_the_choice(world: World, deployment: Deployment) -> None:
+async def test_gateway_subset_hint_limits_the_candidates(world: World, deployment: Deployment) -> None:
     async with deployment.another_envoy("subset", edit=with_subset) as envoy:
         for number in range(4):
             for member in (world.left, world.right):
@@ -179,7 +179,7 @@ async def test_a_gateways_subset_hint_bounds_the_choice(world: World, deployment
     assert not world.outsider.received
 
 
-async def test_over_tls(world: World, tmp_path: Path) -> None:
+async def test_request_over_tls_is_routed_and_logged(world: World, tmp_path: Path) -> None:
     documents = {"fast": world.documents()["fast"]}
     async with Deployment(documents, mode=Mode.STREAMED, directory=tmp_path, tls=True) as deployment:
         reply = await deployment.ask(chat("fast", max_tokens=2))

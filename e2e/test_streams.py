@@ -31,7 +31,7 @@ EVENTS = [
 ]
 
 
-async def test_event_streams_come_through_byte_by_byte(world: World, deployment: Deployment) -> None:
+async def test_event_stream_passes_unchanged(world: World, deployment: Deployment) -> None:
     world.left.answer = world.right.answer = sse(EVENTS)
     body = json.dumps(chat("scripted", stream=True)).encode()
     direct = await http1(f"http://{world.left.endpoint}{CHAT}", body=body)
@@ -44,7 +44,7 @@ async def test_event_streams_come_through_byte_by_byte(world: World, deployment:
         assert through.headers[DIGEST_HEADER] == direct.headers[DIGEST_HEADER]
 
 
-async def test_each_event_passes_when_it_is_sent(world: World, deployment: Deployment) -> None:
+async def test_event_passes_as_soon_as_it_is_sent(world: World, deployment: Deployment) -> None:
     gates = [asyncio.Event() for _ in range(4)]
     # Never `data: 0`: an event of a JSON scalar crashes Envoy 1.40 in its sse_to_metadata filter.
     events = [b'data: {"number": %d}\n\n' % number for number in range(len(gates))]
@@ -65,7 +65,7 @@ async def test_each_event_passes_when_it_is_sent(world: World, deployment: Deplo
             assert await response.content.readexactly(len(event)) == event
 
 
-async def test_usage_of_simulated_engines_arrives_and_is_counted(world: World, deployment: Deployment) -> None:
+async def test_usage_of_simulated_engines_is_counted(world: World, deployment: Deployment) -> None:
     pool = "llm/fast"
     predicted = await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool)
     measured = await deployment.metric("dualmap_measured_cached_tokens_total", pool=pool)
@@ -85,7 +85,7 @@ async def test_usage_of_simulated_engines_arrives_and_is_counted(world: World, d
         assert await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool) == predicted
 
 
-async def test_the_first_event_releases_the_prefill_and_the_access_log_the_rest(
+async def test_first_event_releases_prefill_and_access_log_the_rest(
     world: World, deployment: Deployment
 ) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
@@ -114,7 +114,7 @@ async def wait_for_engine(world: World, what: str, check: Callable[[], Awaitable
     await until(check, f"the slow engine {what}", timeout_s=20.0)
 
 
-async def test_clients_that_leave_in_stream_prefill_and_queue(world: World, deployment: Deployment) -> None:
+async def test_client_disconnects_are_aborted_in_every_phase(world: World, deployment: Deployment) -> None:
     aborts = await engine_sample(world, "vllm:request_success_total", finished_reason="abort")
     counted = await deployment.metric("dualmap_completions_total", pool="llm/slow", outcome="aborted")
     url = deployment.envoy.url + CHAT
@@ -149,7 +149,7 @@ async def test_clients_that_leave_in_stream_prefill_and_queue(world: World, depl
     await deployment.wait_for_metric("dualmap_completions_total", counted + 3, pool="llm/slow", outcome="aborted")
 
 
-async def test_a_client_that_leaves_before_any_answer(world: World, deployment: Deployment) -> None:
+async def test_client_disconnect_before_response_aborts_the_request(world: World, deployment: Deployment) -> None:
     """Without streaming, the engine's headers come with the whole answer."""
 
     async def never(request: web.Request, received: Received) -> web.StreamResponse:
@@ -169,7 +169,7 @@ async def test_a_client_that_leaves_before_any_answer(world: World, deployment: 
     await until(aborted, "the engine sees the disconnect")
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body(world: World, deployment: Deployment) -> None:
+async def test_client_disconnect_in_its_body_routes_nothing(world: World, deployment: Deployment) -> None:
     routed = await deployment.metric("dualmap_requests_total", pool="llm/scripted")
     opens = "http.requests.downstream_rq_active$"
     body = json.dumps(chat("scripted", "x" * 100_000)).encode()

@@ -76,7 +76,7 @@ def scripted(world: World) -> dict[str, dict[str, Any]]:
 
 
 @modes
-async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mode, tmp_path: Path) -> None:
+async def test_streams_continue_across_a_certificate_change(world: World, mode: Mode, tmp_path: Path) -> None:
     before, after = Authority("before"), Authority("after")
     folder = mount_pair(tmp_path / "router", before.pair(), version=1)
     first, rest = asyncio.Event(), asyncio.Event()
@@ -126,7 +126,7 @@ async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mo
     assert deployment.router.output().count(TAKEN_UP) == 1
 
 
-async def test_half_a_replacement_keeps_the_last_good_pair_and_is_said_once(world: World, tmp_path: Path) -> None:
+async def test_half_replaced_pair_keeps_the_last_valid_one(world: World, tmp_path: Path) -> None:
     old, new = Authority().pair(), Authority().pair()
     folder = write_pair(tmp_path / "router", old)
     async with Deployment(
@@ -155,7 +155,7 @@ async def test_half_a_replacement_keeps_the_last_good_pair_and_is_said_once(worl
 
 
 @modes
-async def test_mutual_tls_serves_its_clients_and_nobody_else(world: World, mode: Mode, tmp_path: Path) -> None:
+async def test_mutual_tls_admits_only_trusted_clients(world: World, mode: Mode, tmp_path: Path) -> None:
     clients = Authority("clients")
     (tmp_path / "clients.crt").write_bytes(clients.pem)
     folder = write_pair(tmp_path / "router", clients.pair())
@@ -202,7 +202,7 @@ async def test_mutual_tls_serves_its_clients_and_nobody_else(world: World, mode:
         assert await deployment.metric("dualmap_access_log_entries_total") == 16, "entries of those kept out"
 
 
-async def test_a_renewed_client_certificate_is_shown_without_a_restart_of_envoy(world: World, tmp_path: Path) -> None:
+async def test_envoy_uses_renewed_client_certificate_without_restart(world: World, tmp_path: Path) -> None:
     old, new = Authority("old"), Authority("new")
     client_ca = tmp_path / "clients.crt"
     client_ca.write_bytes(old.pem)

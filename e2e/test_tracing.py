@@ -37,7 +37,7 @@ def assert_carried(engine: Upstream) -> None:
 
 
 @modes
-async def test_a_decision_is_a_span_of_the_client_s_trace_and_the_engine_sees_that_trace_untouched(
+async def test_decision_span_joins_the_client_trace(
     mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
@@ -63,7 +63,7 @@ async def test_a_decision_is_a_span_of_the_client_s_trace_and_the_engine_sees_th
 
 
 @modes
-async def test_without_a_collector_the_trace_reaches_the_engine_all_the_same(
+async def test_without_collector_trace_headers_reach_the_engine(
     mode: Mode, engine: Upstream, tmp_path: Path
 ) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
@@ -74,7 +74,7 @@ async def test_without_a_collector_the_trace_reaches_the_engine_all_the_same(
         assert "traceparent" not in engine.received[-1].headers
 
 
-async def test_a_dead_collector_neither_fails_requests_nor_keeps_the_router_from_ending(
+async def test_dead_collector_delays_no_request_and_no_shutdown(
     collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     collector.stop()
