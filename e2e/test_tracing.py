@@ -83,10 +83,10 @@ async def test_dead_collector_delays_no_request_and_no_shutdown(
     async with Deployment(pools, mode=Mode.STREAMED, directory=tmp_path, router_arguments=arguments) as deployment:
         for _ in range(20):
             assert (await deployment.ask(chat("traced"))).status == 200
-        await deployment.router.wait_for_line("spans cannot be delivered")
+        await deployment.router.wait_for_line("Dropping spans, export failed")
         deployment.router.terminate()
         assert await deployment.router.wait(timeout_s=40.0) == 0
-        assert deployment.router.output().count("spans cannot be delivered") == 1
+        assert deployment.router.output().count("Dropping spans, export failed") == 1
         assert "Traceback" not in deployment.router.output()
 
 
