@@ -94,7 +94,9 @@ async def served_by(envoy: Envoy, count: int) -> set[str]:
     return {reply.headers[ENGINE_HEADER] for reply in replies}
 
 
-async def test_envoy_follows_members_that_join_drain_and_leave(service: Service, engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_follows_members_that_join_drain_and_leave(
+    service: Service, engines: list[Upstream], tmp_path: Path
+) -> None:
     a, b, c = engines
     service.discovery.publish([pool_of([a])])
     async with envoy_for(service, "qwen", directory=tmp_path) as envoy:

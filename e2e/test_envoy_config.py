@@ -194,9 +194,7 @@ async def test_pool_unknown_to_envoy_gets_503(
 
 
 @modes
-async def test_unreachable_pool_gets_openai_error(
-    mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path
-) -> None:
+async def test_unreachable_pool_gets_openai_error(mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path) -> None:
     pools = [pool_of([dead], name="first"), pool_of([], name="second")]
     async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path) as envoy:
         for cluster in (FIRST, SECOND):
@@ -248,7 +246,9 @@ async def test_http_1_0_client_is_served(mode: Mode, engines: list[Upstream], pi
     assert [received.body for received in engines[2].received] == [b"", b"{}"]
 
 
-async def test_endpoints_follow_the_router_that_is_alive(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+async def test_endpoints_follow_the_router_that_is_alive(
+    engines: list[Upstream], picker: Picker, tmp_path: Path
+) -> None:
     a, b, _ = engines
     async with Picker(choose=picker.choose) as other:
         for each in (picker, other):

@@ -8,9 +8,9 @@ import pytest_asyncio
 
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
+from harness.documents import chat, document, member_of, receipt
 from harness.upstream import Upstream
 from harness.waiting import until
-from harness.world import chat, document, member_of, receipt
 from otlp_collector import Collector, values
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -63,9 +63,7 @@ async def test_decision_span_joins_the_client_trace(
 
 
 @modes
-async def test_without_collector_trace_headers_reach_the_engine(
-    mode: Mode, engine: Upstream, tmp_path: Path
-) -> None:
+async def test_without_collector_trace_headers_reach_the_engine(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
     async with Deployment(pools, mode=mode, directory=tmp_path) as deployment:
         assert (await deployment.ask(chat("traced"), headers=HEADERS)).status == 200
