@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: the shared world, one deployment per message mode, and the stage for faults."""
+"""Fixtures of the end-to-end tests: the shared engines, one deployment per message mode, and the system for faults."""
 
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -8,8 +8,8 @@ import pytest_asyncio
 
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
-from harness.stage import Stage
-from harness.world import World
+from harness.replicated_system import ReplicatedSystem
+from harness.shared_engines import SharedEngines
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,37 +20,37 @@ def _sigint_reaches_children() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_world")
-async def _shared_world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    async with World(tmp_path_factory.mktemp("world")) as world:
-        yield world
+@pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_engines")
+async def _shared_engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedEngines]:
+    async with SharedEngines(tmp_path_factory.mktemp("engines")) as engines:
+        yield engines
 
 
-@pytest_asyncio.fixture(loop_scope="session", name="world")
-async def _world(shared_world: World) -> World:
+@pytest_asyncio.fixture(loop_scope="session", name="engines")
+async def _engines(shared_engines: SharedEngines) -> SharedEngines:
     """The engines, as if nobody had asked them anything before."""
-    shared_world.reset()
-    return shared_world
+    shared_engines.reset()
+    return shared_engines
 
 
 @pytest_asyncio.fixture(loop_scope="session", params=list(Mode), ids=lambda mode: mode.value, name="deployment")
-async def _deployment(world: World, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+async def _deployment(engines: SharedEngines, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     """One deployment per mode; whatever a test did, its router's books must come to rest after it."""
-    deployment = await world.deployment(request.param)
+    deployment = await engines.deployment(request.param)
     yield deployment
     if deployment.router.returncode is None:
         await deployment.wait_for_rest()
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_stage")
-async def _shared_stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    async with Stage(tmp_path_factory.mktemp("stage") / "0") as stage:
-        yield stage
+@pytest_asyncio.fixture(scope="session", loop_scope="session", name="shared_system")
+async def _shared_system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicatedSystem]:
+    async with ReplicatedSystem(tmp_path_factory.mktemp("system") / "0") as system:
+        yield system
 
 
-@pytest_asyncio.fixture(loop_scope="session", name="stage")
-async def _stage(shared_stage: Stage) -> AsyncIterator[Stage]:
+@pytest_asyncio.fixture(loop_scope="session", name="system")
+async def _system(shared_system: ReplicatedSystem) -> AsyncIterator[ReplicatedSystem]:
     """Two routers under one Envoy, all of it running; whatever a test broke, nothing of it may be left after it."""
-    await shared_stage.heal()
-    yield shared_stage
-    await shared_stage.wait_for_rest()
+    await shared_system.heal()
+    yield shared_system
+    await shared_system.wait_for_rest()

@@ -19,7 +19,7 @@ LIMIT_S = 280.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
-async def test_every_stack_has_its_row_in_every_table(tmp_path: Path) -> None:
+async def test_gateway_bench_tables_have_a_row_for_each_stack(tmp_path: Path) -> None:
     samples = tmp_path / "samples.json"
     bench = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench", "gateway", *SHORTEST, "--json", str(samples)),
@@ -51,7 +51,7 @@ async def test_every_stack_has_its_row_in_every_table(tmp_path: Path) -> None:
     assert all(busy.count(section) > wanted // 2 for section, wanted in LOADS.items())
 
 
-async def test_a_wrong_option_is_bad_usage() -> None:
+async def test_gateway_bench_bad_option_exits_2() -> None:
     bench = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench", "gateway", "--rounds", "0"),
         cwd=REPOSITORY,

@@ -122,7 +122,7 @@ async def _browser(shared_browser: Browser, fleet: Fleet) -> Browser:
 
 @needs_browser
 @pytest.mark.timeout(300)
-async def test_a_demo_under_load_is_shown_live_and_its_end_too(tmp_path: Path) -> None:
+async def test_dashboard_shows_a_running_demo_and_its_end(tmp_path: Path) -> None:
     argv = dualmap_argv("demo", "--serve", "--engines", "4", "--out", tmp_path / "out")
     async with Child("demo", argv, directory=tmp_path) as demo, window() as browser:
         url = (await demo.wait_for_line(r"dashboard: (\S+)", timeout_s=DEMO_STARTS_S))[1]
@@ -152,7 +152,7 @@ async def test_a_demo_under_load_is_shown_live_and_its_end_too(tmp_path: Path) -
 
 
 @needs_browser
-async def test_a_hundred_instances_can_be_read(browser: Browser) -> None:
+async def test_dashboard_shows_a_hundred_instances(browser: Browser) -> None:
     assert await browser.run("return document.querySelectorAll('tbody tr').length") == 100
     assert await browser.run("return document.querySelectorAll('.ring1 path').length") == 99, "one drains"
     assert "not on the rings: m-99 (Draining)" in await browser.text("#rings-caption")
@@ -163,7 +163,7 @@ async def test_a_hundred_instances_can_be_read(browser: Browser) -> None:
 
 
 @needs_browser
-async def test_names_from_outside_are_text(browser: Browser) -> None:
+async def test_dashboard_shows_hostile_names_as_text(browser: Browser) -> None:
     await browser.until("document.getElementById('about').textContent.includes(arguments[0])", HOSTILE)
     assert await browser.run("return document.querySelectorAll('img').length") == 0
     assert "owned" not in await browser.run("return document.title")
@@ -173,7 +173,7 @@ async def test_names_from_outside_are_text(browser: Browser) -> None:
 
 
 @needs_browser
-async def test_the_keyboard_is_enough(browser: Browser) -> None:
+async def test_dashboard_works_with_the_keyboard_alone(browser: Browser) -> None:
     await browser.press(TAB)
     assert await browser.run("return document.activeElement.textContent") == "Skip to the pool"
     assert await browser.run("return document.activeElement.getBoundingClientRect().top") >= 0, "it is seen"
@@ -200,7 +200,7 @@ async def test_the_keyboard_is_enough(browser: Browser) -> None:
 
 
 @needs_browser
-async def test_a_pool_is_chosen_by_its_link_and_found_again_by_its_address(browser: Browser) -> None:
+async def test_dashboard_pool_link_selects_it_and_survives_reload(browser: Browser) -> None:
     await browser.press(TAB, TAB, TAB)
     assert "llm/other" in await browser.run("return document.activeElement.textContent")
     await browser.press(ENTER)
@@ -212,7 +212,7 @@ async def test_a_pool_is_chosen_by_its_link_and_found_again_by_its_address(brows
 
 
 @needs_browser
-async def test_decisions_stand_still_when_asked(browser: Browser) -> None:
+async def test_dashboard_pause_stops_the_decision_list(browser: Browser) -> None:
     await browser.run("document.getElementById('pause').focus()")
     await browser.press(SPACE)
     assert await browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
@@ -225,7 +225,7 @@ async def test_decisions_stand_still_when_asked(browser: Browser) -> None:
 
 
 @needs_browser
-async def test_decisions_are_pointed_at_by_the_keyboard_too(browser: Browser) -> None:
+async def test_dashboard_focused_decision_pauses_and_marks_its_pair(browser: Browser) -> None:
     await browser.run("document.getElementById('pause').focus()")
     await browser.press(TAB, TAB)
     assert await browser.run("return document.activeElement === document.querySelectorAll('#decisions li')[1]")
@@ -242,7 +242,7 @@ async def test_decisions_are_pointed_at_by_the_keyboard_too(browser: Browser) ->
 
 
 @needs_browser
-async def test_a_number_that_is_given_out_again_shows_the_new_decision(browser: Browser) -> None:
+async def test_dashboard_reused_number_shows_the_new_decision(browser: Browser) -> None:
     before, jitter, after, kept = await browser.run(AGAIN)
     assert before == jitter
     assert "queue_full" in before
@@ -251,14 +251,14 @@ async def test_a_number_that_is_given_out_again_shows_the_new_decision(browser: 
 
 
 @needs_browser
-async def test_the_page_says_whose_time_it_tells(browser: Browser) -> None:
+async def test_dashboard_names_its_time_zone(browser: Browser) -> None:
     zone = await browser.run("return Intl.DateTimeFormat().resolvedOptions().timeZone")
     await browser.until("document.getElementById('about').textContent.includes(`browser (${arguments[0]})`)", zone)
 
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_every_text_can_be_read(browser: Browser, scheme: str) -> None:
+async def test_dashboard_text_has_enough_contrast(browser: Browser, scheme: str) -> None:
     await browser.colours(scheme)
     # The filter leaves those with a problem, in the colours for it.
     await browser.run("document.getElementById('troubled').click()")
@@ -269,13 +269,13 @@ async def test_every_text_can_be_read(browser: Browser, scheme: str) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("width", [320, 768])
-async def test_small_screens_need_no_scrolling_sideways(browser: Browser, width: int) -> None:
+async def test_dashboard_fits_narrow_screens(browser: Browser, width: int) -> None:
     await browser.resize(width, 800)
     assert await browser.run("return document.documentElement.scrollWidth") <= width
 
 
 @needs_browser
-async def test_nothing_is_said_aloud_but_changes_for_better_or_worse(browser: Browser) -> None:
+async def test_dashboard_announces_only_changes_of_the_verdict(browser: Browser) -> None:
     await browser.run(
         "window.said = 0; new MutationObserver(() => { window.said += 1; })"
         ".observe(document.getElementById('announcement'), {childList: true, characterData: true, subtree: true})"
@@ -289,7 +289,7 @@ async def test_nothing_is_said_aloud_but_changes_for_better_or_worse(browser: Br
 
 
 @needs_browser
-async def test_a_page_comes_back_by_itself(tmp_path: Path, shared_browser: Browser) -> None:
+async def test_dashboard_reconnects_after_a_router_restart(tmp_path: Path, shared_browser: Browser) -> None:
     write_pool(tmp_path / "pool.yaml", POOL)
     async with router(tmp_path) as url:
         await shared_browser.open(url)
@@ -301,7 +301,7 @@ async def test_a_page_comes_back_by_itself(tmp_path: Path, shared_browser: Brows
         assert "is back" in await shared_browser.text("#announcement")
 
 
-async def test_a_router_without_a_dashboard(tmp_path: Path) -> None:
+async def test_router_without_dashboard_serves_only_its_metrics(tmp_path: Path) -> None:
     write_pool(tmp_path / "pool.yaml", POOL)
     async with router(tmp_path, "--no-dashboard") as url, aiohttp.ClientSession() as session:
         for path, status in (("", 404), ("events", 404), ("dashboard/app.js", 404), ("metrics", 200), ("pools", 200)):

@@ -46,7 +46,7 @@ def writing_end(pipe: Path) -> int | None:
 
 
 @pytest.mark.slow
-def test_every_request_is_answered_under_every_policy(tmp_path):
+def test_demo_answers_every_request_under_each_policy(tmp_path):
     done = subprocess.run(
         command(tmp_path, "--requests", "20", "--routers", "2", "--speed", "10", "--json"),
         capture_output=True,
@@ -74,7 +74,7 @@ def test_every_request_is_answered_under_every_policy(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_an_interrupted_demo_leaves_nothing_running(tmp_path, number):
+def test_interrupted_demo_leaves_no_process(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:
         # Envoy is the last to start: from its log on, every process of the run is there.
         started = tmp_path / "logs" / POLICIES[0] / "envoy.log"
@@ -97,7 +97,7 @@ def test_an_interrupted_demo_leaves_nothing_running(tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_demo_that_serves_goes_on_until_it_is_told_to_end(tmp_path, number):
+def test_demo_serve_runs_until_a_signal(tmp_path, number):
     # Rounds of half a second: several have begun before the signal comes.
     arguments = ("--serve", "--requests", "5", "--rate", "1", "--speed", "10")
     with subprocess.Popen(
@@ -130,13 +130,13 @@ def requests_routed(url: str) -> int:
         return json.load(response)["traffic"]["requests"]
 
 
-def test_a_demo_serves_or_reports(tmp_path):
+def test_demo_refuses_serve_with_json(tmp_path):
     done = subprocess.run(command(tmp_path, "--serve", "--json"), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--serve and --json exclude each other" in done.stderr
 
 
-def test_a_demo_interrupted_while_it_starts_says_so_too(tmp_path):
+def test_demo_interrupted_during_start_says_so(tmp_path):
     out = tmp_path / "out"
     workload = tmp_path / "workload.jsonl"
     os.mkfifo(workload)

@@ -21,12 +21,12 @@ from dualmap_extproc.envoy.config.settings import Mode
 from dualmap_extproc.envoy.discovery.service import Discovery
 from harness.clients import Reply, http1, opened
 from harness.deployment import CHAT
+from harness.documents import chat, document, error_of, member_of
 from harness.envoy import Envoy
 from harness.settings import pool_of
 from harness.stack import Router, write_pool
 from harness.upstream import ENGINE_HEADER, Received, Upstream, plain, sse
 from harness.waiting import until
-from harness.world import chat, document, error_of, member_of
 
 Document = Mapping[str, Any]
 modes = pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
@@ -143,9 +143,7 @@ class Gateway:
 
 
 @modes
-async def test_pools_are_made_and_deleted_while_others_are_served(
-    mode: Mode, engines: list[Upstream], tmp_path: Path
-) -> None:
+async def test_pools_change_while_other_pools_are_served(mode: Mode, engines: list[Upstream], tmp_path: Path) -> None:
     a, b = engines
     gateway = Gateway(tmp_path, mode=mode)
     first, second = of("first", a), of("second", b)
@@ -188,9 +186,7 @@ async def test_pools_are_made_and_deleted_while_others_are_served(
         assert set(await others) == {200}
 
 
-async def test_the_only_pool_is_served_without_a_router_and_of_several_none(
-    engines: list[Upstream], tmp_path: Path
-) -> None:
+async def test_without_router_envoy_serves_only_a_single_pool(engines: list[Upstream], tmp_path: Path) -> None:
     """A request that no router picked may be for any of several pools, and their tenants may be different ones."""
     a, b = engines
     gateway = Gateway(tmp_path)
@@ -215,7 +211,7 @@ async def test_the_only_pool_is_served_without_a_router_and_of_several_none(
         await gateway.refused("first", "model_not_found")
 
 
-async def test_either_of_two_routers_tells_of_new_pools(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_new_pool_is_discovered_from_either_router(engines: list[Upstream], tmp_path: Path) -> None:
     a, b = engines
     gateway = Gateway(tmp_path, routers=2)
     first, second, third = of("first", a), of("second", b), of("third", b)
@@ -233,7 +229,7 @@ async def test_either_of_two_routers_tells_of_new_pools(engines: list[Upstream],
         assert await gateway.clusters() == {"llm/first", "llm/second", "llm/third"}
 
 
-async def test_envoy_started_before_its_router(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_started_before_its_router_recovers(engines: list[Upstream], tmp_path: Path) -> None:
     gateway = Gateway(tmp_path)
     gateway.write(of("first", engines[0]))
     router = gateway.routers[0]
@@ -251,9 +247,7 @@ async def test_envoy_started_before_its_router(engines: list[Upstream], tmp_path
             await gateway.routers[0].stop()
 
 
-async def test_tls_and_a_pool_that_holds_requests_for_longer_than_envoy_waits(
-    engines: list[Upstream], tmp_path: Path
-) -> None:
+async def test_router_over_tls_warns_of_max_wait_above_envoys_limit(engines: list[Upstream], tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, "--tls", "on", "--longest-wait", "20s")
     short = {"routing": {"queue": {"maxWait": "20s"}}}
     async with gateway.running(of("first", engines[0], **short), of("second", engines[1])):
@@ -273,7 +267,7 @@ class Stream:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:betterproto2", "ignore::DeprecationWarning:envoy_data_plane")
-async def test_without_any_pool_envoy_is_up_and_refuses(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_without_pools_starts_and_refuses(engines: list[Upstream], tmp_path: Path) -> None:
     discovery = Discovery(Stream())
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers(discovery.handlers())

@@ -94,7 +94,9 @@ async def served_by(envoy: Envoy, count: int) -> set[str]:
     return {reply.headers[ENGINE_HEADER] for reply in replies}
 
 
-async def test_members_come_drain_and_go(service: Service, engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_follows_members_that_join_drain_and_leave(
+    service: Service, engines: list[Upstream], tmp_path: Path
+) -> None:
     a, b, c = engines
     service.discovery.publish([pool_of([a])])
     async with envoy_for(service, "qwen", directory=tmp_path) as envoy:
@@ -116,7 +118,7 @@ async def test_members_come_drain_and_go(service: Service, engines: list[Upstrea
     assert service.counts.rejected == 0
 
 
-async def test_a_pool_that_nobody_has_does_not_hold_up_the_others(
+async def test_envoy_with_an_unknown_pool_serves_the_others(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
     """Envoy would wait for it until initial_fetch_timeout before it opened its listener."""
@@ -128,7 +130,7 @@ async def test_a_pool_that_nobody_has_does_not_hold_up_the_others(
         assert stats["cluster.llm/unknown.update_success"] == 1
 
 
-async def test_envoy_keeps_its_endpoints_while_no_router_knows_better(
+async def test_envoy_keeps_endpoints_until_a_router_publishes(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
     service.discovery.publish([pool_of(engines[:2])])
@@ -150,7 +152,7 @@ async def test_envoy_keeps_its_endpoints_while_no_router_knows_better(
             await again.stop()
 
 
-async def test_several_envoys_with_several_workers_follow(
+async def test_two_envoys_with_two_workers_follow_changes(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
     service.discovery.publish([pool_of(engines[:1])])

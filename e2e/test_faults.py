@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http1, in_halves, opened, sha256
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, document, member_of, padded, prompt_of, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Answer, Received, sse
 from harness.waiting import until
-from harness.world import World, chat, document, member_of, padded, prompt_of, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -45,7 +46,7 @@ async def until_served(deployment: Deployment) -> None:
     await until(served, "Envoy knows that the router is gone")
 
 
-async def test_a_dead_first_candidate_is_retried_at_the_second(world: World, deployment: Deployment) -> None:
+async def test_dead_first_candidate_is_retried_at_the_second(engines: SharedEngines, deployment: Deployment) -> None:
     elsewhere = await deployment.metric("dualmap_served_elsewhere_total", pool="llm/halved")
     retried = 0
     for number in range(40):
@@ -59,9 +60,9 @@ async def test_a_dead_first_candidate_is_retried_at_the_second(world: World, dep
     await deployment.wait_for_metric("dualmap_served_elsewhere_total", elsewhere + retried, pool="llm/halved")
 
 
-async def test_the_books_follow_to_where_a_request_was_served(world: World, deployment: Deployment) -> None:
+async def test_load_moves_to_the_member_that_serves_the_retry(engines: SharedEngines, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
-    world.left.answer = sse(EVENTS, first_after=first, then=rest)
+    engines.left.answer = sse(EVENTS, first_after=first, then=rest)
     # It may be left alone for what other tests have seen of it.
     await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/halved", endpoint="dead")
     async with AsyncExitStack() as clients:
@@ -84,7 +85,7 @@ async def test_the_books_follow_to_where_a_request_was_served(world: World, depl
     await deployment.wait_for_rest()
 
 
-async def test_a_large_body_is_retried_whole(world: World, deployment: Deployment) -> None:
+async def test_large_body_is_retried_whole(engines: SharedEngines, deployment: Deployment) -> None:
     retried = 0
     for number in range(20):
         text = f"{deployment.mode} large {number} " + "x" * 5_000_000
@@ -109,11 +110,11 @@ async def reset(request: web.Request, received: Received) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("failing", [unavailable, reset], ids=["503", "reset"])
-async def test_what_an_engine_answers_nothing_of_is_asked_of_the_other_whole(
-    world: World, deployment: Deployment, failing: Answer
+async def test_unanswered_request_is_retried_whole_at_the_other_engine(
+    engines: SharedEngines, deployment: Deployment, failing: Answer
 ) -> None:
     tried = 0
-    world.left.answer = failing
+    engines.left.answer = failing
     for number in range(40):
         # Large and chunked, large, small and chunked, small.
         text = f"{deployment.mode} {failing.__name__} {number} " + "x" * (5_000_000 if number % 4 < 2 else 5_000)
@@ -125,7 +126,7 @@ async def test_what_an_engine_answers_nothing_of_is_asked_of_the_other_whole(
         if tried == 4:
             break
     assert tried, "40 new prompts never chose the failing member first"
-    world.reset()
+    engines.reset()
 
     async def back() -> bool:
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} back {time.monotonic()}"))
@@ -140,9 +141,11 @@ async def streams_let_go(deployment: Deployment) -> int:
     return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
 
 
-async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: World, deployment: Deployment) -> None:
+async def test_killed_router_cuts_no_stream_and_requests_are_answered(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
-    world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
+    engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
     url = deployment.envoy.url + CHAT
     let_go = await streams_let_go(deployment)
     async with AsyncExitStack() as clients:
@@ -159,7 +162,7 @@ async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: W
 
         # The client may have the first event a moment before Envoy learns that the router wants no more of them.
         await until(past_the_router, "the router has let go of the streams")
-        world.reset()
+        engines.reset()
         await deployment.kill_router()
         await until_served(deployment)
         for number in range(12):
@@ -178,9 +181,11 @@ async def test_a_killed_router_cuts_no_stream_and_requests_are_answered(world: W
     assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
 
 
-async def test_streams_before_their_first_token_survive_a_killed_router(world: World, deployment: Deployment) -> None:
+async def test_stream_before_first_token_survives_a_killed_router(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     first = asyncio.Event()
-    world.left.answer = world.right.answer = sse(EVENTS, first_after=first)
+    engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first)
     body = json.dumps(chat("scripted", stream=True)).encode()
     async with opened(deployment.envoy.url + CHAT, body) as stream:
         assert stream.status == 200
@@ -195,10 +200,10 @@ async def test_streams_before_their_first_token_survive_a_killed_router(world: W
     await deployment.restart_router()
 
 
-async def test_a_dead_router_leaves_no_hole_for_made_up_destinations(world: World, deployment: Deployment) -> None:
+async def test_without_router_client_destinations_are_ignored(engines: SharedEngines, deployment: Deployment) -> None:
     await deployment.kill_router()
     await until_served(deployment)
-    for target in (world.outsider, world.left):
+    for target in (engines.outsider, engines.left):
         headers = {
             "x-gateway-destination-endpoint": target.endpoint,
             "x-dualmap-cluster": "llm/slow",
@@ -209,14 +214,14 @@ async def test_a_dead_router_leaves_no_hole_for_made_up_destinations(world: Worl
         assert [reply.status for reply in replies] == [200] * 8
         # Both members take their turns: naming one of them is not obeyed either.
         assert {reply.headers[ENGINE_HEADER] for reply in replies} == MEMBERS
-    assert not world.outsider.received
-    for upstream in (world.left, world.right):
+    assert not engines.outsider.received
+    for upstream in (engines.left, engines.right):
         for received in upstream.received:
             assert not [name for name in received.headers if name.startswith(("x-gateway", "x-dualmap", "x-envoy"))]
     await deployment.restart_router()
 
 
-async def test_large_bodies_arrive_whole_while_the_router_is_dead(world: World, deployment: Deployment) -> None:
+async def test_without_router_large_bodies_arrive_whole(engines: SharedEngines, deployment: Deployment) -> None:
     await deployment.kill_router()
     await until_served(deployment)
     body = padded("scripted", 12_000_000)
@@ -240,15 +245,15 @@ async def health(port: int, service: str) -> str:
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-async def test_sigterm_serves_what_is_open_and_exits_0(world: World, mode: Mode, tmp_path: Path) -> None:
-    documents = {"scripted": document("scripted", [member_of(world.left), member_of(world.right)])}
+async def test_sigterm_finishes_open_requests_and_exits_0(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
+    documents = {"scripted": document("scripted", [member_of(engines.left), member_of(engines.right)])}
     second, first, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
     async with Deployment(documents, mode=mode, directory=tmp_path) as deployment:
         url = deployment.envoy.url + CHAT
         port = deployment.router.ports["health"]
         assert await health(port, "readiness") == "SERVING"
         half_read = asyncio.create_task(read_all(url, json.dumps(chat("scripted", "half " * 1000)).encode(), second))
-        world.left.answer = world.right.answer = sse(EVENTS, first_after=first)
+        engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first)
         prefilling = asyncio.create_task(read_all(url, json.dumps(chat("scripted", stream=True)).encode(), None))
         await deployment.wait_for_load("scripted", "one in flight", lambda flying, _: flying == 1)
 
@@ -256,7 +261,7 @@ async def test_sigterm_serves_what_is_open_and_exits_0(world: World, mode: Mode,
             return sum((await deployment.envoy.stats("ext_proc.streams_started$")).values()) == 2
 
         await until(uploading, "both requests are with the router")
-        world.reset()
+        engines.reset()
         load = asyncio.create_task(ask_until(deployment, stop))
         deployment.router.terminate()
 

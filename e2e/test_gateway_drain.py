@@ -9,9 +9,10 @@ import pytest
 
 from harness.clients import http1, opened
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat
+from harness.shared_engines import SharedEngines
 from harness.upstream import sse
 from harness.waiting import until
-from harness.world import World, chat
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,9 +21,9 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 ENDS_WITHIN_S = 30.0
 
 
-async def test_a_stream_that_is_open_ends_whole_before_envoy_may_go(world: World, deployment: Deployment) -> None:
+async def test_drain_waits_for_the_open_stream(engines: SharedEngines, deployment: Deployment) -> None:
     rest = asyncio.Event()
-    world.left.answer = world.right.answer = sse(EVENTS, then=rest)
+    engines.left.answer = engines.right.answer = sse(EVENTS, then=rest)
     body = json.dumps(chat("scripted", f"{deployment.mode} drain", stream=True)).encode()
     envoy = deployment.another_envoy("leaving")
 

@@ -11,9 +11,10 @@ from aiohttp import web
 
 from harness.clients import Reply, opened
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, document, error_of, member_of, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import ENGINE_HEADER, Answer, Received, Upstream, plain, sse
 from harness.waiting import until
-from harness.world import World, chat, document, error_of, member_of, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -73,8 +74,8 @@ async def wait_for_states(deployment: Deployment, states: dict[str, str]) -> Non
     await until(applied, f"the router has {states}")
 
 
-async def test_members_come_drain_and_go_under_load(world: World, deployment: Deployment) -> None:
-    left, right = world.left, world.right
+async def test_members_join_drain_and_leave_under_load(engines: SharedEngines, deployment: Deployment) -> None:
+    left, right = engines.left, engines.right
     async with Upstream(name="third") as third:
         load = Load(deployment)
         async with load.running():
@@ -142,8 +143,8 @@ async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["
     pytest.fail(f"none of 60 streams was opened at {engine.name}")
 
 
-async def test_a_pool_may_become_empty_and_come_back(world: World, deployment: Deployment) -> None:
-    members = [member_of(world.left), member_of(world.right)]
+async def test_pool_becomes_empty_and_recovers(engines: SharedEngines, deployment: Deployment) -> None:
+    members = [member_of(engines.left), member_of(engines.right)]
     deployment.write("changing", document("changing", [], version=5))
     await wait_for_states(deployment, {})
     refused = await deployment.ask(chat("changing"))
@@ -151,25 +152,23 @@ async def test_a_pool_may_become_empty_and_come_back(world: World, deployment: D
     assert error_of(refused)["code"] == "no_endpoint"
     assert (await deployment.ask(chat("scripted"))).status == 200, "other pools are not concerned"
 
-    draining = [member_of(world.left, state="Draining"), member_of(world.right, state="Draining")]
+    draining = [member_of(engines.left, state="Draining"), member_of(engines.right, state="Draining")]
     deployment.write("changing", document("changing", draining, version=6))
     await wait_for_states(deployment, {"left": "Draining", "right": "Draining"})
     assert (await deployment.ask(chat("changing"))).status == 503
 
     deployment.write("changing", document("changing", members, version=7))
     await wait_for_states(deployment, {"left": "Active", "right": "Active"})
-    await deployment.envoy.wait_for_hosts(CLUSTER, {world.left.endpoint, world.right.endpoint})
+    await deployment.envoy.wait_for_hosts(CLUSTER, {engines.left.endpoint, engines.right.endpoint})
     assert (await deployment.ask(chat("changing"))).status == 200
 
 
-async def test_a_broken_change_is_refused_and_the_last_good_pool_serves_on(
-    world: World, deployment: Deployment
-) -> None:
+async def test_invalid_pool_change_keeps_the_last_valid_pool(engines: SharedEngines, deployment: Deployment) -> None:
     refusals = await deployment.metric("dualmap_pool_refusals_total")
-    twice = [member_of(world.left), member_of(world.left)]
+    twice = [member_of(engines.left), member_of(engines.left)]
     deployment.write("changing", document("changing", twice, version=8))
     await deployment.wait_for_metric("dualmap_pool_refusals_total", refusals + 1)
     assert set(await deployment.page("changing")) == {"left", "right"}
     assert (await deployment.ask(chat("changing"))).status == 200
-    deployment.write("changing", document("changing", [member_of(world.left), member_of(world.right)], version=9))
+    deployment.write("changing", document("changing", [member_of(engines.left), member_of(engines.right)], version=9))
     await wait_for_states(deployment, {"left": "Active", "right": "Active"})

@@ -44,7 +44,7 @@ async def bench(*arguments: str | Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 100)
-async def test_the_model_predicts_an_engine_recorded_just_now(tmp_path: Path) -> None:
+async def test_engine_model_predicts_a_fresh_vllm_recording(tmp_path: Path) -> None:
     assert PYTHON is not None
     recording = tmp_path / "vllm.jsonl"
     await bench("record", "--python", PYTHON, "--step-tokens", "512", "--rounds", "2", "--out", recording)

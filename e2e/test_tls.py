@@ -19,9 +19,10 @@ from certificates import Authority, mount_pair, write_pair
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import opened, raw
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, document, member_of
 from harness.envoy import Envoy
+from harness.shared_engines import SharedEngines
 from harness.upstream import sse
-from harness.world import World, chat, document, member_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -69,14 +70,14 @@ async def all_started(stack: AsyncExitStack, envoys: Iterable[Envoy]) -> None:
     await asyncio.gather(*(stack.enter_async_context(envoy) for envoy in envoys))
 
 
-def scripted(world: World) -> dict[str, dict[str, Any]]:
+def scripted(engines: SharedEngines) -> dict[str, dict[str, Any]]:
     """Return the pool of the upstreams; nothing is held back behind answers that a test keeps waiting."""
-    members = [member_of(world.left), member_of(world.right)]
+    members = [member_of(engines.left), member_of(engines.right)]
     return {"scripted": document("scripted", members, routing={"queue": {"dispatchWindow": "Unlimited"}})}
 
 
 @modes
-async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mode, tmp_path: Path) -> None:
+async def test_streams_continue_across_a_certificate_change(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
     before, after = Authority("before"), Authority("after")
     folder = mount_pair(tmp_path / "router", before.pair(), version=1)
     first, rest = asyncio.Event(), asyncio.Event()
@@ -86,7 +87,7 @@ async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mo
         return "--tls", "on", "--tls-ca", str(tmp_path / name)
 
     async with Deployment(
-        scripted(world),
+        scripted(engines),
         mode=mode,
         directory=tmp_path,
         router_arguments=("--tls", str(folder)),
@@ -94,7 +95,7 @@ async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mo
         envoy_arguments=trusting("both.crt", before.pem + after.pem),
     ) as deployment:
         async with AsyncExitStack() as clients:
-            world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
+            engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
             url = deployment.envoy.url + CHAT
             streams = [
                 await clients.enter_async_context(
@@ -103,7 +104,7 @@ async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mo
                 for number in range(4)
             ]
             await deployment.wait_for_load("scripted", "four wait for their first token", lambda n, _: n == 4)
-            world.reset()
+            engines.reset()
             renewed = after.pair()
             mount_pair(folder, renewed, version=2)
             await assert_shown(deployment, renewed)
@@ -126,11 +127,11 @@ async def test_streams_go_on_across_a_changed_certificate(world: World, mode: Mo
     assert deployment.router.output().count(TAKEN_UP) == 1
 
 
-async def test_half_a_replacement_keeps_the_last_good_pair_and_is_said_once(world: World, tmp_path: Path) -> None:
+async def test_half_replaced_pair_keeps_the_last_valid_one(engines: SharedEngines, tmp_path: Path) -> None:
     old, new = Authority().pair(), Authority().pair()
     folder = write_pair(tmp_path / "router", old)
     async with Deployment(
-        scripted(world),
+        scripted(engines),
         mode=Mode.STREAMED,
         directory=tmp_path,
         router_arguments=("--tls", str(folder)),
@@ -155,23 +156,23 @@ async def test_half_a_replacement_keeps_the_last_good_pair_and_is_said_once(worl
 
 
 @modes
-async def test_mutual_tls_serves_its_clients_and_nobody_else(world: World, mode: Mode, tmp_path: Path) -> None:
+async def test_mutual_tls_admits_only_trusted_clients(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
     clients = Authority("clients")
     (tmp_path / "clients.crt").write_bytes(clients.pem)
     folder = write_pair(tmp_path / "router", clients.pair())
     own = client_options(write_pair(tmp_path / "envoy", clients.pair("envoy")))
     strange = client_options(write_pair(tmp_path / "stranger", Authority("clients").pair("envoy")))
     async with Deployment(
-        {"scripted": document("scripted", [member_of(world.left)])},
+        {"scripted": document("scripted", [member_of(engines.left)])},
         mode=mode,
         directory=tmp_path,
         router_arguments=("--tls", str(folder), "--tls-client-ca", str(tmp_path / "clients.crt")),
         envoy_arguments=(*own, "--tls-ca", str(tmp_path / "clients.crt")),
     ) as deployment:
         assert await outcomes(deployment, deployment.envoy) == {(200, True): 8}
-        members = [member_of(world.left), member_of(world.right)]
+        members = [member_of(engines.left), member_of(engines.right)]
         deployment.write("scripted", document("scripted", members, version=2))
-        await deployment.envoy.wait_for_hosts("llm/scripted", {world.left.endpoint, world.right.endpoint})
+        await deployment.envoy.wait_for_hosts("llm/scripted", {engines.left.endpoint, engines.right.endpoint})
         await deployment.wait_for_metric("dualmap_access_log_entries_total", 8, picked="yes")
         await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", 8 * 8)
         await deployment.wait_for_rest()
@@ -202,13 +203,13 @@ async def test_mutual_tls_serves_its_clients_and_nobody_else(world: World, mode:
         assert await deployment.metric("dualmap_access_log_entries_total") == 16, "entries of those kept out"
 
 
-async def test_a_renewed_client_certificate_is_shown_without_a_restart_of_envoy(world: World, tmp_path: Path) -> None:
+async def test_envoy_uses_renewed_client_certificate_without_restart(engines: SharedEngines, tmp_path: Path) -> None:
     old, new = Authority("old"), Authority("new")
     client_ca = tmp_path / "clients.crt"
     client_ca.write_bytes(old.pem)
     folder = mount_pair(tmp_path / "envoy", old.pair("envoy"), version=1)
     async with Deployment(
-        scripted(world),
+        scripted(engines),
         mode=Mode.STREAMED,
         directory=tmp_path,
         router_arguments=("--tls", "self-signed", "--tls-client-ca", str(client_ca)),

@@ -16,7 +16,7 @@ from dualmap_cli.main import main
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.envoy import Envoy
 from harness.processes import Child
-from harness.resources import Held, held_by, wait_for_release
+from harness.resources import ProcessResources, resources_of, wait_for_release
 from harness.stack import Router, write_pool
 from harness.waiting import until
 
@@ -131,11 +131,11 @@ class Replicas:
 
         await until(quiet, "Envoy has no request", timeout_s=REST_TIMEOUT_S)
 
-    def holdings(self) -> dict[str, Held]:
+    def resources(self) -> dict[str, ProcessResources]:
         """Return what each process that runs holds, by name."""
-        return {name: held_by(pid) for name, pid in self._pids().items()}
+        return {name: resources_of(pid) for name, pid in self._pids().items()}
 
-    async def wait_for_release(self, before: Mapping[str, Held]) -> None:
+    async def wait_for_release(self, before: Mapping[str, ProcessResources]) -> None:
         """Wait until no process holds more than it, or the one it replaces, did before."""
         await wait_for_release(before, self._pids())
 
@@ -165,7 +165,7 @@ class Replicas:
             name=name,
             arguments=self._router_arguments,
             ports=ports,
-            jumping_clocks=True,
+            movable_clocks=True,
         )
 
     def another_envoy(self, name: str, *, access_log: str | None = None) -> Envoy:

@@ -12,21 +12,23 @@ SETTLE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ProcessResources:
     """File descriptors and threads of one process."""
 
     descriptors: int
     threads: int
 
-    def exceeds(self, before: "Held") -> bool:
+    def exceeds(self, before: "ProcessResources") -> bool:
         """Whether this is clearly more than there was before."""
         return self.descriptors > before.descriptors + SLACK or self.threads > before.threads + SLACK
 
 
-def held_by(pid: int) -> Held:
+def resources_of(pid: int) -> ProcessResources:
     """Look at a process that is running."""
     process = Path(f"/proc/{pid}")
-    return Held(descriptors=len(list((process / "fd").iterdir())), threads=len(list((process / "task").iterdir())))
+    return ProcessResources(
+        descriptors=len(list((process / "fd").iterdir())), threads=len(list((process / "task").iterdir()))
+    )
 
 
 def resident_mib(pid: int) -> float:
@@ -35,14 +37,14 @@ def resident_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
-async def wait_for_release(before: Mapping[str, Held], pids: Mapping[str, int]) -> None:
+async def wait_for_release(before: Mapping[str, ProcessResources], pids: Mapping[str, int]) -> None:
     """Wait until no process holds more than the one of its name did before, which may have been another one."""
 
     async def released() -> bool:
-        return not any(held_by(pid).exceeds(before[name]) for name, pid in pids.items())
+        return not any(resources_of(pid).exceeds(before[name]) for name, pid in pids.items())
 
     try:
         await until(released, "descriptors and threads are released", timeout_s=SETTLE_TIMEOUT_S)
     except AssertionError as error:
-        now = {name: held_by(pid) for name, pid in pids.items()}
+        now = {name: resources_of(pid) for name, pid in pids.items()}
         raise AssertionError(f"{error}: {dict(before)} before, {now} now") from error

@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness import jumping
 from harness.processes import Child, dualmap_argv, python_argv
 
 
@@ -57,7 +56,7 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 class Router(Child):
     """A ``dualmap router`` on free ports of 127.0.0.1, or on given ones to come back where it was.
 
-    With ``jumping_clocks`` a test may move its clocks.
+    With ``movable_clocks`` a test may move its clocks.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Router(Child):
         name: str = "router",
         arguments: Sequence[str] = (),
         ports: Mapping[str, int] | None = None,
-        jumping_clocks: bool = False,
+        movable_clocks: bool = False,
     ) -> None:
         fixed = ports or {}
         argv = ["router", "--host", "127.0.0.1", "--replica-id", name, *arguments]
@@ -76,11 +75,11 @@ class Router(Child):
         for port in ("grpc", "health", "metrics", "als"):
             argv += [f"--{port}-port", str(fixed.get(port, 0))]
         self._offsets = directory / f"{name}.clocks"
-        run = python_argv(jumping.__file__, self._offsets, *argv) if jumping_clocks else dualmap_argv(*argv)
+        run = python_argv(movable_clocks.__file__, self._offsets, *argv) if movable_clocks else dualmap_argv(*argv)
         super().__init__(name, run, directory=directory)
         self.ports: dict[str, int] = {}
 
-    def jump(self, *, wall_s: float = 0.0, monotonic_s: float = 0.0) -> None:
+    def set_clock_offsets(self, *, wall_s: float = 0.0, monotonic_s: float = 0.0) -> None:
         """Move its clocks to so many seconds off the machine's."""
         self._offsets.write_text(json.dumps({"wall_s": wall_s, "monotonic_s": monotonic_s}))
         os.kill(self.pid, signal.SIGUSR1)

@@ -82,7 +82,7 @@ class Incident:
         """Both."""
         return [*self.caught, *self.later]
 
-    def say(self, fault: str) -> None:
+    def report(self, fault: str) -> None:
         """Print the numbers for docs/operations.md; ``pytest -rP`` shows them."""
         unrouted = sum(not each.routed for each in self.later if each.status == 200)
         slowest_s = max(each.took_s for each in self.everyone)

@@ -52,3 +52,22 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
     _, _, rest = (ROOT / "docs" / "operator.md").read_text().partition("Events on a pool have stable reasons:")
     listed, _, _ = rest.partition("\n\n")
     assert re.findall(r"`(\w+)`", listed) == list(EventReason)
+
+
+def test_architecture_names_only_files_that_exist() -> None:
+    """`core/router.py` stands for `core/dualmap/router.py`; a bare name is in the folder named before it."""
+    packages = {
+        "core": "dualmap",
+        **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")},
+    }
+    folder, missing = ROOT, []
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"(?<![\w./(-])(?:[a-z_]+/)*[a-z_]+(?:/|\.py)(?![\w.])", text):
+        first, _, rest = name.partition("/")
+        candidates = [ROOT / first / packages[first] / rest] if first in packages and rest else [folder / name]
+        found = next((each for each in (*candidates, ROOT / name) if each.exists()), None)
+        if found is None:
+            missing.append(name)
+        elif "/" in name:
+            folder = found if found.is_dir() else found.parent
+    assert not missing

@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from dualmap_extproc.envoy.config.settings import Mode
+from harness.documents import document, prompt_of
 from harness.envoy import Envoy
 from harness.replicas import Replicas
-from harness.resources import Held
+from harness.resources import ProcessResources
 from harness.stack import Engine
 from harness.traffic import Traffic
-from harness.world import document, prompt_of
 from redis_server import RedisServer
 
 POOL = "fleet"
@@ -27,7 +27,7 @@ SPEED = "2"
 PREFIXES = 12
 
 
-class Stage:
+class ReplicatedSystem:
     """Engines, Redis, and ``replicas``; ``before`` is what its processes held when nothing had happened yet."""
 
     def __init__(self, directory: Path) -> None:
@@ -37,7 +37,7 @@ class Stage:
         self.redis = RedisServer(directory / "redis")
         self.engines = [self._engine(number, SPEED) for number in range(ENGINES)]
         self.replicas: Replicas
-        self.before: dict[str, Held] = {}
+        self.before: dict[str, ProcessResources] = {}
 
     def document(self, *engines: Engine, version: int = 1) -> dict[str, Any]:
         """Return the pool with these members."""
@@ -104,7 +104,7 @@ class Stage:
         async with traffic.running():
             await traffic.flowing(40)
         await self.replicas.wait_for_rest()
-        self.before = self.replicas.holdings()
+        self.before = self.replicas.resources()
 
     async def _stop_engines(self) -> None:
         await asyncio.gather(*(engine.stop() for engine in self.engines))

@@ -1,4 +1,4 @@
-"""Runs ``dualmap`` under clocks that a test can move: ``python jumping.py FILE router ...``.
+"""Runs ``dualmap`` under clocks that a test can move: ``python movable_clocks.py FILE router ...``.
 
 On SIGUSR1 it reads from FILE by how many seconds the wall clock and the monotonic clock are off. The monotonic one,
 which is the event loop's, never goes back on a real machine either: it is moved on to have minutes pass at once.

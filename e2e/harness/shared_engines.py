@@ -5,8 +5,6 @@ several pools in one router stand for the several situations that tests need.
 """
 
 import asyncio
-import json
-import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,9 +12,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from dualmap_extproc.envoy.config.settings import Mode
-from harness.clients import Reply
 from harness.deployment import Deployment
-from harness.stack import Engine, PoolMember, pool_document
+from harness.documents import document, member_of, queue
+from harness.stack import Engine, PoolMember
 from harness.upstream import Upstream, plain
 
 FAST = "50"
@@ -27,7 +25,7 @@ BUSY: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 100}}
 PATIENT: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 1_000_000}, "slo": {"ttft": "10m"}}
 
 
-class World:
+class SharedEngines:
     """Engines and deployments.
 
     Pools, by name: ``scripted`` has two upstreams whose answers the test decides, and takes what no router picked;
@@ -105,53 +103,3 @@ class World:
 
     def _engine(self, name: str, model: str, speed: str) -> Engine:
         return Engine(directory=self._directory, name=name, arguments=("--model", model, "--speed", speed))
-
-
-def document(pool: str, members: list[PoolMember], *, version: int = 1, **spec: Any) -> dict[str, Any]:
-    """Return a pool's document; model and alias follow from its name, ``spec`` is added."""
-    spec |= {"model": {"name": f"{pool}-model", "aliases": [pool]}}
-    return pool_document(members, name=pool, model=f"{pool}-model", spec=spec, version=version)
-
-
-def queue(**settings: Any) -> dict[str, Any]:
-    """Return a spec's part about held requests: whatever an instance has to do keeps further requests waiting."""
-    return {"routing": {"queue": {"dispatchWindow": "1ms", **settings}}}
-
-
-def member_of(upstream: Upstream, *, state: str = "Active") -> PoolMember:
-    """Return an upstream as a member of a pool."""
-    return PoolMember(id=upstream.name, address=upstream.host, port=upstream.port, state=state)
-
-
-def chat(pool: str, prompt: str = "hello", **fields: Any) -> dict[str, Any]:
-    """Return a chat completions body of one message for a pool's model; ``fields`` are added."""
-    return {"model": f"{pool}-model", "messages": [{"role": "user", "content": prompt}], **fields}
-
-
-def padded(pool: str, size: int) -> bytes:
-    """Return a chat body of exactly ``size`` bytes."""
-    empty = json.dumps(chat(pool, "")).encode()
-    body = json.dumps(chat(pool, "x" * (size - len(empty)))).encode()
-    assert len(body) == size, f"a chat body has at least {len(empty)} bytes"
-    return body
-
-
-def prompt_of(blocks: int, *, seed: str) -> str:
-    """Return a prompt that fills at least so many blocks of 128 tokens; another ``seed``, another prefix."""
-    return f"{seed} " + "All work and no play makes Jack a dull boy. " * (blocks * 512 // 44 + 1)
-
-
-def receipt(reply: Reply) -> Mapping[str, str]:
-    """Return the receipt in a response's decision header, item by item, strings without their quotes."""
-    header = reply.headers["x-dualmap-decision"]
-    pairs = re.findall(r'(\w+)=("[^"]*"|\([^)]*\)|[^,\s]+)', header)
-    return {key: value.strip('"') for key, value in pairs}
-
-
-def error_of(reply: Reply) -> dict[str, Any]:
-    """Return the OpenAI error object of a refused request; fails if the body is none."""
-    assert reply.headers["content-type"].startswith("application/json"), reply
-    error: dict[str, Any] = json.loads(reply.body)["error"]
-    assert {"message", "type", "code"} <= error.keys()
-    assert error["message"]
-    return error
