@@ -165,7 +165,7 @@ class Replicas:
             name=name,
             arguments=self._router_arguments,
             ports=ports,
-            movable_clocks=True,
+            with_movable_clocks=True,
         )
 
     def another_envoy(self, name: str, *, access_log: str | None = None) -> Envoy:

@@ -56,7 +56,7 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 class Router(Child):
     """A ``dualmap router`` on free ports of 127.0.0.1, or on given ones to come back where it was.
 
-    With ``movable_clocks`` a test may move its clocks.
+    With ``with_movable_clocks`` a test may move its clocks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Router(Child):
         name: str = "router",
         arguments: Sequence[str] = (),
         ports: Mapping[str, int] | None = None,
-        movable_clocks: bool = False,
+        with_movable_clocks: bool = False,
     ) -> None:
         fixed = ports or {}
         argv = ["router", "--host", "127.0.0.1", "--replica-id", name, *arguments]
@@ -75,7 +75,7 @@ class Router(Child):
         for port in ("grpc", "health", "metrics", "als"):
             argv += [f"--{port}-port", str(fixed.get(port, 0))]
         self._offsets = directory / f"{name}.clocks"
-        run = python_argv(movable_clocks.__file__, self._offsets, *argv) if movable_clocks else dualmap_argv(*argv)
+        run = python_argv(movable_clocks.__file__, self._offsets, *argv) if with_movable_clocks else dualmap_argv(*argv)
         super().__init__(name, run, directory=directory)
         self.ports: dict[str, int] = {}
 
