@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 IN_FLIGHT = "dualmap_endpoint_in_flight_requests"
 PENDING = "dualmap_endpoint_pending_prefill_tokens"
 TEN_MINUTES_S = 600.0
-# TCP port 9 (discard) is in nobody's use here.
+# Nothing listens on TCP port 9 (discard).
 NOWHERE = "127.0.0.1:9"
 
 
