@@ -281,11 +281,27 @@ def test_texts_are_as_long_as_the_reader_takes_them() -> None:
         for text in ("", "x" * (field.schema["maxLength"] + 1)):
             with pytest.raises(PoolError):
                 read(with_value(field, text))
-    aliases = SPEC["properties"]["model"]["properties"]["aliases"]
-    at_most = aliases["items"]["maxLength"]
-    read(with_value(Field(("spec", "model", "aliases"), aliases), ["x" * at_most]))
-    with pytest.raises(PoolError):
-        read(with_value(Field(("spec", "model", "aliases"), aliases), ["x" * (at_most + 1)]))
+    for name in ("aliases", "adapters"):
+        names = Field(("spec", "model", name), SPEC["properties"]["model"]["properties"][name])
+        at_most = names.schema["items"]["maxLength"]
+        read(with_value(names, ["x" * at_most]))
+        for text in ("", "x" * (at_most + 1)):
+            with pytest.raises(PoolError):
+                read(with_value(names, [text]))
+
+
+@pytest.mark.parametrize(
+    ("adapters", "accepted"),
+    [(["sql", "law"], True), ([], True), (["m"], False), (["alias"], False), (["sql", "sql"], False)],
+)
+def test_adapters_are_other_names_than_the_models(adapters: list[str], accepted: bool) -> None:
+    document = with_value(Field(("spec", "model", "aliases"), {}), ["alias"])
+    document["spec"]["model"]["adapters"] = adapters
+    if accepted:
+        read(document)
+        return
+    with pytest.raises(PoolError, match=r"spec\.model\.adapters\[\d\]"):
+        read(document)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ def test_each_name_is_decided_by_itself_and_none_is_lost_to_oneself() -> None:
     )
 
 
-def test_a_pool_claims_its_models_name_and_aliases() -> None:
-    pool = Pool(namespace="llm", name="qwen", model=Model(name="Qwen/Qwen2.5-7B", aliases=("qwen", "small")))
+def test_a_pool_claims_its_models_name_aliases_and_adapters() -> None:
+    model = Model(name="Qwen/Qwen2.5-7B", aliases=("qwen", "small"), adapters=("sql",))
+    pool = Pool(namespace="llm", name="qwen", model=model)
     assert Claimant.of(pool, "then") == Claimant(
-        pool="llm/qwen", created="then", names=("Qwen/Qwen2.5-7B", "qwen", "small")
+        pool="llm/qwen", created="then", names=("Qwen/Qwen2.5-7B", "qwen", "small", "sql")
     )

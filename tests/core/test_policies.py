@@ -187,7 +187,7 @@ def test_min_ttft_breaks_ties_by_requests_in_flight() -> None:
     assert {decide("min_ttft", busy, idle, id=f"r{n}")[0] for n in range(20)} == {"b"}
 
 
-# ALGORITHMS section 5, but for the bounds that see what no router can.
+# The policies of docs/policies.md.
 NAMED = """
 round_robin random least_requests power_of_two least_loaded cache_affinity cache_affinity_global min_ttft preble dynamo
 aibrix_prefix sglang_cache_aware smg_spill stack_loadaware llmd_default llmd_sticky chwbl llumnix ear

@@ -114,7 +114,7 @@ class TestArrivals:
         for second in range(300, 400):
             steady(scaling, rate=10, since=second, until=second + 1)
             for _ in range(10):
-                scaling.window.refuse(second + 0.9)
+                scaling.window.reject(second + 0.9)
         assert desired(scaling, 400, status()) == pytest.approx(2 * before, rel=0.02)
 
     def test_requests_that_are_held_arrive_when_they_come_and_not_when_they_go(self) -> None:
@@ -136,7 +136,7 @@ class TestArrivals:
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
         for n in range(6000):
-            scaling.window.refuse(300 + n / 10)
+            scaling.window.reject(300 + n / 10)
         assert desired(scaling, 900, status(0)) == pytest.approx(before, rel=0.02)
 
     def test_without_members_the_stated_speed_counts(self) -> None:
@@ -147,7 +147,7 @@ class TestArrivals:
     def test_who_knocks_at_an_empty_pool_asks_for_one_instance(self) -> None:
         scaling = Scaling(pool(0))
         assert ceil(desired(scaling, 100, status(0, waiting=1))) == 1
-        scaling.window.refuse(100)
+        scaling.window.reject(100)
         assert ceil(desired(scaling, 101, status(0))) == 1
 
     def test_a_changed_objective_and_speed_are_taken(self) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from core.scalings import desired, pool, status, steady
-from dualmap.scaling.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling
+from dualmap.scaling.scaling import WINDOW_S, FirstTokens, OtherRouter, Scaling
 
 
-def said(desired_replicas: float, *, count: int, slo_met: int) -> Elsewhere:
+def said(desired_replicas: float, *, count: int, slo_met: int) -> OtherRouter:
     first_tokens = FirstTokens(count=count, slo_met=slo_met)
-    return Elsewhere(desired_replicas=desired_replicas, first_tokens=first_tokens)
+    return OtherRouter(desired_replicas=desired_replicas, first_tokens=first_tokens)
 
 
 class TestAttainment:
@@ -22,7 +22,7 @@ class TestAttainment:
         rate: float = 10,
         peers: int = 0,
         first_tokens: int = 10,
-        elsewhere: Sequence[Elsewhere] = (),
+        others: Sequence[OtherRouter] = (),
     ) -> list[float]:
         """What is desired every 15 s for ten minutes, while that share of first tokens is in time."""
         scaling = Scaling(pool())
@@ -33,7 +33,7 @@ class TestAttainment:
                 scaling.window.first_token(second, within_slo=n < share_met * first_tokens)
             if second % 15 == 14:
                 state = status(members, peers=peers)
-                asked.append(scaling.signals(second + 1, state, elsewhere=elsewhere).desired_replicas)
+                asked.append(scaling.signals(second + 1, state, others=others).desired_replicas)
         return asked
 
     def test_it_is_the_share_of_first_tokens_in_time(self) -> None:
@@ -63,7 +63,7 @@ class TestAttainment:
         alone = self.asked(share_met=0.5, members=12)
         # What it asks for at last is more than half of what it first did, and the other says what it said then.
         other = said(6.0, count=550, slo_met=275)
-        share = self.asked(share_met=0.5, members=12, rate=5, peers=1, elsewhere=(other,))
+        share = self.asked(share_met=0.5, members=12, rate=5, peers=1, others=(other,))
         assert 2 * share[4] == pytest.approx(alone[4], rel=0.02)
 
     def test_one_that_has_all_of_the_traffic_asks_for_all_of_it(self) -> None:
@@ -77,7 +77,7 @@ class TestAttainment:
             steady(scaling, rate=0.5, since=second, until=second + 15)
             scaling.window.first_token(second + 15, within_slo=True)
             state = status(12, peers=19)
-            last = scaling.signals(second + 15, state, elsewhere=missed).desired_replicas
+            last = scaling.signals(second + 15, state, others=missed).desired_replicas
         assert 20 * last > 12
 
     def test_one_whose_requests_are_late_by_chance_asks_for_nothing_while_the_pool_meets_the_slo(self) -> None:
@@ -86,7 +86,7 @@ class TestAttainment:
             steady(scaling, rate=10, since=second, until=second + 1)
             scaling.window.first_token(second, within_slo=second % 5 != 0)
             if second % 15 == 14:
-                last = scaling.signals(second + 1, status(8, peers=1), elsewhere=met).desired_replicas
+                last = scaling.signals(second + 1, status(8, peers=1), others=met).desired_replicas
         assert last == pytest.approx(4.12, rel=0.01)
 
     def test_a_few_late_requests_prove_nothing(self) -> None:

@@ -51,7 +51,7 @@ class Loop:
             self._starting.remove(ready_s)
             heapq.heappush(self._free_s, ready_s)
         if self._free_s[0] - now > 30.0:
-            self._scaling.window.refuse(now)
+            self._scaling.window.reject(now)
             self.late.append(now)
             return
         done_s = max(heapq.heappop(self._free_s), now) + self._service_s * self._random.uniform(0.5, 1.5)

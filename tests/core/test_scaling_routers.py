@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from core.scalings import SPEED, TOKENS, pool, status
-from dualmap.scaling.scaling import WINDOW_S, Elsewhere, Scaling
+from dualmap.scaling.scaling import WINDOW_S, OtherRouter, Scaling
 
 RATE = 10
 ASKED_S = 5
@@ -47,13 +47,13 @@ class Routers:
 
     def _ask(self, members: int, *, hear: bool, asked: int) -> None:
         known = [
-            Elsewhere(desired_replicas=wish, first_tokens=scaling.window.first_tokens(self._now))
+            OtherRouter(desired_replicas=wish, first_tokens=scaling.window.first_tokens(self._now))
             for wish, scaling in zip(self.wishes, self.scalings, strict=True)
         ]
         for number, scaling in enumerate(self.scalings):
             others = (*known[:number], *known[number + 1 :])
             for _ in range(asked):
-                got = scaling.signals(self._now, status(members), elsewhere=others if hear else None)
+                got = scaling.signals(self._now, status(members), others=others if hear else None)
             self.wishes[number] = got.desired_replicas
 
 

@@ -24,7 +24,7 @@ def report(own: Share, pool: Share | None = None) -> Report:
 class TestSums:
     def test_shares_add_up_and_attainment_is_weighted(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "other", report(OTHER))
+        peers.add_report(0.0, "other", report(OTHER))
         assert peers.total(1.0, OWN) == SUM
         assert peers.total(1.0, OWN).slo_attainment == 24 / 40
 
@@ -35,17 +35,17 @@ class TestSums:
             peers = PeerShares()
             for peer, share in shares.items():
                 if peer != name:
-                    peers.hear(0.0, peer, report(share))
+                    peers.add_report(0.0, peer, report(share))
             totals.append(peers.total(1.0, own))
         assert totals[0] == totals[1] == totals[2]
         assert totals[0].desired_replicas == 4.25
 
     def test_what_came_later_holds_in_whichever_order_it_is_heard(self) -> None:
         peers = PeerShares()
-        peers.hear(2.0, "other", report(OTHER))
-        peers.hear(1.0, "other", report(replace(OTHER, in_flight=99)))
+        peers.add_report(2.0, "other", report(OTHER))
+        peers.add_report(1.0, "other", report(replace(OTHER, in_flight=99)))
         assert peers.total(2.5, OWN).in_flight == 7
-        peers.hear(3.0, "other", report(replace(OTHER, in_flight=5)))
+        peers.add_report(3.0, "other", report(replace(OTHER, in_flight=5)))
         assert peers.total(3.5, OWN).in_flight == 8
 
     def test_without_first_tokens_none_was_late(self) -> None:
@@ -58,10 +58,10 @@ class TestElsewhere:
 
     def test_it_is_what_each_said(self) -> None:
         peers = PeerShares()
-        assert peers.elsewhere(0.0) == ()
-        peers.hear(0.0, "other", report(OTHER))
-        peers.hear(1.0, "third", report(OWN))
-        got = peers.elsewhere(1.5)
+        assert peers.others(0.0) == ()
+        peers.add_report(0.0, "other", report(OTHER))
+        peers.add_report(1.0, "third", report(OWN))
+        got = peers.others(1.5)
         assert got is not None
         assert [each.desired_replicas for each in got] == [2.25, 1.5]
         assert [(each.first_tokens.count, each.first_tokens.slo_met) for each in got] == [(30, 15), (10, 9)]
@@ -70,14 +70,14 @@ class TestElsewhere:
         self,
     ) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "other", report(OTHER))
-        peers.hear(REMEMBERED_S - 1.0, "third", report(OWN))
+        peers.add_report(0.0, "other", report(OTHER))
+        peers.add_report(REMEMBERED_S - 1.0, "third", report(OWN))
         peers.expire(REMEMBERED_S - 1.0)
-        assert peers.elsewhere(REMEMBERED_S - 1.0) is None
+        assert peers.others(REMEMBERED_S - 1.0) is None
         peers.expire(REMEMBERED_S)
-        assert peers.elsewhere(REMEMBERED_S) is not None
-        peers.meet(REMEMBERED_S, "older")
-        assert peers.elsewhere(REMEMBERED_S) is None
+        assert peers.others(REMEMBERED_S) is not None
+        peers.note_alive(REMEMBERED_S, "older")
+        assert peers.others(REMEMBERED_S) is None
 
 
 class TestARouterThatGoes:
@@ -85,10 +85,10 @@ class TestARouterThatGoes:
 
     def test_its_share_counts_until_the_others_have_measured_what_moved_to_them(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "gone", report(Share(desired_replicas=4.0, held=2), Share(desired_replicas=12.0, held=2)))
+        peers.add_report(0.0, "gone", report(Share(desired_replicas=4.0, held=2), Share(desired_replicas=12.0, held=2)))
         for now in range(int(REMEMBERED_S) + 20):
             moved = min(1.0, now / REMEMBERED_S)
-            peers.hear(float(now), "stays", report(Share(desired_replicas=4.0 + 2.0 * moved)))
+            peers.add_report(float(now), "stays", report(Share(desired_replicas=4.0 + 2.0 * moved)))
             peers.expire(float(now))
             total = peers.total(float(now), Share(desired_replicas=4.0 + 2.0 * moved))
             # While it is silent but not given up it counts itself: then the sum is 12 and what has moved by then.
@@ -97,27 +97,27 @@ class TestARouterThatGoes:
 
     def test_without_the_memory_the_sum_would_dip(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "gone", report(Share(desired_replicas=4.0), Share(desired_replicas=12.0)))
+        peers.add_report(0.0, "gone", report(Share(desired_replicas=4.0), Share(desired_replicas=12.0)))
         assert peers.live(PEER_TTL_S, Share(desired_replicas=8.0)).desired_replicas == 8.0
 
     def test_one_that_restarts_is_not_counted_twice(self) -> None:
         """Its new life measures what the old one did; the sum is what it was, not more."""
         peers = PeerShares()
-        peers.hear(0.0, "router-1", report(Share(desired_replicas=6.0), Share(desired_replicas=12.0)))
-        peers.hear(5.0, "router-2", report(Share(desired_replicas=6.0)))
+        peers.add_report(0.0, "router-1", report(Share(desired_replicas=6.0), Share(desired_replicas=12.0)))
+        peers.add_report(5.0, "router-2", report(Share(desired_replicas=6.0)))
         assert peers.total(5.0, Share(desired_replicas=6.0)).desired_replicas == 12.0
 
     def test_a_router_that_starts_hears_what_its_predecessor_knew(self) -> None:
         """It has seen no traffic yet: the only one there is now, or the only one that is asked."""
         peers = PeerShares()
-        peers.hear(-20.0, "before", report(Share(desired_replicas=5.0, in_flight=40)))
+        peers.add_report(-20.0, "before", report(Share(desired_replicas=5.0, in_flight=40)))
         assert peers.total(0.0, NO_SHARE) == Share(desired_replicas=5.0, in_flight=40)
         assert peers.total(REMEMBERED_S - 20.0, NO_SHARE) == NO_SHARE
 
     def test_after_several_have_gone_the_largest_sum_holds(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "a", report(Share(desired_replicas=4.0), Share(desired_replicas=12.0)))
-        peers.hear(20.0, "b", report(Share(desired_replicas=5.0), Share(desired_replicas=9.0)))
+        peers.add_report(0.0, "a", report(Share(desired_replicas=4.0), Share(desired_replicas=12.0)))
+        peers.add_report(20.0, "b", report(Share(desired_replicas=5.0), Share(desired_replicas=9.0)))
         own = Share(desired_replicas=6.0)
         assert peers.total(30.0, own).desired_replicas == 12.0
         assert peers.total(REMEMBERED_S, own).desired_replicas == 9.0
@@ -125,13 +125,13 @@ class TestARouterThatGoes:
 
     def test_attainment_is_that_of_those_who_are_there(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "gone", report(OTHER, SUM))
+        peers.add_report(0.0, "gone", report(OTHER, SUM))
         assert peers.total(PEER_TTL_S, OWN).slo_attainment == 0.9
 
     def test_it_is_forgotten(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "gone", report(OTHER))
-        peers.meet(0.0, "gone")
+        peers.add_report(0.0, "gone", report(OTHER))
+        peers.note_alive(0.0, "gone")
         peers.expire(REMEMBERED_S)
         assert peers.total(0.0, OWN) == OWN
 
@@ -139,17 +139,17 @@ class TestARouterThatGoes:
 class TestOlderRouters:
     def test_one_that_does_not_report_makes_every_sum_unknown(self) -> None:
         peers = PeerShares()
-        peers.meet(0.0, "older")
-        assert peers.mute(1.0)
-        assert not peers.mute(PEER_TTL_S)
-        peers.hear(0.0, "older", report(OTHER))
-        assert not peers.mute(1.0)
+        peers.note_alive(0.0, "older")
+        assert peers.incomplete(1.0)
+        assert not peers.incomplete(PEER_TTL_S)
+        peers.add_report(0.0, "older", report(OTHER))
+        assert not peers.incomplete(1.0)
 
     def test_one_that_leaves_says_so_after_its_last_report(self) -> None:
         peers = PeerShares()
-        peers.hear(0.0, "leaves", report(OTHER))
-        peers.meet(PEER_TTL_S + 1.0, "leaves")
-        assert not peers.mute(PEER_TTL_S + 1.0)
+        peers.add_report(0.0, "leaves", report(OTHER))
+        peers.note_alive(PEER_TTL_S + 1.0, "leaves")
+        assert not peers.incomplete(PEER_TTL_S + 1.0)
 
 
 class TestOwnShare:

@@ -43,7 +43,7 @@ async def test_pools_of_a_kubernetes_api_are_routed_to_once_it_has_told_of_them(
         await api.put(pool_body("qwen", version=3, model="m"))
         api.hold_lists()
         async with on_kubernetes(api, "--namespace", "llm") as process:
-            await line_with(process, "waiting for the pools of the Kubernetes API")
+            await line_with(process, "Listing pools from the Kubernetes API")
             await until(lambda: len(api.lists) > 0)
             api.answer_lists()
             match = READY.match(await line_with(process, "ready grpc="))

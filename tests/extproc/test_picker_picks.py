@@ -55,6 +55,25 @@ def test_an_alias_shares_the_models_prefixes():
     assert "matched=0" not in (desk.pick(chat(text, model="alias")).receipt or "")
 
 
+def test_an_adapter_leads_to_its_pool_and_shares_no_prefix_with_the_base():
+    desk = Desk(pool("a", adapters=["sql", "law"]), pool("b", model="other"))
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text))
+
+    picked = [desk.pick(chat(text, model=name)) for name in ("sql", "law", "sql", "m")]
+
+    assert {each.cluster for each in picked} == {"llm/a"}
+    assert ["matched=0" in (each.receipt or "") for each in picked] == [True, True, False, False]
+
+
+def test_the_adapter_in_model_wins_over_one_beside_it():
+    desk = Desk(pool(adapters=["sql"]))
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text, model="sql"))
+
+    assert "matched=0" not in (desk.pick(chat(text, model="sql", lora_path="law")).receipt or "")
+
+
 def test_nothing_matches_across_cache_salts():
     desk = Desk()
     text = "a long shared prefix " * 200

@@ -28,7 +28,7 @@ def test_the_members_that_came_went_and_changed_are_named(caplog):
     log_changes((before,), (after,))
 
     details = {"pool": "llm/qwen", "ring_version": 2, "added": ["qwen-9"], "removed": ["qwen-2"]}
-    assert said(caplog) == [("INFO", "pool reloaded", details | {"changed": ["qwen-1"], "settings": []})]
+    assert said(caplog) == [("INFO", "Reloaded pool", details | {"changed": ["qwen-1"], "settings": []})]
 
 
 def test_changed_settings_are_named_and_pools_that_stayed_are_not(caplog):
@@ -46,7 +46,7 @@ def test_pools_that_appear_and_vanish_need_envoy_config_again(caplog):
 
     lines = said(caplog)
     assert [(level, details["pool"]) for level, _, details in lines] == [("WARNING", "llm/new"), ("WARNING", "llm/old")]
-    assert all("envoy-config set up with --pool needs it run again" in sentence for _, sentence, _ in lines)
+    assert all("run envoy-config again for Envoys" in sentence for _, sentence, _ in lines)
 
 
 @pytest.mark.parametrize(("version", "warnings"), [(4, 1), (6, 0), (0, 0)])
@@ -57,7 +57,7 @@ def test_a_ring_version_that_goes_backwards_is_warned_of(caplog, version, warnin
 
     warned = [(sentence, details) for level, sentence, details in said(caplog) if level == "WARNING"]
     assert len(warned) == warnings
-    assert all("backwards" in sentence and details["before"] == 5 for sentence, details in warned)
+    assert all("Ring version decreased" in sentence and details["before"] == 5 for sentence, details in warned)
 
 
 def test_a_long_list_is_cut(caplog):
@@ -80,6 +80,6 @@ def test_a_longer_wait_needs_envoy_config_again(caplog, max_wait_s, warnings):
     warned = [sentence for level, sentence, _ in said(caplog) if level == "WARNING"]
     assert len(warned) == warnings
     assert all(
-        "maxWait" in sentence and "envoy-config set up with --pool needs it run again" in sentence
+        "maxWait" in sentence and "run envoy-config again for Envoys that it configured with --pool" in sentence
         for sentence in warned
     )

@@ -109,7 +109,7 @@ class TestRefusing:
         ("content", "said"),
         [
             (None, "No such file or directory; give a readable pool file"),
-            ("", "no pool in it; give at least one InferencePool of serving.dualmap.dev/v1alpha1"),
+            ("", "it contains no pool; give at least one InferencePool of serving.dualmap.dev/v1alpha1"),
             ("kind: [", "line 2, column 1: "),
             ("a: &a [*a]", "*a inside &a; give aliases that are not circular"),
             ("x: " + "[" * 100, "more than 64 levels; give a flatter file"),

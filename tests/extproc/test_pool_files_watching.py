@@ -230,7 +230,7 @@ class TestStanding:
         write(path, document())
         assert self.settle(watcher) == []
         assert not watcher.refused
-        assert [each.getMessage() for each in caplog.records] == ["pool file accepted again"]
+        assert [each.getMessage() for each in caplog.records] == ["Pool file is valid again"]
 
     def test_a_clash_is_told_once_however_often_the_files_change(self, tmp_path: Path) -> None:
         one = write(tmp_path / "1.yaml", document("a"))

@@ -76,13 +76,13 @@ class TestRefusals:
             await api.put(pool_body("llama", version=2))
             await watched.until(lambda: watched.pools["llm/llama"].ring_version == 2)
             assert watched.pools["llm/qwen"].ring_version == 1
-            (refusal,) = said(caplog, "pool refused")
+            (refusal,) = said(caplog, "Keeping last valid pool")
             assert (refusal["pool"], refusal["field"], refusal["value"]) == ("llm/qwen", "spec.slo.ttft", "'soon'")
             assert watched.sample("dualmap_kube_pools_refused") == 1
             await api.put(pool_body("qwen", created=1, version=3))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
             assert watched.sample("dualmap_kube_pools_refused") == 0
-            assert said(caplog, "not refused any more") == [{"pool": "llm/qwen"}]
+            assert said(caplog, "Pool is valid again") == [{"pool": "llm/qwen"}]
 
     async def test_a_refusal_is_said_once_however_often_it_is_seen(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
@@ -93,7 +93,7 @@ class TestRefusals:
             await api.put(bad)
             await api.put(pool_body("llama"))
             await watched.until(lambda: "llm/llama" in watched.pools)
-        assert len(said(caplog, "pool refused")) == 1
+        assert len(said(caplog, "Keeping last valid pool")) == 1
 
     async def test_a_refused_object_made_anew_does_not_serve_what_the_deleted_one_had(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
@@ -119,7 +119,7 @@ class TestRefusals:
         async with watching(api) as watched:
             # The picker gives a name to the first that has it.
             assert list(watched.pools) == ["llm/c", "llm/b", "llm/a"]
-            (refusal,) = said(caplog, "pool refused")
+            (refusal,) = said(caplog, "Keeping last valid pool")
             assert (refusal["pool"], refusal["value"]) == ("llm/a", "'shared'")
             assert "llm/b" in refusal["accepted"]
             await api.put(pool_body("a", version=2, created=2, model="shared"))
@@ -144,7 +144,7 @@ class TestRefusals:
             await until(lambda: watched.fail_with is None)
             await api.put(pool_body("qwen", version=3))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
-        assert "no room" in said(caplog, "could not be taken over")[0]["reason"]
+        assert "no room" in said(caplog, "Keeping last valid pools, applying a change failed")[0]["reason"]
 
 
 class TestPods:
@@ -162,7 +162,7 @@ class TestPods:
             assert watched.pools["llm/qwen"].ring_version == 4
             await api.put(pod_body("qwen-1"))
             await watched.until(lambda: watched.states() == {"qwen-0": "Active", "qwen-1": "Active"})
-        left_out = [each["members"] for each in said(caplog, "whose pods do not serve")]
+        left_out = [each["members"] for each in said(caplog, "Excluding members with unready pods")]
         assert left_out == [["qwen-1"], []]
 
     @pytest.mark.parametrize("how", ["terminating", "deleted", "moved"])

@@ -28,7 +28,7 @@ class TestTheApiServer:
             assert list(watched.pools) == ["llm/qwen"]
         # Said when it is new, not at every attempt.
         assert len(said(caplog, "Kubernetes list or watch failed")) == 1
-        assert said(caplog, "waiting for the pools")[0]["scope"] == "all namespaces"
+        assert said(caplog, "Listing pools from the Kubernetes API")[0]["scope"] == "all namespaces"
 
     async def test_away_for_a_while_what_is_known_serves_on(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture

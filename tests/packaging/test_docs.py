@@ -55,8 +55,11 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
 
 
 def test_architecture_names_only_files_that_exist() -> None:
-    """The page writes `core/router.py` for `core/dualmap/router.py`; a bare name stands in the folder named before it."""
-    packages = {"core": "dualmap", **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")}}
+    """`core/router.py` stands for `core/dualmap/router.py`; a bare name is in the folder named before it."""
+    packages = {
+        "core": "dualmap",
+        **{each: f"dualmap_{each}" for each in ("edge", "extproc", "operator", "sim", "cli")},
+    }
     folder, missing = ROOT, []
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in re.findall(r"(?<![\w./(-])(?:[a-z_]+/)*[a-z_]+(?:/|\.py)(?![\w.])", text):

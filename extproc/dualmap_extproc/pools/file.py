@@ -1,9 +1,8 @@
-"""Pool files: InferencePool objects in YAML files, for a router without a cluster; read at the start and watched.
+"""Reads pool files at the start and watches them: InferencePool objects in YAML, for a router without Kubernetes.
 
-A file may hold one object, several documents, or the ``List`` that ``kubectl get dmpool -o yaml`` prints. What an
-object means is ``dualmap.objects.pool_reader``'s business; this module opens, bounds and parses files, and notices
-changes.
-It polls the content: that sees renames, writes in place, swapped ConfigMap links and network file systems alike.
+A file may hold one object, several documents, or the ``List`` that ``kubectl get dmpool -o yaml`` prints. This module
+opens and parses files within limits; ``dualmap.objects.pool_reader`` interprets the objects. The watcher polls the
+content, which detects renames, writes in place, swapped ConfigMap links and changes on network file systems.
 """
 
 import asyncio
@@ -23,25 +22,25 @@ from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
 
-# 100 bytes a member: room for tens of thousands of members, or hundreds of pools with their pod templates.
+# A member takes about 100 bytes: room for tens of thousands of members, or for hundreds of pools with pod templates.
 MAX_BYTES: Final = 4 * 1024 * 1024
-# A pod template is about 15 deep. libyaml's composer recurses in C and crashes the process some 10 000 deep.
+# A pod template has about 15 levels. libyaml recurses in C and crashes the process at about 10 000 levels.
 MAX_DEPTH: Final = 64
-# Counted with every alias expanded, since a few nested aliases can stand for billions of values.
+# Counts each alias as the values it stands for: a few nested aliases can stand for billions.
 MAX_NODES: Final = 500_000
 
-# How often the files are looked at, and how soon again after a look that found a change. A change is applied when two
-# looks in a row saw the same bytes, so that a file caught half written is not taken for one with fewer members.
+# The interval between two polls, and the shorter one after a poll that found a change. A change is applied when two
+# polls in a row read the same bytes, so that a half-written file is not applied.
 POLL_S: Final = 0.5
 SETTLE_S: Final = 0.2
 
-# libyaml's loader is about eight times faster; PyYAML built without it has the other.
+# libyaml's loader is about eight times faster, but PyYAML may be built without libyaml.
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _log = get_logger(__name__)
 
 
 class PoolFileError(PoolError):
-    """A pool file cannot be used; ``file`` is its path as given, the rest as in PoolError."""
+    """A pool file is invalid. ``file`` is its path as given; the other fields are PoolError's."""
 
     def __init__(self, file: Path, field: str, value: object, accepted: str) -> None:
         self.file = file
@@ -52,23 +51,26 @@ class PoolFileError(PoolError):
 
 
 class UnreadablePoolFileError(PoolFileError):
-    """A pool file is missing, too much, or no YAML: ``value`` says what is wrong, in words, with no field at fault."""
+    """A pool file is missing, too large, or not YAML. ``value`` describes the fault, which is in no single field."""
 
     def __str__(self) -> str:
         where = "" if self.field in ("file", "document") else f"{self.field}: "
-        # PyYAML's sentences run over several lines and may quote what they refuse.
+        # PyYAML's messages have several lines and may quote the file.
         wrong = " ".join(str(self.value).split())
         return f"{self.file}: {where}{wrong if len(wrong) <= 200 else wrong[:197] + '...'}; give {self.accepted}"
 
 
 def load_pool_files(paths: Iterable[Path]) -> tuple[Pool, ...]:
-    """Read every file and return all their pools, in the order given; raises PoolFileError."""
+    """Return the pools of all files, in the order given. Raises PoolFileError."""
     return _joined([(path, _parse(path, _read(path))) for path in paths])
 
 
 @dataclass(slots=True)
 class _WatchedFile:
-    """One file: the digests last seen and last acted upon, whether the latter was refused, and the last good pools."""
+    """One file: the digest last read, the digest last applied, and the last valid pools.
+
+    ``refused`` is True if the content last applied was invalid.
+    """
 
     path: Path
     seen: bytes = b""
@@ -79,7 +81,7 @@ class _WatchedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """What one look at the files found: new pools to serve, refusals to tell, and whether a file is changing now."""
+    """The result of one poll: new pools to serve, errors to report, and whether a file is still changing."""
 
     pools: tuple[Pool, ...] | None
     refusals: tuple[PoolFileError, ...]
@@ -87,10 +89,10 @@ class _Look:
 
 
 class PoolFileWatcher:
-    """Keeps the pools of some files up to date: ``load`` once, then ``run`` until cancelled; nothing else ends it.
+    """Keeps the pools of some files up to date: call ``load`` once, then ``run``, which ends only when cancelled.
 
-    A file that is refused or has vanished keeps its last good pools, and the other files' changes still apply. Pools
-    that claim one name or model across files keep everything as it was until the files agree again.
+    An invalid or missing file keeps its last valid pools, and changes of other files still apply. While two files
+    claim the same pool name or model, no change of any file applies.
     """
 
     def __init__(self, paths: Iterable[Path], *, poll_s: float = POLL_S, settle_s: float = SETTLE_S) -> None:
@@ -98,17 +100,17 @@ class PoolFileWatcher:
         self._poll_s = poll_s
         self._settle_s = settle_s
         self._served: tuple[Pool, ...] = ()
-        # The pools as last reported, and what kept those of all files from being served together.
+        # The pools last reported, and the conflict between files, if any.
         self._told: tuple[Pool, ...] = ()
         self._clash: str | None = None
 
     @property
     def refused(self) -> bool:
-        """Whether any file is refused or missing now, so that last good pools serve in place of what it says."""
+        """Whether any file is invalid or missing, so that the router serves its last valid pools."""
         return self._clash is not None or any(file.refused for file in self._files)
 
     def load(self) -> tuple[Pool, ...]:
-        """Read every file and return their pools; raises PoolFileError for the first one refused."""
+        """Return the pools of all files. Raises PoolFileError for the first invalid file."""
         for file in self._files:
             data = _read(file.path)
             file.pools = _parse(file.path, data)
@@ -122,21 +124,21 @@ class PoolFileWatcher:
         on_refused: Callable[[PoolFileError], None] = lambda _: None,
         on_looked: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per refusal.
+        """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per error.
 
-        ``on_looked`` is told after each look at the files whether any is refused now.
+        ``on_looked`` is called after each poll with whether any file is invalid or missing.
         """
         unsettled = False
         while True:
             await asyncio.sleep(self._settle_s if unsettled else self._poll_s)
-            # In a thread: a disk may be slow, and a long file takes a second to parse.
+            # In a thread: a disk may be slow, and parsing a long file takes a second.
             try:
                 look = await asyncio.to_thread(self._look)
                 on_looked(self.refused)
                 self._tell(look, on_pools, on_refused)
                 unsettled = look.unsettled
-            except Exception as error:  # noqa: BLE001  # whatever a file brings about, the others must be watched on
-                _log.error("pool files could not be taken over, the last good ones serve on", reason=repr(error))
+            except Exception as error:  # noqa: BLE001  # an unexpected error must not end the watch of all files
+                _log.error("Keeping last valid pools, applying the pool files failed", reason=repr(error))
 
     def _tell(
         self,
@@ -144,10 +146,10 @@ class PoolFileWatcher:
         on_pools: Callable[[tuple[Pool, ...]], None],
         on_refused: Callable[[PoolFileError], None],
     ) -> None:
-        """Log what a look found and report it."""
+        """Log and report the result of a poll."""
         for error in look.refusals:
             _log.error(
-                "pool file refused, the last good one serves on",
+                "Keeping last valid pool file",
                 file=str(error.file),
                 field=error.field,
                 value=_clipped(error.value),
@@ -160,7 +162,7 @@ class PoolFileWatcher:
             on_pools(look.pools)
 
     def _look(self) -> _Look:
-        """Read every file once, act on the changes that have settled, and say what came of it."""
+        """Read every file once, apply the changes that two polls in a row saw, and return the result."""
         refusals: list[PoolFileError] = []
         unsettled = changed = False
         for file in self._files:
@@ -168,7 +170,7 @@ class PoolFileWatcher:
             error: PoolFileError | None = None
             try:
                 if _is_pipe(file.path):
-                    continue  # As in `--pool <(kubectl ...)`, which could be read only once.
+                    continue  # `--pool <(kubectl ...)` can be read only once.
                 data = _read(file.path)
                 digest = _digest(data)
             except PoolFileError as unreadable:
@@ -191,17 +193,17 @@ class PoolFileWatcher:
             if error is not None:
                 refusals.append(error)
             elif file.refused:
-                _log.info("pool file accepted again", file=str(file.path))
+                _log.info("Pool file is valid again", file=str(file.path))
             file.refused = error is not None
         pools = self._rejoin(refusals) if changed else None
         return _Look(pools=pools, refusals=tuple(refusals), unsettled=unsettled)
 
     def _rejoin(self, refusals: list[PoolFileError]) -> tuple[Pool, ...] | None:
-        """Return the pools of all files when they differ from those served; a clash goes to ``refusals``."""
+        """Return the pools of all files if they differ from those served; add a conflict to ``refusals``."""
         try:
             pools = _joined([(file.path, file.pools) for file in self._files])
         except PoolFileError as clash:
-            # It stands until the files agree, and another file's change is no news of it.
+            # A conflict is reported once, also if a file that has no part in it changes.
             if str(clash) != self._clash:
                 refusals.append(clash)
             self._clash = str(clash)
@@ -214,7 +216,7 @@ class PoolFileWatcher:
 
 
 def _is_pipe(path: Path) -> bool:
-    """Whether a path is a pipe or a device; False when that cannot be told, since reading it will say why."""
+    """Return whether a path is a pipe or a device; False on an error, which reading the path will report."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -223,7 +225,7 @@ def _is_pipe(path: Path) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's bytes; raises PoolFileError when it cannot be read or is too long."""
+    """Return a file's bytes. Raises PoolFileError if the file is unreadable or too long."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
@@ -241,7 +243,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
-    """Return the pools of one file's content; raises PoolFileError."""
+    """Return the pools of one file's content. Raises PoolFileError."""
     documents = [document for document in _load_yaml(path, data) if document is not None]
     pools: list[Pool] = []
     for number, document in enumerate(documents, start=1):
@@ -252,13 +254,13 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
             raise PoolFileError(path, field, error.value, error.accepted) from error
     if not pools:
         raise UnreadablePoolFileError(
-            path, "document", "no pool in it", "at least one InferencePool of serving.dualmap.dev/v1alpha1"
+            path, "document", "it contains no pool", "at least one InferencePool of serving.dualmap.dev/v1alpha1"
         )
     return tuple(pools)
 
 
 def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
-    """Return the pools of all files; raises PoolFileError for the file that claims a name or model a second time."""
+    """Return the pools of all files. Raises PoolFileError for a name or model that an earlier file already claims."""
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools
@@ -270,7 +272,7 @@ def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
 
 
 def _load_yaml(path: Path, data: bytes) -> list[object]:
-    """Return the documents of a YAML stream; raises PoolFileError for what is not YAML or unfolds beyond bounds."""
+    """Return the documents of a YAML stream. Raises PoolFileError for invalid YAML, or too many values or levels."""
     try:
         _refuse_bombs(path, data)
         return list(yaml.load_all(data, Loader=_Loader))
@@ -287,10 +289,10 @@ def _load_yaml(path: Path, data: bytes) -> list[object]:
 
 
 def _refuse_bombs(path: Path, data: bytes) -> None:
-    """Raise PoolFileError for YAML too deep, too long or circular; reads events only, in constant C stack.
+    """Raise PoolFileError for YAML that is too deep, too long or circular; it reads events, in constant C stack.
 
-    ``open_nodes`` holds, for each collection being read, its anchor and the nodes counted before it, so that an alias
-    can be charged with the size of what it stands for.
+    ``open_nodes`` holds the anchor of each collection being read and the number of nodes before it, so that an alias
+    counts as the nodes it stands for.
     """
     nodes = 0
     sizes: dict[str | None, int] = {}
@@ -322,7 +324,7 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
 
 
 def _clipped(value: object) -> str:
-    """Return a refused value for the log, bounded whatever it holds."""
+    """Return an invalid value for the log, shortened."""
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = 80
     return shortened.repr(value)

@@ -1,10 +1,9 @@
-"""Pools from the Kubernetes API: InferencePools and their pods watched, and what follows handed on like pool files.
+"""Watches InferencePools and their pods in the Kubernetes API, and reports the pools to serve.
 
-What an object means is ``dualmap.objects.pool_reader``'s business, what a pod's says ``dualmap.objects.pods``'s.
-``edge.kube.watch`` keeps
-collections up to date, ``objects`` and ``pods`` hold what is known, and this module brings them together: one watch for
-the pools in scope, one for the pods of each pool, and one task that tells of what came of them. The router writes
-nothing to Kubernetes; it lists and watches ``inferencepools`` and ``pods`` (INFERENCEPOOL).
+There is one watch for the pools in scope, one for the pods of each pool, and one task that reports changes.
+``dualmap_edge.kube.watch`` keeps collections up to date; ``objects`` and ``pods`` hold their state.
+``dualmap.objects`` interprets the objects. The router only lists and watches ``inferencepools`` and ``pods``; it writes
+nothing to Kubernetes.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ _log = get_logger(__name__)
 
 
 class KubePoolsObserver(Protocol):
-    """Counts what happens between this router and the API server; ``metrics`` implements it."""
+    """Counts lists and failures; ``metrics`` implements it."""
 
     def kube_listed(self, resource: str) -> None:
         """Count a list of a collection."""
@@ -38,15 +37,15 @@ class KubePoolsObserver(Protocol):
         """Count a list or watch that failed: ``unreached``, ``refused`` or ``expired``."""
 
     def pools_refused(self) -> None:
-        """Count a change of pools that was refused."""
+        """Count an invalid change of a pool."""
 
     def kube_pools_refused(self, count: int) -> None:
-        """Note how many things are refused now."""
+        """Set the number of pools that are invalid now."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _PodWatch:
-    """The watch of one pool's pods, and what it has told."""
+    """The watch of one pool's pods, and the members last excluded because of their pods."""
 
     selector: str
     pods: PoolPods
@@ -56,9 +55,9 @@ class _PodWatch:
 
 
 class KubePools:
-    """Keeps the pools of one namespace (None: of all) up to date, while it ``run``s.
+    """Keeps the pools of one namespace (None: of all namespaces) up to date while ``run`` runs.
 
-    An object that is refused keeps its last good version, and nothing that fails takes away what is known.
+    An invalid object keeps its last valid version. A failure removes no pool.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class KubePools:
             Collection(client, f"/apis/{API_VERSION}{within}/{POOLS}"),
             _PoolStore(self._objects, self._pools_changed, listed=lambda: observer.kube_listed(POOLS)),
             kind=POOLS,
-            # The items of a list do not say what they are; the list does.
+            # The items of a list lack apiVersion and kind.
             read=lambda body: {"apiVersion": API_VERSION, "kind": "InferencePool", **body},
             policy=policy,
             clock=asyncio.get_running_loop().time,
@@ -92,18 +91,21 @@ class KubePools:
         )
 
     async def listed(self) -> None:
-        """Wait until the pools in scope have been listed once, and told of."""
+        """Wait until the pools in scope were listed once and reported."""
         await self._listed.wait()
 
     def ages_s(self) -> dict[str, float]:
-        """Return for each resource how long ago the API server last spoke on its quietest watch; safe in any thread."""
+        """Return for each resource the seconds since the API server last answered on its most stale watch.
+
+        May be called in any thread.
+        """
         pods = [watch.reflector.age_s for watch in tuple(self._watches.values())]
         ages = {POOLS: self._reflector.age_s}
         return {**ages, PODS: max(pods)} if pods else ages
 
     async def run(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
         """Watch until cancelled; call ``on_pools`` with all pools after the first list and after every change."""
-        _log.info("waiting for the pools of the Kubernetes API", server=self._client.server, scope=self._scope)
+        _log.info("Listing pools from the Kubernetes API", server=self._client.server, scope=self._scope)
         async with asyncio.TaskGroup() as self._tasks:
             self._tasks.create_task(self._reflector.run())
             self._tasks.create_task(self._tell(on_pools))
@@ -114,8 +116,8 @@ class KubePools:
             self._changed.clear()
             try:
                 self._tell_once(on_pools)
-            except Exception as error:  # noqa: BLE001  # whatever a pool brings about, the others must be told on
-                _log.error("pools could not be taken over, the last good ones serve on", reason=repr(error))
+            except Exception as error:  # noqa: BLE001  # an unexpected error must not end the reports of all pools
+                _log.error("Keeping last valid pools, applying a change failed", reason=repr(error))
             self._listed.set()
 
     def _tell_once(self, on_pools: Callable[[tuple[Pool, ...]], None]) -> None:
@@ -134,11 +136,11 @@ class KubePools:
         left_out = [was.id for was, now in zip(pool.members, applied.members, strict=True) if was.state != now.state]
         if left_out != watch.left_out:
             watch.left_out = left_out
-            _log.info("members whose pods do not serve take nothing new", pool=pool.id, members=clipped(left_out))
+            _log.info("Excluding members with unready pods", pool=pool.id, members=clipped(left_out))
         return applied
 
     def _pools_changed(self) -> None:
-        """Take what the objects are now: whose pods to watch, what they publish, what is refused."""
+        """Apply the objects' present state: start and stop watches of pods, and report invalid pools."""
         wanted = self._objects.selectors
         for pool_id, watch in tuple(self._watches.items()):
             if wanted.get(pool_id) != watch.selector:
@@ -171,12 +173,12 @@ class KubePools:
         self._observer.kube_failed(resource, kind)
 
     def _tell_refusals(self) -> None:
-        """Log and count what is refused now and was not before."""
+        """Log and count pools that have become invalid, and log those that are valid again."""
         refusals = self._objects.refusals
         for refusal in refusals:
             if refusal not in self._refusals:
                 _log.error(
-                    "pool refused; what was good of it serves on",
+                    "Keeping last valid pool",
                     pool=refusal.pool,
                     field=refusal.field,
                     value=refusal.value,
@@ -185,7 +187,7 @@ class KubePools:
                 self._observer.pools_refused()
         refused = {refusal.pool for refusal in refusals}
         for pool in sorted({refusal.pool for refusal in self._refusals} - refused):
-            _log.info("pool is not refused any more", pool=pool)
+            _log.info("Pool is valid again", pool=pool)
         self._refusals = refusals
         self._observer.kube_pools_refused(len(refused))
 

@@ -1,7 +1,4 @@
-"""How the watches of a Kubernetes API fare, as Prometheus metrics beside the router's own (``metrics``).
-
-They are there only with ``--kube``; docs/metrics.md says what each means.
-"""
+"""Prometheus metrics of the Kubernetes watches, exported only with ``--kube`` (docs/metrics.md)."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -11,7 +8,7 @@ from prometheus_client.registry import Collector
 
 
 class KubeMetrics:
-    """Implements ``pools.kube.KubePoolsObserver``; ``pools_refused`` is where refused changes of pools are counted."""
+    """Implements ``pools.kube.KubePoolsObserver``; ``pools_refused`` counts invalid changes of pools."""
 
     def __init__(self, registry: CollectorRegistry, pools_refused: Callable[[], None]) -> None:
         self.pools_refused = pools_refused
@@ -23,30 +20,30 @@ class KubeMetrics:
         self._refused = Gauge("dualmap_kube_pools_refused", "Pools refused as they are now.", registry=registry)
 
     def show_ages(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
-        """Have the age of the news shown as ``ages_s`` tells it by resource, in any thread."""
+        """Export the seconds since the last answer, by resource; ``ages_s`` is called in any thread."""
         self._registry.register(_Ages(ages_s))
 
     def kube_listed(self, resource: str) -> None:
-        """Count a list of a collection (KubeObserver)."""
+        """Count a list of a collection (KubePoolsObserver)."""
         self._lists.labels(resource).inc()
 
     def kube_failed(self, resource: str, kind: str) -> None:
-        """Count a list or watch that failed (KubeObserver)."""
+        """Count a list or watch that failed (KubePoolsObserver)."""
         self._errors.labels(resource, kind).inc()
 
     def kube_pools_refused(self, count: int) -> None:
-        """Note how many pools are refused now (KubePoolsObserver)."""
+        """Set the number of pools that are invalid now (KubePoolsObserver)."""
         self._refused.set(count)
 
 
 class _Ages(Collector):
-    """The age of what is known, taken at the moment of a scrape."""
+    """Collects the age of each watch at the time of a scrape."""
 
     def __init__(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
         self._ages_s = ages_s
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the one family (prometheus_client's Collector)."""
+        """Yield the one metric family (prometheus_client's Collector)."""
         family = GaugeMetricFamily(
             "dualmap_kube_watch_age_seconds", "Since the API server last spoke.", labels=("resource",)
         )

@@ -1,8 +1,7 @@
-"""InferencePool objects as the Kubernetes API shows them, to the pools that are served: pure, asked by ``pools.kube``.
+"""Turns InferencePool objects of the Kubernetes API into the pools to serve. Pure; ``pools.kube`` calls it.
 
-An object that the reader refuses keeps its last good version, as a pool file does. Names are first come, first served:
-a model that two pools claim stays with the older object (``dualmap.pools.claims``), and the younger one serves what
-is left to it, so that its members are still drained in good order.
+An invalid object keeps its last valid version, like a pool file. A model that two pools claim belongs to the older
+object (``dualmap.pools.claims``). The younger pool serves its other models, so that its members still drain in order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ from dualmap.pools.pool import Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """What is not served of a pool as its object has it; ``field``, ``value`` and ``accepted`` as in PoolError."""
+    """The reason why a pool is not served as its object says; ``field``, ``value`` and ``accepted`` as in PoolError."""
 
     pool: str
     field: str
@@ -28,7 +27,7 @@ class Refusal:
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """One object: which it is, how old, its last good version and what its newest was refused for."""
+    """One object: its identity, creation time and last valid version, and the error of its newest version."""
 
     uid: str
     created: str
@@ -38,17 +37,17 @@ class _Known:
 
 
 class PoolObjects:
-    """The objects of the scope a router watches, by ``namespace/name``."""
+    """The objects that a router watches, by ``namespace/name``."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
 
     def put(self, body: Mapping[str, Any]) -> None:
-        """Take an object that is new or has changed; whatever it holds, this returns."""
+        """Add or replace an object. An invalid one raises nothing."""
         metadata = mapping_in(body, "metadata")
         key, uid = _key(body), text_in(metadata, "uid")
         before = self._known.get(key)
-        # One that was deleted and made anew has nothing in common with the last but the name.
+        # An object that was deleted and created again shares only its name with the old one.
         good = before.pool if before is not None and before.uid == uid else None
         refusal = None
         try:
@@ -64,11 +63,11 @@ class PoolObjects:
         )
 
     def remove(self, body: Mapping[str, Any]) -> None:
-        """Forget an object that was deleted."""
+        """Remove an object that was deleted."""
         self._known.pop(_key(body), None)
 
     def replace(self, bodies: Iterable[Mapping[str, Any]]) -> None:
-        """Take these objects for all there are."""
+        """Replace all objects with these."""
         bodies = tuple(bodies)
         for key in self._known.keys() - {_key(body) for body in bodies}:
             del self._known[key]
@@ -77,22 +76,22 @@ class PoolObjects:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """What is served: the oldest first, which is who keeps a name that two claim (``Picker.set_pools``)."""
+        """The pools to serve, oldest first: a model that two pools name belongs to the first one."""
         aged = sorted(self._known.items(), key=lambda item: seniority(item[1].created, item[0]))
         return tuple(known.pool for _, known in aged if known.pool is not None)
 
     @property
     def selectors(self) -> dict[str, str]:
-        """The label selector of each served pool's pods, of those that have one, by ``namespace/name``."""
+        """The label selectors of the served pools' pods by ``namespace/name``, without pools that have none."""
         return {key: known.selector for key, known in self._known.items() if known.pool is not None and known.selector}
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
-        """What is refused now: objects as a whole, and claims to a name that an older pool has."""
+        """The present faults: invalid objects, and model names that an older pool already claims."""
         refused = [known.refusal for known in self._known.values() if known.refusal is not None]
         claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
         for lost in lost_claims(claimants):
-            accepted = f"a model name or alias that the older pool {lost.owner} does not have"
+            accepted = f"a model name, alias or adapter that the older pool {lost.owner} does not have"
             refused.append(Refusal(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
         return tuple(refused)
 

@@ -1,9 +1,9 @@
-"""What the pods of one pool say before the operator has: who has stopped serving, and who was started anew. Pure.
+"""Applies the state of a pool's pods to its members before the operator publishes it. Pure.
 
-The operator decides who is on the rings; it needs a moment, and may be away. Until its word is newer, a member whose
-pod does not serve is given to the picker as Draining (nothing new goes there, what runs there ends there), and one
-whose pod was restarted in place as the empty one it is. The ring version stays: it counts the operator's words.
-``pools.kube`` brings pods and pools; ``dualmap.objects.pods`` says what a pod's body means.
+The operator decides which members are on the rings, but it needs a moment and may be down. Until it publishes a newer
+state, the picker gets a member whose pod does not serve as Draining: the member gets no new requests and finishes its
+open ones. A member whose pod was restarted in place gets a new incarnation, with an empty cache. The ring version stays
+as the operator published it. ``pools.kube`` supplies pods and pools; ``dualmap.objects.pods`` reads a pod's body.
 """
 
 from collections.abc import Iterable
@@ -14,22 +14,22 @@ from dualmap.pools.pool import Member, MemberState, Pool
 
 
 class PoolPods:
-    """The pods of one pool by name, which is the id of the member that each one is (INFERENCEPOOL)."""
+    """The pods of one pool by name, which is the member's id."""
 
     def __init__(self) -> None:
-        # None for a pod that is gone. A member whose pod was never seen may be no pod at all: it is not here.
+        # None for a pod that was deleted. A member whose pod was never seen is absent: it may not be a pod.
         self._pods: dict[str, PodFacts | None] = {}
-        # Members of which the pool's own object said something newer than their pod did.
+        # Members whose state in the pool object is newer than their pod's.
         self._overruled: set[str] = set()
         self._members: dict[str, Member] = {}
 
     def seen(self, pod: PodFacts) -> None:
-        """Take a pod that is new or has changed."""
+        """Add or replace a pod."""
         self._pods[pod.name] = pod
         self._overruled.discard(pod.name)
 
     def gone(self, name: str) -> None:
-        """Take note that a pod is no more."""
+        """Mark a pod as deleted."""
         if name in self._members:
             self._pods[name] = None
             self._overruled.discard(name)
@@ -37,7 +37,7 @@ class PoolPods:
             self._pods.pop(name, None)
 
     def listed(self, pods: Iterable[PodFacts]) -> None:
-        """Take these pods for all there are."""
+        """Replace all pods with these."""
         present = {pod.name: pod for pod in pods}
         for name in self._pods.keys() - present.keys():
             self.gone(name)
@@ -45,7 +45,7 @@ class PoolPods:
             self.seen(pod)
 
     def published(self, pool: Pool) -> None:
-        """Take a version of the pool; what it says anew of a member counts until the member's pod is heard of again."""
+        """Apply a version of the pool. A member that it changes keeps this state until the member's pod changes."""
         members = {member.id: member for member in pool.members}
         for member in pool.members:
             if _is_said_anew(self._members.get(member.id), member):
@@ -55,7 +55,7 @@ class PoolPods:
         self._members = members
 
     def applied(self, pool: Pool) -> Pool:
-        """Return the pool with its members as their pods have them."""
+        """Return the pool with its members in the state of their pods."""
         members = tuple(self._as_its_pod(member) for member in pool.members)
         return pool if members == pool.members else replace(pool, members=members)
 
@@ -65,12 +65,12 @@ class PoolPods:
         pod = self._pods[member.id]
         if pod is None or pod.terminating or not pod.serving or pod.address != member.address:
             return member if member.state is MemberState.DRAINING else replace(member, state=MemberState.DRAINING)
-        # A restarted one is another only where the operator says which life it published.
+        # Incarnations are compared only if the operator publishes them.
         return replace(member, incarnation=pod.incarnation) if member.incarnation else member
 
 
 def _is_said_anew(before: Member | None, now: Member) -> bool:
-    """Whether the operator has let a member in since, or knows another life of it: it has seen the pod serve."""
+    """Return whether the operator admitted a member or changed its endpoint or incarnation: it saw the pod serve."""
     if now.state is MemberState.DRAINING:
         return False
     if before is None or before.state is MemberState.DRAINING:

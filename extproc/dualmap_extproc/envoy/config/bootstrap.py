@@ -1,7 +1,7 @@
-"""Envoy's bootstrap from settings: a pure function, and the YAML that Envoy reads.
+"""Makes Envoy's bootstrap from settings, and writes it as YAML. Pure.
 
-``clusters``, ``listeners``, ``filters`` and ``access_log`` write one part each. Everything here was exercised with
-Envoy 1.40; why a value is what it is stands beside it, with PROTOCOLS section 1 as the source of most.
+``clusters``, ``listeners``, ``filters`` and ``access_log`` make one part each. Comments give the reason of each value;
+numbers were measured with Envoy 1.40.
 """
 
 from typing import cast
@@ -27,7 +27,7 @@ from dualmap_extproc.names import LONGEST_WAIT_KEY
 
 
 def bootstrap(settings: EnvoySettings) -> Bootstrap:
-    """Write the whole configuration of an Envoy that serves the pools."""
+    """Return the whole configuration of an Envoy that serves the pools."""
     listeners, needed = [listener(settings)], clusters(settings)
     if settings.status is not None:
         listeners.append(status_listener(settings.status))
@@ -35,8 +35,8 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
     node = Node(id="dualmap-envoy", cluster="dualmap")
     dynamic = None
     if settings.discover is not None:
-        # Routers are told, so that they can say which pool would hold requests for longer. As text: Envoy makes that of
-        # a number with a decimal point in YAML anyway.
+        # The routers read this and warn of pools that queue requests for longer. As text: Envoy turns a number with a
+        # decimal point in YAML into text anyway.
         node.metadata = Struct.from_dict({LONGEST_WAIT_KEY: str(settings.discover.longest_wait_s)})
         dynamic = BootstrapDynamicResources(ads_config=shared_stream_to(), cds_config=shared_stream())
     return Bootstrap(
@@ -48,18 +48,17 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
 
 
 def to_yaml(message: betterproto2.Message) -> str:
-    """Return a bootstrap as the YAML that ``envoy -c`` takes, or a discovery file as the YAML that Envoy reads.
+    """Return a bootstrap as YAML for ``envoy -c``, or a discovery file as YAML.
 
-    The names are the proto's fields', as in Envoy's own examples.
+    Field names are the proto's, as in Envoy's own examples.
     """
-    # Any callable serves as a casing. The fields' names are the proto's already, and both of the library's own
-    # casings break "5xx" (5_xx, 5Xx), which Envoy then refuses as unknown.
+    # Field names stay unchanged: both of the library's casings break "5xx" (5_xx, 5Xx), which Envoy rejects.
     document = message.to_dict(casing=cast(betterproto2.Casing, str))
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a literal block: the Lua script stays readable."""
+    """Writes text of several lines as a literal block, so that the Lua script stays readable."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,4 +1,4 @@
-"""Envoy's clusters: one per pool, the routers, and the access log sinks (one cluster each)."""
+"""Makes Envoy's clusters: one per pool, one for the routers, and one per access log sink."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -54,11 +54,11 @@ CONNECT_TIMEOUT = timedelta(seconds=1)
 
 ROUTER_KEEPALIVE = KeepaliveSettings(interval=timedelta(seconds=1), timeout=timedelta(seconds=2))
 
-# Requests in flight that Envoy's circuit breakers let through. The default of 1024 turned 276 of 1300 held requests
-# into 500s (PROTOCOLS section 1), the default of 3 retries at once would lose most of a dead engine's requests.
+# Requests in flight that Envoy's circuit breakers allow. With Envoy's default of 1024, 276 of 1300 queued requests got
+# a 500. With its default of 3 retries at a time, most requests of a failed engine would be lost.
 CONCURRENCY_MAX = 40_000
 
-# vLLM's HTTP server closes idle connections after 5 s; Envoy lets go first, so that none closes under a request.
+# vLLM's HTTP server closes idle connections after 5 s. Envoy closes them first, so that none closes during a request.
 ENGINE_IDLE_TIMEOUT = timedelta(seconds=4)
 
 _LOOKED_UP = "envoy.cluster.dns"
@@ -66,12 +66,12 @@ _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def sink_cluster_name(index: int) -> str:
-    """Name the cluster of the access log sink at this place of the settings."""
+    """Return the name of the cluster of the access log sink at this index of the settings."""
     return f"dualmap-access-log-{index}"
 
 
 def clusters(settings: EnvoySettings) -> list[Cluster]:
-    """Write every cluster; those that EDS is fetched from stand first."""
+    """Return all clusters; those that serve EDS come first."""
     sinks = [
         _grpc_cluster(sink_cluster_name(index), [sink], settings) for index, sink in enumerate(settings.access_logs)
     ]
@@ -79,17 +79,17 @@ def clusters(settings: EnvoySettings) -> list[Cluster]:
 
 
 def _routers(settings: EnvoySettings) -> Cluster:
-    """Write the routers' cluster.
+    """Return the routers' cluster.
 
-    Its health is watched twice over, because FULL_DUPLEX fails open only while Envoy knows no healthy router. Of
-    about 20 requests in the second and a half after a router was killed, as many as 17 got 503 without the outlier
-    detection, all of them without either, none with both; a restarted router is asked again by the health check. A
-    panic threshold of 0 keeps "none is healthy" meaning none.
+    It has a health check and outlier detection, because FULL_DUPLEX fails open only while no router is healthy. Of
+    about 20 requests in the 1.5 s after a router was killed, up to 17 got 503 without outlier detection, all without
+    either, and none with both. The health check readmits a restarted router. The panic threshold of 0 stops Envoy from
+    using unhealthy routers when all are unhealthy.
 
-    A router that hangs takes connections like one that works. With a health check by connecting, not 60 of 12
-    clients' requests were answered in the 100 s after one of two routers was stopped: each waited for it until
-    ``message_timeout``. So its health service is asked, which also tells that it is about to end; and a connection
-    on which pings go unanswered is closed, which lets go of the requests that the router has already.
+    A router that hangs still accepts connections. With a TCP health check, 12 clients got fewer than 60 answers in the
+    100 s after one of two routers was stopped: each request waited for ``message_timeout``. The gRPC health service
+    detects this, and a router that is about to end. Envoy also closes a connection whose HTTP/2 pings get no answer,
+    which ends the calls that the router already has.
     """
     cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings, keepalive=ROUTER_KEEPALIVE)
     cluster.health_checks = [
@@ -102,7 +102,7 @@ def _routers(settings: EnvoySettings) -> Cluster:
             healthy_threshold=1,
         )
     ]
-    cluster.outlier_detection = _leave_out_the_unreachable(
+    cluster.outlier_detection = _eject_unreachable(
         interval=timedelta(milliseconds=500),
         base_ejection_time=timedelta(milliseconds=500),
         max_ejection_time=timedelta(seconds=2),
@@ -115,12 +115,12 @@ def _routers(settings: EnvoySettings) -> Cluster:
 def _grpc_cluster(
     name: str, addresses: Sequence[Address], settings: EnvoySettings, *, keepalive: KeepaliveSettings | None = None
 ) -> Cluster:
-    """Write a cluster of gRPC servers that are named in the file; ``keepalive`` is about HTTP/2 pings.
+    """Return a cluster of gRPC servers at fixed addresses; ``keepalive`` sets HTTP/2 pings.
 
-    The access log goes without those: what a router has not read when it hangs it reads when it goes on.
+    Access log sinks have no pings: a router that hangs reads the buffered entries when it continues.
 
-    Names are looked up every second, since a router that starts anew has another address: until that is known nobody
-    asks it, and ends that it does not hear of are in flight to it for ten minutes.
+    Envoy resolves DNS names every second, because a restarted router has a new address. Until Envoy knows it, the
+    router gets no requests; a request whose end it does not learn counts as in flight for ten minutes.
     """
     looked_up = DnsCluster(dns_refresh_rate=timedelta(seconds=1), dns_lookup_family=DnsLookupFamily.V4_PREFERRED)
     named = any(not address.is_ip for address in addresses)
@@ -152,12 +152,12 @@ def _cluster_of(pool: Pool, settings: EnvoySettings) -> Cluster:
 
 
 def pool_cluster(name: str, *, endpoints: ConfigSource | ClusterLoadAssignment) -> Cluster:
-    """Write a pool's cluster: the router names the host, round robin serves what it left unnamed.
+    """Return a pool's cluster: the router names the host, and round robin serves requests without a named host.
 
-    Its ``endpoints`` are asked for under its own name, or stand in it and never change.
+    ``endpoints`` is where Envoy asks for the endpoints by the cluster's name, or a fixed list of them.
 
-    Hosts that refuse connections leave the round robin for a while, which is all the health checking a request
-    without a pick needs. A panic threshold of 0 keeps Draining members out of it even when most are draining.
+    Outlier detection removes hosts that refuse connections from the round robin for a while; requests without a named
+    host need no other health check. The panic threshold of 0 excludes Draining members even if most are draining.
     """
     options = HttpProtocolOptions(
         common_http_protocol_options=CommonHttpOptions(idle_timeout=ENGINE_IDLE_TIMEOUT),
@@ -169,7 +169,7 @@ def pool_cluster(name: str, *, endpoints: ConfigSource | ClusterLoadAssignment) 
         per_connection_buffer_limit_bytes=BUFFER_BYTES,
         circuit_breakers=_breakers(),
         upstream_connection_options=_notice_lost_hosts(),
-        outlier_detection=_leave_out_the_unreachable(
+        outlier_detection=_eject_unreachable(
             base_ejection_time=timedelta(seconds=5),
             max_ejection_time=timedelta(seconds=5),
             max_ejection_percent=50,
@@ -188,7 +188,7 @@ def pool_cluster(name: str, *, endpoints: ConfigSource | ClusterLoadAssignment) 
 
 
 def _members(pool: Pool, name: str) -> ClusterLoadAssignment:
-    """Write a pool's members as they stand; Draining ones answer to their name only (PROTOCOLS section 1)."""
+    """Return a pool's present members as endpoints; Envoy uses Draining ones only if a request names them."""
     hosts = []
     for member in pool.members:
         host = endpoint_at(Address(host=member.address, port=member.port))
@@ -199,7 +199,7 @@ def _members(pool: Pool, name: str) -> ClusterLoadAssignment:
 
 
 def _override_host() -> OverrideHost:
-    """Take the router's candidates in order, from the header or the metadata; report which one served."""
+    """Return the policy that tries the hosts named in the header or metadata in order, and reports which one served."""
     fallback = _policy("round_robin", RoundRobin())
     return OverrideHost(
         override_host_sources=[
@@ -220,8 +220,8 @@ def _lb_metadata(key: str) -> MetadataKey:
     return MetadataKey(key=LB_NAMESPACE, path=[MetadataKeyPathSegment(key=key)])
 
 
-def _leave_out_the_unreachable(**how_long_and_how_many: Any) -> OutlierDetection:
-    """Leave a host out after one failed connection, whatever status it answers with: engines answer 5xx for reasons."""
+def _eject_unreachable(**limits: Any) -> OutlierDetection:
+    """Return detection that ejects a host after one failed connection, never for a 5xx, which engines may answer."""
     return OutlierDetection(
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=1,
@@ -230,12 +230,12 @@ def _leave_out_the_unreachable(**how_long_and_how_many: Any) -> OutlierDetection
         enforcing_consecutive_5xx=0,
         enforcing_consecutive_gateway_failure=0,
         enforcing_success_rate=0,
-        **how_long_and_how_many,
+        **limits,
     )
 
 
 def _notice_lost_hosts() -> UpstreamConnectionOptions:
-    """Close connections to a host that is gone without a word (a lost node), else silent as one that computes."""
+    """Return options that close connections to a lost node, whose silence looks like that of a busy engine."""
     return UpstreamConnectionOptions(
         tcp_keepalive=TcpKeepalive(keepalive_time=10, keepalive_interval=5, keepalive_probes=3)
     )

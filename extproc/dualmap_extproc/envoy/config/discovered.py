@@ -1,6 +1,6 @@
-"""The clusters and routes that an Envoy in front of pools made later asks of a router, as bytes for ``discovery``.
+"""Makes the clusters and routes that a router serves by discovery, as bytes.
 
-By the functions that write the bootstrap's own, so that a pool is the same to Envoy whichever way it came.
+The bootstrap's own functions make them, so that Envoy gets the same configuration of a pool either way.
 """
 
 from collections.abc import Iterable
@@ -12,19 +12,19 @@ from dualmap_extproc.wire import discovery_pb2
 
 
 class Written:
-    """Writes them; the parts that all pools share once."""
+    """Makes clusters and routes; it makes the parts that all pools share once."""
 
     def __init__(self) -> None:
         self._nameless = bytes(pool_cluster("", endpoints=shared_stream()))
 
     def clusters(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return a cluster for each of the names.
+        """Return a serialized cluster for each name.
 
-        Writing one takes Envoy's typed classes 8 ms, so a pool's is the one without a name and that name: protobuf
-        messages are merged by writing one after the other.
+        Serializing one with Envoy's typed classes takes 8 ms. So each is a cluster with only the name, followed by the
+        shared cluster without a name: protobuf merges concatenated messages.
         """
         return {name: discovery_pb2.Cluster(name=name).SerializeToString() + self._nameless for name in names}
 
     def routes(self, unpicked: str | None) -> bytes:
-        """Return the route configuration in which ``unpicked`` takes what no router picked (None: nobody)."""
+        """Return the serialized routes; requests without a pick go to ``unpicked`` (None: they are rejected)."""
         return bytes(routes(unpicked=unpicked))

@@ -1,4 +1,4 @@
-"""What the generated Envoy configuration depends on, as values; ``command`` reads them from the command line."""
+"""The inputs of the generated Envoy configuration; ``app.envoy_config`` reads them from the command line."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ PORT_MAX = 65535
 
 
 class EnvoySettingsError(DualMapError):
-    """A setting Envoy could not run with; ``str()`` names the field, the value and what is accepted."""
+    """A setting that Envoy cannot use; ``str()`` names the field, the value and what is accepted."""
 
     def __init__(self, field: str, value: str, accepted: str) -> None:
         self.field = field
@@ -21,10 +21,11 @@ class EnvoySettingsError(DualMapError):
 
 
 class Mode(StrEnum):
-    """How Envoy hands a request's body to the router (PROTOCOLS section 1).
+    """How Envoy sends a request's body to the router (ProcessingMode in Envoy's ext_proc reference).
 
-    STREAMED sends headers and body at once and waits for one answer: the lowest latency. FULL_DUPLEX is what Gateway
-    API gateways use: the body comes back from the router. BUFFERED asks twice: after the headers, after the body.
+    STREAMED sends headers and body at once and waits for one answer, which has the lowest latency. FULL_DUPLEX is the
+    mode of Gateway API gateways: the router sends the body back. BUFFERED waits for an answer to the headers and for
+    another one to the body.
     """
 
     STREAMED = "streamed"
@@ -50,7 +51,7 @@ class Address:
 
     @classmethod
     def to_bind(cls, text: str, *, field: str) -> Self:
-        """Read ``IP:PORT`` to listen on, port 0 being any free one; raises EnvoySettingsError."""
+        """Read ``IP:PORT`` to listen on (port 0: any free one). Raises EnvoySettingsError."""
         address = cls._split(text)
         if address is None or not address.is_ip or not 0 <= address.port <= PORT_MAX:
             raise EnvoySettingsError(field, text, "IP:PORT, such as 127.0.0.1:8080 or [::]:8080")
@@ -58,7 +59,7 @@ class Address:
 
     @classmethod
     def to_connect(cls, text: str, *, field: str) -> Self:
-        """Read ``HOST:PORT`` to connect to; raises EnvoySettingsError."""
+        """Read ``HOST:PORT`` to connect to. Raises EnvoySettingsError."""
         address = cls._split(text)
         if address is None or not address.host or not 1 <= address.port <= PORT_MAX:
             raise EnvoySettingsError(field, text, "HOST:PORT, such as 127.0.0.1:9002 or [::1]:9002")
@@ -66,9 +67,9 @@ class Address:
 
     @classmethod
     def _split(cls, text: str) -> Self | None:
-        """Split at the last colon, take off brackets; None when there is no port or an IPv6 host lacks them.
+        """Split at the last colon and remove brackets; None without a port, or for an IPv6 host without brackets.
 
-        "localhost" is read as 127.0.0.1: Envoy neither listens on a name nor knows that the router has no ::1.
+        "localhost" is read as 127.0.0.1: Envoy cannot listen on a name, and the router does not listen on ::1.
         """
         host, colon, port = text.strip().rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
@@ -82,11 +83,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How Envoy speaks TLS to routers and access log sinks; every path is as Envoy sees it, every file PEM.
+    """TLS from Envoy to routers and access log sinks. Paths are as Envoy sees them; all files are PEM.
 
-    ``certificate`` and ``key`` are what Envoy shows (None: nothing), ``ca`` what must have signed the other side's
-    certificate (None: nothing is checked). ``sds`` is the folder of the discovery files that make Envoy read those
-    files again when they change (None: it reads them once). Raises EnvoySettingsError for halves of this.
+    ``certificate`` and ``key`` are Envoy's client certificate (None: none). ``ca`` verifies the server's certificate
+    (None: Envoy accepts any). ``sds`` is the folder of the discovery files by which Envoy reloads changed files (None:
+    it reads them once). Raises EnvoySettingsError for an incomplete combination.
     """
 
     certificate: str | None = None
@@ -105,9 +106,9 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discover:
-    """Pools are those that the routers have, now and later; none may hold a request for more than ``longest_wait_s``.
+    """Envoy asks the routers for the pools. No pool may queue a request for more than ``longest_wait_s``.
 
-    How long Envoy waits for a router's answer stands in the bootstrap, before any pool is known.
+    The bootstrap sets how long Envoy waits for a router's answer, before any pool is known.
     """
 
     longest_wait_s: float = 30.0
@@ -115,13 +116,13 @@ class Discover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvoySettings:
-    """Everything ``bootstrap`` needs to know.
+    """The inputs of ``bootstrap``.
 
-    The pools are given, or with ``discover`` asked of the routers, which answer ext_proc and discovery. Each of
-    ``access_logs`` is sent every access log entry. ``tls`` is about the way from Envoy to both (None: plain text).
-    ``status`` is where readiness and statistics are shown to others than the administration's own host (None: nowhere).
-    With ``static_endpoints`` the members are written into the file and never change. Raises EnvoySettingsError for a
-    combination that Envoy would refuse.
+    The pools are given, or with ``discover`` asked of the routers, which answer ext_proc and discovery. Envoy sends
+    every access log entry to each of ``access_logs``. ``tls`` applies to connections to routers and sinks (None: plain
+    text). ``status`` is the address that serves readiness and statistics to other hosts (None: nowhere). With
+    ``static_endpoints`` the bootstrap contains the members, which never change. Raises EnvoySettingsError for a
+    combination that Envoy would reject.
     """
 
     pools: tuple[Pool, ...] = ()
@@ -139,9 +140,9 @@ class EnvoySettings:
         if not self.pools and self.discover is None:
             raise EnvoySettingsError("pools", "none", "at least one pool")
         if self.pools and self.discover is not None:
-            raise EnvoySettingsError("pools", f"{len(self.pools)} pools", "none where they are asked of the routers")
+            raise EnvoySettingsError("pools", f"{len(self.pools)} pools", "none if Envoy asks the routers for them")
         if self.static_endpoints and self.discover is not None:
-            raise EnvoySettingsError("static_endpoints", "true", "false where pools are asked of the routers")
+            raise EnvoySettingsError("static_endpoints", "true", "false if Envoy asks the routers for pools")
         if not self.routers:
             raise EnvoySettingsError("routers", "none", "at least one router")
         if self.listen == self.admin and self.listen.port:
@@ -149,11 +150,11 @@ class EnvoySettings:
         if self.status is not None and self.status.port and self.status in (self.listen, self.admin):
             raise EnvoySettingsError("status", f"port {self.status.port}", "another address than listen's and admin's")
         if self.status is not None and not self.admin.port:
-            raise EnvoySettingsError("admin", "port 0", "a port, which status asks for what it shows")
+            raise EnvoySettingsError("admin", "port 0", "a fixed port, since the status listener connects to it")
 
     @property
     def longest_wait_s(self) -> float:
-        """How long a router may hold a request before it answers."""
+        """The longest time that a router may queue a request before it answers."""
         if self.discover is not None:
             return self.discover.longest_wait_s
         return max(pool.routing.queue.max_wait_s for pool in self.pools)

@@ -1,7 +1,6 @@
-"""Where Envoy asks the routers for what may change: endpoints, and with ``--discover`` clusters and routes too.
+"""Makes the config sources by which Envoy asks the routers for endpoints, and with ``--discover`` clusters and routes.
 
-For ``bootstrap``, ``clusters`` and ``listeners``. The routers' side of it is
-``dualmap_extproc.envoy.discovery.service``.
+``dualmap_extproc.envoy.discovery.service`` is the routers' side.
 """
 
 from datetime import timedelta
@@ -20,38 +19,38 @@ from dualmap_extproc.envoy.config.extensions import grpc_to
 
 ROUTERS_CLUSTER = "dualmap-routers"
 
-# How long Envoy holds back its listener for an answer that does not come.
+# How long Envoy delays its listener while discovery does not answer.
 _FETCH_TIMEOUT = timedelta(seconds=5)
 
 
 def reconnect_policy() -> GrpcRetryPolicy:
-    """Open a broken gRPC stream again within a second; Envoy's own back-off grows to half a minute."""
+    """Return a policy that reopens a broken gRPC stream within a second; Envoy's default backoff grows to 30 s."""
     return GrpcRetryPolicy(
         retry_back_off=BackoffStrategy(base_interval=timedelta(milliseconds=100), max_interval=timedelta(seconds=1))
     )
 
 
 def own_stream() -> ConfigSource:
-    """Ask on a stream of one's own, as each cluster that stands in the bootstrap does for its endpoints."""
+    """Return the source of a cluster in the bootstrap, which asks for its endpoints on its own stream."""
     return ConfigSource(
         resource_api_version=ApiVersion.V3, initial_fetch_timeout=_FETCH_TIMEOUT, api_config_source=_routers()
     )
 
 
 def shared_stream() -> ConfigSource:
-    """Ask on the one stream of ``shared_stream_to``: all of it comes from one router, clusters before their routes."""
+    """Return the source that uses the shared stream: one router answers, clusters before routes."""
     return ConfigSource(
         resource_api_version=ApiVersion.V3, initial_fetch_timeout=_FETCH_TIMEOUT, ads=AggregatedConfigSource()
     )
 
 
 def shared_stream_to() -> ApiConfigSource:
-    """Say where ``shared_stream`` leads, as the bootstrap's ``ads_config``."""
+    """Return the target of ``shared_stream``, for the bootstrap's ``ads_config``."""
     return _routers()
 
 
 def _routers() -> ApiConfigSource:
-    """Ask whichever router answers; a stream that breaks is soon opened again, to another."""
+    """Return a source that asks any router; Envoy soon reopens a broken stream at another one."""
     service = grpc_to(ROUTERS_CLUSTER)
     assert service.envoy_grpc is not None
     service.envoy_grpc.retry_policy = reconnect_policy()

@@ -1,6 +1,6 @@
-"""A second listener that shows Envoy's readiness and statistics, and nothing else of its administration.
+"""Makes a second listener that serves Envoy's readiness and statistics to probes and Prometheus.
 
-Whoever reaches the administration can stop Envoy, so it stays on loopback; probes and Prometheus come here.
+The administration itself stays on loopback, because any of its clients can stop Envoy.
 """
 
 from datetime import timedelta
@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(seconds=5)
 
 
 def status_listener(status: Address) -> Listener:
-    """Write the listener; every path that is not SHOWN is answered 404."""
+    """Return the listener; it answers 404 to every path that is not in SHOWN."""
     manager = HttpConnectionManager(
         stat_prefix="status",
         route_config=RouteConfiguration(
@@ -40,7 +40,7 @@ def status_listener(status: Address) -> Listener:
 
 
 def admin_cluster(admin: Address) -> Cluster:
-    """Write the cluster that leads to the administration at ``admin``."""
+    """Return the cluster of the administration at ``admin``."""
     return Cluster(
         name=_CLUSTER,
         type=ClusterDiscoveryType.STATIC,

@@ -1,8 +1,8 @@
-"""Envoy's TLS towards routers and access log sinks: the socket of a cluster, and the files that name its secrets.
+"""Makes Envoy's TLS configuration for routers and access log sinks: a cluster's socket, and its discovery files.
 
-Envoy reads the files that its bootstrap names once, when it starts (measured with 1.40). Those that a discovery file
-names (SDS by file) it reads again whenever anything is moved into their folder, which is how a renewed certificate
-arrives, be it by rename or as a mounted Kubernetes Secret. ``command`` writes the discovery files.
+Envoy reads the certificate files named in its bootstrap once, at its start (measured with 1.40). It reads files named
+in a discovery file (SDS) again whenever a file is moved into their folder. A renewed certificate arrives like that, by
+a rename or as a mounted Kubernetes Secret. ``app.envoy_config`` writes the discovery files.
 """
 
 from pathlib import Path, PurePosixPath
@@ -34,7 +34,7 @@ CA_SECRET = "dualmap-router-ca"
 
 
 def tls_socket(tls: Tls) -> TransportSocket:
-    """Speak TLS; without a CA nobody checks who answers, as gateways do, for a router's own pair is self-signed."""
+    """Return a TLS socket. Without a CA it accepts any certificate, like gateways do: a router's may be self-signed."""
     context = CommonTlsContext(alpn_protocols=["h2"])
     if tls.certificate is not None and tls.key is not None:
         if tls.sds is None:
@@ -55,7 +55,7 @@ def tls_socket(tls: Tls) -> TransportSocket:
 
 
 def discovery_files(tls: Tls) -> dict[Path, DiscoveryResponse]:
-    """Return what belongs into ``tls.sds``: one file per secret, since Envoy refuses a file with two."""
+    """Return the files for the folder ``tls.sds``: one per secret, since Envoy rejects a file with two."""
     if tls.sds is None:
         return {}
     secrets = []
@@ -79,7 +79,7 @@ def _trust(ca: str) -> CertificateValidationContext:
 
 
 def _folder_of(path: str) -> WatchedDirectory:
-    """Watch the file's folder as a whole: a mounted Secret changes by a rename of its ``..data``, not of the file."""
+    """Return a watch of the file's folder: a mounted Secret changes by a rename of ``..data``, not of the file."""
     return WatchedDirectory(path=str(PurePosixPath(path).parent))
 
 

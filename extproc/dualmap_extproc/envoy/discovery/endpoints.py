@@ -1,4 +1,4 @@
-"""Pools as Envoy's endpoints: one ClusterLoadAssignment each, under its cluster's name. For ``discovery``; pure."""
+"""Turns pools into Envoy's endpoints: one ClusterLoadAssignment per pool, by its cluster's name. Pure."""
 
 from collections.abc import Iterable
 
@@ -10,8 +10,8 @@ from dualmap_extproc.wire import base_pb2, discovery_pb2
 def load_assignment(pool: Pool) -> discovery_pb2.ClusterLoadAssignment:
     """Return a pool's members as Envoy's hosts.
 
-    DRAINING hosts are reached when a request names them (bound sessions, retries) and never by the fallback policy;
-    Joining ones are whole hosts for Envoy, since how much they get is for the rings to say (measured, PROTOCOLS 1).
+    Envoy sends a request to a DRAINING host only if the request names it (sessions, retries), never by the fallback
+    policy. Joining members are healthy hosts: the rings, not Envoy, limit how many requests they get.
     """
     hosts = [
         discovery_pb2.LbEndpoint(

@@ -1,4 +1,4 @@
-"""Envoy's access log towards the routers: how each request ended, when its first token came, what it used."""
+"""Makes Envoy's access log to the routers: how each request ended, its time to first token, and its token usage."""
 
 from datetime import timedelta
 
@@ -16,11 +16,11 @@ from dualmap_extproc.envoy.config.extensions import grpc_to, packed
 from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.envoy.config.sources import reconnect_policy
 
-# A finished request counts as in flight for at most this much longer.
+# The longest time that a finished request still counts as in flight.
 FLUSH_INTERVAL = timedelta(milliseconds=100)
 FLUSH_BYTES = 65536
 
-# What each custom tag is made of. TTFT ends at the first body byte of the engine: its headers leave at acceptance.
+# The value of each custom tag. TTFT ends at the first body byte of the engine, which sends headers before prefill.
 TAGS = {
     names.TAG_REQUEST_ID: f"%DYNAMIC_METADATA({names.DUALMAP_NAMESPACE}:{names.REQUEST_ID_KEY})%",
     names.TAG_TTFT_US: "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%",
@@ -35,10 +35,10 @@ TAGS = {
 
 
 def access_logs(settings: EnvoySettings) -> list[AccessLog]:
-    """Write one logger per sink.
+    """Return one logger per sink.
 
-    Each sink gets every entry, because only the router that chose a request can release it, and Envoy would send
-    a logger's entries to any one of a cluster's hosts.
+    Each sink gets every entry: only the router that chose a request's member can end its account, and Envoy sends a
+    logger's entries to any one host of a cluster.
     """
     return [
         AccessLog(name="envoy.access_loggers.http_grpc", typed_config=packed(_logger(sink_cluster_name(index))))

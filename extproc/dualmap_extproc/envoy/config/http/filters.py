@@ -1,4 +1,4 @@
-"""Envoy's HTTP filters: ext_proc, which asks the router, and after it the one of ``usage``."""
+"""Makes Envoy's HTTP filters: ext_proc, which asks the router, followed by the filter of ``usage``."""
 
 from datetime import timedelta
 
@@ -24,18 +24,18 @@ from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
 from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER
 from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
 
-# Envoy waits this much longer for an answer than the router may hold a request, then it fails open.
+# Envoy waits this much longer for an answer than the router may queue a request, then it fails open.
 ANSWER_MARGIN = timedelta(seconds=15)
 
 EXT_PROC = "envoy.filters.http.ext_proc"
 
 
 def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
-    """Write the filter chain; responses walk it from the end to the start.
+    """Return the filter chain; responses pass it from the end to the start.
 
-    ext_proc is off until a route is found (``ext_proc_enabled``). Envoy's refusal of what has none would else
-    wait for a router that never saw the request, and be lost when the connection closes meanwhile: no request with a
-    broken head got its 400, and CONNECT hung.
+    ext_proc is off until a route is found (``ext_proc_enabled``). Otherwise Envoy's own error for a request without a
+    route would wait for a router that never saw the request. The error would be lost if the connection closes: requests
+    with an invalid head got no 400, and CONNECT hung.
     """
     return [
         HttpFilter(name=EXT_PROC, typed_config=packed(_ext_proc(settings)), disabled=True),
@@ -45,12 +45,12 @@ def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
 
 
 def ext_proc_enabled() -> dict[str, Any]:
-    """Switch ext_proc on, as a virtual host's ``typed_per_filter_config``."""
+    """Return the ``typed_per_filter_config`` of a virtual host that enables ext_proc."""
     return {EXT_PROC: packed(ExtProcPerRoute(overrides=ExtProcOverrides()))}
 
 
 def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
-    """Write the filter that asks the router; the namespaces left out of metadata_options are dropped silently."""
+    """Return the filter that asks the router; Envoy drops metadata namespaces that metadata_options does not list."""
     timeout = timedelta(seconds=settings.longest_wait_s) + ANSWER_MARGIN
     service = grpc_to(ROUTERS_CLUSTER)
     service.retry_policy = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=1)
@@ -72,10 +72,10 @@ def _ext_proc(settings: EnvoySettings) -> ExternalProcessor:
 
 
 def _processing_mode(mode: Mode) -> ProcessingMode:
-    """Say which messages Envoy sends; a FULL_DUPLEX body demands trailers.
+    """Return which messages Envoy sends; a FULL_DUPLEX body requires trailers.
 
-    Responses are STREAMED in every mode: the router lets go of them at the first chunk, and a response that it
-    need not send back survives its death (FULL_DUPLEX responses are cut, measured).
+    Responses are STREAMED in every mode. The router ends the stream at the first chunk, and the response continues if
+    the router dies. FULL_DUPLEX responses were cut (measured).
     """
     send = ProcessingModeHeaderSendMode.SEND
     skip = ProcessingModeHeaderSendMode.SKIP

@@ -1,7 +1,7 @@
-"""Envoy's listener: the connection manager, what it takes off clients' requests, and the routes to the pools.
+"""Makes Envoy's listener: the connection manager, the removal of reserved headers, and the routes to the pools.
 
-Requests that are none (a broken request line, headers too large, CONNECT...) are answered 4xx by Envoy; only chunks
-that break off the chunked coding within a body end in a closed connection without an answer.
+Envoy answers 4xx to invalid requests (a broken request line, headers too large, CONNECT). Only an invalid chunked body
+closes the connection without an answer.
 """
 
 from datetime import timedelta
@@ -39,14 +39,14 @@ from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.envoy.config.sources import shared_stream
 from dualmap_extproc.names import CLUSTER_HEADER, NO_RETRY_HEADER, RESERVED_HEADER_PREFIXES, ROUTES, cluster_name
 
-# How long a request may pass no byte in either direction: long answers that are not streamed are silent throughout.
+# How long a request may send and receive no byte: a long answer that is not streamed sends none until its end.
 IDLE_TIMEOUT = timedelta(hours=1)
 
 _UNAVAILABLE = 503
 
 
 def listener(settings: EnvoySettings) -> Listener:
-    """Write the one listener; HTTP/1 and HTTP/2 clients share it."""
+    """Return the listener for HTTP/1 and HTTP/2 clients."""
     manager = Filter(
         name="envoy.filters.network.http_connection_manager", typed_config=packed(_connection_manager(settings))
     )
@@ -59,10 +59,10 @@ def listener(settings: EnvoySettings) -> Listener:
 
 
 def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
-    """Write the connection manager.
+    """Return the connection manager.
 
-    HTTP/1 trailers stay off: with them retries send a body twice and no-wait requests hang (HTTP/2 has no such
-    switch, see ``routes``). HTTP/1.0 clients need not name a host.
+    HTTP/1 trailers stay off: with them, retries send a body twice, and STREAMED requests hang. HTTP/2 has no such
+    option; see ``routes``. HTTP/1.0 clients need not name a host.
     """
     return HttpConnectionManager(
         stat_prefix="requests",
@@ -82,9 +82,10 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
 
 
 def _removals() -> HeaderMutation:
-    """Take off what clients may not set, before any filter runs.
+    """Return the removal of headers that clients may not set, before any filter runs.
 
-    The router's own headers would be obeyed while failing open; Envoy's own would change retries and timeouts.
+    Without it, a client could choose a member by the router's headers while Envoy fails open, and change retries and
+    timeouts by Envoy's own headers.
     """
     return HeaderMutation(
         mutations=[
@@ -95,14 +96,14 @@ def _removals() -> HeaderMutation:
 
 
 def routes(*, unpicked: str | None) -> RouteConfiguration:
-    """Write the routes: to the cluster that the router names, and to ``unpicked`` for requests without a name.
+    """Return the routes: to the cluster that the router names, and to ``unpicked`` for requests without a name.
 
-    A name without a cluster is a pool that Envoy has not heard of, or no longer: its requests are refused, since no
-    other pool's engines serve its model (``replies``). Where None is to take what no router has picked (several pools,
-    of which only a router knows the right one), that is refused too.
+    A name without a cluster belongs to a pool that Envoy does not know yet, or no longer. Envoy rejects such requests,
+    because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects requests without a
+    name: with several pools only a router knows the right one.
 
-    Envoy 1.40 sends a body twice where a retry policy makes it keep a copy while ext_proc still passes the body on:
-    with request trailers, for which the router asks for the route without retries, and while failing open.
+    Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. That happens
+    while failing open, and with request trailers, for which the router names the route without retries.
     """
     named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
     unrepeatable = HeaderMatcher(name=NO_RETRY_HEADER, present_match=True)
@@ -135,11 +136,11 @@ def _cluster(pool: Pool) -> str:
 
 
 def _retry_policy() -> RetryPolicy:
-    """Try the next candidate once when the first answered nothing of the request; without a pick, another host.
+    """Return the policy that retries once, at the next candidate or, without a pick, at another host.
 
-    That is when it cannot be reached, when it dies before its response begins, and when it says 503: it is full, or not
-    up. All of that can be asked again, since an engine keeps nothing of a request but cached blocks; and once only, so
-    that a request that kills engines kills two.
+    Envoy retries if the first host is unreachable, dies before its response begins, or answers 503 because it is full
+    or starting. A retry is safe: an engine keeps only cached blocks of a request. There is only one, so that a request
+    that crashes engines crashes at most two.
     """
     return RetryPolicy(
         retry_on="connect-failure,refused-stream,reset,retriable-status-codes",

@@ -1,6 +1,6 @@
-"""Envoy's own answers in the form of the router's, an OpenAI error: for ``listeners``, which refuses with them.
+"""Gives Envoy's own error answers the router's form, an OpenAI error object.
 
-The router's refusals pass untouched: they are marked by the details that ``wire.answers`` gives them.
+The router's own error answers stay unchanged: ``wire.answers`` marks them by their response details.
 """
 
 from envoy_data_plane.envoy.config.accesslog.v3 import AccessLogFilter, ExtensionFilter
@@ -19,15 +19,15 @@ POOL_NOT_CONFIGURED = Refused(
     status=503, code="pool_not_configured", message="The gateway does not know the pool of this model yet"
 )
 ROUTER_UNREACHABLE = Refused(
-    status=503, code="router_unreachable", message="The gateway reaches no router, which alone knows this model's pool"
+    status=503, code="router_unreachable", message="The gateway cannot reach a router to find this model's pool"
 )
 ENGINE_UNREACHABLE = Refused(
-    status=503, code="service_unavailable", message="The gateway reached no instance that could take this request"
+    status=503, code="service_unavailable", message="The gateway cannot reach an instance for this request"
 )
 
-# Envoy's details of the answers below. A pool that a router has and Envoy has not (yet, or no longer) is a cluster that
-# is not found; without a route are all requests until a router has said what routes there are, and CONNECT always. Both
-# the router's refusals and direct responses have their bodies already.
+# Envoy's response details for the answers below. "cluster_not_found" means a pool that Envoy does not know yet, or no
+# longer. "route_not_found" applies to all requests until a router has sent the routes, and to CONNECT always. The
+# router's error answers and direct responses already have their bodies.
 _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
 _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
 _NO_ROUTE = 'response.code_details == "route_not_found" && request.method != "CONNECT"'
@@ -38,7 +38,7 @@ _UNAVAILABLE = (
 
 
 def local_replies() -> LocalReplyConfig:
-    """Give a body to Envoy's refusal of an endless BUFFERED body, and to what else Envoy itself refuses."""
+    """Return the bodies of Envoy's own errors: a BUFFERED body that is too large, and the answers above."""
     return LocalReplyConfig(
         mappers=[
             _mapper(_TOO_LARGE, body_too_large(BUFFER_BYTES)),
@@ -50,7 +50,7 @@ def local_replies() -> LocalReplyConfig:
 
 
 def direct(refused: Refused) -> DirectResponseAction:
-    """Answer a route's requests with this and nothing else."""
+    """Return the action of a route that answers every request with ``refused``."""
     return DirectResponseAction(
         status=refused.status, body=DataSource(inline_string=refused.body().decode()), body_format=_as_json()
     )

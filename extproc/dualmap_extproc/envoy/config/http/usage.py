@@ -1,7 +1,7 @@
-"""Envoy's filter that reads token usage from engines' answers into dynamic metadata, for the access log.
+"""Makes the Envoy filter that reads token usage from engines' answers into dynamic metadata, for the access log.
 
-The router thus learns what a prefix hit was really worth without seeing the answers. The reading is a script in
-Envoy's Lua filter, ``usage.lua``, because Envoy's own filters for it crash or refuse answers (ADR 6).
+The router gets token counts without reading the answers. The filter runs the script ``usage.lua`` in Envoy's Lua
+filter, because Envoy's own filters for this crash or reject answers (ADR 6).
 """
 
 from importlib.resources import files
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def usage_filter() -> HttpFilter:
-    """Write the filter; an error of the script's ends its reading of that one response, and is logged by Envoy."""
+    """Return the filter. Envoy logs an error of the script, which ends the reading of only that response."""
     return HttpFilter(
         name="envoy.filters.http.lua",
         typed_config=packed(Lua(default_source_code=DataSource(inline_string=_script()))),
@@ -30,6 +30,6 @@ def usage_filter() -> HttpFilter:
 
 
 def _script() -> str:
-    """Return the script with the names it writes under."""
+    """Return the script, with the metadata names that it writes."""
     names = "".join(f'local {variable} = "{name}"\n' for variable, name in _NAMES.items())
     return names + files("dualmap_extproc.envoy.config.http").joinpath("usage.lua").read_text(encoding="utf-8")
