@@ -14,7 +14,7 @@ from bench.virtual import SLO_TTFT_S, WARMUP, Case, percent, run, run_all, secon
 from dualmap.pools.pool import Routing, Session, SessionMigration
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate
 from dualmap_extproc.store.codec import encode_update
-from dualmap_sim.cluster import Exchange, Record, Replica, everything
+from dualmap_sim.cluster import Record, Replica, ReplicationConfig, everything
 from dualmap_sim.summary import Summary, summarise
 
 RATES = {"conversation": (3.1,), "default": (7.26, 9.0)}
@@ -195,13 +195,13 @@ def _sessions(workload: str, rate: float, samples: Sequence[int], numbers: Seque
     _table("routers | keys", rows)
 
 
-def _exchange(carries: Callable[[ReplicaUpdate], ReplicaUpdate], period_s: float) -> Exchange:
+def _exchange(carries: Callable[[ReplicaUpdate], ReplicaUpdate], period_s: float) -> ReplicationConfig:
     """Return an exchange whose replicas look for news as often as they tell theirs, so half a period later."""
-    return Exchange(period_s=period_s, delay_s=period_s / 2, carries=carries)
+    return ReplicationConfig(period_s=period_s, delay_s=period_s / 2, carries=carries)
 
 
 def _cases(
-    workload: str, rate: float, samples: Sequence[int], *, routers: int = 1, exchange: Exchange | None = None
+    workload: str, rate: float, samples: Sequence[int], *, routers: int = 1, exchange: ReplicationConfig | None = None
 ) -> list[Case]:
     return [
         Case(

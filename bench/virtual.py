@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from dualmap.pools.pool import Engine, Member, Model, Pool, Routing
 from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
+from dualmap_sim.cluster import Cluster, ClusterConfig, Record, Replica, ReplicationConfig
 from dualmap_sim.presets import PRESETS
 from dualmap_sim.summary import Summary, summarise
 from dualmap_sim.workloads.mooncake import read_mooncake
@@ -43,7 +43,7 @@ class Case:
     rate: float
     routing: Routing = field(default_factory=Routing)
     replicas: tuple[Replica, ...] = (Replica(),)
-    exchange: Exchange | None = None
+    exchange: ReplicationConfig | None = None
     feedback_delay_s: float = 0.0
     sessions: bool = False
     requests: int = REQUESTS

@@ -14,7 +14,7 @@ from bench.virtual import QUICK_REQUESTS, REQUESTS, Case, measure, percent, run_
 
 from dualmap.pools.pool import Queue, Rebalance, Routing
 from dualmap.queue.rebalance import REBALANCED
-from dualmap_sim.cluster import Exchange, Replica
+from dualmap_sim.cluster import Replica, ReplicationConfig
 from dualmap_sim.summary import Summary
 
 WINDOWS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, inf)
@@ -129,7 +129,7 @@ def _cases(
             rate=rate,
             routing=routing,
             replicas=(Replica(),) * routers,
-            exchange=Exchange() if routers > 1 else None,
+            exchange=ReplicationConfig() if routers > 1 else None,
             feedback_delay_s=feedback_delay_s,
             requests=extent.requests,
         )

@@ -1,4 +1,4 @@
-"""Request bodies on their way through Envoy and router: every size, framing and protocol, compared by digest."""
+"""Request bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digest."""
 
 import asyncio
 import json
@@ -8,8 +8,9 @@ import pytest
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http2, sha256, upload
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, error_of, padded, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER
-from harness.world import World, chat, error_of, padded, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,7 +21,9 @@ JSON_HEADERS = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("edge", [16_384, CHUNK_BYTES, 65_536, 2 * CHUNK_BYTES])
-async def test_bodies_around_the_sizes_of_pieces(world: World, deployment: Deployment, edge: int) -> None:
+async def test_bodies_around_chunk_sizes_arrive_whole(
+    engines: SharedEngines, deployment: Deployment, edge: int
+) -> None:
     for size in (edge - 1, edge, edge + 1):
         body = padded("scripted", size)
         for chunk_bytes in (0, edge // 2):
@@ -30,7 +33,7 @@ async def test_bodies_around_the_sizes_of_pieces(world: World, deployment: Deplo
             assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
 
 
-async def test_a_body_in_single_bytes(world: World, deployment: Deployment) -> None:
+async def test_body_in_single_byte_chunks_is_routed(engines: SharedEngines, deployment: Deployment) -> None:
     body = json.dumps(chat("scripted", "as slow as can be")).encode()
     reply = await deployment.ask(body, chunk_bytes=1)
     assert reply.headers[DIGEST_HEADER] == sha256(body)
@@ -39,11 +42,11 @@ async def test_a_body_in_single_bytes(world: World, deployment: Deployment) -> N
 
 @pytest.mark.parametrize("size", [12_000_000, LIMIT_BYTES], ids=["12 MB", "the limit"])
 @pytest.mark.parametrize("chunk_bytes", [0, 100_000], ids=["content length", "chunked"])
-async def test_large_bodies_arrive_as_they_were(
-    world: World, deployment: Deployment, size: int, chunk_bytes: int
+async def test_large_bodies_arrive_whole(
+    engines: SharedEngines, deployment: Deployment, size: int, chunk_bytes: int
 ) -> None:
     if deployment.mode is Mode.BUFFERED and size == LIMIT_BYTES:
-        size -= 1  # Envoy refuses to buffer as much as its buffer holds.
+        size -= 1  # Envoy rejects a body that fills its buffer.
     body = padded("scripted", size)
     reply = await deployment.ask(body, chunk_bytes=chunk_bytes)
     assert reply.status == 200
@@ -51,7 +54,7 @@ async def test_large_bodies_arrive_as_they_were(
     assert "x-dualmap-decision" in reply.headers
 
 
-async def test_a_large_body_reaches_a_simulated_engine(world: World, deployment: Deployment) -> None:
+async def test_large_body_reaches_a_simulated_engine(engines: SharedEngines, deployment: Deployment) -> None:
     body = padded("fast", 12_000_000)
     reply = await deployment.ask(body)
     assert reply.status == 200
@@ -60,19 +63,21 @@ async def test_a_large_body_reaches_a_simulated_engine(world: World, deployment:
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 100_000], ids=["content length", "chunked"])
-async def test_bodies_above_the_limit_are_refused(world: World, deployment: Deployment, chunk_bytes: int) -> None:
+async def test_body_above_the_limit_gets_413(engines: SharedEngines, deployment: Deployment, chunk_bytes: int) -> None:
     for size in (LIMIT_BYTES + 1, 40_000_000):
         reply = await upload(deployment.envoy.port, CHAT, padded("scripted", size), chunk_bytes=chunk_bytes)
         assert reply.status == 413
         if deployment.mode is not Mode.BUFFERED or not chunk_bytes:
-            # Without a length Envoy has refused what it cannot buffer before the router could.
+            # Without a length Envoy itself rejects what it cannot buffer.
             assert error_of(reply)["code"] == "request_too_large"
-    assert not world.left.received
-    assert not world.right.received
+    assert not engines.left.received
+    assert not engines.right.received
 
 
 @pytest.mark.parametrize("trailers", [(), (("x-checksum", "abc"),)], ids=["no trailers", "trailers"])
-async def test_http2_clients(world: World, deployment: Deployment, trailers: tuple[tuple[str, str], ...]) -> None:
+async def test_http2_bodies_arrive_whole(
+    engines: SharedEngines, deployment: Deployment, trailers: tuple[tuple[str, str], ...]
+) -> None:
     port = deployment.envoy.port
     for body in (json.dumps(chat("scripted", "hi")).encode(), padded("scripted", 100_000), padded("scripted", 5 * MIB)):
         for headers in (JSON_HEADERS, {**JSON_HEADERS, "content-length": str(len(body))}):
@@ -85,19 +90,21 @@ async def test_http2_clients(world: World, deployment: Deployment, trailers: tup
 
 
 @pytest.mark.parametrize("body", [b"not json", b"[1,2]", b"nope}", b'{"model": nope}', b'{"model": 1}', b"5"])
-async def test_http2_clients_with_trailers_and_no_request_in_the_body(
-    world: World, deployment: Deployment, body: bytes
+async def test_http2_invalid_body_with_trailers_gets_400(
+    engines: SharedEngines, deployment: Deployment, body: bytes
 ) -> None:
     reply = await http2(
         deployment.envoy.port, path=CHAT, body=body, headers=JSON_HEADERS, trailers=(("x-checksum", "abc"),)
     )
     assert reply.status == 400
     assert error_of(reply)["code"] == "invalid_request"
-    assert not world.left.received
-    assert not world.right.received
+    assert not engines.left.received
+    assert not engines.right.received
 
 
-async def test_many_http2_clients_with_trailers_at_once(world: World, deployment: Deployment) -> None:
+async def test_concurrent_http2_bodies_with_trailers_arrive_whole(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     bodies = [padded("scripted", 1000 + 7919 * number) for number in range(24)]
     trailers = (("x-checksum", "abc"),)
     replies = await asyncio.gather(
@@ -110,8 +117,8 @@ async def test_many_http2_clients_with_trailers_at_once(world: World, deployment
     assert all("x-dualmap-decision" in reply.headers for reply in replies)
 
 
-async def test_an_http2_body_above_the_limit_is_refused(world: World, deployment: Deployment) -> None:
+async def test_http2_body_above_the_limit_gets_413(engines: SharedEngines, deployment: Deployment) -> None:
     reply = await http2(deployment.envoy.port, path=CHAT, body=padded("scripted", LIMIT_BYTES + MIB))
     assert reply.status == 413
-    assert not world.left.received
-    assert not world.right.received
+    assert not engines.left.received
+    assert not engines.right.received

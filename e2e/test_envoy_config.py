@@ -1,6 +1,6 @@
-"""The generated configuration in the real Envoy, a scripted picker in the router's place: Envoy's side alone.
+"""The generated configuration in the real Envoy, with a scripted picker in place of the router.
 
-Each test stands for something Envoy 1.40 does to a request when one line of the configuration is otherwise.
+Each test guards a line of the configuration without which Envoy 1.40 mishandles requests.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ async def _engines() -> AsyncIterator[list[Upstream]]:
 
 @pytest_asyncio.fixture(name="dead")
 async def _dead() -> Upstream:
-    """An address where nothing listens."""
+    """Return an address where nothing listens."""
     async with Upstream(name="dead") as engine:
         pass
     return engine
@@ -73,14 +73,14 @@ async def _picker(engines: list[Upstream]) -> AsyncIterator[Picker]:
 
 @pytest_asyncio.fixture(name="no_picker")
 async def _no_picker() -> Picker:
-    """A picker's address with no picker behind it."""
+    """Return the address of a picker that has stopped."""
     async with Picker(choose=always("", "")) as picker:
         pass
     return picker
 
 
 @modes
-async def test_the_picker_chooses_the_pool_and_the_engine_and_bodies_stay_whole(
+async def test_pick_selects_pool_and_engine_and_keeps_the_body(
     mode: Mode, engines: list[Upstream], picker: Picker, dead: Upstream, tmp_path: Path
 ) -> None:
     a, b, c = engines
@@ -97,7 +97,7 @@ async def test_the_picker_chooses_the_pool_and_the_engine_and_bodies_stay_whole(
 
 
 @modes
-async def test_bodies_before_http2_trailers_arrive_once(
+async def test_body_before_http2_trailers_arrives_once(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
@@ -109,7 +109,7 @@ async def test_bodies_before_http2_trailers_arrive_once(
 
 
 @modes
-async def test_without_a_picker_the_first_pool_serves_and_clients_choose_nothing(
+async def test_without_picker_first_pool_serves_and_headers_are_ignored(
     mode: Mode, engines: list[Upstream], no_picker: Picker, tmp_path: Path
 ) -> None:
     pools = [pool_of(engines[:1], name="first"), pool_of(engines[1:], name="second")]
@@ -129,7 +129,7 @@ async def test_without_a_picker_the_first_pool_serves_and_clients_choose_nothing
 
 
 @pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.BUFFERED], ids=lambda mode: mode.value)
-async def test_bodies_stay_whole_when_the_picker_goes_while_it_holds_one(
+async def test_body_stays_whole_when_the_picker_stops_mid_request(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     body = body_of(SIZES[-1])
@@ -149,7 +149,7 @@ async def test_bodies_stay_whole_when_the_picker_goes_while_it_holds_one(
 
             picker.choose = always(engines[0].endpoint, FIRST)
             await picker.start()
-            await until(asked_again, "Envoy asks the picker again")
+            await until(asked_again, "Envoy uses the picker again")
             picker.choose = hold
             waiting = asyncio.create_task(http1(envoy.url, body=body, chunk_bytes=chunk_bytes))
             await asyncio.wait_for(held.wait(), 10.0)
@@ -159,7 +159,7 @@ async def test_bodies_stay_whole_when_the_picker_goes_while_it_holds_one(
                 assert_served(await http1(envoy.url, body=body, chunk_bytes=chunk_bytes), engines[0], body)
 
 
-async def test_many_requests_at_once_find_the_second_candidate(
+async def test_concurrent_requests_are_retried_at_the_second_candidate(
     engines: list[Upstream], picker: Picker, dead: Upstream, tmp_path: Path
 ) -> None:
     picker.choose = always(f"{dead.endpoint},{engines[0].endpoint}", FIRST)
@@ -170,7 +170,7 @@ async def test_many_requests_at_once_find_the_second_candidate(
 
 
 @modes
-async def test_an_endless_body_gets_413_as_an_openai_error(
+async def test_oversized_body_gets_413_as_openai_error(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     settings = settings_for([pool_of(engines, name="first")], [picker], mode=mode)
@@ -183,7 +183,7 @@ async def test_an_endless_body_gets_413_as_an_openai_error(
 
 
 @modes
-async def test_a_pool_that_envoy_does_not_know_is_refused_and_never_served_by_another(
+async def test_pool_unknown_to_envoy_gets_503(
     mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     picker.choose = always(engines[0].endpoint, names.cluster_name("llm", "added-later"))
@@ -194,9 +194,7 @@ async def test_a_pool_that_envoy_does_not_know_is_refused_and_never_served_by_an
 
 
 @modes
-async def test_an_unreachable_pool_is_an_openai_error(
-    mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path
-) -> None:
+async def test_unreachable_pool_gets_openai_error(mode: Mode, dead: Upstream, picker: Picker, tmp_path: Path) -> None:
     pools = [pool_of([dead], name="first"), pool_of([], name="second")]
     async with Envoy(settings_for(pools, [picker], mode=mode), directory=tmp_path) as envoy:
         for cluster in (FIRST, SECOND):
@@ -204,7 +202,7 @@ async def test_an_unreachable_pool_is_an_openai_error(
             assert_refused(await http1(envoy.url, body=b"{}"), 503, "service_unavailable")
 
 
-async def test_an_engine_s_own_503_stays_its_own(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+async def test_engine_503_passes_unchanged(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
     async def overloaded(request: web.Request, received: Received) -> web.Response:
         return web.Response(status=503, text="the engine's words")
 
@@ -228,7 +226,7 @@ async def test_an_engine_s_own_503_stays_its_own(engines: list[Upstream], picker
         pytest.param(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443", b"404", id="CONNECT"),
     ],
 )
-async def test_what_is_no_request_is_answered_and_not_passed_on(
+async def test_malformed_request_is_answered_and_not_forwarded(
     mode: Mode, head: bytes, status: bytes, engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     async with Envoy(settings_for([pool_of(engines, name="first")], [picker], mode=mode), directory=tmp_path) as envoy:
@@ -239,7 +237,7 @@ async def test_what_is_no_request_is_answered_and_not_passed_on(
 
 
 @modes
-async def test_http_1_0_clients_are_served(mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+async def test_http_1_0_client_is_served(mode: Mode, engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
     async with Envoy(settings_for([pool_of(engines, name="second")], [picker], mode=mode), directory=tmp_path) as envoy:
         for request in (b"GET /v1/models HTTP/1.0\r\n\r\n", b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}"):
             head, _, body = (await raw(envoy.port, request, timeout_s=10.0)).partition(b"\r\n\r\n")
@@ -248,7 +246,9 @@ async def test_http_1_0_clients_are_served(mode: Mode, engines: list[Upstream], 
     assert [received.body for received in engines[2].received] == [b"", b"{}"]
 
 
-async def test_endpoints_follow_whichever_router_lives(engines: list[Upstream], picker: Picker, tmp_path: Path) -> None:
+async def test_endpoints_follow_the_router_that_is_alive(
+    engines: list[Upstream], picker: Picker, tmp_path: Path
+) -> None:
     a, b, _ = engines
     async with Picker(choose=picker.choose) as other:
         for each in (picker, other):
@@ -271,7 +271,7 @@ async def test_endpoints_follow_whichever_router_lives(engines: list[Upstream], 
             assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
 
 
-async def test_draining_members_alone_serve_nothing_unnamed(
+async def test_draining_members_serve_only_picked_requests(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
@@ -283,7 +283,7 @@ async def test_draining_members_alone_serve_nothing_unnamed(
         assert (await http1(envoy.url, body=b"{}")).status == 503
 
 
-async def test_an_engine_that_came_back_is_served_at_once_when_named(
+async def test_picked_engine_serves_at_once_after_its_restart(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
@@ -298,7 +298,7 @@ async def test_an_engine_that_came_back_is_served_at_once_when_named(
         assert_served(await http1(envoy.url, body=b"{}"), a, b"{}")
 
 
-async def test_every_router_gets_every_access_log_entry_with_usage(
+async def test_each_router_gets_all_access_log_entries_with_usage(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     engine = engines[0]
@@ -310,7 +310,7 @@ async def test_every_router_gets_every_access_log_entry_with_usage(
     async with Picker(choose=picker.choose) as other:
         settings = settings_for([pool_of([engine], name="first")], [picker, other])
         async with Envoy(settings, directory=tmp_path) as envoy:
-            # An HTTP/1 client may close at the last byte of a known length, and Envoy then flags the client as gone.
+            # An HTTP/1 client may close at the last byte of a known length; Envoy then logs a client disconnect.
             whole = await http2(envoy.port, path="/", body=b"{}")
             engine.answer = sse([b'data: {"choices": [1]}\n\n', f"data: {usage}\n\n".encode(), b"data: [DONE]\n\n"])
             streamed = await http1(envoy.url, body=b"{}")
@@ -329,7 +329,7 @@ async def test_every_router_gets_every_access_log_entry_with_usage(
             assert {tag: found.get(tag) for tag in USAGE_TAGS} == USAGE_TAGS
 
 
-async def test_readiness_and_statistics_are_shown_and_nothing_else_of_the_administration(
+async def test_status_listener_exposes_only_readiness_and_stats(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     picker.choose = always(engines[0].endpoint, FIRST)

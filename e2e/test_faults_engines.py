@@ -1,7 +1,7 @@
 """Engines that die, hang, are slow or answer 503, while streamed and plain requests go on.
 
-The deployment is that of ``test_faults_routers``. A request that an engine has answered nothing of is tried at the
-second candidate; a stream that has begun cannot be.
+The system is that of ``test_faults_routers``. Envoy retries an unanswered request at the second candidate; it cannot
+retry a stream that has started.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import web
 
+from harness.replicated_system import ReplicatedSystem
 from harness.stack import Engine, Router
-from harness.stage import Stage
 from harness.traffic import NEXT_AFTER_S, Exchange, Outcome, failed, tally
 from harness.upstream import Received, Upstream
 from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# Nobody restarts an engine in less.
+# A limit for the engine's restart and the end of its suspension.
 RECOVERY_TIMEOUT_S = 60.0
 
 
@@ -29,7 +29,7 @@ async def unavailable(_request: web.Request, _received: Received) -> web.StreamR
 
 @asynccontextmanager
 async def sick(engines: list[Engine]) -> AsyncIterator[list[Upstream]]:
-    """Put servers that answer 503 at once in the places of engines for a while."""
+    """Replace engines by servers that answer 503 at once while the context is open."""
     async with AsyncExitStack() as stack:
         await asyncio.gather(*(engine.kill() for engine in engines))
         places = [Upstream(name=engine.name, port=engine.port, answer=unavailable) for engine in engines]
@@ -37,18 +37,19 @@ async def sick(engines: list[Engine]) -> AsyncIterator[list[Upstream]]:
     await asyncio.gather(*(engine.start() for engine in engines))
 
 
-async def wait_until_used(stage: Stage, engine: Engine) -> None:
+async def wait_until_used(system: ReplicatedSystem, engine: Engine) -> None:
     """Wait until every router sends requests to an engine again."""
 
     async def sent(router: Router) -> float:
         return await router.metric("dualmap_requests_total", endpoint=engine.name)
 
-    before = [await sent(router) for router in stage.replicas.routers]
+    before = [await sent(router) for router in system.replicas.routers]
 
     async def used() -> bool:
-        more = [await sent(router) - count for router, count in zip(stage.replicas.routers, before, strict=True)]
+        more = [await sent(router) - count for router, count in zip(system.replicas.routers, before, strict=True)]
         suspended = [
-            await router.metric("dualmap_endpoint_suspended", endpoint=engine.name) for router in stage.replicas.routers
+            await router.metric("dualmap_endpoint_suspended", endpoint=engine.name)
+            for router in system.replicas.routers
         ]
         return min(more) >= 3 and not any(suspended)
 
@@ -56,12 +57,12 @@ async def wait_until_used(stage: Stage, engine: Engine) -> None:
 
 
 def left_behind(exchanges: list[Exchange]) -> int:
-    """Count the requests that took so long that their clients went on without them."""
+    """Count the requests whose clients did not wait for them."""
     return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
 
 
-async def test_an_engine_killed(stage: Stage) -> None:
-    traffic, engine = stage.traffic(), stage.engines[0]
+async def test_engine_killed_cuts_only_its_own_requests(system: ReplicatedSystem) -> None:
+    traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(6)
         incident = traffic.incident()
@@ -69,36 +70,36 @@ async def test_an_engine_killed(stage: Stage) -> None:
         await engine.kill()
         await traffic.flowing(60)
         await engine.start()
-        await wait_until_used(stage, engine)
-    incident.say("one of three engines killed")
+        await wait_until_used(system, engine)
+    incident.report("one of three engines killed")
     assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}
     cut = {each.number for each in failed(incident.everyone)}
-    assert cut <= begun | {each.number for each in incident.caught}, "only what it was answering when it died"
+    assert cut <= begun | {each.number for each in incident.caught}, "only requests that it was serving"
     assert len(cut) < len(incident.caught)
 
 
-async def test_an_engine_hangs_and_goes_on(stage: Stage) -> None:
-    traffic, engine = stage.traffic(), stage.engines[0]
+async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> None:
+    traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
         engine.pause()
-        # The routers see by its first tokens, which do not come, that it is busy with something.
+        # The routers see its load grow, because its first tokens do not arrive.
         await traffic.flowing(80)
         since = traffic.incident()
         await traffic.flowing(80)
         engine.resume()
-        await wait_until_used(stage, engine)
+        await wait_until_used(system, engine)
     stuck, late = left_behind(incident.everyone), left_behind(since.later)
-    incident.say(f"one of three engines hung ({stuck} waited for it, {late} of them sent later)")
+    incident.report(f"one of three engines hung ({stuck} waited for it, {late} of them sent later)")
     assert stuck > 0
-    assert late <= len(since.later) / 10, "it draws no more requests"
+    assert late <= len(since.later) / 10, "it gets few new requests"
     assert failed(incident.everyone) == []
 
 
-async def test_a_hung_engine_is_killed(stage: Stage) -> None:
-    """As Kubernetes does by a liveness probe: what it has answered nothing of goes to the second candidate."""
-    traffic, engine = stage.traffic(), stage.engines[0]
+async def test_hung_engine_killed_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
+    """A failed liveness probe kills it so: unanswered requests go to the second candidate."""
+    traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
@@ -110,63 +111,65 @@ async def test_a_hung_engine_is_killed(stage: Stage) -> None:
         await engine.kill()
         await traffic.flowing(40)
         await engine.start()
-        await wait_until_used(stage, engine)
-    incident.say(f"a hung engine is killed ({len(prefilling)} waited for it)")
+        await wait_until_used(system, engine)
+    incident.report(f"a hung engine is killed ({len(prefilling)} waited for it)")
     assert prefilling
-    assert tally(prefilling) == {"ok": len(prefilling)}, "they were answered elsewhere"
+    assert tally(prefilling) == {"ok": len(prefilling)}, "another engine answered them"
     assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}
     assert failed(incident.later) == []
 
 
-async def test_one_of_three_engines_answers_503(stage: Stage) -> None:
-    traffic = stage.traffic()
+async def test_one_engine_answering_503_draws_few_requests(system: ReplicatedSystem) -> None:
+    traffic = system.traffic()
     async with traffic.running():
-        async with sick(stage.engines[:1]) as (place,):
+        async with sick(system.engines[:1]) as (place,):
             incident = traffic.incident()
             await traffic.flowing(60)
             drawn = len(place.received)
         answered = incident.everyone
-        await wait_until_used(stage, stage.engines[0])
-    incident.say(f"one of three engines answers 503 ({drawn} requests tried there)")
+        await wait_until_used(system, system.engines[0])
+    incident.report(f"one of three engines answers 503 ({drawn} requests tried there)")
     assert failed(incident.later) == []
-    assert 3 <= drawn <= len(answered) / 4, "an engine that is quick to fail draws no traffic"
+    assert 3 <= drawn <= len(answered) / 4, "a fast-failing engine draws no traffic"
 
 
-async def test_every_engine_answers_503(stage: Stage) -> None:
-    traffic = stage.traffic()
+async def test_every_engine_answering_503_gets_one_retry(system: ReplicatedSystem) -> None:
+    traffic = system.traffic()
     async with traffic.running():
-        async with sick(stage.engines) as places:
+        async with sick(system.engines) as places:
             incident, before = traffic.incident(), sum(len(place.received) for place in places)
 
             async def refused() -> bool:
                 return len(failed(incident.later)) >= 40
 
-            await until(refused, "40 requests are refused")
+            await until(refused, "40 requests get 503")
             tries = (sum(len(place.received) for place in places) - before) / len(incident.everyone)
             assert {each.status for each in failed(incident.later)} == {503}
             assert all('"message": "overloaded"' in each.error for each in failed(incident.later))
         await traffic.flowing(40)
         healed = traffic.incident()
         await traffic.flowing(40)
-    incident.say(f"every engine answers 503 ({tries:.1f} tries a request)")
-    assert tries <= 2, "one retry each, not a storm"
+    incident.report(f"every engine answers 503 ({tries:.1f} tries a request)")
+    assert tries <= 2, "at most one retry each"
     assert tally(healed.later) == {"ok": len(healed.later)}
 
 
-async def test_a_slow_engine(stage: Stage) -> None:
-    traffic, routers = stage.traffic(), stage.replicas.routers
+async def test_slow_engine_gets_fewer_requests(system: ReplicatedSystem) -> None:
+    traffic, routers = system.traffic(), system.replicas.routers
 
     async def sent() -> float:
         return sum([await router.metric("dualmap_requests_total", endpoint="engine-0") for router in routers])
 
     async with traffic.running():
         await traffic.streaming(4)
-        await stage.restart_engine(0, speed="0.05")
+        await system.restart_engine(0, speed="0.05")
         await traffic.flowing(40)
         before, incident = await sent(), traffic.incident()
         await traffic.flowing(120)
         share = (await sent() - before) / len(incident.later)
-        await stage.restart_engine(0)
-    incident.say(f"one of three engines is 40 times slower ({share:.0%} of the requests went there)")
-    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}, "those it was at when it was killed"
+        await system.restart_engine(0)
+    incident.report(f"one of three engines is 40 times slower ({share:.0%} of the requests went there)")
+    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}, (
+        "only requests that the killed engine was serving"
+    )
     assert share < 1 / 3

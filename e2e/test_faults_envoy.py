@@ -1,13 +1,12 @@
 """Envoy that restarts, and its access log that is lost, while streamed and plain requests go on.
 
-The deployment is that of ``test_faults_routers``. How a stream ends after its first token the routers learn from the
-access log alone; where that is lost, they forget the request after ten minutes without news, which a jump of their
-clocks makes a moment.
+The system is that of ``test_faults_routers``. After a stream's first token the routers learn of its end from the
+access log alone. Without it they expire the request after ten minutes, which the tests skip by moving the clocks.
 """
 
 import pytest
 
-from harness.stage import POOL, Stage
+from harness.replicated_system import POOL, ReplicatedSystem
 from harness.traffic import Outcome, failed
 from harness.waiting import until
 
@@ -16,40 +15,40 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 IN_FLIGHT = "dualmap_endpoint_in_flight_requests"
 PENDING = "dualmap_endpoint_pending_prefill_tokens"
 TEN_MINUTES_S = 600.0
-# TCP port 9 (discard) is in nobody's use here.
+# Nothing listens on TCP port 9 (discard).
 NOWHERE = "127.0.0.1:9"
 
 
-async def wait_for_in_flight(stage: Stage, most: int) -> float:
-    """Wait until both routers together count no more than so many requests in flight; return how many."""
+async def wait_for_in_flight(system: ReplicatedSystem, most: int) -> float:
+    """Wait until both routers together have at most ``most`` requests in flight; return the number."""
     found = 0.0
 
     async def counted() -> bool:
         nonlocal found
-        found = sum([await router.metric(IN_FLIGHT) for router in stage.replicas.routers])
+        found = sum([await router.metric(IN_FLIGHT) for router in system.replicas.routers])
         return found <= most
 
     await until(counted, f"at most {most} in flight", timeout_s=20.0)
     return found
 
 
-async def forget(stage: Stage) -> float:
-    """Have ten minutes pass for the routers; return how many requests they have given up."""
-    routers = stage.replicas.routers
+async def forget(system: ReplicatedSystem) -> float:
+    """Move the routers' clocks by ten minutes; return how many requests they expired."""
+    routers = system.replicas.routers
     expired = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
     for number, router in enumerate(routers):
-        router.jump(monotonic_s=TEN_MINUTES_S)
-        await stage.replicas.wait_for_metric(IN_FLIGHT, 0, of=number)
+        router.set_clock_offsets(monotonic_s=TEN_MINUTES_S)
+        await system.replicas.wait_for_metric(IN_FLIGHT, 0, of=number)
     after = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
     for number in range(len(routers)):
-        # Clocks that never went back: the routers are started anew, rather than given the time they had.
-        await stage.replicas.end_router(number)
-        await stage.replicas.restart_router(number)
+        # A monotonic clock must not go back, so the routers are restarted.
+        await system.replicas.end_router(number)
+        await system.replicas.restart_router(number)
     return sum(after) - sum(expired)
 
 
-async def test_envoy_restarted(stage: Stage) -> None:
-    traffic, replicas = stage.traffic(), stage.replicas
+async def test_envoy_restart_loses_only_open_requests(system: ReplicatedSystem) -> None:
+    traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(6)
         incident = traffic.incident()
@@ -59,32 +58,32 @@ async def test_envoy_restarted(stage: Stage) -> None:
         await traffic.flowing(40)
         for number in range(2):
             await replicas.in_use(number)
-    incident.say("Envoy killed and restarted")
+    incident.report("Envoy killed and restarted")
     assert {each.outcome for each in incident.caught} <= {Outcome.CUT, Outcome.LOST}
     assert {each.outcome for each in failed(incident.later)} <= {Outcome.LOST}
     assert failed(back.later) == []
     cut = sum(each.outcome is Outcome.CUT for each in incident.caught)
-    left = await wait_for_in_flight(stage, cut)
+    left = await wait_for_in_flight(system, cut)
     for router in replicas.routers:
         assert await router.metric(PENDING) == 0
-    # The streams whose first token had come when Envoy cut them.
-    assert 0 < await forget(stage) <= left
+    # The streams that Envoy cut after their first token.
+    assert 0 < await forget(system) <= left
 
 
-async def test_access_log_lost(stage: Stage) -> None:
-    replicas = stage.replicas
+async def test_lost_access_log_expires_open_streams(system: ReplicatedSystem) -> None:
+    replicas = system.replicas
     async with replicas.another_envoy("mute", access_log=NOWHERE) as mute:
-        traffic = stage.traffic(envoy=mute)
+        traffic = system.traffic(envoy=mute)
         async with traffic.running():
             incident = traffic.incident()
             await traffic.flowing(60)
-    incident.say("access log lost")
+    incident.report("access log lost")
     assert failed(incident.everyone) == []
     streams = sum(each.kind == "stream" for each in incident.later)
 
-    assert await wait_for_in_flight(stage, streams) == streams
+    assert await wait_for_in_flight(system, streams) == streams
     for router in replicas.routers:
-        assert await router.metric(PENDING) == 0, "first tokens were seen"
+        assert await router.metric(PENDING) == 0, "the routers saw the first tokens"
         assert await router.metric("dualmap_pool_held_requests") == 0
         assert all(not endpoint["pending_prefill_tokens"] for endpoint in (await router.page(POOL)).values())
-    assert await forget(stage) == streams
+    assert await forget(system) == streams

@@ -1,7 +1,7 @@
-"""Redis that is absent, dies, hangs, is full, slow, empty or spoilt, while streamed and plain requests go on.
+"""Redis that is absent, dead, hung, full, slow, empty or corrupted, while streamed and plain requests go on.
 
-The deployment is that of ``test_faults_routers``: two routers that tell each other through Redis. It is never asked
-while a request waits, so no fault of it may cost a request anything.
+The system is that of ``test_faults_routers``: two routers that replicate through Redis. No request waits for Redis,
+so no fault of it may fail a request.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import redis
 
-from harness.stage import Stage
+from harness.replicated_system import ReplicatedSystem
 from harness.traffic import Traffic, failed
 from harness.waiting import until
 
@@ -23,129 +23,129 @@ BACK = "Shared state recovered"
 REQUESTS = 40
 
 
-async def wait_for_store(stage: Stage, up: int) -> None:
+async def wait_for_store(system: ReplicatedSystem, up: int) -> None:
     for number in range(2):
-        await stage.replicas.wait_for_metric("dualmap_store_up", up, of=number)
+        await system.replicas.wait_for_metric("dualmap_store_up", up, of=number)
 
 
-async def wait_for_peers(stage: Stage) -> None:
+async def wait_for_peers(system: ReplicatedSystem) -> None:
     for number in range(2):
-        await stage.replicas.wait_for_metric("dualmap_pool_peers", 1, of=number)
+        await system.replicas.wait_for_metric("dualmap_pool_peers", 1, of=number)
 
 
-def lines(stage: Stage, sentence: str) -> list[int]:
-    """Count the log lines that say a sentence, by router."""
-    return [router.output().count(sentence) for router in stage.replicas.routers]
+def lines(system: ReplicatedSystem, sentence: str) -> list[int]:
+    """Return how often each router has logged a message."""
+    return [router.output().count(sentence) for router in system.replicas.routers]
 
 
 @asynccontextmanager
-async def without_harm(stage: Stage, fault: str) -> AsyncIterator[Traffic]:
-    """Have traffic going while Redis is broken and mended again; no client may notice, and the routers recover."""
-    traffic = stage.traffic()
+async def without_harm(system: ReplicatedSystem, fault: str) -> AsyncIterator[Traffic]:
+    """Run traffic while the context breaks and repairs Redis; no request may fail, and the routers must recover."""
+    traffic = system.traffic()
     async with traffic.running():
-        await wait_for_store(stage, 1)
+        await wait_for_store(system, 1)
         await traffic.streaming(4)
         incident = traffic.incident()
         yield traffic
         await traffic.flowing(REQUESTS)
-        await wait_for_store(stage, 1)
-        await wait_for_peers(stage)
-    incident.say(f"Redis {fault}")
+        await wait_for_store(system, 1)
+        await wait_for_peers(system)
+    incident.report(f"Redis {fault}")
     assert failed(incident.everyone) == []
     assert all(each.routed for each in incident.later)
 
 
 async def lost_and_found(
-    stage: Stage, fault: str, kind: str, spoil: Callable[[], None], mend: Callable[[], None]
+    system: ReplicatedSystem, fault: str, kind: str, spoil: Callable[[], None], mend: Callable[[], None]
 ) -> None:
-    """Break Redis until both routers have noticed and requests have gone on without it, then mend it."""
-    told = [lines(stage, sentence) for sentence in (LOST, BACK)]
-    async with without_harm(stage, fault) as traffic:
-        errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in stage.replicas.routers]
+    """Break Redis until both routers have noticed and have routed without it, then repair it."""
+    told = [lines(system, sentence) for sentence in (LOST, BACK)]
+    async with without_harm(system, fault) as traffic:
+        errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in system.replicas.routers]
         await asyncio.to_thread(spoil)
-        await wait_for_store(stage, 0)
+        await wait_for_store(system, 0)
         await traffic.flowing(REQUESTS)
-        for router, before in zip(stage.replicas.routers, errors, strict=True):
+        for router, before in zip(system.replicas.routers, errors, strict=True):
             assert await router.metric("dualmap_store_errors_total", kind=kind) > before
         await asyncio.to_thread(mend)
     for sentence, counts in zip((LOST, BACK), told, strict=True):
-        assert lines(stage, sentence) == [count + 1 for count in counts], "one line for each"
+        assert lines(system, sentence) == [count + 1 for count in counts], "each router logs it once"
 
 
-async def test_redis_killed_and_restarted_empty(stage: Stage) -> None:
-    await lost_and_found(stage, "killed and restarted empty", "connection", stage.redis.kill, stage.redis.start)
+async def test_redis_restarted_empty_fails_no_request(system: ReplicatedSystem) -> None:
+    await lost_and_found(system, "killed and restarted empty", "connection", system.redis.kill, system.redis.start)
 
 
-async def test_redis_stopped(stage: Stage) -> None:
-    await lost_and_found(stage, "stopped", "timeout", stage.redis.pause, stage.redis.resume)
+async def test_redis_stopped_fails_no_request(system: ReplicatedSystem) -> None:
+    await lost_and_found(system, "stopped", "timeout", system.redis.pause, system.redis.resume)
 
 
-async def test_redis_full(stage: Stage) -> None:
+async def test_redis_full_fails_no_request(system: ReplicatedSystem) -> None:
     def limit(memory: str) -> None:
-        with stage.redis.admin as admin:
+        with system.redis.admin as admin:
             admin.config_set("maxmemory-policy", "noeviction")
             admin.config_set("maxmemory", memory)
 
-    await lost_and_found(stage, "full", "full", lambda: limit("1"), lambda: limit("0"))
+    await lost_and_found(system, "full", "full", lambda: limit("1"), lambda: limit("0"))
 
 
-async def test_redis_absent_when_routers_start(stage: Stage) -> None:
-    replicas, traffic = stage.replicas, stage.traffic()
+async def test_redis_absent_at_router_start_fails_no_request(system: ReplicatedSystem) -> None:
+    replicas, traffic = system.replicas, system.traffic()
     async with traffic.running():
         await traffic.streaming(4)
-        await asyncio.to_thread(stage.redis.kill)
+        await asyncio.to_thread(system.redis.kill)
         for number in range(2):
             await replicas.end_router(number)
             await replicas.restart_router(number)
             await replicas.in_use(number)
-        # What a router's restart costs is for another test.
+        # Another test covers the restart of a router.
         incident = traffic.incident()
-        await wait_for_store(stage, 0)
-        await asyncio.to_thread(stage.redis.start)
-        await wait_for_store(stage, 1)
-        await wait_for_peers(stage)
-    incident.say("Redis absent when routers start")
+        await wait_for_store(system, 0)
+        await asyncio.to_thread(system.redis.start)
+        await wait_for_store(system, 1)
+        await wait_for_peers(system)
+    incident.report("Redis absent when routers start")
     assert failed(incident.everyone) == []
     assert all(each.routed for each in incident.later)
 
 
-async def test_redis_holds_junk(stage: Stage) -> None:
-    routers = stage.replicas.routers
+async def test_redis_with_junk_fails_no_request(system: ReplicatedSystem) -> None:
+    routers = system.replicas.routers
 
     def spoil() -> None:
-        with stage.redis.admin as admin:
+        with system.redis.admin as admin:
             streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
-            assert streams, "the routers have told each other nothing"
+            assert streams, "the routers have written no stream"
             for key in streams:
                 admin.delete(key)
                 admin.set(key, b"not a stream")
 
     def add_to_streams() -> bool:
-        with stage.redis.admin as admin:
+        with system.redis.admin as admin:
             streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
             for key in streams:
                 admin.xadd(key, {"n": b"\xff" * 100, b"\x00": b"{}"})
             return bool(streams)
 
     before = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
-    async with without_harm(stage, "holds junk"):
+    async with without_harm(system, "holds junk"):
         await asyncio.to_thread(spoil)
-        # The routers make the streams anew; then there is junk in those.
-        await until(lambda: asyncio.to_thread(add_to_streams), "the routers tell each other something again")
+        # The routers recreate the streams; then these get junk entries.
+        await until(lambda: asyncio.to_thread(add_to_streams), "the routers write streams again")
 
         async def noticed() -> bool:
             now = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
             return all(count > old for count, old in zip(now, before, strict=True))
 
-        await until(noticed, "the junk is counted", timeout_s=30.0)
+        await until(noticed, "both routers count unreadable entries", timeout_s=30.0)
 
 
-async def test_redis_slow(stage: Stage) -> None:
+async def test_redis_slow_fails_no_request(system: ReplicatedSystem) -> None:
     async def keep_slow(stop: asyncio.Event) -> None:
-        """Let every command wait for up to 0.3 s."""
+        """Delay every command by up to 0.3 s until ``stop`` is set."""
 
         def hold() -> None:
-            with contextlib.suppress(redis.RedisError), stage.redis.admin as admin:
+            with contextlib.suppress(redis.RedisError), system.redis.admin as admin:
                 admin.client_pause(300, all=True)
 
         while not stop.is_set():
@@ -153,7 +153,7 @@ async def test_redis_slow(stage: Stage) -> None:
             await asyncio.sleep(0.35)
 
     stop = asyncio.Event()
-    async with without_harm(stage, "slow") as traffic:
+    async with without_harm(system, "slow") as traffic:
         slowing = asyncio.create_task(keep_slow(stop))
         await traffic.flowing(2 * REQUESTS)
         stop.set()

@@ -1,7 +1,7 @@
 """Routers that die, hang, restart, disagree, or whose clocks jump, while streamed and plain requests go on.
 
-Two routers behind one Envoy (``Stage``), in the default message mode unless a test says otherwise. What a client sees
-is counted; docs/operations.md has the counts.
+Two routers behind one Envoy (``ReplicatedSystem``), in the default message mode unless a test says otherwise. The
+tests count what clients see; docs/operations.md has the counts.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dualmap_extproc.envoy.config.settings import Mode
-from harness.stage import POOL, Stage
+from harness.replicated_system import POOL, ReplicatedSystem
 from harness.traffic import Incident, Outcome, failed
 from harness.waiting import until
 
@@ -23,13 +23,13 @@ def unrouted(incident: Incident) -> int:
     return sum(not each.routed for each in incident.later if each.outcome is Outcome.OK)
 
 
-async def wait_for_peers(stage: Stage, count: int) -> None:
-    for number in range(len(stage.replicas.routers)):
-        await stage.replicas.wait_for_metric("dualmap_pool_peers", count, of=number)
+async def wait_for_peers(system: ReplicatedSystem, count: int) -> None:
+    for number in range(len(system.replicas.routers)):
+        await system.replicas.wait_for_metric("dualmap_pool_peers", count, of=number)
 
 
-async def test_one_of_two_routers_killed(stage: Stage) -> None:
-    traffic, replicas = stage.traffic(), stage.replicas
+async def test_one_router_killed_fails_no_request(system: ReplicatedSystem) -> None:
+    traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
@@ -38,15 +38,15 @@ async def test_one_of_two_routers_killed(stage: Stage) -> None:
         await replicas.wait_for_metric("dualmap_pool_peers", 0, of=1)
         await replicas.restart_router(0)
         await replicas.in_use(0)
-    incident.say("one of two routers killed")
+    incident.report("one of two routers killed")
     assert len(incident.caught) >= 4
     assert failed(incident.everyone) == []
-    assert unrouted(incident) == 0, "the other router took what the dead one could not"
-    await wait_for_peers(stage, 1)
+    assert unrouted(incident) == 0, "the other router picks for every request"
+    await wait_for_peers(system, 1)
 
 
-async def test_both_routers_killed(stage: Stage) -> None:
-    traffic, replicas = stage.traffic(), stage.replicas
+async def test_both_routers_killed_fails_no_request(system: ReplicatedSystem) -> None:
+    traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
@@ -55,13 +55,13 @@ async def test_both_routers_killed(stage: Stage) -> None:
         alone = traffic.incident()
         await asyncio.gather(*(replicas.restart_router(number) for number in range(2)))
         await asyncio.gather(*(replicas.in_use(number) for number in range(2)))
-    incident.say("both routers killed")
+    incident.report("both routers killed")
     assert failed(incident.everyone) == []
-    assert not any(each.routed for each in alone.caught), "nobody was there to route them"
+    assert not any(each.routed for each in alone.caught), "no router was running"
 
 
-async def test_one_of_two_routers_stopped(stage: Stage) -> None:
-    traffic, replicas = stage.traffic(), stage.replicas
+async def test_one_router_hung_fails_no_request(system: ReplicatedSystem) -> None:
+    traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
@@ -72,19 +72,19 @@ async def test_one_of_two_routers_stopped(stage: Stage) -> None:
             stats = await replicas.envoy.stats(r"^cluster.dualmap-routers.membership_healthy$")
             return sum(stats.values()) == 1
 
-        await until(left_out, "Envoy asks only the other router", timeout_s=20.0)
+        await until(left_out, "Envoy uses only the other router", timeout_s=20.0)
         since = traffic.incident()
         await traffic.flowing(40)
         assert unrouted(since) == 0
         replicas.routers[0].resume()
         await replicas.in_use(0)
-    incident.say("one of two routers stopped")
+    incident.report("one of two routers stopped")
     assert failed(incident.everyone) == []
-    assert unrouted(incident) <= 24, "only what was sent to it before Envoy knew"
+    assert unrouted(incident) <= 24, "only requests sent to it before Envoy noticed"
 
 
-async def test_routers_restarted_one_after_the_other(stage: Stage) -> None:
-    traffic, replicas = stage.traffic(), stage.replicas
+async def test_rolling_router_restart_fails_no_request(system: ReplicatedSystem) -> None:
+    traffic, replicas = system.traffic(), system.replicas
     async with traffic.running():
         await traffic.streaming(4)
         incident = traffic.incident()
@@ -92,16 +92,16 @@ async def test_routers_restarted_one_after_the_other(stage: Stage) -> None:
             await replicas.end_router(number)
             await replicas.restart_router(number)
             await replicas.in_use(number)
-    incident.say("routers restarted in turn")
+    incident.report("routers restarted in turn")
     assert len(incident.later) >= 40
     assert failed(incident.everyone) == []
     assert unrouted(incident) == 0
 
 
-async def test_full_duplex_restarted_and_killed(stage: Stage, tmp_path: Path) -> None:
-    """In FULL_DUPLEX a router has every response in its hands: restarts are still free, a death cuts what it held."""
-    async with stage.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
-        traffic = stage.traffic(of=replicas)
+async def test_full_duplex_router_kill_cuts_only_its_streams(system: ReplicatedSystem, tmp_path: Path) -> None:
+    """In FULL_DUPLEX responses pass the router: a restart fails no request, a kill cuts the open ones."""
+    async with system.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
+        traffic = system.traffic(of=replicas)
         async with traffic.running():
             await traffic.streaming(4)
             restarted = traffic.incident()
@@ -114,19 +114,19 @@ async def test_full_duplex_restarted_and_killed(stage: Stage, tmp_path: Path) ->
             await traffic.flowing(40)
             since = traffic.incident()
             await traffic.flowing(40)
-        killed.say("full-duplex, one of two killed")
+        killed.report("full-duplex, one of two killed")
         untouched = set(restarted.everyone) - set(killed.everyone)
         assert len(untouched) >= 12
         assert failed(list(untouched)) == []
-        # Its share of what was under way, and what was sent to it before Envoy knew.
+        # Its share of the open requests, and requests sent to it before Envoy noticed.
         assert len(failed(killed.everyone)) <= 2 * len(killed.caught)
         assert failed(since.later) == []
         await replicas.wait_for_rest()
 
 
-async def test_routers_with_different_pools_for_a_while(stage: Stage) -> None:
-    traffic, replicas = stage.traffic(), stage.replicas
-    fewer, everyone = stage.document(*stage.engines[:2], version=2), stage.document(*stage.engines, version=3)
+async def test_routers_with_different_pool_versions_fail_no_request(system: ReplicatedSystem) -> None:
+    traffic, replicas = system.traffic(), system.replicas
+    fewer, everyone = system.document(*system.engines[:2], version=2), system.document(*system.engines, version=3)
 
     async def has_members(number: int, count: int) -> bool:
         return len(await replicas.routers[number].page(POOL)) == count
@@ -140,30 +140,30 @@ async def test_routers_with_different_pools_for_a_while(stage: Stage) -> None:
         await asyncio.gather(*(replicas.in_use(number, more=24) for number in range(2)))
         replicas.write(POOL, everyone)
         await until(lambda: has_members(1, 3), "router 1 has three members again")
-        await replicas.envoy.wait_for_hosts(f"llm/{POOL}", {engine.endpoint for engine in stage.engines})
+        await replicas.envoy.wait_for_hosts(f"llm/{POOL}", {engine.endpoint for engine in system.engines})
         await traffic.flowing(24)
-    incident.say("two pool versions")
+    incident.report("two pool versions")
     assert failed(incident.everyone) == []
     assert unrouted(incident) == 0
 
 
 @pytest.mark.parametrize("wall_s", [HOUR_S, -HOUR_S], ids=["ahead", "back"])
-async def test_the_wall_clock_of_a_router_jumps(stage: Stage, wall_s: float) -> None:
-    traffic, replicas = stage.traffic(session="a session"), stage.replicas
+async def test_wall_clock_jump_fails_no_request(system: ReplicatedSystem, wall_s: float) -> None:
+    traffic, replicas = system.traffic(session="a session"), system.replicas
     router = replicas.routers[0]
     async with traffic.running():
         await asyncio.gather(*(replicas.in_use(number) for number in range(2)))
         await replicas.wait_for_metric("dualmap_pool_sessions", 1, of=0)
         expired = await router.metric("dualmap_completions_total", outcome="expired")
         incident = traffic.incident()
-        router.jump(wall_s=wall_s)
+        router.set_clock_offsets(wall_s=wall_s)
         await asyncio.gather(*(replicas.in_use(number, more=24) for number in range(2)))
-        assert await router.metric("dualmap_pool_sessions") == 1, "the session is as young as it was"
-        assert await router.metric("dualmap_pool_peers") == 1, "the other router is heard as before"
+        assert await router.metric("dualmap_pool_sessions") == 1, "the session has not expired"
+        assert await router.metric("dualmap_pool_peers") == 1, "the other router is still a peer"
         assert await router.metric("dualmap_store_up") == 1
-        router.jump()
+        router.set_clock_offsets()
         await replicas.in_use(0)
-    incident.say(f"wall clock off by {wall_s:+.0f} s")
+    incident.report(f"wall clock off by {wall_s:+.0f} s")
     assert failed(incident.everyone) == []
     assert unrouted(incident) == 0
     assert await router.metric("dualmap_completions_total", outcome="expired") == expired

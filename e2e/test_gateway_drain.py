@@ -1,4 +1,4 @@
-"""The chart's drain beside a real Envoy: what is open ends whole, and only then Envoy may go."""
+"""The chart's drain script with a real Envoy: Envoy stops only after its open streams have ended."""
 
 import asyncio
 import json
@@ -9,9 +9,10 @@ import pytest
 
 from harness.clients import http1, opened
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat
+from harness.shared_engines import SharedEngines
 from harness.upstream import sse
 from harness.waiting import until
-from harness.world import World, chat
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,14 +21,14 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 ENDS_WITHIN_S = 30.0
 
 
-async def test_a_stream_that_is_open_ends_whole_before_envoy_may_go(world: World, deployment: Deployment) -> None:
+async def test_drain_waits_for_the_open_stream(engines: SharedEngines, deployment: Deployment) -> None:
     rest = asyncio.Event()
-    world.left.answer = world.right.answer = sse(EVENTS, then=rest)
+    engines.left.answer = engines.right.answer = sse(EVENTS, then=rest)
     body = json.dumps(chat("scripted", f"{deployment.mode} drain", stream=True)).encode()
     envoy = deployment.another_envoy("leaving")
 
     async def told_to_go() -> bool:
-        # The router refuses a body without a model.
+        # The router rejects a body without a model.
         return (await http1(envoy.url + CHAT, body=b"{}")).headers.get("connection") == "close"
 
     # Envoy is stopped at once when the drain has ended, and the deployment's books must come to rest after it: the
@@ -41,7 +42,7 @@ async def test_a_stream_that_is_open_ends_whole_before_envoy_may_go(world: World
             async with opened(envoy.url + CHAT, body) as response:
                 assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
                 drain.terminate()
-                await until(told_to_go, "clients are told to close their connections")
+                await until(told_to_go, "responses ask clients to close their connections")
                 assert drain.returncode is None
                 rest.set()
                 assert await response.content.read() == EVENTS[1]

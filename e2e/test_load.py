@@ -1,4 +1,4 @@
-"""A few hundred requests at once through an Envoy with two workers: all are answered and nothing is left behind."""
+"""Hundreds of concurrent requests through an Envoy with two workers: all succeed, and no load remains."""
 
 import asyncio
 import json
@@ -7,8 +7,9 @@ import pytest
 
 from harness.clients import Reply, http2, sha256
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, prompt_of, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER
-from harness.world import World, chat, prompt_of, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -18,7 +19,7 @@ POOL = "llm/fast"
 
 
 def bodies(mode: str) -> list[bytes]:
-    """Conversations of a dozen shared prefixes; every other one is streamed."""
+    """Return bodies with a dozen shared prefixes; every second one asks for streaming."""
     made = []
     for number in range(REQUESTS):
         prompt = prompt_of(4 + number % 5, seed=f"{mode} prefix {number % 12}") + f" question {number}"
@@ -27,7 +28,7 @@ def bodies(mode: str) -> list[bytes]:
     return made
 
 
-async def test_two_workers_under_load(world: World, deployment: Deployment) -> None:
+async def test_load_over_two_workers_is_answered_and_released(engines: SharedEngines, deployment: Deployment) -> None:
     before = {
         outcome: await deployment.metric("dualmap_completions_total", pool=POOL, outcome=outcome)
         for outcome in ("finished", "rejected", "aborted", "expired")
@@ -46,7 +47,7 @@ async def test_two_workers_under_load(world: World, deployment: Deployment) -> N
     replies = await asyncio.gather(*(ask(number, body) for number, body in enumerate(sent)))
     assert [reply.status for reply in replies] == [200] * REQUESTS
     assert [reply.headers[DIGEST_HEADER] for reply in replies] == [sha256(body) for body in sent]
-    names = {engine.name: engine.endpoint for engine in world.fast}
+    names = {engine.name: engine.endpoint for engine in engines.fast}
     assert all(names[receipt(reply)["chosen"]] == reply.headers[ENGINE_HEADER] for reply in replies)
     assert {reply.headers[ENGINE_HEADER] for reply in replies} == set(names.values())
 
@@ -61,7 +62,7 @@ async def test_two_workers_under_load(world: World, deployment: Deployment) -> N
 
 
 def cached_tokens(reply: Reply) -> int:
-    """Return what the engine reported, from the whole answer or from the last event but one."""
+    """Return the engine's cached tokens, from the whole response or its last event but one."""
     text = reply.body
     if reply.headers["content-type"].startswith("text/event-stream"):
         text = text.split(b"\n\n")[-3].removeprefix(b"data: ")

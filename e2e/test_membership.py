@@ -1,4 +1,4 @@
-"""Members that come, drain and go while requests run: pool file to router, router to Envoy by EDS."""
+"""Members that join, drain and leave under load: the pool file reaches the router, and EDS reaches Envoy."""
 
 import asyncio
 import json
@@ -11,9 +11,10 @@ from aiohttp import web
 
 from harness.clients import Reply, opened
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, document, error_of, member_of, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import ENGINE_HEADER, Answer, Received, Upstream, plain, sse
 from harness.waiting import until
-from harness.world import World, chat, document, error_of, member_of, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -23,7 +24,7 @@ CLIENTS = 6
 
 
 class Load:
-    """Clients that ask without a pause, each time a new prompt; every reply is kept."""
+    """Clients that send new prompts without a pause and keep every reply."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -32,7 +33,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Ask while the context is open; a request that fails fails the test."""
+        """Send requests while the context is open; an exception fails the test."""
         stop = asyncio.Event()
         clients = [asyncio.create_task(self._ask(stop)) for _ in range(CLIENTS)]
         try:
@@ -43,8 +44,8 @@ class Load:
         assert [result for result in results if result is not None] == []
 
     async def wait_for_more(self, requests: int) -> list[Reply]:
-        """Wait for requests that are sent from now on; return their replies."""
-        # Those on their way may have been routed before whatever the caller waited for.
+        """Wait for ``requests`` requests that start from now on; return their replies."""
+        # Open requests may have been routed before the caller's last change.
         start = len(self.replies) + CLIENTS
 
         async def answered() -> bool:
@@ -73,8 +74,8 @@ async def wait_for_states(deployment: Deployment, states: dict[str, str]) -> Non
     await until(applied, f"the router has {states}")
 
 
-async def test_members_come_drain_and_go_under_load(world: World, deployment: Deployment) -> None:
-    left, right = world.left, world.right
+async def test_members_join_drain_and_leave_under_load(engines: SharedEngines, deployment: Deployment) -> None:
+    left, right = engines.left, engines.right
     async with Upstream(name="third") as third:
         load = Load(deployment)
         async with load.running():
@@ -85,7 +86,7 @@ async def test_members_come_drain_and_go_under_load(world: World, deployment: De
             await wait_for_states(deployment, dict.fromkeys(("left", "right", "third"), "Active"))
             await deployment.envoy.wait_for_hosts(CLUSTER, {each.endpoint for each in (left, right, third)})
             replies = await load.wait_for_more(60)
-            # It has its keys at once, but which prompts come is chance.
+            # It owns keys at once, but which prompts arrive is random.
             while "third" not in served(replies) and len(replies) < 1000:
                 replies += await load.wait_for_more(60)
             assert served(replies) == {"left", "right", "third"}
@@ -100,7 +101,7 @@ async def test_members_come_drain_and_go_under_load(world: World, deployment: De
                 await wait_for_states(deployment, {"left": "Active", "right": "Active", "third": "Draining"})
                 assert served(await load.wait_for_more(40)) == {"left", "right"}
                 page = await deployment.page("changing")
-                assert page["third"]["in_flight"] == 1, "the stream that is still running there"
+                assert page["third"]["in_flight"] == 1, "the open stream"
                 assert (await deployment.envoy.hosts(CLUSTER))[third.endpoint] == "DRAINING"
                 gate.set()
                 assert await running == b"".join(EVENTS)
@@ -109,20 +110,20 @@ async def test_members_come_drain_and_go_under_load(world: World, deployment: De
                 in_flight: int = (await deployment.page("changing"))["third"]["in_flight"]
                 return in_flight == 0
 
-            await until(idle, "nothing is left on the draining member")
+            await until(idle, "the draining member is idle")
             deployment.write("changing", document("changing", everyone[:2], version=4))
             await deployment.envoy.wait_for_hosts(CLUSTER, {left.endpoint, right.endpoint})
             assert served(await load.wait_for_more(40)) == {"left", "right"}
         assert {reply.status for reply in load.replies} == {200}
-        # A pick may reach Envoy some milliseconds before the member it names does; such a request is served elsewhere.
+        # A pick may reach Envoy some milliseconds before its member does; another member serves such a request.
         elsewhere = [each for each in load.replies if receipt(each)["chosen"] != each.headers[ENGINE_HEADER]]
         assert {receipt(each)["chosen"] for each in elsewhere} <= {"third"}
         picked = [each for each in load.replies if receipt(each)["chosen"] == "third"]
-        assert len(elsewhere) < len(picked) / 2, "the new member was not reachable for long"
+        assert len(elsewhere) < len(picked) / 2, "Envoy learned of the new member too late"
 
 
 def slow_streams(stream: Answer) -> Answer:
-    """Answer with ``stream`` where streaming is asked for, and else at once."""
+    """Return an answer: ``stream`` for requests with streaming, else a plain one at once."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return await (stream if b'"stream": true' in received.body else plain)(request, received)
@@ -132,7 +133,7 @@ def slow_streams(stream: Answer) -> Answer:
 
 @asynccontextmanager
 async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["asyncio.Task[bytes]"]:
-    """Open streams until one is at this engine; the context's value is a task that reads it to its end."""
+    """Open streams until this engine serves one; yield a task that reads it to its end."""
     for number in range(60):
         body = json.dumps(chat("changing", f"stream {number}", stream=True)).encode()
         async with opened(deployment.envoy.url + CHAT, body) as response:
@@ -142,34 +143,32 @@ async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["
     pytest.fail(f"none of 60 streams was opened at {engine.name}")
 
 
-async def test_a_pool_may_become_empty_and_come_back(world: World, deployment: Deployment) -> None:
-    members = [member_of(world.left), member_of(world.right)]
+async def test_pool_becomes_empty_and_recovers(engines: SharedEngines, deployment: Deployment) -> None:
+    members = [member_of(engines.left), member_of(engines.right)]
     deployment.write("changing", document("changing", [], version=5))
     await wait_for_states(deployment, {})
     refused = await deployment.ask(chat("changing"))
     assert refused.status == 503
     assert error_of(refused)["code"] == "no_endpoint"
-    assert (await deployment.ask(chat("scripted"))).status == 200, "other pools are not concerned"
+    assert (await deployment.ask(chat("scripted"))).status == 200, "other pools still serve"
 
-    draining = [member_of(world.left, state="Draining"), member_of(world.right, state="Draining")]
+    draining = [member_of(engines.left, state="Draining"), member_of(engines.right, state="Draining")]
     deployment.write("changing", document("changing", draining, version=6))
     await wait_for_states(deployment, {"left": "Draining", "right": "Draining"})
     assert (await deployment.ask(chat("changing"))).status == 503
 
     deployment.write("changing", document("changing", members, version=7))
     await wait_for_states(deployment, {"left": "Active", "right": "Active"})
-    await deployment.envoy.wait_for_hosts(CLUSTER, {world.left.endpoint, world.right.endpoint})
+    await deployment.envoy.wait_for_hosts(CLUSTER, {engines.left.endpoint, engines.right.endpoint})
     assert (await deployment.ask(chat("changing"))).status == 200
 
 
-async def test_a_broken_change_is_refused_and_the_last_good_pool_serves_on(
-    world: World, deployment: Deployment
-) -> None:
+async def test_invalid_pool_change_keeps_the_last_valid_pool(engines: SharedEngines, deployment: Deployment) -> None:
     refusals = await deployment.metric("dualmap_pool_refusals_total")
-    twice = [member_of(world.left), member_of(world.left)]
+    twice = [member_of(engines.left), member_of(engines.left)]
     deployment.write("changing", document("changing", twice, version=8))
     await deployment.wait_for_metric("dualmap_pool_refusals_total", refusals + 1)
     assert set(await deployment.page("changing")) == {"left", "right"}
     assert (await deployment.ask(chat("changing"))).status == 200
-    deployment.write("changing", document("changing", [member_of(world.left), member_of(world.right)], version=9))
+    deployment.write("changing", document("changing", [member_of(engines.left), member_of(engines.right)], version=9))
     await wait_for_states(deployment, {"left": "Active", "right": "Active"})

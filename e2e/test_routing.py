@@ -1,4 +1,4 @@
-"""Where requests go through the real Envoy and router: the pick, its receipt, refusals, what clients may not say."""
+"""Routing through the real Envoy and router: picks, receipts, rejections, and ignored client headers."""
 
 import json
 from pathlib import Path
@@ -11,18 +11,17 @@ from aiohttp import web
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import http1, raw
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, error_of, prompt_of, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import ENGINE_HEADER, Received, Upstream
-from harness.world import World, chat, error_of, prompt_of, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 DESTINATION = "x-gateway-destination-endpoint"
 
 
-async def test_the_chosen_engine_serves_and_the_next_turn_finds_its_prefix_there(
-    world: World, deployment: Deployment
-) -> None:
-    names = {engine.name: engine.endpoint for engine in world.fast}
+async def test_next_turn_hits_the_prefix_at_the_chosen_engine(engines: SharedEngines, deployment: Deployment) -> None:
+    names = {engine.name: engine.endpoint for engine in engines.fast}
     for conversation in range(4):
         body = chat("fast", prompt_of(8, seed=f"{deployment.mode} conversation {conversation}"), max_tokens=8)
         first = await deployment.ask(body)
@@ -41,7 +40,7 @@ async def test_the_chosen_engine_serves_and_the_next_turn_finds_its_prefix_there
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 8 * 128
 
 
-async def test_receipt_names_the_policy_the_pair_and_the_prompt(world: World, deployment: Deployment) -> None:
+async def test_receipt_names_policy_pair_and_prompt(engines: SharedEngines, deployment: Deployment) -> None:
     reply = await deployment.ask(chat("scripted", prompt_of(4, seed=f"{deployment.mode} receipt")))
     said = receipt(reply)
     assert said["policy"] == "dualmap"
@@ -51,11 +50,11 @@ async def test_receipt_names_the_policy_the_pair_and_the_prompt(world: World, de
     assert 1 <= int(said["key"]) <= 4
 
 
-async def test_an_engines_own_receipt_is_replaced(world: World, deployment: Deployment) -> None:
+async def test_engine_receipt_header_is_replaced(engines: SharedEngines, deployment: Deployment) -> None:
     async def forge(request: web.Request, received: Received) -> web.StreamResponse:
         return web.json_response({}, headers={"x-dualmap-decision": "forged"})
 
-    world.left.answer = world.right.answer = forge
+    engines.left.answer = engines.right.answer = forge
     body = json.dumps(chat("scripted")).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: e\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     answer = await raw(deployment.envoy.port, head + body)
@@ -65,7 +64,7 @@ async def test_an_engines_own_receipt_is_replaced(world: World, deployment: Depl
 
 
 def spoofed(target: Upstream, cluster: str) -> dict[str, str]:
-    """Everything a client could say to be sent where it wants."""
+    """Return all headers by which a client could try to choose its destination."""
     return {
         DESTINATION: target.endpoint,
         f"{DESTINATION}-served": target.endpoint,
@@ -79,12 +78,12 @@ def spoofed(target: Upstream, cluster: str) -> dict[str, str]:
     }
 
 
-async def test_what_a_client_says_about_destinations_is_ignored(world: World, deployment: Deployment) -> None:
+async def test_client_destination_headers_are_ignored(engines: SharedEngines, deployment: Deployment) -> None:
     prompt = prompt_of(4, seed=f"{deployment.mode} spoofed")
     first = await deployment.ask(chat("scripted", prompt))
-    home = world.left if first.headers[ENGINE_HEADER] == "left" else world.right
-    other = world.right if home is world.left else world.left
-    for target in (world.outsider, other):
+    home = engines.left if first.headers[ENGINE_HEADER] == "left" else engines.right
+    other = engines.right if home is engines.left else engines.left
+    for target in (engines.outsider, other):
         reply = await deployment.ask(chat("scripted", prompt), headers=spoofed(target, "llm/slow"))
         assert reply.status == 200
         assert reply.headers[ENGINE_HEADER] == home.name
@@ -92,10 +91,12 @@ async def test_what_a_client_says_about_destinations_is_ignored(world: World, de
         seen = home.received[-1].headers
         assert seen[DESTINATION].split(",")[0] == home.endpoint
         assert {name for name in seen if name.startswith(("x-dualmap", DESTINATION))} == {DESTINATION}
-    assert not world.outsider.received
+    assert not engines.outsider.received
 
 
-async def test_requests_without_a_body_get_any_member_and_no_receipt(world: World, deployment: Deployment) -> None:
+async def test_request_without_body_gets_any_member_and_no_receipt(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     served = []
     for _ in range(4):
         reply = await http1(deployment.envoy.url + "/v1/models")
@@ -103,8 +104,8 @@ async def test_requests_without_a_body_get_any_member_and_no_receipt(world: Worl
         assert "x-dualmap-decision" not in reply.headers
         served.append(reply.headers[ENGINE_HEADER])
     assert set(served) == {"left", "right"}
-    assert world.left.received[-1].path == "/v1/models"
-    spoof = await http1(deployment.envoy.url + "/health", headers=spoofed(world.outsider, "llm/slow"))
+    assert engines.left.received[-1].path == "/v1/models"
+    spoof = await http1(deployment.envoy.url + "/health", headers=spoofed(engines.outsider, "llm/slow"))
     assert spoof.headers[ENGINE_HEADER] in {"left", "right"}
 
 
@@ -121,7 +122,7 @@ async def test_requests_without_a_body_get_any_member_and_no_receipt(world: Worl
     ],
     ids=["not JSON", "no object", "no body", "no model", "model is a number", "unknown model", "empty pool"],
 )
-async def test_refusals_are_openai_errors(deployment: Deployment, body: bytes, status: int, code: str) -> None:
+async def test_rejected_request_gets_openai_error(deployment: Deployment, body: bytes, status: int, code: str) -> None:
     for chunk_bytes in (0, 3):
         reply = await deployment.ask(body, chunk_bytes=chunk_bytes)
         assert reply.status == status
@@ -129,18 +130,18 @@ async def test_refusals_are_openai_errors(deployment: Deployment, body: bytes, s
         assert "x-dualmap-decision" not in reply.headers
 
 
-async def test_each_model_and_alias_has_its_pool(world: World, deployment: Deployment) -> None:
+async def test_model_and_alias_select_their_pool(engines: SharedEngines, deployment: Deployment) -> None:
     scripted = await deployment.ask(chat("scripted") | {"model": "scripted"})
     assert scripted.status == 200
     assert scripted.headers[ENGINE_HEADER] in {"left", "right"}
     fast = await deployment.ask(chat("fast", max_tokens=2))
-    assert fast.headers[ENGINE_HEADER] in {engine.endpoint for engine in world.fast}
+    assert fast.headers[ENGINE_HEADER] in {engine.endpoint for engine in engines.fast}
     slow = await deployment.ask(chat("slow", max_tokens=1))
-    assert slow.headers[ENGINE_HEADER] == world.slow.endpoint
+    assert slow.headers[ENGINE_HEADER] == engines.slow.endpoint
 
 
 def with_subset(config: str) -> str:
-    """Put a filter in front that hints at the subset which the header ``x-test-subset`` lists, as a gateway would."""
+    """Add a filter that sets a gateway's subset hint from the header ``x-test-subset``."""
     document: dict[str, Any] = yaml.safe_load(config)
     (listener,) = document["static_resources"]["listeners"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
@@ -157,34 +158,34 @@ def with_subset(config: str) -> str:
     return yaml.safe_dump(document)
 
 
-async def test_a_gateways_subset_hint_bounds_the_choice(world: World, deployment: Deployment) -> None:
+async def test_gateway_subset_hint_limits_the_candidates(engines: SharedEngines, deployment: Deployment) -> None:
     async with deployment.another_envoy("subset", edit=with_subset) as envoy:
         for number in range(4):
-            for member in (world.left, world.right):
+            for member in (engines.left, engines.right):
                 body = chat("scripted", prompt_of(2, seed=f"subset {number}"))
                 reply = await deployment.ask(body, headers={"x-test-subset": member.endpoint}, envoy=envoy)
                 assert reply.headers[ENGINE_HEADER] == member.name
                 assert receipt(reply)["pair"] == f'("{member.name}")'
-        headers = {"x-test-subset": world.right.endpoint}
+        headers = {"x-test-subset": engines.right.endpoint}
         assert (await http1(envoy.url + "/v1/models", headers=headers)).headers[ENGINE_HEADER] == "right"
         by_ip = await deployment.ask(chat("scripted"), headers={"x-test-subset": "127.0.0.1"}, envoy=envoy)
         assert receipt(by_ip)["pair"].count('"') == 4
-        for headers in ({"x-test-subset": world.outsider.endpoint}, {"x-test-subset": ","}):
+        for headers in ({"x-test-subset": engines.outsider.endpoint}, {"x-test-subset": ","}):
             for refused in (
                 await deployment.ask(chat("scripted"), headers=headers, envoy=envoy),
                 await http1(envoy.url + "/v1/models", headers=headers),
             ):
                 assert refused.status == 503
                 assert error_of(refused)["code"] == "no_endpoint"
-    assert not world.outsider.received
+    assert not engines.outsider.received
 
 
-async def test_over_tls(world: World, tmp_path: Path) -> None:
-    documents = {"fast": world.documents()["fast"]}
+async def test_request_over_tls_is_routed_and_logged(engines: SharedEngines, tmp_path: Path) -> None:
+    documents = {"fast": engines.documents()["fast"]}
     async with Deployment(documents, mode=Mode.STREAMED, directory=tmp_path, tls=True) as deployment:
         reply = await deployment.ask(chat("fast", max_tokens=2))
         assert reply.status == 200
-        assert receipt(reply)["chosen"] in {engine.name for engine in world.fast}
+        assert receipt(reply)["chosen"] in {engine.name for engine in engines.fast}
         models = json.loads((await http1(deployment.envoy.url + "/v1/models")).body)
         assert [model["id"] for model in models["data"]] == ["fast-model"]
         await deployment.wait_for_rest()

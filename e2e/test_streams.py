@@ -1,4 +1,4 @@
-"""Responses on their way back: event streams byte by byte, what the router learns from them, and clients that leave."""
+"""Responses through Envoy: unchanged event streams, their effect on the router, and client disconnects."""
 
 import asyncio
 import json
@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.clients import http1, in_halves, opened
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, prompt_of, receipt
+from harness.shared_engines import SharedEngines
 from harness.upstream import DIGEST_HEADER, ENGINE_HEADER, Received, sse
 from harness.waiting import until
-from harness.world import World, chat, prompt_of, receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -31,10 +32,10 @@ EVENTS = [
 ]
 
 
-async def test_event_streams_come_through_byte_by_byte(world: World, deployment: Deployment) -> None:
-    world.left.answer = world.right.answer = sse(EVENTS)
+async def test_event_stream_passes_unchanged(engines: SharedEngines, deployment: Deployment) -> None:
+    engines.left.answer = engines.right.answer = sse(EVENTS)
     body = json.dumps(chat("scripted", stream=True)).encode()
-    direct = await http1(f"http://{world.left.endpoint}{CHAT}", body=body)
+    direct = await http1(f"http://{engines.left.endpoint}{CHAT}", body=body)
     assert direct.body == b"".join(EVENTS)
     for _ in range(3):
         through = await deployment.ask(body)
@@ -44,7 +45,7 @@ async def test_event_streams_come_through_byte_by_byte(world: World, deployment:
         assert through.headers[DIGEST_HEADER] == direct.headers[DIGEST_HEADER]
 
 
-async def test_each_event_passes_when_it_is_sent(world: World, deployment: Deployment) -> None:
+async def test_event_passes_as_soon_as_it_is_sent(engines: SharedEngines, deployment: Deployment) -> None:
     gates = [asyncio.Event() for _ in range(4)]
     # Never `data: 0`: an event of a JSON scalar crashes Envoy 1.40 in its sse_to_metadata filter.
     events = [b'data: {"number": %d}\n\n' % number for number in range(len(gates))]
@@ -57,15 +58,15 @@ async def test_each_event_passes_when_it_is_sent(world: World, deployment: Deplo
             await response.write(event)
         return response
 
-    world.left.answer = world.right.answer = answer
+    engines.left.answer = engines.right.answer = answer
     async with opened(deployment.envoy.url + CHAT, json.dumps(chat("scripted", stream=True)).encode()) as response:
-        # The headers are there before the first token, as the engine sent them.
+        # The headers arrive before the first token, as the engine sent them.
         for gate, event in zip(gates, events, strict=True):
             gate.set()
             assert await response.content.readexactly(len(event)) == event
 
 
-async def test_usage_of_simulated_engines_arrives_and_is_counted(world: World, deployment: Deployment) -> None:
+async def test_usage_of_simulated_engines_is_counted(engines: SharedEngines, deployment: Deployment) -> None:
     pool = "llm/fast"
     predicted = await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool)
     measured = await deployment.metric("dualmap_measured_cached_tokens_total", pool=pool)
@@ -85,13 +86,13 @@ async def test_usage_of_simulated_engines_arrives_and_is_counted(world: World, d
         assert await deployment.metric("dualmap_predicted_cached_tokens_total", pool=pool) == predicted
 
 
-async def test_the_first_event_releases_the_prefill_and_the_access_log_the_rest(
-    world: World, deployment: Deployment
+async def test_first_event_releases_prefill_and_access_log_the_rest(
+    engines: SharedEngines, deployment: Deployment
 ) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
-    world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
+    engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
     finished = await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome="finished")
-    # Nobody's prefix, so that all of it is to be computed.
+    # A new prefix: the engine must compute all of it.
     body = json.dumps(chat("scripted", f"{deployment.mode} new", stream=True)).encode()
     async with opened(deployment.envoy.url + CHAT, body) as response:
         await deployment.wait_for_load("scripted", "a prefill is pending", lambda flying, tokens: flying == 1 < tokens)
@@ -103,19 +104,19 @@ async def test_the_first_event_releases_the_prefill_and_the_access_log_the_rest(
     await deployment.wait_for_metric("dualmap_completions_total", finished + 1, pool="llm/scripted", outcome="finished")
 
 
-async def engine_sample(world: World, name: str, **labels: str) -> float:
-    """Return a sample of the slow engine's own metrics."""
-    page = (await http1(f"http://{world.slow.endpoint}/metrics")).body.decode()
+async def engine_sample(engines: SharedEngines, name: str, **labels: str) -> float:
+    """Return the sum of samples of a metric of the slow engine."""
+    page = (await http1(f"http://{engines.slow.endpoint}/metrics")).body.decode()
     samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
 
-async def wait_for_engine(world: World, what: str, check: Callable[[], Awaitable[bool]]) -> None:
+async def wait_for_engine(engines: SharedEngines, what: str, check: Callable[[], Awaitable[bool]]) -> None:
     await until(check, f"the slow engine {what}", timeout_s=20.0)
 
 
-async def test_clients_that_leave_in_stream_prefill_and_queue(world: World, deployment: Deployment) -> None:
-    aborts = await engine_sample(world, "vllm:request_success_total", finished_reason="abort")
+async def test_client_disconnects_are_aborted_in_every_phase(engines: SharedEngines, deployment: Deployment) -> None:
+    aborts = await engine_sample(engines, "vllm:request_success_total", finished_reason="abort")
     counted = await deployment.metric("dualmap_completions_total", pool="llm/slow", outcome="aborted")
     url = deployment.envoy.url + CHAT
     long = prompt_of(150, seed=f"{deployment.mode} leaves")
@@ -126,11 +127,11 @@ async def test_clients_that_leave_in_stream_prefill_and_queue(world: World, depl
 
             async def taken() -> bool:
                 return (
-                    await engine_sample(world, "vllm:num_requests_running") == running
-                    and await engine_sample(world, "vllm:num_requests_waiting") == waiting
+                    await engine_sample(engines, "vllm:num_requests_running") == running
+                    and await engine_sample(engines, "vllm:num_requests_waiting") == waiting
                 )
 
-            await wait_for_engine(world, f"has {running} running, {waiting} waiting", taken)
+            await wait_for_engine(engines, f"has {running} running, {waiting} waiting", taken)
             return response
 
         streaming = json.dumps(chat("slow", "count", stream=True, max_tokens=1000)).encode()
@@ -142,21 +143,23 @@ async def test_clients_that_leave_in_stream_prefill_and_queue(world: World, depl
         assert (await deployment.load("slow"))[0] == 3
 
     async def gone() -> bool:
-        return (await engine_sample(world, "vllm:request_success_total", finished_reason="abort")) == aborts + 3
+        return (await engine_sample(engines, "vllm:request_success_total", finished_reason="abort")) == aborts + 3
 
-    await wait_for_engine(world, "has aborted all three", gone)
+    await wait_for_engine(engines, "has aborted all three", gone)
     await deployment.wait_for_rest()
     await deployment.wait_for_metric("dualmap_completions_total", counted + 3, pool="llm/slow", outcome="aborted")
 
 
-async def test_a_client_that_leaves_before_any_answer(world: World, deployment: Deployment) -> None:
+async def test_client_disconnect_before_response_aborts_the_request(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     """Without streaming, the engine's headers come with the whole answer."""
 
     async def never(request: web.Request, received: Received) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError
 
-    world.left.answer = world.right.answer = never
+    engines.left.answer = engines.right.answer = never
     asking = asyncio.create_task(deployment.ask(chat("scripted")))
     await deployment.wait_for_load("scripted", "one in flight", lambda flying, _: flying == 1)
     asking.cancel()
@@ -164,12 +167,12 @@ async def test_a_client_that_leaves_before_any_answer(world: World, deployment: 
     await deployment.wait_for_rest()
 
     async def aborted() -> bool:
-        return world.left.aborted + world.right.aborted == 1
+        return engines.left.aborted + engines.right.aborted == 1
 
     await until(aborted, "the engine sees the disconnect")
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body(world: World, deployment: Deployment) -> None:
+async def test_client_disconnect_in_its_body_routes_nothing(engines: SharedEngines, deployment: Deployment) -> None:
     routed = await deployment.metric("dualmap_requests_total", pool="llm/scripted")
     opens = "http.requests.downstream_rq_active$"
     body = json.dumps(chat("scripted", "x" * 100_000)).encode()

@@ -1,4 +1,4 @@
-"""Traces through the real Envoy and router: headers to the engine as they came, spans to a collector."""
+"""Traces through the real Envoy and router: unchanged headers to the engine, spans to a collector."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest_asyncio
 
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.deployment import Deployment
+from harness.documents import chat, document, member_of, receipt
 from harness.upstream import Upstream
 from harness.waiting import until
-from harness.world import chat, document, member_of, receipt
 from otlp_collector import Collector, values
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -37,7 +37,7 @@ def assert_carried(engine: Upstream) -> None:
 
 
 @modes
-async def test_a_decision_is_a_span_of_the_client_s_trace_and_the_engine_sees_that_trace_untouched(
+async def test_decision_span_joins_the_client_trace(
     mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
@@ -57,15 +57,13 @@ async def test_a_decision_is_a_span_of_the_client_s_trace_and_the_engine_sees_th
 
         unknown = await deployment.ask(chat("nobody"), headers=HEADERS)
         assert unknown.status == 404
-        # What has not gone out yet does when the router ends.
+        # The router exports the remaining spans when it ends.
         await deployment.router.stop()
         assert [values(each.attributes).get("http.response.status_code") for each in collector.spans] == [None, 404]
 
 
 @modes
-async def test_without_a_collector_the_trace_reaches_the_engine_all_the_same(
-    mode: Mode, engine: Upstream, tmp_path: Path
-) -> None:
+async def test_without_collector_trace_headers_reach_the_engine(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
     async with Deployment(pools, mode=mode, directory=tmp_path) as deployment:
         assert (await deployment.ask(chat("traced"), headers=HEADERS)).status == 200
@@ -74,7 +72,7 @@ async def test_without_a_collector_the_trace_reaches_the_engine_all_the_same(
         assert "traceparent" not in engine.received[-1].headers
 
 
-async def test_a_dead_collector_neither_fails_requests_nor_keeps_the_router_from_ending(
+async def test_dead_collector_delays_no_request_and_no_shutdown(
     collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     collector.stop()
@@ -83,10 +81,10 @@ async def test_a_dead_collector_neither_fails_requests_nor_keeps_the_router_from
     async with Deployment(pools, mode=Mode.STREAMED, directory=tmp_path, router_arguments=arguments) as deployment:
         for _ in range(20):
             assert (await deployment.ask(chat("traced"))).status == 200
-        await deployment.router.wait_for_line("spans cannot be delivered")
+        await deployment.router.wait_for_line("Dropping spans, export failed")
         deployment.router.terminate()
         assert await deployment.router.wait(timeout_s=40.0) == 0
-        assert deployment.router.output().count("spans cannot be delivered") == 1
+        assert deployment.router.output().count("Dropping spans, export failed") == 1
         assert "Traceback" not in deployment.router.output()
 
 

@@ -1,4 +1,4 @@
-"""Token usage out of responses (``envoy/usage.lua``): what is read, what is not, and that no response suffers."""
+"""Token usage from responses (``envoy/usage.lua``): which responses it reads; it changes and delays none."""
 
 import asyncio
 import json
@@ -12,29 +12,30 @@ from aiohttp import web
 from dualmap_extproc import names
 from harness.clients import Reply, http1, http2, opened, sha256
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat
 from harness.envoy import Envoy
 from harness.picker import Picker, always
 from harness.settings import pool_of, settings_for
+from harness.shared_engines import SharedEngines
 from harness.upstream import Answer, Received, Upstream, sse
-from harness.world import World, chat
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
 USAGE = b'{"prompt_tokens":10,"total_tokens":13,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}'
 LAST_EVENTS = b'data: {"choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
 FOUND = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "8"}
-# A line of the script, where tests make it fail.
+# The line of the script where tests insert an error.
 LOOP = "for chunk in handle:bodyChunks() do"
 POOL = names.cluster_name("llm", "qwen")
 SCALARS = [b"data: null\n\n", b'data: "text"\n\n', b"data: 5\n\n", b"data: true\n\n", b"data:\n\n", b"data: {\n\n"]
 
 
 def quoted(text: bytes) -> bytes:
-    """Return an answer whose content is a text, as a JSON string."""
+    """Return a response body whose content is ``text`` as a JSON string."""
     return b'{"choices":[{"text":' + json.dumps(text.decode()).encode() + b"}]}"
 
 
-# Name -> content type, body, tags expected.
+# Name -> content type, body, expected tags.
 READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "whole, written by json.dumps": (JSON, json.dumps({"choices": [], "usage": json.loads(USAGE)}).encode(), FOUND),
     "whole, indented": (JSON, json.dumps({"usage": json.loads(USAGE), "z": [1]}, indent=4).encode(), FOUND),
@@ -85,7 +86,7 @@ READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
 
 
 def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
-    """Answer with a body at once."""
+    """Return an answer of one whole body."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return web.Response(body=body, headers={"content-type": content_type, **headers})
@@ -94,7 +95,7 @@ def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
 
 
 class InPieces:
-    """Answers piece by piece, the next one once ``passed`` is set: each is a chunk of its own for Envoy."""
+    """Answers in pieces, the next one once ``passed`` is set, so that Envoy gets each as a chunk."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -110,7 +111,7 @@ class InPieces:
         return response
 
     async def read(self, envoy: Envoy) -> None:
-        """Ask through Envoy: every piece must come before the engine has sent the next."""
+        """Send a request through Envoy; each piece must arrive before the engine sends the next."""
         async with opened(envoy.url, b"{}") as response:
             for piece in self.pieces:
                 assert await response.content.readexactly(len(piece)) == piece
@@ -132,7 +133,7 @@ async def _picker(engine: Upstream) -> AsyncIterator[Picker]:
 
 @pytest_asyncio.fixture(name="envoy")
 async def _envoy(engine: Upstream, picker: Picker, tmp_path: Path) -> AsyncIterator[Envoy]:
-    """One Envoy, whose script must not have failed once."""
+    """Yield an Envoy; its script must not fail."""
     async with Envoy(settings_for([pool_of([engine])], [picker]), directory=tmp_path) as envoy:
         yield envoy
         assert envoy.child.returncode is None, envoy.child.output()[-4000:]
@@ -140,18 +141,18 @@ async def _envoy(engine: Upstream, picker: Picker, tmp_path: Path) -> AsyncItera
 
 
 async def logged(picker: Picker, number: int) -> list[dict[str, str]]:
-    """Return the usage tags of so many responses, in their order."""
+    """Return the usage tags of the first ``number`` responses in order."""
     await picker.wait_for_entries(number)
     tags = [dict(entry.common_properties.custom_tags) for entry in picker.entries]
     return [{tag: found[tag] for tag in FOUND if found.get(tag, "-") != "-"} for found in tags]
 
 
 async def ask_by_http2(deployment: Deployment) -> Reply:
-    """Ask as a client that keeps its connection: one that closes at the last byte is logged as gone before the end."""
+    """Send a request over HTTP/2: a client that closes at the last byte would be logged as a disconnect."""
     return await http2(deployment.envoy.port, path=CHAT, body=json.dumps(chat("scripted")).encode())
 
 
-async def test_what_is_read_and_what_is_not(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_is_read_from_supported_responses_only(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     for name, (content_type, body, _) in READ.items():
         engine.answer = whole(body, content_type)
         assert (await http1(envoy.url, body=b"{}")).body == body, name
@@ -159,7 +160,7 @@ async def test_what_is_read_and_what_is_not(engine: Upstream, picker: Picker, en
     assert dict(zip(READ, found, strict=True)) == {name: expected for name, (*_, expected) in READ.items()}
 
 
-async def test_compressed_answers_are_left_alone(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_compressed_response_is_not_read(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     body = b'{"usage":' + USAGE + b"}"
     for encoding in ("gzip", "identity"):
         engine.answer = whole(body, **{"content-encoding": encoding})
@@ -167,7 +168,7 @@ async def test_compressed_answers_are_left_alone(engine: Upstream, picker: Picke
     assert await logged(picker, 2) == [{}, FOUND]
 
 
-async def test_usage_that_comes_in_pieces_and_no_piece_waits(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_in_pieces_is_read_without_delay(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     start = b'data: {"choices":[]}\n\n'
     splits = [[start + LAST_EVENTS[:at], LAST_EVENTS[at:]] for at in range(len(LAST_EVENTS))]
     splits.append([bytes([byte]) for byte in start + LAST_EVENTS])
@@ -177,9 +178,7 @@ async def test_usage_that_comes_in_pieces_and_no_piece_waits(engine: Upstream, p
     assert await logged(picker, len(splits)) == [FOUND] * len(splits)
 
 
-async def test_usage_is_kept_when_the_client_leaves_after_the_last_event(
-    engine: Upstream, picker: Picker, envoy: Envoy
-) -> None:
+async def test_usage_is_kept_when_the_client_leaves_at_the_end(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     engine.answer = InPieces([LAST_EVENTS])
     async with opened(envoy.url, b"{}") as response:
         assert await response.content.readexactly(len(LAST_EVENTS)) == LAST_EVENTS
@@ -187,38 +186,42 @@ async def test_usage_is_kept_when_the_client_leaves_after_the_last_event(
 
 
 class TestThroughTheRouter:
-    """What the router makes of it, in each message mode."""
+    """The router's use of the usage tags, in each message mode."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-    async def test_events_of_scalars_end_no_gateway(self, world: World, deployment: Deployment) -> None:
+    async def test_scalar_events_do_not_crash_envoy(self, engines: SharedEngines, deployment: Deployment) -> None:
         for event in SCALARS:
-            world.left.answer = world.right.answer = sse([event])
+            engines.left.answer = engines.right.answer = sse([event])
             assert (await deployment.ask(chat("scripted", stream=True))).body == event
         assert deployment.envoy.child.returncode is None
 
-    async def test_measured_hits_are_counted_whatever_the_answer_s_form(
-        self, world: World, deployment: Deployment
+    async def test_cached_tokens_of_streamed_and_plain_responses_are_counted(
+        self, engines: SharedEngines, deployment: Deployment
     ) -> None:
         pool = "llm/scripted"
         counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool=pool)
         answers = [sse([b'data: {"choices":[]}\n\n', LAST_EVENTS]), whole(b'{"usage":' + USAGE + b"}")]
         for number, answer in enumerate(answers, start=1):
-            world.left.answer = world.right.answer = answer
+            engines.left.answer = engines.right.answer = answer
             assert (await ask_by_http2(deployment)).status == 200
             await deployment.wait_for_metric("dualmap_measured_cached_tokens_total", counted + 8 * number, pool=pool)
 
-    async def test_answers_without_usage_are_finished_all_the_same(self, world: World, deployment: Deployment) -> None:
+    async def test_response_without_usage_counts_as_finished(
+        self, engines: SharedEngines, deployment: Deployment
+    ) -> None:
         labels = {"pool": "llm/scripted"}
         counted = await deployment.metric("dualmap_measured_cached_tokens_total", **labels)
         finished = await deployment.metric("dualmap_completions_total", outcome="finished", **labels)
-        world.left.answer = world.right.answer = sse([b"data: [DONE]\n\n"])
+        engines.left.answer = engines.right.answer = sse([b"data: [DONE]\n\n"])
         assert (await deployment.ask(chat("scripted"))).status == 200
         await deployment.wait_for_metric("dualmap_completions_total", finished + 1, outcome="finished", **labels)
         assert await deployment.metric("dualmap_measured_cached_tokens_total", **labels) == counted
 
     @pytest.mark.parametrize("streamed", [False, True], ids=["content-length", "chunked"])
-    async def test_huge_answers_pass_whole(self, world: World, deployment: Deployment, streamed: bool) -> None:
+    async def test_huge_response_passes_whole(
+        self, engines: SharedEngines, deployment: Deployment, streamed: bool
+    ) -> None:
         counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool="llm/scripted")
         body = b'{"data":"%b","usage":%b}' % (b"0123456789abcdef" * (20 << 16), USAGE)
 
@@ -228,7 +231,7 @@ class TestThroughTheRouter:
             await response.write(body)
             return response
 
-        world.left.answer = world.right.answer = chunked if streamed else whole(body)
+        engines.left.answer = engines.right.answer = chunked if streamed else whole(body)
         reply = await ask_by_http2(deployment)
         assert reply.status == 200
         assert sha256(reply.body) == sha256(body)
@@ -239,8 +242,8 @@ class TestThroughTheRouter:
         [LOOP + " error('broken')", "error('broken') " + LOOP],
         ids=["at the body", "at the headers"],
     )
-    async def test_a_script_that_fails_costs_only_the_usage(
-        self, world: World, deployment: Deployment, fails: str
+    async def test_failing_usage_script_loses_only_the_usage(
+        self, engines: SharedEngines, deployment: Deployment, fails: str
     ) -> None:
         def edit(config: str) -> str:
             assert LOOP in config
@@ -248,10 +251,10 @@ class TestThroughTheRouter:
 
         async with deployment.another_envoy("broken", edit=edit) as envoy:
             for body in (LAST_EVENTS, LAST_EVENTS * 1000):
-                world.left.answer = world.right.answer = whole(body, EVENTS)
+                engines.left.answer = engines.right.answer = whole(body, EVENTS)
                 reply = await deployment.ask(chat("scripted"), envoy=envoy)
                 assert (reply.status, reply.body) == (200, body)
             assert sum((await envoy.stats(r"lua\.errors$")).values()) == 2
             assert "broken" in envoy.child.output()
-            # Envoy writes its access log in batches, and drops the last one when it is stopped.
+            # Envoy sends its access log in batches, and drops the last one when it stops.
             await deployment.wait_for_rest()

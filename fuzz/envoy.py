@@ -5,7 +5,7 @@ from typing import Final
 
 from dualmap_extproc import names
 from dualmap_extproc.wire import ext_proc_pb2 as wire
-from fuzz.source import Source
+from fuzz.choices import Choices
 
 _CONFIGS: Final = (
     # No-wait STREAMED, FULL_DUPLEX_STREAMED, BUFFERED, STREAMED, no body at all, and whole bodies sent without waiting.
@@ -48,69 +48,69 @@ _MESSAGES: Final = (
 )
 
 
-def request(source: Source) -> list[wire.ProcessingRequest]:
+def request(choices: Choices) -> list[wire.ProcessingRequest]:
     """Return the messages of a whole request as clients send them, but for what its body says."""
     made = [wire.ProcessingRequest(), wire.ProcessingRequest()]
     headers, body = made[0].request_headers, made[1].request_body
     header = headers.headers.headers.add()
     header.key, header.raw_value = _REQUEST_HEADERS[0]
-    config = source.pick(_CONFIGS)
+    config = choices.pick(_CONFIGS)
     if config is not None:
         made[0].protocol_config.CopyFrom(config)
-    body.body, body.end_of_stream = source.pick(_BODIES), True
+    body.body, body.end_of_stream = choices.pick(_BODIES), True
     return made
 
 
-def message(source: Source) -> wire.ProcessingRequest:
+def message(choices: Choices) -> wire.ProcessingRequest:
     """Return a message that Envoy may send, by its kind and for the most part by what is in it."""
     made = wire.ProcessingRequest()
-    kind = source.pick(_MESSAGES)
+    kind = choices.pick(_MESSAGES)
     match kind:
         case "request_headers":
-            _add_headers(made.request_headers, source, _REQUEST_HEADERS)
-            config = source.pick(_CONFIGS)
+            _add_headers(made.request_headers, choices, _REQUEST_HEADERS)
+            config = choices.pick(_CONFIGS)
             if config is not None:
                 made.protocol_config.CopyFrom(config)
         case "response_headers":
-            _add_headers(made.response_headers, source, _RESPONSE_HEADERS)
+            _add_headers(made.response_headers, choices, _RESPONSE_HEADERS)
         case "request_body" | "response_body":
             body = getattr(made, kind)
-            body.body = _body(source)
-            body.end_of_stream = source.flag()
+            body.body = _body(choices)
+            body.end_of_stream = choices.flag()
         case _:
             getattr(made, kind).SetInParent()
-    match source.number() % 8:
+    match choices.number() % 8:
         case 0:
             subset = made.metadata_context.filter_metadata[names.SUBSET_NAMESPACE].fields[names.SUBSET_KEY]
-            subset.list_value.values.add().string_value = source.pick(_ENDPOINTS)
+            subset.list_value.values.add().string_value = choices.pick(_ENDPOINTS)
         case 1:
             served = made.metadata_context.filter_metadata[names.LB_NAMESPACE].fields[names.SERVED_KEY]
-            served.string_value = source.pick(_ENDPOINTS)
+            served.string_value = choices.pick(_ENDPOINTS)
     return made
 
 
-def _add_headers(headers: wire.HttpHeaders, source: Source, known: tuple[tuple[str, bytes], ...]) -> None:
+def _add_headers(headers: wire.HttpHeaders, choices: Choices, known: tuple[tuple[str, bytes], ...]) -> None:
     # The first of those known makes sense; without it little would.
-    chosen = known[:1] if source.number() % 8 else ()
-    for key, value in (*chosen, *(source.pick(known) for _ in range(source.number() % 4))):
+    chosen = known[:1] if choices.number() % 8 else ()
+    for key, value in (*chosen, *(choices.pick(known) for _ in range(choices.number() % 4))):
         header = headers.headers.headers.add()
         header.key, header.raw_value = key, value
-    headers.end_of_stream = source.flag()
+    headers.end_of_stream = choices.flag()
 
 
-def _body(source: Source) -> bytes:
+def _body(choices: Choices) -> bytes:
     """Return a body that is whole, the beginning or the end of one, or anything."""
-    match source.number() % 8:
+    match choices.number() % 8:
         case 0:
-            return source.chunk()
+            return choices.chunk()
         case 1:
-            return source.pick(_BODIES)[: source.number()]
+            return choices.pick(_BODIES)[: choices.number()]
         case 2:
-            return source.pick(_BODIES)[source.number() :]
-        case 3 if source.flag():
+            return choices.pick(_BODIES)[choices.number() :]
+        case 3 if choices.flag():
             return b"x" * 3000
         case _:
-            return source.pick(_BODIES)
+            return choices.pick(_BODIES)
 
 
 class Peer:

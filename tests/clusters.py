@@ -7,7 +7,7 @@ from math import inf
 from builders import pool
 from dualmap.pools.pool import Engine, Pool, Prefix, Queue, Routing
 from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Record, Replica
+from dualmap_sim.cluster import Cluster, ClusterConfig, Record, Replica, ReplicationConfig
 from dualmap_sim.events import Event
 from dualmap_sim.presets import PRESETS, EngineConfig
 from dualmap_sim.workloads.synthetic import default_workload
@@ -39,7 +39,7 @@ def config(
     *,
     engine: EngineConfig = ROUND,
     routers: int = 1,
-    exchange: Exchange | None = None,
+    exchange: ReplicationConfig | None = None,
     events: tuple[Event, ...] = (),
 ) -> ClusterConfig:
     return ClusterConfig(pool=of, engine=engine, replicas=(Replica(),) * routers, exchange=exchange, events=events)
@@ -47,7 +47,7 @@ def config(
 
 def busy_config(routers: int, queue: Queue = UNLIMITED, *, policy: str = "dualmap", members: int = 8) -> ClusterConfig:
     """Engines of the 7B model, with an exchange between several routers and feedback 10 ms late."""
-    exchange = Exchange() if routers > 1 else None
+    exchange = ReplicationConfig() if routers > 1 else None
     of = pool(members, routing=Routing(policy=policy, queue=queue))
     return replace(config(of, engine=SEVEN_B, routers=routers, exchange=exchange), feedback_delay_s=0.01)
 

@@ -62,7 +62,7 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the subcommand. Ctrl-C before it listens for signals itself, while it is imported say, is told here."""
+        """Run the subcommand; report Ctrl-C if it comes before the subcommand handles signals itself."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

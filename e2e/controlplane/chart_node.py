@@ -1,4 +1,4 @@
-"""A node that has the chart's images, as a pytest fixture; the tests that install the chart import it."""
+"""A pytest fixture for the tests that install the chart: a node that has its images."""
 
 from collections.abc import Iterator
 

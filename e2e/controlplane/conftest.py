@@ -25,19 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(name="product")
 async def _product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> AsyncIterator[Product]:
-    """Two routers that watch a fresh namespace, in which a test's operators may act."""
+    """Two routers that watch a new namespace, in which a test's operators have their rights."""
     async with Product(cluster, tmp_path) as product:
         yield product
 
 
 @pytest.fixture(scope="module", name="running_keda")
 def _running_keda(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """KEDA, for the tests of one file: meanwhile nobody else can serve external metrics."""
+    """KEDA for the tests of one file; no other server of external metrics can run meanwhile."""
     with keda.running(cluster, tmp_path_factory.mktemp("keda")):
         yield
 
 
 @pytest.fixture(name="scaler")
 def _scaler(running_keda: None, product: Product) -> str:
-    """Where KEDA asks (host:port): one router, which knows what all of them see."""
+    """The address (host:port) of one router, which has the demand of all routers."""
     return f"127.0.0.1:{product.routers[0].ports['grpc']}"

@@ -1,4 +1,4 @@
-"""Custom resource definitions on a control plane of the tests: ours, and GAIE's of the same kind."""
+"""Custom resource definitions of the tests: ours, and that of the Gateway API Inference Extension."""
 
 import json
 from pathlib import Path
@@ -30,22 +30,22 @@ def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
 
 
 def remove(cluster: Cluster) -> None:
-    """Take our definition away, and with it the pools that other tests have left, whose operators are gone."""
+    """Delete our definition with the pools that other tests left without an operator."""
     if _let_go(cluster, "--all-namespaces"):
         cluster.kubectl("delete", "crd", NAME, "--timeout=60s")
 
 
 def remove_namespace(cluster: Cluster, namespace: str) -> None:
-    """Take a namespace away, its pools, whose operators are gone, and its pods; does not wait for their end.
+    """Delete a namespace with its pods and its pools without an operator; do not wait for their end.
 
-    What is left running costs every later test: a loop of shells, or engines that are probed each second.
+    Pods left behind would slow down later tests.
     """
     cluster.remove_namespace(namespace)
     _let_go(cluster, "--namespace", namespace)
 
 
 def _let_go(cluster: Cluster, *where: str) -> bool:
-    """Have no pool there wait for an operator before it goes; returns whether the API server knows of pools at all."""
+    """Remove the finalizers of all pools there; return whether the API server has our definition."""
     if not cluster.kubectl("get", "crd", NAME, "--ignore-not-found", "-o", "name"):
         return False
     for pool in json.loads(cluster.kubectl("get", NAME, *where, "-o", "json"))["items"]:

@@ -1,4 +1,4 @@
-"""The helm command as a platform team runs it, on the tests' cluster: versions 3 (PyPI) and 4 (built by `build.py`).
+"""The helm command of versions 3 (PyPI) and 4 (built by `build.py`).
 
 `test_helm.py` installs the chart by it.
 """
@@ -59,7 +59,7 @@ class Helm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The images that the chart names when nobody says otherwise."""
+    """The default images of the chart."""
 
     dualmap: str
     envoy: str

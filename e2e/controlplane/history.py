@@ -1,7 +1,7 @@
-"""In which order things were written: every version of a namespace's pools and StatefulSets, by the API server's watch.
+"""The order of writes: every version of a pool and its StatefulSet, from a watch of the API server.
 
 One etcd counts the versions of all objects, so that the version tells whether a pool's status or its StatefulSet was
-written first. Tests judge an operator by it, whatever moments a poll would have missed.
+written first. A poll would miss some of the versions.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _KINDS: Final = {"serving.dualmap.dev/v1alpha1": "inferencepools", "apps/v1": "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink:
-    """A StatefulSet made smaller, and what its pool's status said of the members that it gave up, at that moment."""
+    """One scale-down of a StatefulSet, with the states of the removed members in the pool's status at that moment."""
 
     before: int
     after: int
@@ -92,7 +92,7 @@ class History:
                         if event.type in ("ADDED", "MODIFIED"):
                             self._take(event.object)
             except ApiError as error:
-                # An API server that restarts. It may know no more of what was before; then what is now has to do.
+                # The API server restarts. If it no longer has the older versions, a new list continues.
                 if error.expired:
                     version = None
                 await asyncio.sleep(_RETRY_S)

@@ -1,7 +1,7 @@
 """The product on the control plane: operator, routers and Envoy as processes, a pool of simulated engines as pods.
 
-Everything runs as a user would have it: the CRD and RBAC of the repository, service accounts' tokens, ``envoy-config``
-on what kubectl prints. The tests of docs/operator.md's promises share it; ``harness.traffic`` is what loads it.
+Everything runs as for a user: the CRD and RBAC of the repository, tokens of service accounts, ``envoy-config``
+on the output of kubectl. ``harness.traffic`` makes the load.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ ROOT = Path(__file__).parents[2]
 MODEL = "qwen-model"
 SYSTEM = "dualmap-system"
 _WAIT_S = 120.0
-# An API server on a machine that has other work answers late, and with a thousand pods it has.
+# With a thousand pods, on a busy machine, the API server answers late.
 _ANSWER_S = 60.0
 
 
-# Ends its engine at SIGTERM without a word, as one does that knows no drain of its own.
+# Kills its engine at SIGTERM, like an engine without a drain of its own.
 _ABRUPT = ("/bin/sh", "-c", '"$@" & trap "kill -KILL $!" TERM; wait', "engine")
 # Where a Service's endpoints have to be: loopback is refused, and every address of the pods' leads to this machine.
 _ROUTER_ADDRESS = "10.244.255.{}"
@@ -45,11 +45,11 @@ def pool_manifest(
 ) -> dict[str, Any]:
     """Return an InferencePool whose pods are simulated engines; ``spec`` is laid over its spec, field by field.
 
-    Engines that are ``abrupt`` cut their streams at SIGTERM, and nothing holds SIGTERM back (the preStop is the user's
-    own and does nothing): what they have in flight is saved by a drain that comes before, or not at all.
+    Engines that are ``abrupt`` cut their streams at SIGTERM, and nothing delays SIGTERM (the preStop is the user's
+    own and does nothing): only a drain before SIGTERM saves their streams.
     """
     engine = [sys.executable, "-m", "dualmap_cli", "engine-sim", "--host", "$(POD_IP)", "--port", "8000"]
-    # Other work may keep a pod from answering for seconds.
+    # On a busy machine a pod may need seconds for an answer.
     probe = {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1, "timeoutSeconds": 10}
     container: dict[str, Any] = {
         "name": "engine",
@@ -150,8 +150,8 @@ class Product:
     ) -> Operator:
         """Start an operator; it is stopped with the product.
 
-        It is told of the product's routers, or finds them by the Service of ``publish_routers`` (``finds_routers``). It
-        has the product's own service account, unless ``kubeconfig`` says otherwise.
+        It gets the addresses of the routers, or with ``finds_routers`` finds them by the Service of
+        ``publish_routers``. It has the product's own service account, unless ``kubeconfig`` says otherwise.
         """
         known = [part for router in self.routers for part in ("--router", f"127.0.0.1:{router.ports['metrics']}")]
         if finds_routers:
@@ -170,7 +170,7 @@ class Product:
         return self.cluster.service_account_kubeconfig(SYSTEM, account)
 
     async def account_like_the_operators(self, name: str) -> str:
-        """Make a service account with the operator's roles, so that the audit log tells it apart; returns its name."""
+        """Create a service account with the operator's roles, which the audit log distinguishes; return its name."""
         account = {"kind": "ServiceAccount", "name": name, "namespace": SYSTEM}
         made = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": SYSTEM}}
         await self.apply(made, SYSTEM)
@@ -188,7 +188,7 @@ class Product:
     async def publish_routers(self) -> None:
         """Make the headless Service by which an operator finds routers, and its endpoints, until the product's end.
 
-        Nothing here makes EndpointSlices for processes that are no pods; each router has one, for each has its ports.
+        No controller makes EndpointSlices for processes that are no pods; each router has its own, with its ports.
         """
         service = {
             "apiVersion": "v1",

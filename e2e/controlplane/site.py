@@ -275,7 +275,7 @@ def pool_of_engines(
         "image": references().dualmap,
         "args": ["engine-sim", *arguments],
         "ports": [{"name": "http", "containerPort": 8000}],
-        # Other work may keep a pod from answering for seconds.
+        # On a busy machine a pod may need seconds for an answer.
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 10},
         "securityContext": {
             "allowPrivilegeEscalation": False,

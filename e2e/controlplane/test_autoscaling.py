@@ -1,4 +1,4 @@
-"""A real HorizontalPodAutoscaler on the pool itself, driven by what the routers say of their traffic."""
+"""A real HorizontalPodAutoscaler scales the pool by the routers' metrics."""
 
 import asyncio
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ METRIC = "dualmap_pool_desired_replicas"
 
 
 @pytest.mark.timeout(480, func_only=True)
-async def test_load_grows_the_pool_and_less_of_it_shrinks_it_without_a_lost_request(
+async def test_hpa_scales_up_and_down_without_a_lost_request(
     product: Product, cluster: Cluster, tmp_path: Path
 ) -> None:
     await product.operator()

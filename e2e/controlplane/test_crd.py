@@ -97,6 +97,21 @@ RULES = (
         ),
         named="spec.workload.selector.matchExpressions[0].values",
     ),
+    Rule(
+        "spec.model",
+        accepted=({"name": "m", "aliases": ["a"], "adapters": ["b", "c"]}, {"name": "m", "adapters": []}),
+        refused=(
+            (
+                {"name": "m", "adapters": ["m"]},
+                '"m" is not accepted; give a name that is neither the model nor an alias',
+            ),
+            (
+                {"name": "m", "aliases": ["a"], "adapters": ["b", "a"]},
+                '"a" is not accepted; give a name that is neither the model nor an alias',
+            ),
+        ),
+        named="spec.model.adapters",
+    ),
     duration("spec.slo.ttft", "100ms", "10m", too_short="99ms", too_long="10.1m"),
     Rule(
         "spec.slo.attainment",
@@ -147,6 +162,8 @@ SCHEMA_REFUSALS = (
     ("spec.workload", None, "spec.workload: Required value"),
     ("spec.model.name", "", "spec.model.name: Invalid value"),
     ("spec.model.aliases", ["a", "a"], 'spec.model.aliases[1]: Duplicate value: "a"'),
+    ("spec.model.adapters", ["a", "a"], 'spec.model.adapters[1]: Duplicate value: "a"'),
+    ("spec.model.adapters", [""], "spec.model.adapters[0]: Invalid value"),
     ("spec.engine.type", "vllm", 'spec.engine.type: Unsupported value: "vllm": supported values: "vLLM", "SGLang"'),
     ("spec.engine.port", 70_000, "spec.engine.port: Invalid value: 70000: "),
     ("spec.engine.prefillTokensPerSecond", 99, "should be greater than or equal to 100"),
@@ -232,7 +249,7 @@ def test_every_rule_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.path)
-def test_a_rule_accepts_what_is_right_and_says_what_is_wrong(cluster: Cluster, namespace: str, rule: Rule) -> None:
+def test_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespace: str, rule: Rule) -> None:
     made = make(cluster, namespace, [pool(rule.path, value) for value in rule.accepted], check=True)
     assert made.count("created (server dry run)") == len(rule.accepted)
     said = refusals(cluster, namespace, [pool(rule.path, value) for value, _ in rule.refused])
@@ -240,13 +257,13 @@ def test_a_rule_accepts_what_is_right_and_says_what_is_wrong(cluster: Cluster, n
         assert message in part(refusal, rule.named or rule.path)
 
 
-def test_the_schema_says_what_is_wrong(cluster: Cluster, namespace: str) -> None:
+def test_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
     said = refusals(cluster, namespace, [pool(path, value) for path, value, _ in SCHEMA_REFUSALS])
     for refusal, (_, _, message) in zip(said, SCHEMA_REFUSALS, strict=True):
         assert message in refusal
 
 
-def test_the_model_cannot_be_changed_but_its_aliases_can(cluster: Cluster, namespace: str) -> None:
+def test_model_is_immutable_and_its_aliases_are_not(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "model"))
     patch(cluster, namespace, "model", {"spec": {"model": {"aliases": ["n"]}}})
     said = patch(cluster, namespace, "model", {"spec": {"model": {"name": "n"}}}, check=False)
@@ -256,7 +273,7 @@ def test_the_model_cannot_be_changed_but_its_aliases_can(cluster: Cluster, names
     )
 
 
-def test_the_port_cannot_be_changed(cluster: Cluster, namespace: str) -> None:
+def test_port_is_immutable(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "port"))
     said = patch(cluster, namespace, "port", {"spec": {"engine": {"port": 9000}}}, check=False)
     expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or make another pool"
@@ -264,7 +281,7 @@ def test_the_port_cannot_be_changed(cluster: Cluster, namespace: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("template", "selector"), ("selector", "template")])
-def test_the_kind_of_workload_cannot_be_changed_but_what_is_in_it_can(
+def test_kind_of_workload_is_immutable_and_its_content_is_not(
     cluster: Cluster, namespace: str, before: str, after: str
 ) -> None:
     workloads: dict[str, Any] = {"template": TEMPLATE, "selector": SELECTOR}
@@ -281,7 +298,7 @@ def test_the_kind_of_workload_cannot_be_changed_but_what_is_in_it_can(
     )
 
 
-def test_the_rings_version_never_goes_back_and_its_members_have_addresses(cluster: Cluster, namespace: str) -> None:
+def test_ring_version_never_decreases_and_members_are_valid(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "ring"))
     members = [MEMBER, {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0"}]
     for version in (7, 7, 8):
@@ -299,7 +316,7 @@ def test_the_rings_version_never_goes_back_and_its_members_have_addresses(cluste
         part(patch(cluster, namespace, "ring", bad, status=True, check=False), f"status.ring.members[0].{name}")
 
 
-def test_what_is_left_out_is_filled_in_and_reads_as_it_was_written(cluster: Cluster, namespace: str) -> None:
+def test_defaults_are_filled_in_and_equal_the_readers(cluster: Cluster, namespace: str) -> None:
     written = pool()
     text = cluster.kubectl(
         "create", "--dry-run=server", "-n", namespace, "-f", "-", "-o", "json", input=json.dumps(written)
@@ -313,7 +330,7 @@ def test_what_is_left_out_is_filled_in_and_reads_as_it_was_written(cluster: Clus
     assert read_spec(kept) == read_spec(written)
 
 
-def test_the_template_is_kept_as_it_was_written(cluster: Cluster, namespace: str) -> None:
+def test_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
     template = {
         "metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}},
         "spec": {
@@ -325,7 +342,7 @@ def test_the_template_is_kept_as_it_was_written(cluster: Cluster, namespace: str
     assert get(cluster, namespace, "kept")["spec"]["workload"] == {"template": template}
 
 
-def test_a_status_is_not_part_of_what_is_applied(cluster: Cluster, namespace: str) -> None:
+def test_status_in_create_is_dropped(cluster: Cluster, namespace: str) -> None:
     document = pool("metadata.name", "statusless")
     create(cluster, namespace, {**document, "status": {"ring": {"version": 7, "members": [MEMBER]}}})
     assert "status" not in get(cluster, namespace, "statusless")

@@ -1,4 +1,4 @@
-"""What a person does with pools: columns, scale, explain, short names, and somebody else's Kind of that name beside."""
+"""kubectl with pools: columns, scale, explain, short names, and another CRD of the same kind."""
 
 import json
 from collections.abc import Iterator
@@ -57,19 +57,19 @@ def table(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_the_columns_are_those_a_person_wants(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_get_shows_the_main_columns(cluster: Cluster, namespace: str) -> None:
     head, row = table(cluster.kubectl("get", "dmpool", "qwen", "-n", namespace))
     assert head == ["NAME", "DESIRED", "READY", "IN-RING", "SLO", "HIT", "POLICY", "AGE"]
     assert row[:-1] == ["qwen", "6", "4", "3", "0.97", "0.63", "dualmap_paper"]
 
 
-def test_wide_has_what_somebody_on_call_asks_next(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_get_wide_shows_the_other_columns(cluster: Cluster, namespace: str) -> None:
     head, row = table(cluster.kubectl("get", "dmpool", "qwen", "-n", namespace, "-o", "wide"))
     assert head[8:] == ["MODEL", "ENGINE", "TTFT", "ATTAINMENT", "RING", "AVAILABLE", "DEGRADED", "REASON"]
     assert row[8:] == ["Qwen/Qwen2.5", "vLLM", "5s", "0.9", "7", "True", "False", "AsExpected"]
 
 
-def test_a_pool_is_scaled_like_a_deployment(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_scale_sets_replicas_within_bounds(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, "scaled")
     cluster.kubectl("scale", "dmpool/scaled", "-n", namespace, "--replicas", "9", "--current-replicas", "6")
     assert cluster.kubectl("get", "dmpool", "scaled", "-n", namespace, "-o", "jsonpath={.spec.replicas}") == "9"
@@ -78,14 +78,14 @@ def test_a_pool_is_scaled_like_a_deployment(cluster: Cluster, namespace: str) ->
     assert "10000" in refused
 
 
-def test_the_scale_subresource_says_what_an_autoscaler_needs(cluster: Cluster, namespace: str) -> None:
+def test_scale_subresource_has_replicas_and_selector(cluster: Cluster, namespace: str) -> None:
     path = f"/apis/serving.dualmap.dev/v1alpha1/namespaces/{namespace}/inferencepools/qwen/scale"
     scale: dict[str, Any] = json.loads(cluster.kubectl("get", "--raw", path))
     assert scale["spec"] == {"replicas": 6}
     assert scale["status"] == {"replicas": 5, "selector": "serving.dualmap.dev/pool=qwen"}
 
 
-def test_every_field_is_explained(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_explain_describes_fields(cluster: Cluster, namespace: str) -> None:
     said = cluster.kubectl("explain", f"{crds.NAME}.spec.routing.queue.dispatchWindow")
     assert "An instance with more seconds of prefill than this before it gets no more" in " ".join(said.split())
     assert "dispatchWindow\t<string>" in cluster.kubectl("explain", f"{crds.NAME}.spec", "--recursive")
@@ -96,7 +96,7 @@ def test_short_name_categories_and_full_name_find_pools(cluster: Cluster, namesp
     assert "inferencepool.serving.dualmap.dev/qwen" in cluster.kubectl("get", name, "-n", namespace, "-o", "name")
 
 
-def test_pools_are_selected_by_model_and_policy(cluster: Cluster, namespace: str) -> None:
+def test_field_selectors_find_pools_by_model_and_policy(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, "other", model="llama")
     for selector, found in (("spec.model.name=llama", "other"), ("spec.routing.policy=dualmap_paper", "qwen")):
         names = cluster.kubectl("get", "dmpool", "-n", namespace, "--field-selector", selector, "-o", "name")
@@ -125,9 +125,7 @@ def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("both")
-def test_beside_theirs_the_bare_name_is_theirs_and_dmpool_is_ours(
-    cluster: Cluster, namespace: str, tmp_path: Path
-) -> None:
+def test_beside_gaie_the_short_name_dmpool_is_ours(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
     # kubectl remembers which names there are: a folder of its own has it look again.
     fresh = ("--cache-dir", str(tmp_path), "-n", namespace)
     for name in ("inferencepool", "inferencepools", "infpool", crds.GAIE_NAME):

@@ -1,4 +1,4 @@
-"""What a drain survives: operators killed at its every step, an API server that restarts, a watch cut silently."""
+"""A drain survives operators killed at each step, a restart of the API server and a watch that goes silent."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import pytest
 
 from controlplane.history import Shrink
 from controlplane.product import Product, pool_manifest
-from emulated_cluster.control_plane.between import Between
 from emulated_cluster.control_plane.cluster import Cluster
+from emulated_cluster.control_plane.silent_proxy import SilentProxy
 from harness.traffic import failed, tally
 
 Status = dict[str, Any]
-# A watch that is cut without a word is given up after 55 s of silence.
+# The operator ends a watch after 55 s of silence.
 NOTICED_S = 90.0
 
 
@@ -34,7 +34,7 @@ STEPS: dict[str, Callable[[Status], bool]] = {
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_a_drain_survives_operators_killed_at_each_of_its_steps(product: Product) -> None:
+async def test_drain_survives_an_operator_killed_at_each_step(product: Product) -> None:
     operator = await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=3))
     await product.until_active(3)
@@ -62,7 +62,7 @@ async def test_a_drain_survives_operators_killed_at_each_of_its_steps(product: P
 
 
 @pytest.mark.timeout(180, func_only=True)
-async def test_a_larger_wish_takes_a_busy_victim_back(product: Product) -> None:
+async def test_drain_cancelled_by_scale_up_keeps_the_busy_pod(product: Product) -> None:
     await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
     await product.until_active(2)
@@ -80,11 +80,11 @@ async def test_a_larger_wish_takes_a_busy_victim_back(product: Product) -> None:
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_a_drain_survives_an_api_server_that_restarts_and_a_watch_cut_silently(
+async def test_drain_survives_api_server_restart_and_silent_watch(
     product: Product, cluster: Cluster, tmp_path: Path
 ) -> None:
-    async with Between().running() as between:
-        behind = between.kubeconfig(tmp_path / "between", product.kubeconfig("dualmap-operator"))
+    async with SilentProxy().running() as proxy:
+        behind = proxy.kubeconfig(tmp_path / "proxy", product.kubeconfig("dualmap-operator"))
         operator = await product.operator(kubeconfig=behind)
         await product.apply(pool_manifest("qwen", product.namespace, replicas=3, abrupt=True))
         await product.until_active(3)
@@ -98,12 +98,12 @@ async def test_a_drain_survives_an_api_server_that_restarts_and_a_watch_cut_sile
             await asyncio.to_thread(cluster.restart_apiserver)
             await product.until_active(2)
             await traffic.streaming(6)
-            between.freeze()
+            proxy.freeze()
             await product.kubectl("scale", "dmpool/qwen", "--replicas=1")
             await product.until(_draining, timeout_s=NOTICED_S)
             await product.until_active(1)
         assert operator.returncode is None
-        # The operator ends before what it speaks through, which its stop would wait for.
+        # The operator stops before the proxy: its stop needs the API server.
         assert await operator.stop() == 0
     print(f"API server restarted and a watch cut during drains: {dict(tally(traffic.exchanges))}")
     assert failed(traffic.exchanges) == []

@@ -25,7 +25,7 @@ DEFINITIONS = {
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_each_example_is_accepted_and_carried_out(
+async def test_each_example_is_accepted_and_reconciled(
     cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path
 ) -> None:
     for file, name in DEFINITIONS.items():

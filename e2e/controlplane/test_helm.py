@@ -1,4 +1,4 @@
-"""The chart's life by helm 3 and helm 4, on the real API server: its pods run from images, under `restricted`."""
+"""The life of the chart by helm 3 and 4: install, upgrade, rollback, uninstall. Pods run under `restricted`."""
 
 import asyncio
 from collections.abc import Iterator

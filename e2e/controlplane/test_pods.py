@@ -1,4 +1,4 @@
-"""What happens to pods by others' hands: killed, deleted, evicted, rolled out, their node lost, their pool deleted."""
+"""Pods that are killed, deleted, evicted or rolled out, whose node is lost or whose pool is deleted."""
 
 import json
 
@@ -23,9 +23,7 @@ async def uids(product: Product) -> dict[str, str]:
     return {name: pod["metadata"]["uid"] for name, pod in (await product.pods()).items()}
 
 
-async def test_a_crashed_engine_leaves_and_comes_back_with_its_id_and_an_empty_cache(
-    product: Product, kubelet: ProcessKubelet
-) -> None:
+async def test_engine_crashed_rejoins_with_a_new_incarnation(product: Product, kubelet: ProcessKubelet) -> None:
     await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=2))
     await product.until_in_ring(2)
@@ -39,7 +37,7 @@ async def test_a_crashed_engine_leaves_and_comes_back_with_its_id_and_an_empty_c
 
 @pytest.mark.timeout(180, func_only=True)
 @pytest.mark.parametrize("how", ["deleted", "evicted"])
-async def test_a_pod_sent_away_finishes_its_streams(product: Product, how: str) -> None:
+async def test_pod_deleted_or_evicted_finishes_its_streams(product: Product, how: str) -> None:
     await serving(product, 2)
     await product.open_gateway()
     traffic = product.traffic(streams=6, plain=2, tokens=150)
@@ -67,7 +65,7 @@ async def test_a_pod_sent_away_finishes_its_streams(product: Product, how: str) 
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_a_changed_template_rolls_one_pod_at_a_time_under_streams(product: Product) -> None:
+async def test_template_changed_rolls_one_pod_at_a_time(product: Product) -> None:
     operator = await serving(product, 3, abrupt=True)
     await product.open_gateway()
     before = await uids(product)
@@ -79,7 +77,7 @@ async def test_a_changed_template_rolls_one_pod_at_a_time_under_streams(product:
         await traffic.streaming(5)
         await product.apply(manifest)
         await product.until(lambda status: any(each["state"] == "Draining" for each in status["ring"]["members"]))
-        # Another operator goes on in the middle of it.
+        # Another operator continues.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -96,7 +94,7 @@ async def test_a_changed_template_rolls_one_pod_at_a_time_under_streams(product:
 
 
 @pytest.mark.timeout(180, func_only=True)
-async def test_a_deleted_pool_finishes_its_streams_and_takes_its_children_along(product: Product) -> None:
+async def test_pool_deleted_finishes_streams_and_removes_children(product: Product) -> None:
     operator = await serving(product, 2, abrupt=True)
     await product.open_gateway()
     traffic = product.traffic(streams=4, plain=0, tokens=400)
@@ -105,7 +103,7 @@ async def test_a_deleted_pool_finishes_its_streams_and_takes_its_children_along(
         incident = traffic.incident()
         await product.kubectl("delete", "dmpool/qwen", "--wait=false")
         await product.until(lambda status: {each["state"] for each in status["ring"]["members"]} == {"Draining"})
-        # Another operator goes on in the middle of it.
+        # Another operator continues.
         await operator.kill()
         await product.operator("operator-1")
 
@@ -114,12 +112,12 @@ async def test_a_deleted_pool_finishes_its_streams_and_takes_its_children_along(
             return left.split() == []
 
         await until(all_gone, "pool and children are gone", timeout_s=90.0)
-    # New requests are refused while it goes; those under way get their answers.
+    # New requests are rejected during the drain; requests in flight complete.
     assert failed(incident.caught) == []
 
 
 @pytest.mark.timeout(180, func_only=True)
-async def test_adopted_pods_leave_the_ring_as_they_terminate(product: Product) -> None:
+async def test_adopted_pods_terminating_leave_the_ring(product: Product) -> None:
     await product.operator()
     template = pool_manifest("vllm", product.namespace, replicas=2)["spec"]["workload"]["template"]
     deployment = {
@@ -146,7 +144,7 @@ async def test_adopted_pods_leave_the_ring_as_they_terminate(product: Product) -
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_a_lost_node_takes_its_pods_out_of_the_ring(product: Product, cluster: Cluster) -> None:
+async def test_pods_of_a_lost_node_leave_the_ring(product: Product, cluster: Cluster) -> None:
     with kubelet_on(cluster, "node-lost") as lost, cluster.node_lifecycle():
         manifest = pool_manifest("qwen", product.namespace, replicas=2)
         spec = manifest["spec"]["workload"]["template"]["spec"]

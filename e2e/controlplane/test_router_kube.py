@@ -1,7 +1,7 @@
-"""``dualmap router --kube`` on a real API server: what it serves follows pools and pods, come what may.
+"""``dualmap router --kube`` on a real API server: its members follow pools and pods.
 
-No operator and no kubelet take part: the tests write status themselves, of pools as the operator and of pods as a
-kubelet would, so that each step is theirs.
+No operator and no kubelet take part: the tests write the status of pools like the operator, and of pods like a
+kubelet, so that they control each step.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Served:
 
     async def create_pod(self, name: str, number: int) -> None:
         container = {"name": "engine", "image": "none"}
-        # No node is like this, so that no kubelet ever says anything of it.
+        # No node has this label, so no kubelet writes a status.
         spec = {"containers": [container], "nodeSelector": {"dualmap.dev/nowhere": "true"}}
         metadata = {"name": name, "labels": {"app": "qwen"}}
         await self.product.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
@@ -124,7 +124,7 @@ async def served(cluster: Cluster, tmp_path: Path) -> AsyncIterator[Served]:
         yield served
 
 
-async def test_a_ring_that_is_published_reaches_the_router(served: Served) -> None:
+async def test_router_applies_a_published_ring(served: Served) -> None:
     await served.publish(1, qwen_0="Active", qwen_1="Active")
     await served.until_version(1)
     assert await served.states() == {"qwen-0": "Active", "qwen-1": "Active"}
@@ -133,7 +133,7 @@ async def test_a_ring_that_is_published_reaches_the_router(served: Served) -> No
     assert await served.states() == {"qwen-0": "Active", "qwen-1": "Draining"}
 
 
-async def test_a_pod_that_loses_its_readiness_or_ends_leaves_before_the_operator_says_so(served: Served) -> None:
+async def test_router_drains_unready_or_terminating_pods_itself(served: Served) -> None:
     for number, name in enumerate(("qwen-0", "qwen-1"), start=1):
         await served.create_pod(name, number)
     await served.publish(1, qwen_0="Active", qwen_1="Active")
@@ -148,7 +148,7 @@ async def test_a_pod_that_loses_its_readiness_or_ends_leaves_before_the_operator
     assert (await served.page())["ring_version"] == 1
 
 
-async def test_with_the_api_server_away_the_router_serves_on_and_catches_up(cluster: Cluster, served: Served) -> None:
+async def test_router_without_api_server_serves_and_catches_up(cluster: Cluster, served: Served) -> None:
     await served.publish(1, qwen_0="Active")
     await served.until_version(1)
     await asyncio.to_thread(cluster.stop_apiserver)
@@ -165,7 +165,7 @@ async def test_with_the_api_server_away_the_router_serves_on_and_catches_up(clus
     await served.until_version(2)
 
 
-async def test_the_router_asks_for_nothing_it_may_not_have(cluster: Cluster, served: Served) -> None:
+async def test_router_requests_only_what_its_role_allows(cluster: Cluster, served: Served) -> None:
     await served.create_pod("qwen-0", 1)
     await served.publish(1, qwen_0="Active")
     await served.until_version(1)

@@ -21,7 +21,7 @@ async def test_apply_ready_first_request(product: Product) -> None:
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_scaling_under_streams_fails_no_request_and_cuts_none(product: Product) -> None:
+async def test_scaling_under_streams_fails_and_cuts_no_request(product: Product) -> None:
     # Nothing but the drain protects a stream: engines die at SIGTERM, and of what is in flight the routers alone tell,
     # since this kind of engine has its metrics elsewhere. The operator finds the routers as production does.
     await product.publish_routers()

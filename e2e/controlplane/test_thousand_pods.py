@@ -1,4 +1,4 @@
-"""A thousand pods in one pool: it converges and shrinks; what a pass takes is reported (bench/results/operator.md).
+"""A pool of a thousand pods converges and shrinks; the test prints the time of a pass (bench/results/operator.md).
 
 The pods are fakes of the kubelet's, a status without processes; the control plane, operator and routers are real.
 """
@@ -17,7 +17,7 @@ from harness.waiting import until
 
 PODS = 1000
 FEWER = 998
-# A pool of a thousand members is large: asking for it all the time would be the test's own load.
+# A pool of a thousand members is large: a tight poll would itself be load.
 LOOK_S = 1.0
 
 
@@ -34,7 +34,7 @@ class Passes:
 
 
 @pytest.mark.timeout(600, func_only=True)
-async def test_a_thousand_pods_are_one_ring(product: Product) -> None:
+async def test_pool_of_a_thousand_pods_converges_and_shrinks(product: Product) -> None:
     operator = await product.operator("operator-0", "--log-level", "info")
     manifest = pool_manifest("qwen", product.namespace, replicas=PODS)
     template = manifest["spec"]["workload"]["template"]

@@ -1,6 +1,6 @@
-"""A wave of load on a pool that an autoscaler scales: enough for three instances, then little, and never none.
+"""A wave of load on a pool with an autoscaler: enough for three instances, then little, but never none.
 
-The little that goes on is what a drain has to save: the pool's engines cut their streams at SIGTERM, and the streams of
+A drain has to save the remaining streams: the pool's engines cut their streams at SIGTERM, and the streams of
 the ebb are on all of them when two of three are taken away.
 """
 
@@ -19,7 +19,7 @@ _PEAK = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """What became of a wave's requests, and how the pool shrank meanwhile."""
+    """The exchanges of a wave's requests, and the scale-downs of the pool."""
 
     exchanges: list[Exchange]
     shrinks: list[Shrink]
@@ -61,7 +61,7 @@ def flood(product: Product) -> Traffic:
 
 
 async def ride(product: Product) -> Wave:
-    """Have the pool grow to three by a flood, then shrink to one while a few streams go on."""
+    """Make the pool grow to three by a flood, then shrink to one while a few streams continue."""
     surge, ebb = flood(product), product.traffic(streams=6, plain=1, tokens=40)
     async with product.recording() as history, ebb.running():
         async with surge.running():

@@ -9,7 +9,7 @@ from dualmap_extproc import names
 from dualmap_extproc.envoy.access_log.entry import read_entry, read_id
 from dualmap_extproc.request.ending import AccessLogEntry, Ending
 from dualmap_extproc.wire import access_log_pb2 as wire
-from fuzz.source import Source
+from fuzz.choices import Choices
 
 _FLAGS: Final = frozenset(wire.ResponseFlags.DESCRIPTOR.fields_by_name)
 _TAGS: Final = (
@@ -38,7 +38,7 @@ def check(data: bytes) -> None:
 
     The bytes are read twice: as what Envoy sends, and as choices by which entries are put together.
     """
-    entries = [_entry(Source(data))]
+    entries = [_entry(Choices(data))]
     with suppress(DecodeError):
         entries.extend(wire.StreamAccessLogsMessage.FromString(data).http_logs.log_entry)
     for entry in entries:
@@ -64,25 +64,25 @@ def _check_entry(entry: AccessLogEntry) -> None:
         assert all(count is None or 0 <= count <= _TOKENS_MAX for count in counts)
 
 
-def _entry(source: Source) -> wire.HTTPAccessLogEntry:
+def _entry(choices: Choices) -> wire.HTTPAccessLogEntry:
     """Put an entry together of such fields as matter, each there or not."""
     entry = wire.HTTPAccessLogEntry()
     common = entry.common_properties
-    while source.more:
-        match source.number() % 6:
+    while choices.more:
+        match choices.number() % 6:
             case 0:
-                common.custom_tags[source.pick(_TAGS)] = source.pick(_NUMBERS)
+                common.custom_tags[choices.pick(_TAGS)] = choices.pick(_NUMBERS)
             case 1:
-                common.custom_tags[source.pick(_TAGS)] = source.text()
+                common.custom_tags[choices.pick(_TAGS)] = choices.text()
             case 2:
-                entry.response.response_code.value = source.number(size=4)
+                entry.response.response_code.value = choices.number(size=4)
             case 3:
-                setattr(common.response_flags, source.pick(sorted(_FLAGS)), source.flag())
+                setattr(common.response_flags, choices.pick(sorted(_FLAGS)), choices.flag())
             case 4:
                 address = common.upstream_remote_address.socket_address
-                address.address = source.pick(_HOSTS)
-                address.port_value = source.number(size=3)
+                address.address = choices.pick(_HOSTS)
+                address.port_value = choices.number(size=3)
             case 5:
-                fields = common.metadata.filter_metadata[source.pick((names.DUALMAP_NAMESPACE, "other"))].fields
-                fields[source.pick((names.REQUEST_ID_KEY, "other"))].string_value = source.text()
+                fields = common.metadata.filter_metadata[choices.pick((names.DUALMAP_NAMESPACE, "other"))].fields
+                fields[choices.pick((names.REQUEST_ID_KEY, "other"))].string_value = choices.text()
     return entry

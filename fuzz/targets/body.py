@@ -9,6 +9,7 @@ from typing import Any, Final
 import orjson
 
 from dualmap.errors import BadRequest
+from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt, read_prompt
 from fuzz import trees
@@ -16,10 +17,13 @@ from fuzz import trees
 # Small blocks: inputs of a few hundred bytes shall have several.
 _BLOCK_TOKENS: Final = 4
 _BLOCK_BYTES: Final = 4 * _BLOCK_TOKENS
+_AFTER_TURNS: Final = (
+    *("prompt", "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "suffix"),
+)
 # What the prompt is made of besides, and after, the turns of each field that a conversation goes on in.
 _BESIDE_TURNS: Final = {
-    "messages": ("input", "prompt", "query", "text_1", "documents", "text_2", "suffix"),
-    "input": ("messages", "prompt", "query", "text_1", "documents", "text_2", "suffix"),
+    "messages": ("input", *_AFTER_TURNS),
+    "input": ("messages", *_AFTER_TURNS),
 }
 _TURN: Final = {"role": "user", "content": "and another thing"}
 _WORDS: Final = (
@@ -27,7 +31,8 @@ _WORDS: Final = (
     *("image_url", "url", "prompt", "input", "input_text", "instructions", "tools", "functions", "tool_calls"),
     *("tool_call_id", "name", "arguments", "output", "summary", "reasoning_content", "refusal", "input_audio"),
     *("file_id", "cache_salt", "lora_path", "lora_request", "stream", "session_id", "prompt_cache_key"),
-    *("query", "documents", "text_1", "suffix"),
+    *("query", "documents", "text_1", "suffix", "thinking", "tool_use", "tool_result", "tool_use_id", "source"),
+    *("chat_template_kwargs", "reasoning", "effort", "previous_response_id", "kv_transfer_params", "function", "id"),
 )
 
 
@@ -41,6 +46,8 @@ def check(data: bytes) -> None:
         return
     body = orjson.loads(data)
     assert read_prompt(body) == prompt, "the same body has another prompt the second time"
+    for api in Api:
+        _check_api(body, api)
     assert prompt.model
     chain = _chain(prompt)
     assert chain == _chain(prompt)
@@ -62,6 +69,15 @@ def mutate(data: bytes, random: Random) -> bytes | None:
 def _chain(prompt: Prompt) -> BlockChain:
     root = chain_root(model=prompt.model, lora=prompt.lora, cache_salt=prompt.cache_salt)
     return chain_blocks(prompt.text, root=root, block_tokens=_BLOCK_TOKENS)
+
+
+def _check_api(body: Mapping[str, Any], api: Api) -> None:
+    """Each API's reading is either refused by BadRequest or repeatable."""
+    try:
+        prompt = read_prompt(body, api)
+    except BadRequest:
+        return
+    assert read_prompt(body, api) == prompt, f"the same body has another prompt the second time as {api.name}"
 
 
 def _check_prefixes(prompt: Prompt, chain: BlockChain) -> None:

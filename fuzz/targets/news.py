@@ -10,7 +10,7 @@ from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, Sha
 from dualmap.requests import Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_extproc.store.codec import LONGEST_S, UnreadableUpdate, decode_update, encode_update
-from fuzz.source import Source
+from fuzz.choices import Choices
 
 _SECONDS: Final = (0.0, 0.25, 1.0, LONGEST_S, 1e300, float("inf"), -1.0)
 _POOL: Final = Pool(
@@ -35,7 +35,7 @@ def check(data: bytes) -> None:
         _check_times(update)
         assert decode_update(encode_update(update)) == update
         _check_taken(update)
-    made = _news(Source(data))
+    made = _news(Choices(data))
     read = decode_update(encode_update(made))
     _check_times(read)
     assert read == _as_sent(made)
@@ -80,35 +80,35 @@ def _bounded(seconds: float) -> float:
     return min(max(seconds, 0.0), LONGEST_S)
 
 
-def _news(source: Source) -> ReplicaUpdate:
+def _news(choices: Choices) -> ReplicaUpdate:
     nodes: dict[int, int] = {}
     loads: dict[str, SharedLoad] = {}
     placements: list[Placement] = []
     bindings: list[SharedBinding] = []
-    requests = source.number(4)
-    while source.more:
-        match source.number() % 4:
+    requests = choices.number(4)
+    while choices.more:
+        match choices.number() % 4:
             case 0:
-                nodes[source.number(8)] = source.number(4) or 1
+                nodes[choices.number(8)] = choices.number(4) or 1
             case 1:
-                loads[source.pick(_TEXTS)] = SharedLoad(
-                    pending_prefill_tokens=source.number(8),
-                    backlog_s=source.pick(_SECONDS),
-                    held_s=source.pick(_SECONDS),
-                    in_flight=source.number(4),
-                    active_kv_tokens=source.number(8),
+                loads[choices.pick(_TEXTS)] = SharedLoad(
+                    pending_prefill_tokens=choices.number(8),
+                    backlog_s=choices.pick(_SECONDS),
+                    held_s=choices.pick(_SECONDS),
+                    in_flight=choices.number(4),
+                    active_kv_tokens=choices.number(8),
                 )
             case 2:
-                hashes = tuple(source.number(8) for _ in range(source.number() % 8))
-                placements.append(Placement(endpoint=source.pick(_TEXTS), hashes=hashes))
+                hashes = tuple(choices.number(8) for _ in range(choices.number() % 8))
+                placements.append(Placement(endpoint=choices.pick(_TEXTS), hashes=hashes))
             case 3:
                 bindings.append(
                     SharedBinding(
-                        session=source.number(8),
-                        host=source.pick(_TEXTS),
-                        tokens=source.number(8),
-                        version=source.number(4),
-                        moved_ago_s=source.pick(_SECONDS),
+                        session=choices.number(8),
+                        host=choices.pick(_TEXTS),
+                        tokens=choices.number(8),
+                        version=choices.number(4),
+                        moved_ago_s=choices.pick(_SECONDS),
                     )
                 )
     return ReplicaUpdate(

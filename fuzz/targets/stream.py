@@ -14,8 +14,8 @@ from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.stream import Stream
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.wire import ext_proc_pb2 as wire
+from fuzz.choices import Choices
 from fuzz.envoy import Peer, message, request
-from fuzz.source import Source
 
 _STREAMS: Final = 4
 # More would be slow, and find little that fewer do not.
@@ -29,10 +29,10 @@ _ENDINGS: Final[tuple[type[Observation], ...]] = (Ended, Expired)
 
 def check(data: bytes) -> None:
     """No sequence of steps makes the router raise, answer what it must not, or keep a request in its books."""
-    source = Source(data)
-    talk = _Talk(source)
+    choices = Choices(data)
+    talk = _Talk(choices)
     steps = 0
-    while source.more and steps < _STEPS:
+    while choices.more and steps < _STEPS:
         talk.step()
         steps += 1
     talk.end()
@@ -49,19 +49,19 @@ class _Line:
 class _Talk:
     """A few streams at a time, the pools they are routed in, and the clock."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, choices: Choices) -> None:
+        self._source = choices
         self._counts: Counter[type[Observation]] = Counter()
-        self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=source.flag())
+        self._picker = Picker(_LIMITS, self._count, id_prefix="r", replicated=choices.flag())
         self._now = 100.0
         queue = Queue(
-            dispatch_window_s=source.pick(_WINDOWS_S),
-            max_held=source.pick((0, 1, 100)),
-            max_wait_s=source.pick((0.1, 30.0)),
-            order=source.pick(("Fcfs", "Deadline")),
-            hold_when_empty=source.flag(),
+            dispatch_window_s=choices.pick(_WINDOWS_S),
+            max_held=choices.pick((0, 1, 100)),
+            max_wait_s=choices.pick((0.1, 30.0)),
+            order=choices.pick(("Fcfs", "Deadline")),
+            hold_when_empty=choices.flag(),
         )
-        routing = Routing(queue=queue, policy=source.pick(("dualmap", "least_loaded", "round_robin")))
+        routing = Routing(queue=queue, policy=choices.pick(("dualmap", "least_loaded", "round_robin")))
         engine = Engine(prefill_tokens_per_second=100.0)
         self._pools = [
             Pool(namespace="llm", name=name, model=Model(name=name), engine=engine, routing=routing, ring_version=1)
@@ -72,19 +72,19 @@ class _Talk:
 
     def step(self) -> None:
         """Do the next thing."""
-        source, kind = self._source, self._source.number() % 16
-        at = source.number() % _STREAMS
+        choices, kind = self._source, self._source.number() % 16
+        at = choices.number() % _STREAMS
         line = self._lines[at]
         match kind:
             case 0:
-                self._now += source.pick(_PAUSES_S)
+                self._now += choices.pick(_PAUSES_S)
             case 1:
                 self._on_time()
             case 2 if line.stream.deadline_s is not None:
                 self._now = max(self._now, line.stream.deadline_s)
                 line.peer.take(line.stream.on_deadline(self._now), ended=line.stream.ended)
             case 3:
-                self._close(line, cancelled=source.flag())
+                self._close(line, cancelled=choices.flag())
                 self._lines[at] = self._line()
             case 4:
                 self._set_members()
@@ -93,10 +93,10 @@ class _Talk:
             case 6:
                 self._receive(line, self._raw())
             case 7 | 8 | 9:
-                for sent in request(source):
+                for sent in request(choices):
                     self._receive(line, sent)
             case _:
-                self._receive(line, message(source))
+                self._receive(line, message(choices))
 
     def end(self) -> None:
         """Close every stream, let the time pass that the books are kept for, and find nothing in them."""
@@ -165,13 +165,13 @@ class _Talk:
         self._picker.set_pools(self._now, self._pools)
 
     def _entry(self) -> AccessLogEntry:
-        source = self._source
+        choices = self._source
         return AccessLogEntry(
-            request_id=f"r-{source.number() % 8}",
-            status=source.pick((None, 200, 404, 503)),
-            flags=source.pick(((), ("local_reset",), ("upstream_remote_reset",))),
-            served_endpoint=source.pick((None, "10.0.0.0:8000", "10.0.0.1:8000", "10.9.9.9:1")),
-            usage=source.pick((None, Usage(prompt_tokens=10, cached_tokens=5), Usage(completion_tokens=3))),
+            request_id=f"r-{choices.number() % 8}",
+            status=choices.pick((None, 200, 404, 503)),
+            flags=choices.pick(((), ("local_reset",), ("upstream_remote_reset",))),
+            served_endpoint=choices.pick((None, "10.0.0.0:8000", "10.0.0.1:8000", "10.9.9.9:1")),
+            usage=choices.pick((None, Usage(prompt_tokens=10, cached_tokens=5), Usage(completion_tokens=3))),
         )
 
     def _raw(self) -> wire.ProcessingRequest:

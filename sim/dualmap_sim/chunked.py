@@ -1,11 +1,11 @@
 """Chunked prefill: one step of an engine that computes a piece of the prompts and one token of every decoding request.
 
 ``engine.py`` puts together a step of this kind whenever a prompt is to be computed, and otherwise lets the batch decode
-as if there were no chunks. Who gets what is vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on chunked
-prefill; ``vllm/v1/core/sched/scheduler.py``): a step has a budget of tokens (``max_num_batched_tokens``); every request
-that decodes takes one of it; what is left goes to the prompt begun before, then to those that wait, in order, while
-memory admits them, and the prompt on which it runs out is continued in the next step. So at most one is in pieces,
-and it goes on with every step: whoever joins the decodes had at least one token of prompt in the step before.
+as if there were no chunks. The budget follows vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on
+chunked prefill; ``vllm/v1/core/sched/scheduler.py``): a step has a budget of tokens (``max_num_batched_tokens``); every
+request that decodes takes one of it; what is left goes to the prompt begun before, then to those that wait, in order,
+while memory admits them, and the prompt on which it runs out is continued in the next step. So at most one is in
+pieces, and it goes on with every step: whoever joins the decodes had at least one token of prompt in the step before.
 
 The time of such a step combines the costs in docs/engine-model.md, so that a step without decodes costs what
 a prefill of its tokens does, and one without prompt tokens what a decode step does. What grows with the work adds up:
@@ -15,8 +15,8 @@ dearer of the two, for sharing one pass of the weights between compute-bound pro
 the same page of vLLM gives as the reason to mix them. Every further step that a prompt is cut into pays ``o`` again.
 
 A prompt's blocks can be reused from the moment its last piece is scheduled, by those next in the same step too (vLLM
-registers blocks as it allocates them: docs.vllm.ai, "Automatic Prefix Caching"). A prompt given up on before that
-leaves nothing, which is simpler than vLLM.
+registers blocks as it allocates them: docs.vllm.ai, "Automatic Prefix Caching"). A prompt aborted before that leaves
+nothing in the cache, which is simpler than in vLLM.
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ class ChunkedStep:
 
     @property
     def seconds(self) -> float:
-        """How long the step takes with what was added to it."""
+        """Return the step's duration with everything added so far."""
         return self._prompts_s + _shared_s(self._config, decoding=self._decoding, kv_tokens=self._kv_tokens)
 
 

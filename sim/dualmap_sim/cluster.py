@@ -1,13 +1,12 @@
 """A cluster in virtual time: routers, engines, and what passes between them, as discrete events on a timeline.
 
-The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the very objects that serve in wall-clock time;
-this module drives them, as ``extproc/server.py`` and ``engine_driver.py`` do elsewhere. What production cannot know at
-once is late here too: first tokens and ends reach a router after ``feedback_delay_s`` or never, other routers' news
-after the exchange's period and delay. Everything follows from the configuration and the arrivals: equal ones give equal
-records on any machine.
+The routers are core's ``PoolRouter`` and the engines ``engine.Engine``, the objects that serve in wall-clock time, too.
+This module drives them as the router's ``request/`` and ``engine_driver.py`` do. Reports are late as in production:
+first tokens and completions reach a router after ``feedback_delay_s`` or never, and other routers' updates after the
+replication period and delay. Equal configurations and arrivals give equal records on any machine.
 
-Neighbours: ``arrivals`` makes what is replayed, ``records`` is what is written down, ``summary`` measures what came of
-it; ``instances``, ``exchange`` and ``events`` are parts of this. An ``attendant`` may watch and change the pool.
+``arrivals`` makes the requests, ``records`` holds the results, ``summary`` computes the figures; ``instances``,
+``replication`` and ``events`` are parts of this. An ``observer`` may watch and change the pool.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,16 +20,16 @@ from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, Outcome, Queued, Rejection, Request, Usage
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.attendant import Attendant
 from dualmap_sim.engine import EngineRequest, Finished, FirstToken
 from dualmap_sim.events import Event, Fail, PoolChange, Recover
-from dualmap_sim.exchange import Exchange, Grapevine, Replica, everything
 from dualmap_sim.instances import Instance, Instances
+from dualmap_sim.observer import ClusterObserver
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import LoadSample, Record
+from dualmap_sim.replication import Replica, Replication, ReplicationConfig, everything
 from dualmap_sim.timeline import Timeline
 
-__all__ = ["Cluster", "ClusterConfig", "Exchange", "LoadSample", "Record", "Replica", "everything"]
+__all__ = ["Cluster", "ClusterConfig", "LoadSample", "Record", "Replica", "ReplicationConfig", "everything"]
 
 _TWO_64: Final = 2.0**64
 
@@ -48,11 +47,11 @@ class ClusterConfig:
     """Members, by id, whose engine is another than ``engine``."""
     events: tuple[Event, ...] = ()
     replicas: tuple[Replica, ...] = (Replica(),)
-    exchange: Exchange | None = None
+    exchange: ReplicationConfig | None = None
     feedback_delay_s: float = 0.0
-    """How long after the fact a router hears of a first token, an end, or that an instance could not be reached."""
+    """Delay until a router learns of a first token, a completion or a failed connection."""
     report_loss: float = 0.0
-    """Share (0 to 1) of first tokens and of ends that no router ever hears of, drawn by the requests' ids."""
+    """Share (0 to 1) of first tokens and completions that are never reported, drawn by request id."""
     kv_moves: bool = False
     """Whether a request may pull its session's KV from the engine that the session's last request went to."""
     sample_s: float | None = None
@@ -64,11 +63,11 @@ class ClusterConfig:
 
 
 class Cluster:
-    """One run, which an ``attendant`` may watch. ``routers`` and ``samples`` may be looked at afterwards."""
+    """One run, which an ``observer`` may watch. ``routers`` and ``samples`` may be looked at afterwards."""
 
-    def __init__(self, config: ClusterConfig, *, attendant: Attendant | None = None) -> None:
+    def __init__(self, config: ClusterConfig, *, observer: ClusterObserver | None = None) -> None:
         self._config = config
-        self._attendant = attendant
+        self._observer = observer
         self.routers = tuple(PoolRouter(config.pool, replicated=config.exchange is not None) for _ in config.replicas)
         self.samples: list[LoadSample] = []
         self.gave_up = False
@@ -76,8 +75,8 @@ class Cluster:
         self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
-        # Requests of whose end their router has not heard and may yet hear, the next one to arrive included; and one
-        # more until the run has lasted as long as it shall.
+        # Number of requests whose completion may still be reported, with the next arrival; plus one until the run's
+        # minimum duration has passed.
         self._open = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._followers: dict[str, list[Arrival]] = {}
@@ -100,12 +99,12 @@ class Cluster:
         if self._config.lasts_s:
             self._open += 1
             self._timeline.at(self._config.lasts_s, self._has_lasted, self._config)
-        if self._attendant is not None:
-            self._attendant.begin(self._timeline, self.routers, self._publish)
+        if self._observer is not None:
+            self._observer.begin(self._timeline, self.routers, self._publish)
         for event in self._config.events:
             self._timeline.at(event.at_s, self._happen, event)
         if self._config.exchange is not None:
-            Grapevine(
+            Replication(
                 self._config.exchange,
                 replicas=self._config.replicas,
                 routers=self.routers,
@@ -155,21 +154,21 @@ class Cluster:
         assert record.refused is None, f"{outcome.request_id} was refused before"
         if isinstance(outcome, Queued):
             record.held = True
-            if self._attendant is not None:
-                self._attendant.held(self._timeline.now_s, record.router)
+            if self._observer is not None:
+                self._observer.held(self._timeline.now_s, record.router)
         elif isinstance(outcome, Rejection):
             record.refused = outcome.reason
             self._open -= 1
-            if self._attendant is not None:
-                self._attendant.refused(self._timeline.now_s, record.router)
+            if self._observer is not None:
+                self._observer.refused(self._timeline.now_s, record.router)
             self._may_give_up(record)
             self._ended(record)
         else:
             record.dispatched_s = self._timeline.now_s
             record.endpoint = outcome.endpoints[0]
             record.rule = outcome.receipt.rule
-            if self._attendant is not None:
-                self._attendant.routed(self._timeline.now_s, record.router, outcome.receipt)
+            if self._observer is not None:
+                self._observer.routed(self._timeline.now_s, record.router, outcome.receipt)
             self._hand_over(record, self._instances.at(record.endpoint))
 
     def _hand_over(self, record: Record, instance: Instance) -> None:
@@ -184,7 +183,7 @@ class Cluster:
         self._wake_engine(instance)
 
     def _with_pull(self, work: EngineRequest, session: int, to: Instance) -> EngineRequest:
-        """Have a session that moves bring along what its last engine holds of the prompt."""
+        """Pull the KV of a moved session from its last engine."""
         host = self._hosts.get(session)
         self._hosts[session] = to
         if host is None or host is to or not host.alive or to.engine.config.pull_tokens_per_s is None:
@@ -274,8 +273,8 @@ class Cluster:
     def _hear_first_token(self, record: Record) -> None:
         now = self._timeline.now_s
         first_token, outcomes = self.routers[record.router].on_first_token(now, record.arrival.work.request_id)
-        if self._attendant is not None and first_token is not None:
-            self._attendant.first_token(now, record.router, first_token)
+        if self._observer is not None and first_token is not None:
+            self._observer.first_token(now, record.router, first_token)
         self._after(record.router, outcomes)
 
     def _hear_end(self, record: Record) -> None:
@@ -288,7 +287,7 @@ class Cluster:
         self._after(record.router, effects.outcomes)
 
     def _fail(self, record: Record) -> None:
-        """End a request whose engine died or was dead; its router hears of it now."""
+        """End a request whose engine failed, and report it to its router."""
         assert not record.failed, f"{record.arrival.request_id} failed twice"
         record.failed = True
         self._open -= 1
@@ -314,7 +313,7 @@ class Cluster:
 
     def _die(self, instance: Instance) -> None:
         if instance.alive:
-            # What it did until this very moment it has done.
+            # Its work up to this moment counts.
             self._advance(instance)
             for request_id in instance.die():
                 self._fail(self._records[request_id])

@@ -51,9 +51,9 @@ class DecodeBatch:
         )
 
     def take(self, steps: int) -> list[Job]:
-        """Take some steps, at most until the first member is done; return who left, ``DECODING`` if it is done.
+        """Take steps, at most until the first member is done; return those that left, in ``DECODING`` if done.
 
-        No steps at all only let the aborted go.
+        Zero steps only remove aborted members.
         """
         self.steps += steps
         self.kv_tokens += steps * self.size
@@ -68,7 +68,7 @@ class DecodeBatch:
                 left.append(job)
                 self._forget(job)
         if not self.size:
-            heap.clear()  # What is left are aborted ones whose last step will never come.
+            heap.clear()  # The rest are aborted requests without a further step.
         return left
 
     def _forget(self, job: Job) -> None:

@@ -1,7 +1,7 @@
 """A stretch of decode steps over an unchanged batch, whose every step's end is known without taking the steps.
 
-``engine.py`` keeps one while its batch decodes, and may cut it short. All who ask when a step ends ask here, so the
-server that shows each token and the simulation that skips to the last agree to the bit.
+``engine.py`` keeps one while its batch decodes, and may cut it short. It alone computes when a step ends, so the
+server, which shows each token, and the simulation, which skips to the last, agree exactly.
 """
 
 from dualmap_sim.presets import DecodeCost
@@ -43,7 +43,7 @@ class DecodeRun:
         guess = self._cost.steps_within(
             max(0.0, now - self.start_s), requests=self._requests, kv_tokens=self._kv_tokens
         )
-        # The closed form is right up to rounding; `end_of_s` is what everybody else goes by.
+        # The closed form is exact up to rounding; all other code uses `end_of_s`.
         while guess > 0 and self.end_of_s(guess) > now:
             guess -= 1
         while guess < self.steps and self.end_of_s(guess + 1) <= now:

@@ -44,11 +44,11 @@ class Engine:
         """The part of them that the prefix cache held."""
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingJobs()
-        # Those of whose prompts the step under way computes a piece or all.
+        # Requests whose prompt, or a piece of it, the current step computes.
         self._prefilling: list[Job] = []
         self._batch = DecodeBatch()
         self._run: DecodeRun | None = None
-        # The end of the step or run under way. What is under way and no run computes prompts.
+        # The end of the current step or run. A step outside a run computes prompts.
         self._end_s = inf
         self._generated = 0
         self._kv_reserved = 0
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def kv_tokens_reserved(self) -> int:
-        """KV tokens that admitted requests will hold at their end: what admission goes by."""
+        """KV tokens that admitted requests will hold at their end; admission uses them."""
         return self._kv_reserved
 
     @property
@@ -123,8 +123,8 @@ class Engine:
     def next_event_s(self) -> float | None:
         """Return when ``advance`` is due next, None while nothing is under way.
 
-        ``submit``, ``abort`` and ``advance`` may change it. What is due is not always an event: a step that
-        was cut short for an arrival ends too.
+        ``submit``, ``abort`` and ``advance`` may change it. Not every due time has an event: a step that an arrival cut
+        short ends, too.
         """
         if self._events:
             return self.now_s
@@ -242,7 +242,7 @@ class Engine:
             self._end_s = inf
 
     def _start_prefill(self, now: float) -> float | None:
-        """Begin the prefill of the queue's head, whole; return what it takes."""
+        """Begin the whole prefill of the queue's head; return its duration."""
         job = self._admissible()
         if job is None:
             return None
@@ -254,7 +254,7 @@ class Engine:
         )
 
     def _start_chunks(self, now: float) -> float | None:
-        """Begin a step that computes prompts, in pieces if need be, beside the batch; return what it takes."""
+        """Begin a step that computes prompts, in pieces if needed, alongside the batch; return its duration."""
         step = ChunkedStep(self.config, decoding=self._batch.size, kv_tokens=self._batch.kv_tokens)
         if not step.left_tokens:
             return None
@@ -351,7 +351,7 @@ class Engine:
         self._take_steps(run.steps, run.end_s)
 
     def _take_steps(self, steps: int, now: float) -> None:
-        """Move the batch on, and let those go who are done or were aborted."""
+        """Advance the batch, and release finished and aborted requests."""
         self._generated += steps * self._batch.size
         for job in self._batch.take(steps):
             self._kv_reserved -= job.need_tokens

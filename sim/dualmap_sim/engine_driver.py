@@ -51,7 +51,7 @@ class Generation:
         self._changed = False
 
     def wake(self) -> None:
-        """Let the one who waits in ``changed`` go on."""
+        """Wake the task that waits in ``changed``."""
         self._changed = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""One engine's books on its requests: what each has come to, and who waits in which order.
+"""One engine's requests: the state of each, and the order of those that wait.
 
 ``engine.py`` moves the jobs, ``decode_batch.py`` holds those that decode.
 """

@@ -1,7 +1,7 @@
-"""``dualmap engine-sim``: the command that runs one simulated engine until it is told to stop.
+"""``dualmap engine-sim``: the command that runs one simulated engine until a signal stops it.
 
 The composition root: settings are parsed here, ``http_server.py`` does the serving. SIGTERM (or Ctrl-C)
-drains, as a vLLM with a shutdown timeout does; a second one cuts what is left.
+drains, as a vLLM with a shutdown timeout does; a second one aborts the remaining requests.
 """
 
 import asyncio

@@ -10,8 +10,8 @@ from dualmap_sim.presets import EngineConfig
 class PoolChange:
     """Every router is given another version of the pool: members join, drain, leave, change their weight.
 
-    The engine of a new member starts cold; that of one that has left finishes what it has. A member with another
-    address under the same id is a new one.
+    A new member's engine starts cold; a removed member's engine finishes its requests. A member with another address
+    under the same id is a new one.
     """
 
     at_s: float
@@ -36,7 +36,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A member's engine becomes slower or faster; what it is computing at that moment ends at the old speed.
+    """A member's engine becomes slower or faster; its current step ends at the old speed.
 
     Of ``engine`` only the costs of prefill and decode may differ from what the member has, not its memory or blocks.
     """

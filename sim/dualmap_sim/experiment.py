@@ -14,7 +14,7 @@ from typing import Final
 
 from dualmap.pools.pool import Engine, Member, Model, Pool, Routing, Slo
 from dualmap_sim.arrivals import Arrival, arrivals
-from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Replica
+from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
 from dualmap_sim.lost_runs import LostRun
 from dualmap_sim.oracles import ORACLES, run_oracle
 from dualmap_sim.presets import PRESETS, EngineConfig
@@ -29,7 +29,7 @@ _KEPT: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What is replayed, how fast, on what, under which policy, and which of it is counted.
+    """One experiment: workload, rate, engines, policy, and the requests that count.
 
     The trace's prompts are cut to the engine's longest (paper, A.2.1). Members are called ``qwen-0``, ``qwen-1``, ...
     """
@@ -49,9 +49,9 @@ class Experiment:
     view_delay_s: float = 0.1
     """How old, on average, a router's knowledge of what the others did is."""
     feedback_delay_s: float = 0.0
-    """How long after the fact a router hears of a first token or an end."""
+    """Delay until a router learns of a first token or a completion."""
     report_loss: float = 0.0
-    """Share of first tokens and ends that no router ever hears of."""
+    """Share of first tokens and completions that are never reported."""
     routing: Routing = field(default_factory=Routing)
     """All of the pool's ``spec.routing`` but the policy and the block length, which are the experiment's."""
     block_tokens: int | None = None
@@ -153,7 +153,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
 
 
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
-    """Replay without routers: what they are told, and when, means nothing to an oracle."""
+    """Replay without routers: reports and delays do not apply to an oracle."""
     if experiment.engines:
         raise ValueError(f"{experiment.policy} is an oracle for equal engines, these differ")
     run = run_oracle(
@@ -169,10 +169,10 @@ def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: C
 
 
 def _summarise(experiment: Experiment, records: Sequence[Record], samples: Sequence[LoadSample]) -> Summary:
-    """Return the figures over what is counted, of the load those from its first arrival to its last.
+    """Return the figures of the counted requests, and of the load between their first and last arrival.
 
-    While the last requests drain, the load is uneven whatever the policy does. A run that was given up before anything
-    counted has come is measured over what there is.
+    While the last requests drain, the load is uneven whatever the policy does. A run that stopped before its first
+    counted request is measured over all its requests.
     """
     counted = [record for record in records if int(record.arrival.request_id) >= experiment.warmup] or records
     first_s, last_s = counted[0].arrival.at_s, counted[-1].arrival.at_s
@@ -183,15 +183,15 @@ def _summarise(experiment: Experiment, records: Sequence[Record], samples: Seque
     )
 
 
-def _exchange(experiment: Experiment) -> Exchange | None:
-    """Return how several routers tell each other; one alone has nobody to tell.
+def _exchange(experiment: Experiment) -> ReplicationConfig | None:
+    """Return the replication settings for several routers, or None for one.
 
     What a router knows of its peers is as old as the news' way takes, plus half a period on average since they were
     collected: with a period of the wanted age and half of it on the way, that age in the mean.
     """
     if experiment.routers == 1:
         return None
-    return Exchange(period_s=experiment.view_delay_s, delay_s=experiment.view_delay_s / 2)
+    return ReplicationConfig(period_s=experiment.view_delay_s, delay_s=experiment.view_delay_s / 2)
 
 
 def _pool(experiment: Experiment) -> Pool:

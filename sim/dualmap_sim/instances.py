@@ -22,7 +22,7 @@ class Instance:
         self.alive = True
         # When it will be advanced next; wake-ups that came to be superseded do nothing.
         self.wakes_s = inf
-        # Its requests that have not ended, each with what it counts for in `pending_tokens`.
+        # Its unfinished requests, each with its part of `pending_tokens`.
         self.live: dict[str, int] = {}
         self.pending_tokens = 0
 
@@ -68,7 +68,7 @@ class Instances:
         return self._at[endpoint]
 
     def adopt(self, pool: Pool) -> None:
-        """Take a new version of the pool: who is new starts cold."""
+        """Apply a new version of the pool; new members start cold."""
         present, self._at, self._endpoints = self._at, {}, {}
         for member in pool.members:
             instance = present.get(member.endpoint)

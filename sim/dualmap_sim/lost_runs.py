@@ -1,4 +1,4 @@
-"""Telling early that a run is lost: too many of its requests can no longer have their first token within the SLO.
+"""Detects early that a run is lost: too many of its requests can no longer meet the SLO.
 
 Neighbours: ``experiment`` sets it up, ``cluster`` and the oracles ask it at each first token and refusal, ``goodput``
 saves most of its time by it. It never ends a run that would have succeeded, and so changes no result.

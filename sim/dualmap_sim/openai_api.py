@@ -25,7 +25,7 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One generation, as its body asked for it."""
+    """One generation as the request body describes it."""
 
     chat: bool
     prompt: bytes

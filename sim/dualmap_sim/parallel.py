@@ -16,9 +16,9 @@ from typing import Any, Final, Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Tell = Callable[[object], None]
+Report = Callable[[object], None]
 
-_TOLD, _DONE, _FAILED = range(3)
+_PROGRESS, _DONE, _FAILED = range(3)
 # Signals for which a worker has handlers of its own.
 _RESET: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -38,20 +38,20 @@ def run_parallel(
 
     ``on_done`` is called here with each item's number and result as it is done. Raises WorkerError.
     """
-    return run_telling(partial(_silently, function), items, processes=processes, on_done=on_done)
+    return run_reporting(partial(_silently, function), items, processes=processes, on_done=on_done)
 
 
-def run_telling(
-    function: Callable[[Item, Tell], Result],
+def run_reporting(
+    function: Callable[[Item, Report], Result],
     items: Sequence[Item],
     *,
     processes: int,
     on_done: Callable[[int, Result], None] | None = None,
-    on_told: Callable[[int, Any], None] | None = None,
+    on_progress: Callable[[int, Any], None] | None = None,
 ) -> list[Result]:
-    """Do the same with a function that gets, beside each item, a way to tell how it gets on.
+    """Do the same with a function that also receives a callback for its progress.
 
-    ``on_told`` is called here with the item's number and whatever the function told.
+    ``on_progress`` is called in this process with the item's number and the reported value.
     """
     workers: list[_Worker[Item, Result]] = []
     results: dict[int, Result] = {}
@@ -66,9 +66,9 @@ def run_telling(
                 assert isinstance(pipe, Connection)
                 worker = by_pipe[pipe]
                 kind, value = worker.hear()
-                if kind == _TOLD:
-                    if on_told is not None:
-                        on_told(worker.number, value)
+                if kind == _PROGRESS:
+                    if on_progress is not None:
+                        on_progress(worker.number, value)
                     continue
                 results[worker.number] = value
                 if on_done is not None:
@@ -85,7 +85,7 @@ def run_telling(
 class _Worker(Generic[Item, Result]):
     """A process and the parent's end of its pipe; ``number`` is that of the item it works on."""
 
-    def __init__(self, function: Callable[[Item, Tell], Result], *, inherited: Sequence[Connection]) -> None:
+    def __init__(self, function: Callable[[Item, Report], Result], *, inherited: Sequence[Connection]) -> None:
         context = get_context("fork")
         self.pipe, theirs = context.Pipe()
         self.number = -1
@@ -124,20 +124,20 @@ class _Worker(Generic[Item, Result]):
         self.pipe.close()
 
 
-def _silently(function: Callable[[Item], Result], item: Item, _tell: Tell) -> Result:
+def _silently(function: Callable[[Item], Result], item: Item, _report: Report) -> Result:
     return function(item)
 
 
-def _work(function: Callable[[Item, Tell], Result], pipe: Connection, inherited: Sequence[Connection]) -> None:
+def _work(function: Callable[[Item, Report], Result], pipe: Connection, inherited: Sequence[Connection]) -> None:
     """Work off items until the parent closes its end; runs in the worker."""
-    # Ctrl-C reaches every process of the terminal; the parent decides what becomes of the workers.
+    # Ctrl-C reaches every process of the terminal; the parent stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _RESET)
-    # Were the parent's ends left open here, no worker would see that the parent is gone.
+    # A worker sees the parent's end only if no worker keeps the parent's ends of the pipes open.
     for each in inherited:
         each.close()
-    # The collector finds nothing in a run: what there is lives until its end. Nor is the parent's its business.
+    # The collector finds nothing during a run, because its objects live until its end; the parent's objects stay.
     gc.disable()
     gc.freeze()
     while True:
@@ -146,8 +146,8 @@ def _work(function: Callable[[Item, Tell], Result], pipe: Connection, inherited:
         except EOFError:
             return
         try:
-            answer: tuple[int, object] = (_DONE, function(item, lambda told: pipe.send((_TOLD, told))))
-        except Exception:  # noqa: BLE001 - Whatever it is, the parent raises it.
+            answer: tuple[int, object] = (_DONE, function(item, lambda progress: pipe.send((_PROGRESS, progress))))
+        except Exception:  # noqa: BLE001 - The parent raises WorkerError for any of them.
             answer = (_FAILED, traceback.format_exc())
-        gc.collect()  # Between runs nothing is under way, and what went round in circles can go.
+        gc.collect()  # Between runs, reference cycles can be collected.
         pipe.send(answer)

@@ -37,7 +37,7 @@ class PrefixCache:
         return len(chain)
 
     def insert(self, chain: Sequence[int]) -> None:
-        """Store a chain, or refresh what is stored of it, then evict down to the capacity.
+        """Store a chain or refresh its stored blocks, then evict down to the capacity.
 
         Of a chain longer than the whole cache only its beginning is kept: the rest could not be reached
         without it.

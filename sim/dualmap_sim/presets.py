@@ -89,7 +89,7 @@ class EngineConfig:
     own, before any decode."""
 
     def reuse_s(self, *, cached_tokens: int, pulled_tokens: int) -> float:
-        """Return what it takes to bring in the KV of tokens that need not be computed."""
+        """Return the seconds to load the KV of tokens that are not computed."""
         seconds = cached_tokens / self.prefill.load_tokens_per_s
         if pulled_tokens:
             assert self.pull_tokens_per_s is not None, "this engine cannot pull"

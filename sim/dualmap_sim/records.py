@@ -1,4 +1,4 @@
-"""What is written down of a run: one record per request, and samples of the load.
+"""The results of a run: one record per request, and samples of the load.
 
 ``cluster`` and the oracles write these, ``summary`` and the plots read them.
 """

@@ -1,4 +1,4 @@
-"""Virtual time: what is to happen, in order of when, and of when it was scheduled where that is the same.
+"""Virtual time: scheduled calls in order of their time, and in order of scheduling for equal times.
 
 ``cluster`` and the oracles drive their runs with it. There is no clock: time is what the next thing to happen says.
 """
@@ -17,7 +17,7 @@ class Timeline:
     def __init__(self) -> None:
         self.now_s = -inf
         """The moment of the last act."""
-        # What is to come but ticks, which go on for ever and would hide that nothing else will happen.
+        # Scheduled calls other than ticks: ticks recur for ever and would hide that nothing else is due.
         self._to_come = 0
         self._scheduled = 0
         self._heap: list[tuple[float, int, bool, Callable[[Any], None], Any]] = []

@@ -1,6 +1,6 @@
 """Pytest plugin of the tests that run on a control plane: the fixtures `cluster` and `kubelet`, skips and time limits.
 
-A `conftest.py` loads it with `import_plugin`, so that all folders of one session share one control plane. The tests
+A `conftest.py` registers it, so that all folders of one session share one control plane. The tests
 need the programs of `build.py` and the network namespace of `netns.sh`; `make e2e` provides both.
 """
 
@@ -42,7 +42,7 @@ def prepare(items: list[pytest.Item], folder: Path) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say where the logs are, if they were kept."""
+    """Print the folder of the logs if they were kept."""
     kept = config.stash.get(_DIRECTORY, None)
     if kept and kept.is_dir():
         terminalreporter.write_line(f"logs of the control plane: {kept / 'logs'}")
@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", name="cluster")
 def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The control plane that the session's tests share; its logs are kept, and named, when a test failed."""
+    """The control plane that the tests of a session share; its logs are kept when a test failed."""
     directory = Path(tempfile.mkdtemp(prefix="dualmap-controlplane-"))
     request.config.stash[_DIRECTORY] = directory
     with _ended_in_order(), Cluster(binaries_folder(), directory) as cluster:
@@ -61,7 +61,7 @@ def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Have SIGTERM end pytest as Ctrl-C does: otherwise the programs would be left running."""
+    """Treat SIGTERM like Ctrl-C, so that pytest stops the programs before it ends."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(f"signal {number}")
@@ -74,7 +74,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def _why_not() -> str | None:
-    """What is missing for these tests, if anything."""
+    """Return why the tests cannot run, None where they can."""
     if files := missing():
         return f"not built: {', '.join(files)}: make e2e"
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""A pod as the process kubelet meets it: for the tests of its parts, which need no API server."""
+"""A pod for the tests of the kubelet's parts that need no API server."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""A namespace of a test of the kubelet: what is applied there, and what its pods and endpoints come to say.
+"""A namespace of a test: applies objects to it and waits for the state of pods and endpoints.
 
-Manifests of pods are made here too, as short as tests need them.
+Also makes short manifests of pods.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESTRICTED = {
 
 @asynccontextmanager
 async def team_on(cluster: Cluster) -> AsyncIterator[Team]:
-    """A team on a fresh namespace, which goes with it."""
+    """Yield a team with a new namespace, and remove the namespace afterwards."""
     client = cluster.client()
     try:
         team = Team(cluster, client)
@@ -75,7 +75,7 @@ class Team:
         self.kubectl("label", "pod", name, label)
 
     def delete_pod(self, name: str, *flags: str) -> None:
-        """Ask for a pod's end without waiting for it."""
+        """Delete a pod without waiting for its end."""
         self._cluster.kubectl("delete", "pod", name, "-n", self.namespace, "--wait=false", *flags)
 
     def scale(self, name: str, replicas: int) -> None:
@@ -83,11 +83,11 @@ class Team:
         self._cluster.kubectl("scale", "statefulset", name, "-n", self.namespace, f"--replicas={replicas}")
 
     async def pod(self, name: str) -> Object:
-        """Return a pod as published."""
+        """Return a pod's object."""
         return await self._client.request("GET", f"{self.pods}/{name}")
 
     async def ready_pods(self) -> set[str]:
-        """Return the names of the pods that are ready and not about to end."""
+        """Return the names of the pods that are ready and not terminating."""
         pods = await self._client.request("GET", self.pods)
         return {
             pod["metadata"]["name"]
@@ -96,11 +96,11 @@ class Team:
         }
 
     async def until_ready(self, name: str) -> Object:
-        """Wait until a pod is ready; returns it."""
+        """Return a pod once it is ready."""
         return await self.until_says(name, Ready="True")
 
     async def until_says(self, name: str, **conditions: str) -> Object:
-        """Wait until conditions of a pod are as told; returns it."""
+        """Return a pod once its conditions have these statuses."""
         said: list[Object] = []
 
         async def there() -> bool:
@@ -111,7 +111,7 @@ class Team:
         return said[-1]
 
     async def until_gone(self, name: str) -> list[Object]:
-        """Follow a pod until its object is deleted; returns what the watch showed of it, the last last."""
+        """Wait until a pod's object is deleted; return the versions of it that the watch sent."""
         seen: list[Object] = []
         query = (("fieldSelector", f"metadata.name={name}"), ("resourceVersion", "0"))
         async with asyncio.timeout(WITHIN_S), aclosing(self._client.watch(self.pods, query=query)) as events:
@@ -123,7 +123,7 @@ class Team:
         raise AssertionError(f"{name} was not deleted while the watch lasted")
 
     async def log(self, kubelet: ProcessKubelet, name: str, words: str) -> str:
-        """Wait until a pod has written these words; returns all it has written."""
+        """Return a pod's log once it contains these words."""
 
         async def written() -> bool:
             try:
@@ -201,7 +201,7 @@ def busybox(script: str, **more: Any) -> Object:
 
 
 def restricted(name: str, container: Object, *, security: Object | None = None, **spec: Any) -> Object:
-    """Return a pod that a namespace which enforces `restricted` takes; ``security`` is its security context."""
+    """Return a pod that satisfies the standard `restricted`; ``security`` is its security context."""
     user = {"runAsUser": 1000} if container["image"] == IMAGE else {}
     # What is no init of its own and runs as process 1 does not hear SIGTERM.
     grace = {"terminationGracePeriodSeconds": 1}
@@ -233,7 +233,7 @@ def busybox_root(folder: Path) -> Path:
 
 
 def this_machine() -> Image:
-    """Return an image that is this machine's own files, for the sake of its Python; skips the test where it cannot be.
+    """Return an image of this machine's own files, which has Python; skip the test where that is impossible.
 
     It runs as root: Python may lie where only root can read.
     """
@@ -246,13 +246,13 @@ def this_machine() -> Image:
 
 
 def condition(document: Mapping[str, Any], kind: str) -> str | None:
-    """Return the status of a pod's or node's condition, None where it is not said."""
+    """Return the status of a pod's or node's condition, None where it is absent."""
     conditions = {each["type"]: each["status"] for each in document["status"].get("conditions") or ()}
     return conditions.get(kind)
 
 
 def container_status(document: Mapping[str, Any]) -> Object:
-    """Return what a pod's status says of its only container."""
+    """Return the status of a pod's only container."""
     (only,) = document["status"]["containerStatuses"]
     status: Object = only
     return status

@@ -55,12 +55,12 @@ def logging_as_it_was() -> Iterator[None]:
         ours.setLevel(our_level)
 
 
-def pool(name="qwen", *, model="m", aliases=(), members=4, namespace="llm", **routing):
+def pool(name="qwen", *, model="m", aliases=(), adapters=(), members=4, namespace="llm", **routing):
     """Return a pool of ``members`` at 10.0.0.0:8000, 10.0.0.1:8000, ..."""
     made = Pool(
         namespace=namespace,
         name=name,
-        model=Model(name=model, aliases=tuple(aliases)),
+        model=Model(name=model, aliases=tuple(aliases), adapters=tuple(adapters)),
         members=tuple(Member(id=f"{name}-{i}", address=f"10.0.0.{i}", port=8000) for i in range(members)),
         ring_version=1,
     )

@@ -125,6 +125,12 @@ def test_explain_text_names_a_missing_prompt(pool_file: str) -> None:
     assert "tokens of the prompt" not in said
 
 
+def test_explain_reads_only_the_fields_of_the_guessed_api(pool_file: str) -> None:
+    messages = [{"role": "user", "content": "x" * 1200}]
+    assert words(pool_file, messages=messages, text_2="y" * 4000) == words(pool_file, messages=messages)
+    assert words(pool_file, messages=messages, system="Be brief.") != words(pool_file, messages=messages)
+
+
 class TestWithRedis:
     @pytest.fixture(scope="class")
     @classmethod

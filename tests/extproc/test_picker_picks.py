@@ -55,6 +55,25 @@ def test_pick_alias_shares_the_models_prefixes():
     assert "matched=0" not in (desk.pick(chat(text, model="alias")).receipt or "")
 
 
+def test_pick_adapter_leads_to_its_pool_and_shares_no_prefix():
+    desk = Desk(pool("a", adapters=["sql", "law"]), pool("b", model="other"))
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text))
+
+    picked = [desk.pick(chat(text, model=name)) for name in ("sql", "law", "sql", "m")]
+
+    assert {each.cluster for each in picked} == {"llm/a"}
+    assert ["matched=0" in (each.receipt or "") for each in picked] == [True, True, False, False]
+
+
+def test_pick_adapter_in_model_precedes_the_one_in_lora_path():
+    desk = Desk(pool(adapters=["sql"]))
+    text = "a long shared prefix " * 200
+    desk.pick(chat(text, model="sql"))
+
+    assert "matched=0" not in (desk.pick(chat(text, model="sql", lora_path="law")).receipt or "")
+
+
 def test_pick_cache_salts_share_no_prefix():
     desk = Desk()
     text = "a long shared prefix " * 200

@@ -142,6 +142,29 @@ def test_pick_destination_lists_two_members_in_order():
     assert first == talk.observer.of(Routed)[0].decision.receipt.address
 
 
+def prompt_tokens(path, **fields):
+    """The tokens that the picker counts of a chat body with these fields, sent to ``path``."""
+    talk = Conversation()
+    headers = request_headers(NO_WAIT)
+    header = next(each for each in headers.request_headers.headers.headers if each.key == ":path")
+    header.raw_value = path.encode()
+    talk.send(headers, request_body(chat(**fields)))
+    (status,) = talk.picker.statuses()
+    return sum(each.pending_prefill_tokens for each in status.endpoints)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions?x=1", "/v1/chat/completion%73"])
+@pytest.mark.parametrize(
+    "field", ["text_1", "text_2", "prompt", "input", "instructions", "functions", "suffix", "query", "documents"]
+)
+def test_a_field_that_the_path_ignores_adds_no_load(path, field):
+    assert prompt_tokens(path, **{field: "x" * 1_000_000}) < 50
+
+
+def test_every_field_counts_on_an_unknown_path():
+    assert prompt_tokens("/v1/other", suffix="x" * 1_000_000) > 200_000
+
+
 def test_header_value_in_the_old_field_is_read():
     message = wire.ProcessingRequest(protocol_config=NO_WAIT)
     message.request_headers.end_of_stream = True

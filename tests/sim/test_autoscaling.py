@@ -16,8 +16,8 @@ from dualmap_sim.autoscaling.fleet import RAMP, Fleet
 from dualmap_sim.autoscaling.hpa import Hpa, HpaSpec, Policy, Rules
 from dualmap_sim.autoscaling.loop import Autoscaled, Run, run_autoscaled
 from dualmap_sim.autoscaling.meters import OnQueue, OnSlo
-from dualmap_sim.exchange import Exchange
 from dualmap_sim.presets import PRESETS
+from dualmap_sim.replication import ReplicationConfig
 from dualmap_sim.workloads.pacing import Phase, paced, wave
 from dualmap_sim.workloads.synthetic import default_workload
 from dualmap_sim.workloads.trace import Trace, TraceRequest
@@ -260,7 +260,7 @@ def test_four_routers_desire_what_one_does_with_slow_instances() -> None:
         config(first=3, lasts_s=300),
         scaler=OnSlo(),
         hpa=HpaSpec(min_replicas=3, max_replicas=3),
-        exchange=Exchange(period_s=LOADS_INTERVAL_S, delay_s=INTERVAL_S / 2),
+        exchange=ReplicationConfig(period_s=LOADS_INTERVAL_S, delay_s=INTERVAL_S / 2),
     )
     engine = replace(fixed.pool.engine, prefill_tokens_per_second=3 * ENGINE.prefill.tokens_per_s)
     fixed = replace(fixed, pool=replace(fixed.pool, engine=engine))

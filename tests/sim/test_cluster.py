@@ -21,7 +21,7 @@ from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
 from dualmap.requests import Decision, Effects, Queued, Reason, Rejection, Request
 from dualmap.router import PoolRouter
 from dualmap_sim import cluster as cluster_module
-from dualmap_sim.cluster import Cluster, Exchange, Record, Replica
+from dualmap_sim.cluster import Cluster, Record, Replica, ReplicationConfig
 from dualmap_sim.summary import summarise
 from engines import ROUND
 
@@ -72,7 +72,7 @@ def test_routers_without_replication_ignore_each_others_load() -> None:
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
     alone = Cluster(config(small_pool(2))).run(asked)
     blind = Cluster(config(small_pool(2), routers=2)).run(asked)
-    told = Cluster(config(small_pool(2), routers=2, exchange=Exchange(period_s=0.01, delay_s=0.0))).run(asked)
+    told = Cluster(config(small_pool(2), routers=2, exchange=ReplicationConfig(period_s=0.01, delay_s=0.0))).run(asked)
     assert {record.router for record in told} == {0, 1}
     assert summarise(told, slo_ttft_s=1).ttft_p99_s == summarise(alone, slo_ttft_s=1).ttft_p99_s
     assert summarise(blind, slo_ttft_s=1).ttft_p99_s > summarise(alone, slo_ttft_s=1).ttft_p99_s
@@ -81,7 +81,7 @@ def test_routers_without_replication_ignore_each_others_load() -> None:
 def test_late_replication_update_has_no_effect() -> None:
     asked = one_block_prompts(*[0.2 * number for number in range(15)])
     blind = Cluster(config(small_pool(2), routers=2)).run(asked)
-    late = Cluster(config(small_pool(2), routers=2, exchange=Exchange(period_s=0.01, delay_s=2.9))).run(asked)
+    late = Cluster(config(small_pool(2), routers=2, exchange=ReplicationConfig(period_s=0.01, delay_s=2.9))).run(asked)
     assert first_tokens(late) == first_tokens(blind)
 
 
@@ -90,7 +90,7 @@ def placements_only(update: ReplicaUpdate) -> ReplicaUpdate:
 
 
 def test_exchange_carries_only_the_chosen_updates() -> None:
-    exchange = Exchange(period_s=0.01, delay_s=0.0, carries=placements_only)
+    exchange = ReplicationConfig(period_s=0.01, delay_s=0.0, carries=placements_only)
     cluster = Cluster(config(small_pool(2), routers=2, exchange=exchange))
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
     records = cluster.run(asked)
@@ -104,7 +104,7 @@ def test_exchange_carries_only_the_chosen_updates() -> None:
 def test_joining_router_knows_replayed_updates(replay_s: float, blocks: int) -> None:
     """One request a second; the second router joins at 9.5 s, and its own and the other's later ones it hears of."""
     joining = replace(
-        config(small_pool(2), exchange=Exchange(period_s=0.1, delay_s=0.0)),
+        config(small_pool(2), exchange=ReplicationConfig(period_s=0.1, delay_s=0.0)),
         # The third never comes, but has the cluster remember everything for it.
         replicas=(Replica(), Replica(at_s=9.5, replay_s=replay_s), Replica(at_s=1000.0, replay_s=1000.0)),
     )
@@ -126,7 +126,7 @@ def test_store_answers_session_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = one_block_prompts(*range(11))
     in_session = (replace(asked[0], session=7), *asked[1:10], replace(asked[10], session=7))
     joining = replace(
-        config(small_pool(1), exchange=Exchange(period_s=0.1, delay_s=0.02)),
+        config(small_pool(1), exchange=ReplicationConfig(period_s=0.1, delay_s=0.02)),
         replicas=(Replica(), Replica(at_s=9.5)),
     )
     records = Cluster(joining).run(in_session)
@@ -160,7 +160,7 @@ def test_lost_request_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cluster_module, "PoolRouter", Loses)
     with pytest.raises(AssertionError, match="1 requests never end"):
-        Cluster(config(small_pool(1), exchange=Exchange())).run(one_block_prompts(0.0))
+        Cluster(config(small_pool(1), exchange=ReplicationConfig())).run(one_block_prompts(0.0))
 
 
 def test_run_stops_at_the_first_token_that_ends_it() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dualmap_sim import experiment as experiment_module
 from dualmap_sim.arrivals import arrivals
-from dualmap_sim.cluster import ClusterConfig, Exchange
+from dualmap_sim.cluster import ClusterConfig, ReplicationConfig
 from dualmap_sim.experiment import Experiment, Outcome, load_trace, member_ids, run_experiment
 from dualmap_sim.presets import PRESETS, slowed
 from dualmap_sim.workloads.catalog import UnknownWorkload, Workload
@@ -138,7 +138,7 @@ def test_routers_see_each_other_after_the_view_delay(configs: list[ClusterConfig
     run_experiment(SMALL)
     several, one = configs
     assert (len(several.replicas), len(one.replicas)) == (3, 1)
-    assert isinstance(several.exchange, Exchange)
+    assert isinstance(several.exchange, ReplicationConfig)
     assert several.exchange.delay_s + several.exchange.period_s / 2 == pytest.approx(0.4)
     assert one.exchange is None
 

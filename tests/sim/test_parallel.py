@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmap_sim.parallel import Tell, WorkerError, run_parallel, run_telling
+from dualmap_sim.parallel import Report, WorkerError, run_parallel, run_reporting
 
 
 def square(number: int) -> int:
@@ -42,12 +42,12 @@ def test_parallel_work_runs_in_worker_processes() -> None:
 
 
 def test_parallel_progress_carries_the_item_number() -> None:
-    def count(upto: int, tell: Tell) -> None:
+    def count(upto: int, tell: Report) -> None:
         for number in range(upto):
             tell(number)
 
     told: list[tuple[int, int]] = []
-    run_telling(count, [2, 0, 3], processes=2, on_told=lambda number, value: told.append((number, value)))
+    run_reporting(count, [2, 0, 3], processes=2, on_progress=lambda number, value: told.append((number, value)))
     assert sorted(told) == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
 
 

@@ -44,7 +44,7 @@ class Child:
         return dict(_NAMED.findall(await self.wait_for(ready_line, within_s=within_s)))
 
     async def wait_for(self, probe: Callable[[], Awaitable[T | None]], *, within_s: float) -> T:
-        """Ask ``probe`` until it answers; a child that exits meanwhile, or lets the time pass, is a ChildError."""
+        """Call ``probe`` until it returns a value; raise ChildError if the child exits or the time runs out."""
         try:
             async with asyncio.timeout(within_s):
                 while (answer := await probe()) is None:
@@ -98,7 +98,7 @@ class Children:
         await self._stop()
 
     async def run(self, name: str, command: Sequence[str], *, into: Path, within_s: float) -> None:
-        """Run ``command`` to its end, what it prints going to the file ``into`` and its errors to ``NAME.log``."""
+        """Run ``command`` to its end, with stdout in the file ``into`` and stderr in ``NAME.log``."""
         with into.open("wb") as printed:
             child = await self._spawn(name, command, stdout=printed)
         try:
@@ -148,7 +148,7 @@ class Children:
             await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _stop(self) -> None:
-        """Ask every group to end, then end what is left of them."""
+        """Send SIGTERM to every process group, then SIGKILL to those that remain."""
         for child in self._children:
             child.signal_group(signal.SIGTERM)
         waits = [asyncio.ensure_future(child.process.wait()) for child in self._children]

@@ -1,4 +1,4 @@
-"""``dualmap demo``: the options, the progress bars, and what is printed and written at the end."""
+"""``dualmap demo``: the options, the progress bars and the output."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is going to be replayed, against what: the workload at its rate, the engines, the objective, the clock's speed.
+"""The plan of a demo: workload, rate, engines, TTFT objective and clock speed.
 
 Everything is in model seconds, those of an engine of the ``7b`` preset: the engines run ``speed`` times as fast as
 the model, arrivals and the pool's own durations are shortened with them, and measured times are multiplied back.

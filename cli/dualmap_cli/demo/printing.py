@@ -1,4 +1,4 @@
-"""The demo's figures as people and scripts read them: a table with what was replayed above it, and JSON."""
+"""Prints the demo's figures: a table below a description of the workload, and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,13 +13,13 @@ _COLUMNS: Final = (
     *("pending CV", "pending/engine", "errors"),
 )
 _TELLING_ATTAINMENT: Final = 0.99
-"""Where no policy is below it, what is left between them is chance."""
+"""If no policy is below it, differences between policies are random."""
 _LAG_SHARE: Final = 0.1
-"""Of the SLO: a load generator later than that would blur what it measures."""
+"""Share of the SLO; a later load generator distorts the measurement."""
 
 
 def announcement(plan: Plan) -> str:
-    """Return what is about to happen and how long it takes, as far as that is known: not how fast processes start."""
+    """Return a description of the runs and their expected time, without the time that processes take to start."""
     replays_s = len(plan.policies) * plan.wall_s(plan.trace.duration_s)
     return (
         f"replaying {len(plan.trace.requests):,} requests under {', '.join(plan.policies)}: "
@@ -92,7 +92,7 @@ LEGEND: Final = (
 
 
 def preamble(plan: Plan) -> str:
-    """Return what was replayed, in words, to stand above the table."""
+    """Return a description of the workload, for the lines above the table."""
     facts = measure(plan.trace)
     sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
     cut = (

@@ -17,7 +17,7 @@ from dualmap_cli.demo.sampling import LoadSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRun:
-    """What was measured under one policy."""
+    """The measurements under one policy."""
 
     policy: str
     outcomes: tuple[Outcome, ...]

@@ -1,6 +1,6 @@
 """``dualmap demo --serve``: one policy's stack with the workload on it, round after round, for people to look at.
 
-Nothing is measured: the routers' dashboards show what happens. It ends when it is told to.
+Nothing is measured: the routers' dashboards show what happens. It ends on SIGINT or SIGTERM.
 """
 
 import asyncio

@@ -137,7 +137,7 @@ async def _start_envoy(children: Children, bootstrap: Path, folder: Path) -> str
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> bytes | None:
-    """Return the body of a 200, None for anything else: what is asked is still starting."""
+    """Return the body of a 200 response, or None for any other while the process starts."""
     try:
         async with session.get(url) as response:
             return await response.read() if response.status == 200 else None

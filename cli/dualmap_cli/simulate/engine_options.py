@@ -88,7 +88,7 @@ def described() -> str:
 
 
 def changed(config: EngineConfig, values: Iterable[tuple[str, float]]) -> EngineConfig:
-    """Return an engine with some parameters set. Raises click.BadParameter for what is none, or not a value of one."""
+    """Return an engine with some parameters set. Raises click.BadParameter for a bad name or value."""
     for name, value in values:
         parameter = PARAMETERS.get(name)
         if parameter is None:

@@ -1,4 +1,4 @@
-"""``dualmap goodput``: the highest rate that each policy copes with, in virtual time."""
+"""``dualmap goodput``: the highest rate at which each policy meets the SLO, in virtual time."""
 
 import sys
 from dataclasses import replace
@@ -88,7 +88,7 @@ def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
     from dualmap_cli.simulate.progress import bar
     from dualmap_cli.simulate.runs import Search, search
     from dualmap_cli.simulate.tables import announcement
-    from dualmap_sim.parallel import run_telling
+    from dualmap_sim.parallel import run_reporting
 
     click.echo(announcement(plan), err=True)
     searches = [
@@ -105,8 +105,8 @@ def _search(plan: Plan, attainment: float, tolerance: float) -> "Found":
             window = f"start {experiment.workload.start}, seed {experiment.workload.seed}"
             shown.doing(f"{experiment.policy}, {window}: trying {rate:.3g}/s")
 
-        answers = run_telling(
-            search, searches, processes=plan.processes, on_told=trying, on_done=lambda *_: shown.done(1)
+        answers = run_reporting(
+            search, searches, processes=plan.processes, on_progress=trying, on_done=lambda *_: shown.done(1)
         )
     windows = len(plan.windows)
     return [(policy, answers[number * windows : (number + 1) * windows]) for number, policy in enumerate(plan.policies)]

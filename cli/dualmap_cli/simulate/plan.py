@@ -1,6 +1,6 @@
-"""From options to experiments: what is going to be simulated, checked before anything runs.
+"""Turns options into experiments and checks them before anything runs.
 
-Every refusal is a click.BadParameter that names the option, the value and what is accepted.
+Each error is a click.BadParameter that names the option, the value and the accepted values.
 """
 
 import math
@@ -31,7 +31,7 @@ _SLOWEST: Final = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What both commands were asked for. ``base`` is the experiment whose policy, workload and rate vary."""
+    """The options of both commands. ``base`` is the experiment whose policy, workload and rate vary."""
 
     policies: tuple[str, ...]
     base: Experiment
@@ -130,7 +130,7 @@ def sample_s(experiment: Experiment) -> float:
 
 
 def _source(trace_file: Path | None, workload: str | None, requests: int, starts: Sequence[int]) -> Workload:
-    """Return what is replayed, of which windows are taken. Raises UsageError or BadParameter."""
+    """Return the workload from which windows are taken. Raises UsageError or BadParameter."""
     if trace_file is not None and workload is not None:
         raise click.UsageError("--trace and --workload are two sources; give one of them")
     if trace_file is None and (most := max(starts) + requests) > REQUESTS_MOST:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """One bar: so much of a total is done, and what is going on at the moment."""
+    """A progress bar with a text for the current activity."""
 
     def __init__(self, progress: Progress, total: int, doing: str) -> None:
         self._progress = progress
@@ -19,15 +19,15 @@ class Bar:
         progress.refresh()
 
     def done(self, amount: int) -> None:
-        """Count what was done."""
+        """Advance the bar."""
         self._progress.update(self._task, advance=amount, refresh=True)
 
     def doing(self, what: str) -> None:
-        """Say what is going on."""
+        """Show the current activity."""
         self._progress.update(self._task, description=what, refresh=True)
 
     def complete(self) -> None:
-        """Fill the bar: what was not counted on the way is done, too."""
+        """Fill the bar, including parts that were not counted."""
         task = next(each for each in self._progress.tasks if each.id == self._task)
         self._progress.update(self._task, completed=task.total, refresh=True)
 

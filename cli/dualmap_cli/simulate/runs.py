@@ -7,12 +7,12 @@ from typing import Final
 
 from dualmap_sim.experiment import Experiment, load_trace, run_experiment
 from dualmap_sim.goodput import Goodput, NeverOverloaded, goodput
-from dualmap_sim.parallel import Tell
+from dualmap_sim.parallel import Report
 from dualmap_sim.records import LoadSample
 from dualmap_sim.summary import Summary
 
-_TELLS: Final = 100
-"""How often a run tells how far it is, all in all."""
+_REPORTS: Final = 100
+"""Number of progress reports of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is searched: the goodput of an experiment at an attainment, to a relative tolerance."""
+    """A search for the goodput of an experiment at an attainment, to a relative tolerance."""
 
     experiment: Experiment
     attainment: float
@@ -36,7 +36,7 @@ class Search:
 
 
 Found = Sequence[tuple[str, Sequence[Goodput | NeverOverloaded]]]
-"""What was found for each policy, in the windows' order."""
+"""The results of each policy, in the order of the windows."""
 
 
 def rates(answers: Sequence[Goodput | NeverOverloaded]) -> list[float] | None:
@@ -45,18 +45,21 @@ def rates(answers: Sequence[Goodput | NeverOverloaded]) -> list[float] | None:
     return found if len(found) == len(answers) else None
 
 
-def simulate(experiment: Experiment, tell: Tell, *, keep_samples: bool) -> Run:
-    """Run an experiment; tells how many requests were answered since it told last. ``keep_samples`` is for charts."""
+def simulate(experiment: Experiment, report: Report, *, keep_samples: bool) -> Run:
+    """Run an experiment and report how many requests were answered since the last report.
+
+    ``keep_samples`` keeps the load samples for charts.
+    """
     began_s = time.perf_counter()
     requests = len(load_trace(experiment).requests)
-    every = max(1, requests // _TELLS)
+    every = max(1, requests // _REPORTS)
     answered = 0
 
     def answer() -> None:
         nonlocal answered
         answered += 1
         if answered % every == 0:
-            tell(every)
+            report(every)
 
     outcome = run_experiment(experiment, on_answer=answer)
     return Run(
@@ -68,9 +71,9 @@ def simulate(experiment: Experiment, tell: Tell, *, keep_samples: bool) -> Run:
     )
 
 
-def search(what: Search, tell: Tell) -> Goodput | NeverOverloaded:
-    """Search a goodput; tells each rate that is tried. That there is none to be found is an answer, too."""
+def search(what: Search, report: Report) -> Goodput | NeverOverloaded:
+    """Search for the goodput and report each rate that is tried. Without overload, return NeverOverloaded."""
     try:
-        return goodput(what.experiment, attainment=what.attainment, tolerance=what.tolerance, on_try=tell)
+        return goodput(what.experiment, attainment=what.attainment, tolerance=what.tolerance, on_try=report)
     except NeverOverloaded as endless:
         return endless

@@ -67,18 +67,18 @@ def _run(plan: Plan, rates: Sequence[float]) -> "list[Run]":
     from dualmap_cli.simulate.runs import simulate as run_one
     from dualmap_cli.simulate.tables import announcement
     from dualmap_sim.experiment import load_trace
-    from dualmap_sim.parallel import run_telling
+    from dualmap_sim.parallel import run_reporting
 
     click.echo(announcement(plan), err=True)
     experiments = [replace(plan.base, policy=policy, requests_per_s=rate) for policy in plan.policies for rate in rates]
     experiments = [replace(each, sample_s=sample_s(each)) for each in experiments]
     total = len(experiments) * len(load_trace(plan.base).requests)
     with bar(total, f"{len(experiments)} runs") as shown:
-        runs = run_telling(
+        runs = run_reporting(
             partial(run_one, keep_samples=plan.plot is not None),
             experiments,
             processes=plan.processes,
-            on_told=lambda _number, answered: shown.done(answered),
+            on_progress=lambda _number, answered: shown.done(answered),
         )
         shown.complete()
     return runs

@@ -1,4 +1,4 @@
-"""The results as people read them: tables on stdout, what was replayed on stderr."""
+"""Formats the results: tables for stdout and a description of the workload for stderr."""
 
 import math
 import sys

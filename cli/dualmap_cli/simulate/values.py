@@ -1,6 +1,6 @@
 """What single options look like: lists, durations, pairs, as click callbacks.
 
-Each raises click.BadParameter, which names the option, the value and what is accepted.
+Each raises click.BadParameter, which names the option, the value and the accepted values.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Sessions: requests that a client declares to belong together, and which member has each session's KV.
 
-A session's name roots the key of its requests, so that all of them have one pair however their prompts continue. The
+A session's name roots the key of its requests, so that all of them have one pair regardless of their prompts. The
 binding names the member that computed the last turn. Bindings follow the traffic: the member that a turn goes to has
 the session's KV afterwards. With ``session.migration`` a turn goes to the session's host unless EAR's rule moves the
 session (``dualmap.policies.migration``). Without it the policy chooses, with the host as one more candidate.
@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from dualmap.replicas.update import SharedBinding
 
 MAX_SESSIONS = 65_536
-# The store answers within about a tenth of a second. A binding that arrives later than this is no answer to a guess.
+# The store answers within about a tenth of a second. A later binding does not correct a guess.
 GUESS_S = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Reading Kubernetes objects as parsed JSON: InferencePools into pools, pods into whether they serve.
+"""Kubernetes objects to values: InferencePools and pods, as the router and the operator both read them.
 
-May import policies, pools and errors; sends and opens nothing.
+May import ``dualmap.errors``, ``dualmap.pools`` and the registry of policies. No I/O: bodies arrive already parsed.
 """

@@ -1,8 +1,8 @@
-"""Reads a Kubernetes pod by the rules that router and operator share: does it serve, is it terminating.
+"""Kubernetes pods to the facts that router and operator share: whether a pod serves, and whether it terminates.
 
-The operator decides by these rules which pods are in the ring, the router which pods it may pick before the operator
-has published them. If the two disagreed, a request could go to a pod that does not answer. Bodies are the API's JSON.
-Any user may have made the pods, so no body raises an error: what cannot be read counts as absent.
+The operator puts pods on the rings by these facts (``dualmap_operator.decide.pod_reading``). The router stops picking
+a pod by them before the operator updates the ring. Bodies are the API's JSON. Any user may have created the pods, so
+no content of a body raises: a field that cannot be read counts as absent.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any, Final
 from dualmap.objects.pool_reader import GROUP
 
 IN_RING_GATE: Final = f"{GROUP}/in-ring"
-"""The readiness gate by which the operator holds a pod's Kubernetes readiness until it is on the rings."""
+"""The readiness gate that keeps a pod unready in Kubernetes until the operator has put it on the rings."""
 _ENDED: Final = ("Failed", "Succeeded")
 _UID_SHOWN: Final = 8
 _MAX_RESTARTS: Final = 2**31
@@ -21,14 +21,14 @@ _MAX_RESTARTS: Final = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodFacts:
-    """What matters of one pod.
+    """The facts about one pod that routing and draining use.
 
-    ``serving`` is whether its engine can take requests: containers ready, every readiness gate except ours true, its
-    node not lost. It is independent of ``terminating``: a pod that is being deleted still serves for a while.
-    ``serving_since`` is the latest transition (RFC 3339, as the API wrote it) among the conditions that decide it;
-    empty if there is none. ``ready`` is Kubernetes' condition, which includes our gate. ``in_ring`` is our gate, None
-    for a pod without it. ``incarnation`` differs after each restart of a container, and between pods; empty if unknown.
-    ``address`` is empty until the pod has one.
+    ``serving`` is whether its engine can take requests: containers ready, every readiness gate but the in-ring gate
+    true, its node not lost. It is independent of ``terminating``: a pod that is being deleted still finishes its
+    requests. ``serving_since`` is the latest transition among the conditions that decide it (RFC 3339, as the API wrote
+    it), empty without one. ``ready`` is the pod's Ready condition, which includes the in-ring gate. ``in_ring`` is that
+    gate, None for a pod without it. ``incarnation`` differs between pods and after each restart of a container; empty
+    if unknown. ``address`` is empty until the pod has one.
     """
 
     name: str
@@ -54,7 +54,7 @@ class _Condition:
 
 
 def pod_facts(body: Mapping[str, Any]) -> PodFacts:
-    """Return the facts of a pod; never raises, whatever the body is."""
+    """Return the facts of a pod; never raises."""
     metadata, spec, status = (mapping_in(body, key) for key in ("metadata", "spec", "status"))
     conditions = _conditions(status)
     gates = [text_in(gate, "conditionType") for gate in mappings_in(spec, "readinessGates")]
@@ -81,19 +81,19 @@ def pod_facts(body: Mapping[str, Any]) -> PodFacts:
 
 
 def mapping_in(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping at ``key``; an empty one if there is none."""
+    """Return the mapping at ``key``; an empty one for any other value."""
     value = mapping.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def mappings_in(mapping: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings in the list at ``key``; none if it is no list."""
+    """Return the mappings in the list at ``key``; none for any other value."""
     value = mapping.get(key)
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
 
 
 def text_in(mapping: Mapping[str, Any], key: str) -> str:
-    """Return the text at ``key``; an empty one if there is none."""
+    """Return the text at ``key``; an empty one for any other value."""
     value = mapping.get(key)
     return value if isinstance(value, str) else ""
 

@@ -1,8 +1,9 @@
-"""Reads InferencePool objects, already parsed from YAML or by the Kubernetes API, into Pool values.
+"""InferencePool objects, already parsed from YAML or the Kubernetes API, to Pool values.
 
-Every error is a PoolError with the field's path, the value and what is accepted. Unknown fields under ``spec`` and of a
-ring's members are errors too, since a misspelt setting would otherwise be ignored silently. ``metadata``, the rest of
-``status`` and ``spec.workload`` may hold anything, so that the output of ``kubectl get dmpool -o yaml`` is accepted.
+Every error is a PoolError that names the field's path, the value found and the values accepted. Unknown fields under
+``spec`` and of a ring's members are errors too: a misspelled setting must not be ignored. ``metadata``, the rest of
+``status`` and ``spec.workload`` may hold anything, so that the output of ``kubectl get dmpool -o yaml`` is accepted
+unchanged.
 """
 
 import re
@@ -61,19 +62,18 @@ def read_pools(document: object) -> tuple[Pool, ...]:
 
 
 def check_distinct(pools: Iterable[Pool]) -> None:
-    """Raise PoolError when two pools share a name, or a model name or alias (a request names only its model)."""
+    """Raise PoolError when two pools share a name, or a model name, alias or adapter: a request names only these."""
     ids: set[str] = set()
     owners: dict[str, str] = {}
     for pool in pools:
         if pool.id in ids:
             raise PoolError("metadata.name", pool.id, "a namespace and name that no other pool has")
         ids.add(pool.id)
-        for model in (pool.model.name, *pool.model.aliases):
+        for model in pool.model.names:
             owner = owners.setdefault(model, pool.id)
             if owner != pool.id:
-                raise PoolError(
-                    f"{pool.id}: spec.model", model, f"a model name or alias that pool {owner} does not have"
-                )
+                accepted = f"a model name, alias or adapter that pool {owner} does not have"
+                raise PoolError(f"{pool.id}: spec.model", model, accepted)
 
 
 def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: float = 86_400.0) -> float:
@@ -89,11 +89,11 @@ def parse_duration(value: object, field: str, *, low_s: float = 0.001, high_s: f
 
 
 class _Fields:
-    """A mapping with its path: each accessor reads and checks one field, and names the field in its error."""
+    """A mapping and its path. Each accessor returns one checked field, or raises a PoolError with the field's path."""
 
     def __init__(self, value: object, path: str) -> None:
         if value is None and path:
-            value = {}  # `slo:` with nothing after it is how YAML spells an empty mapping.
+            value = {}  # In YAML, `slo:` without a value is null.
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise PoolError(path or "document", value, "a mapping of field names to values")
         self.raw: Mapping[str, object] = value
@@ -137,6 +137,17 @@ class _Fields:
         if not isinstance(value, str) or not 0 < len(value) <= longest:
             raise PoolError(self.at(name), value, f"a text of 1 to {longest} characters")
         return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise PoolError(self.at(name), value, "a list of names")
+        for position, text in enumerate(value):
+            if not isinstance(text, str) or not 0 < len(text) <= 253:
+                raise PoolError(f"{self.at(name)}[{position}]", text, "a text of 1 to 253 characters")
+        return tuple(value)
 
     def matching(self, name: str, pattern: re.Pattern[str], accepted: str, default: str | None = None) -> str:
         value = self.get(name)
@@ -222,17 +233,18 @@ def _read_pool(root: _Fields) -> Pool:
 
 
 def _read_model(fields: _Fields) -> Model:
-    name = fields.text("name")
-    aliases = fields.get("aliases")
-    if aliases is None:
-        aliases = []
-    if not isinstance(aliases, list):
-        raise PoolError(fields.at("aliases"), aliases, "a list of names")
-    for position, alias in enumerate(aliases):
-        if not isinstance(alias, str) or not 0 < len(alias) <= 253:
-            raise PoolError(f"{fields.at('aliases')}[{position}]", alias, "a text of 1 to 253 characters")
+    model = Model(name=fields.text("name"), aliases=fields.texts("aliases"), adapters=fields.texts("adapters"))
     fields.refuse_others()
-    return Model(name=name, aliases=tuple(aliases))
+    taken = {model.name, *model.aliases}
+    for position, adapter in enumerate(model.adapters):
+        if adapter in taken:
+            raise PoolError(
+                f"{fields.at('adapters')}[{position}]",
+                adapter,
+                "a name that is neither the model nor an alias, given once",
+            )
+        taken.add(adapter)
+    return model
 
 
 def _read_engine(fields: _Fields) -> Engine:
@@ -360,7 +372,7 @@ def _read_members(ring: _Fields, *, default_port: int) -> tuple[Member, ...]:
             )
         members[member.id] = member
         endpoints[member.endpoint] = member.id
-    # The file's order must not matter to the rings, to ties or to round robin.
+    # The order in the file must not affect rings, ties or round robin.
     return tuple(sorted(members.values(), key=lambda member: member.id))
 
 
@@ -375,13 +387,13 @@ def _read_address(fields: _Fields) -> str:
 
 
 def _shown_name(name: str) -> str:
-    """Return a field's name as one short line: an unknown field may have any name."""
+    """Return a field's name as one short printable line, since an unknown field may have any name."""
     shown = name if name.isprintable() else repr(name)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def _spell_s(seconds: float) -> str:
-    """Return a bound as it would be written in a pool."""
+    """Return a bound as a pool spells durations."""
     for unit in ("h", "m", "s"):
         if seconds >= _UNIT_S[unit] and seconds % _UNIT_S[unit] == 0:
             return f"{seconds / _UNIT_S[unit]:g}{unit}"

@@ -1,7 +1,7 @@
-"""What a policy may know when it chooses: read-only views of one request, its pair, and the whole pool.
+"""The input of a policy: read-only views of one request, its pair, and the whole pool.
 
-A view is valid for one decision at one moment. Examining every member takes time in proportion to their number, so a
-candidate is made only when a policy asks for it.
+A view is valid for one decision at one moment. The cost of examining every member grows with their number, so
+candidates are created on demand.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ class Candidate(NamedTuple):
 
     ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. The tokens are prompt tokens; ``matched_tokens``
     are believed to be cached at the member. (Named tuples are as immutable as frozen dataclasses and made in half the
-    time; every decision makes two or three.)
+    time; every decision creates two or three.)
     """
 
     id: str
@@ -80,7 +80,7 @@ class Everyone(Protocol):
         """Return the KV tokens of each member's requests in flight, and those that its queued requests will add."""
 
     def matched_tokens(self) -> list[int]:
-        """Return how much of the prompt each member is believed to have cached."""
+        """Return the prompt tokens that each member is believed to have cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,17 @@ class Rule:
     meaning: str
 
 
-LONE = Rule("lone", "no other member may take it")
-PAIR_WARM = Rule("pair-warm", "of its pair it holds more of the prompt, and its predicted TTFT is within the limit")
-PAIR_EQUAL = Rule("pair-equal", "both of its pair hold as much of the prompt, and it has no more to do")
-HOST_WARM = Rule("host-warm", "its session's last turn went there, it holds more of the prompt than either of its pair")
+LONE = Rule("lone", "it is the only candidate")
+PAIR_WARM = Rule(
+    "pair-warm",
+    "it has more of the prompt cached than the other of the pair, and its predicted TTFT is within the limit",
+)
+PAIR_EQUAL = Rule(
+    "pair-equal", "both of the pair have the same part of the prompt cached, and it has less or equal load"
+)
+HOST_WARM = Rule(
+    "host-warm", "it served the session's last turn and has more of the prompt cached than either of the pair"
+)
 
 
 class Situation:
@@ -104,7 +111,7 @@ class Situation:
     if known; the session ``may_move`` unless it moved lately. ``waited_s`` is how long the request has waited, which
     counts towards its TTFT. ``sequence`` numbers the pool's requests from 0. A member has room for ``room_tokens`` of
     KV. ``everyone`` holds every member that takes new keys, by id, and is never empty. ``ring_walk`` gives their
-    positions in the order in which the request's key meets them on ring 1.
+    positions in the order of ring 1, starting at the request's key.
     """
 
     def __init__(
@@ -168,7 +175,7 @@ class Situation:
         return self.least(self.pair, lambda each: (each.pending_tokens, each.in_flight))
 
     def warmest(self) -> tuple[Candidate, Rule]:
-        """Return the candidate of the pair with more cached tokens, or the less loaded if both have as many; and why.
+        """Return the candidate of the pair with more cached tokens, or the less loaded if equal; and the rule.
 
         The session's host is preferred only if it has more cached tokens than either.
         """
@@ -195,12 +202,12 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """How a request's member is chosen. Policies keep no state: all that they may know is in the situation.
+    """How a request's member is chosen. Policies keep no state: the situation is their only input.
 
     ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length. ``rebalances`` says
-    whether queued requests move within their pair, if the pool enables that. It belongs to DualMap: it would undo the
-    choices of another policy. ``defers`` says whether queued requests that will miss the SLO are overtaken by
-    those that can still meet it; under other policies the pool's order ``Deadline`` does that.
+    whether queued requests move within their pair, if the pool enables that. Only DualMap's policies rebalance; it
+    would undo the choices of others. ``defers`` says whether queued requests that will miss the SLO are overtaken by
+    those that can still meet it; under other policies, the pool's ``queue.order: Deadline`` has that effect.
     """
 
     name: ClassVar[str]

@@ -21,8 +21,8 @@ class Claimant:
 
     @classmethod
     def of(cls, pool: Pool, created: str) -> Self:
-        """Return what ``pool`` claims: its model's name and aliases."""
-        return cls(pool=pool.id, created=created, names=(pool.model.name, *pool.model.aliases))
+        """Return what ``pool`` claims: its model's name, aliases and adapters."""
+        return cls(pool=pool.id, created=created, names=pool.model.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,10 +52,24 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model a pool serves: ``name`` is what requests say in "model", ``aliases`` are accepted too."""
+    """The model a pool serves: ``name`` is what requests say in "model", ``aliases`` are accepted too.
+
+    ``adapters`` are the LoRA adapters that its engines serve. Requests name an adapter in "model". Each adapter has
+    cache keys of its own, since its KV cache differs from the base model's.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every value of "model" that leads to the pool."""
+        return (self.name, *self.aliases, *self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """Return the adapter that a request for ``name`` uses; empty for the base model."""
+        return name if name in self.adapters else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

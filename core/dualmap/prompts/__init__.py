@@ -1,4 +1,4 @@
-"""From a request body to the chain of block hashes of its prompt.
+"""Request bodies to prompts: the fields that count, their canonical text, and the hashes of its blocks.
 
-May import errors.
+May import ``dualmap.errors`` and xxhash. Any other room of the core may import this one.
 """

@@ -1,10 +1,9 @@
-"""Makes the chained block hashes of a prompt, by which prefixes are compared.
+"""Prompt text to chained block hashes, by which prefixes are compared.
 
-Each block's hash names the block *with everything before it* (paper section 3.2, A.1.1), so two prompts share a prefix
-exactly as long as their chains agree. The chain is rooted in model, LoRA adapter and ``cache_salt``: tenants with
-different salts never share a hash. Without a tokenizer a token is estimated as four bytes of canonical prompt text;
-prompts that arrive as token ids are encoded as four bytes per id, so their count is exact. A tokenizer could pass its
-ids to the same function.
+Each block's hash names the block *with everything before it* (DualMap paper, sections 3.2 and A.1.1). Two prompts
+therefore share a prefix exactly as long as their chains agree. The chain is rooted in model, LoRA adapter and
+``cache_salt``: tenants with different salts never share a hash. A token is estimated as four bytes of canonical prompt
+text. Prompts that arrive as token ids are encoded as four bytes an id, so their count is exact.
 """
 
 from dataclasses import dataclass

@@ -1,45 +1,180 @@
 """Makes the canonical prompt text of a request body (parsed JSON): the parts that an engine turns into tokens.
 
-Roles, text, tools and image digests are part of the text, in the order chat templates put them (tools first), each
-introduced by a control character and its kind; texts that hold such characters are escaped, so that none can pass for
-another's structure. The same function reads chat completions, completions, responses, embeddings and reranking bodies:
-they differ in which fields they have. Anything that is no prompt content (sampling parameters, metadata) is left out,
-since it does not change what is cached.
+A table for each API names the fields that count, in the order in which engines render them; docs/prompts.md explains
+it. All other fields are left out: they do not change what is cached, and a client must not make a prompt look long by
+a field that its engine ignores.
 """
 
-import json
 from array import array
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import partial
 from itertools import islice
+from typing import Final, TypeAlias
 
 from dualmap.errors import BadRequest
+from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
+from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
 # More messages, parts and prompts than any engine takes; each costs a microsecond that delays all other requests.
-MAX_PIECES = 100_000
-_RECORD = "\x1e"
-_UNIT = "\x1f"
+MAX_PIECES: Final = 100_000
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
-_TOKEN_CODE = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
+_TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
 # LoRA adapters that are named beside the model: SGLang's and TensorRT-LLM's fields. vLLM names them as the model.
-_LORA_FIELDS = ("lora_path", "lora_request")
+_LORA_FIELDS: Final = ("lora_path", "lora_request")
 # What names a session, the most telling first: vLLM's own field, then OpenAI's.
-_SESSION_FIELDS = ("session_id", "prompt_cache_key", "user")
-# What a message, or an item of a responses input, holds beside its role and content.
-_TURN_FIELDS = (
-    *("name", "reasoning_content", "reasoning", "summary", "tool_calls", "function_call", "tool_call_id"),
-    *("arguments", "output", "result", "audio"),
+_SESSION_FIELDS: Final = ("session_id", "prompt_cache_key", "user")
+
+_Reader: TypeAlias = Callable[[str, object], Iterator[str]]
+"""Yields the pieces of one field, given its name and its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The fields of an API's bodies that count, in the order in which engines render them.
+
+    ``a.b`` is field b of the object in field a. ``token_ids`` are the fields that may hold a prompt as token ids, which
+    is then the whole prompt.
+    """
+
+    fields: Mapping[str, _Reader]
+    token_ids: tuple[str, ...] = ()
+
+
+def _digests(name: str, value: object) -> Iterator[str]:
+    """Yield a field of any size as a few tokens: it changes what templates render, not in proportion to its length."""
+    yield f"{RECORD}{name}{UNIT}{digest(value)}"
+
+
+def _tools(shape: Shape | None, name: str, value: object) -> Iterator[str]:
+    yield f"{RECORD}{name}{UNIT}{as_json(value, shape)}"
+
+
+def _system(conversation: Conversation, _: str, value: object) -> Iterator[str]:
+    return conversation.system(value)
+
+
+def _turns(conversation: Conversation, _: str, value: object) -> Iterator[str]:
+    return conversation.turns(value)
+
+
+def _prompt(_: str, value: object) -> Iterator[str]:
+    """Yield a prompt that no template renders; a list of one text is that text."""
+    return _ANY.content(value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def _texts(name: str, value: object) -> Iterator[str]:
+    yield f"{RECORD}{name}{UNIT}"
+    yield from _ANY.content(value)
+
+
+# What chat templates see of a message, by its role: vLLM and SGLang drop the other fields.
+_NAME: Final[Shape] = {"name": None}
+_CALLS: Final[Shape] = {"id": None, "type": None, "function": {"name": None, "arguments": None}}
+_CHAT: Final = Conversation(
+    fields=_NAME,
+    of_role={
+        "assistant": {**_NAME, "reasoning_content": None, "reasoning": None, "tool_calls": _CALLS},
+        "tool": {**_NAME, "tool_call_id": None},
+        "developer": {**_NAME, "tools": None},
+    },
 )
-# Parts of a message's content that hold text: chat completions say `text`, responses `input_text` and `output_text`.
-_TEXT_FIELDS = ("text", "refusal")
-# Parts that refer to a medium, by URL or inline data.
-_MEDIA_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "image", "file", "file_id", "file_data")
-# Bodies of reranking and scoring.
-_PAIR_FIELDS = ("query", "text_1", "documents", "text_2")
-# json.dumps with options of its own would build an encoder for every call.
-_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+_BLOCKS: Final = Conversation(fields={}, blocks=True)
+_ITEMS: Final = Conversation(
+    fields=dict.fromkeys(("name", "summary", "call_id", "arguments", "output")),
+)
+# Bodies of an unknown API: whatever any engine may read.
+_ANY: Final = Conversation(
+    fields=dict.fromkeys(
+        (
+            *("name", "reasoning_content", "reasoning", "summary", "tool_calls", "function_call", "tool_call_id"),
+            *("call_id", "tools", "arguments", "output", "result", "audio"),
+        )
+    ),
+    exact=False,
+    blocks=True,
+)
+_TEMPLATE: Final[Mapping[str, _Reader]] = {"chat_template": _digests, "chat_template_kwargs": _digests}
+_FUNCTIONS: Final[Shape] = {"type": None, "function": None, "defer_loading": None}
+_NAMED_TOOL: Final[Shape] = dict.fromkeys(("type", "name", "description", "parameters", "defer_loading"))
+
+LAYOUTS: Final[Mapping[Api, Layout]] = {
+    Api.CHAT: Layout(
+        fields={
+            **_TEMPLATE,
+            "reasoning_effort": _digests,
+            "documents": _digests,
+            "input_ids": _digests,
+            "kv_transfer_params.prompt_token_ids": _digests,
+            "tools": partial(_tools, _FUNCTIONS),
+            "messages": partial(_turns, _CHAT),
+        }
+    ),
+    Api.COMPLETIONS: Layout(fields={"prompt_embeds": _digests, "prompt": _prompt}, token_ids=("prompt",)),
+    Api.RESPONSES: Layout(
+        fields={
+            "chat_template_kwargs": _digests,
+            "reasoning.effort": _digests,
+            # A namespace is a tool that holds others.
+            "tools": partial(_tools, {**_NAMED_TOOL, "tools": _NAMED_TOOL}),
+            "instructions": partial(_system, _ITEMS),
+            "previous_response_id": _digests,
+            "previous_response": _digests,
+            "previous_input_messages": _digests,
+            "input": partial(_turns, _ITEMS),
+        }
+    ),
+    Api.MESSAGES: Layout(
+        fields={
+            "chat_template_kwargs": _digests,
+            "output_config.effort": _digests,
+            "kv_transfer_params.prompt_token_ids": _digests,
+            "tools": partial(_tools, dict.fromkeys(("type", "name", "description", "input_schema", "defer_loading"))),
+            "system": partial(_system, _BLOCKS),
+            "messages": partial(_turns, _BLOCKS),
+        }
+    ),
+    Api.EMBEDDINGS: Layout(
+        fields={**_TEMPLATE, "messages": partial(_turns, _CHAT), "input": partial(_turns, _ANY)},
+        token_ids=("input",),
+    ),
+    Api.RERANK: Layout(fields={"query": _texts, "documents": _texts}),
+    Api.SCORE: Layout(
+        fields=dict.fromkeys(("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2"), _texts)
+    ),
+    Api.TOKENIZE: Layout(
+        fields={
+            **_TEMPLATE,
+            "tools": partial(_tools, _FUNCTIONS),
+            "messages": partial(_turns, _CHAT),
+            "prompt": _prompt,
+        }
+    ),
+    Api.UNKNOWN: Layout(
+        fields={
+            **_TEMPLATE,
+            **dict.fromkeys(("reasoning_effort", "reasoning.effort", "output_config.effort"), _digests),
+            **dict.fromkeys(("input_ids", "kv_transfer_params.prompt_token_ids", "prompt_embeds"), _digests),
+            "tools": partial(_tools, None),
+            "functions": partial(_tools, None),
+            "system": partial(_system, _ANY),
+            "instructions": partial(_system, _ANY),
+            **dict.fromkeys(("previous_response_id", "previous_response", "previous_input_messages"), _digests),
+            "messages": partial(_turns, _ANY),
+            "input": partial(_turns, _ANY),
+            "prompt": _prompt,
+            **dict.fromkeys(("query", "queries", "text_1", "data_1"), _texts),
+            **dict.fromkeys(("documents", "items", "text_2", "data_2", "suffix"), _texts),
+        },
+        token_ids=("prompt", "input"),
+    ),
+}
+"""Which fields of a request body count, by API. On an unknown path every field counts that some API reads."""
+_PATHS: Final = {
+    api: [(name, tuple(name.split(".")), read) for name, read in layout.fields.items()]
+    for api, layout in LAYOUTS.items()
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +193,12 @@ class Prompt:
     session: str = ""
 
 
-def read_prompt(body: object) -> Prompt:
-    """Return the prompt of a parsed body.
+def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
+    """Return the prompt of a parsed body that was sent to ``api``.
 
     Raises BadRequest when the body is no object, has no usable ``model``, is nested too deeply to be read, or has more
-    than MAX_PIECES messages, parts or prompts. Odd content is taken as it comes: whether it makes sense is the
-    engine's to say.
+    than MAX_PIECES messages, parts or prompts. Content of an unexpected type is read as JSON text: the engine decides
+    whether to reject it.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")
@@ -74,9 +209,9 @@ def read_prompt(body: object) -> Prompt:
     try:
         return Prompt(
             model=model,
-            text=_canonical_text(body),
-            lora="".join(_compact(body[name]) for name in _LORA_FIELDS if body.get(name)),
-            cache_salt=salt if isinstance(salt, str) else "" if salt is None else _compact(salt),
+            text=_canonical_text(body, api),
+            lora="".join(compact(body[name]) for name in _LORA_FIELDS if body.get(name)),
+            cache_salt=salt if isinstance(salt, str) else "" if salt is None else compact(salt),
             streamed=body.get("stream") is True,
             session=_session(body),
         )
@@ -92,12 +227,12 @@ def _session(body: Mapping[str, object]) -> str:
     return ""
 
 
-def _canonical_text(body: Mapping[str, object]) -> bytes:
-    for name in ("prompt", "input"):
+def _canonical_text(body: Mapping[str, object], api: Api) -> bytes:
+    for name in LAYOUTS[api].token_ids:
         tokens = _token_bytes(body.get(name))
         if tokens is not None:
             return tokens
-    pieces = list(islice(_pieces(body), MAX_PIECES + 1))
+    pieces = list(islice(_pieces(body, api), MAX_PIECES + 1))
     _check_number(pieces)
     return "".join(pieces).encode("utf-8", "surrogatepass")
 
@@ -117,93 +252,14 @@ def _token_bytes(value: object) -> bytes | None:
         return None
 
 
-def _pieces(body: Mapping[str, object]) -> Iterator[str]:
-    """Yield the prompt's pieces in the order chat templates render them."""
-    for name in ("tools", "functions"):
-        if body.get(name):
-            yield f"{_RECORD}{name}{_UNIT}{_compact(body[name])}"
-    instructions = body.get("instructions")
-    if instructions:
-        yield f"{_RECORD}system{_UNIT}"
-        yield from _content(instructions)
-    for name in ("messages", "input"):
-        turns = body.get(name)
-        if isinstance(turns, list):
-            for turn in turns:
-                yield from _turn(turn)
-        elif turns is not None:
-            yield _RECORD
-            yield from _content(turns)
-    prompt = body.get("prompt")
-    yield from _content(prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt)
-    for name in (*_PAIR_FIELDS, "suffix"):
-        if body.get(name):
-            yield f"{_RECORD}{name}{_UNIT}"
-            yield from _content(body[name])
-
-
-def _turn(turn: object) -> Iterator[str]:
-    """Yield one message, or one item of a responses input (which may be a tool call or its output)."""
-    if not isinstance(turn, Mapping):
-        yield _RECORD
-        yield from _content(turn)
-        return
-    role = turn.get("role") or turn.get("type")
-    yield f"{_RECORD}{_spelt(role)}{_UNIT}"
-    yield from _content(turn.get("content"))
-    if len(turn) == 2 and "role" in turn and "content" in turn:
-        # As nearly all are: looking for a dozen fields in each takes a fifth of reading a long conversation.
-        return
-    for name in _TURN_FIELDS:
-        value = turn.get(name)
+def _pieces(body: Mapping[str, object], api: Api) -> Iterator[str]:
+    """Yield the prompt's pieces in the order of the API's layout."""
+    for name, path, read in _PATHS[api]:
+        value: object = body
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
         if value:
-            yield f"{_UNIT}{name}{_UNIT}{_spelt(value)}"
-
-
-def _content(content: object) -> Iterator[str]:
-    """Yield a message's content: a text, or parts of text and media."""
-    if content is None:
-        return
-    if isinstance(content, list):
-        for part in content:
-            yield from _part(part)
-    else:
-        yield _spelt(content)
-
-
-def _part(part: object) -> Iterator[str]:
-    if not isinstance(part, Mapping):
-        yield f"{_UNIT}{_spelt(part)}"
-        return
-    texts = [part[name] for name in _TEXT_FIELDS if isinstance(part.get(name), str)]
-    media = [name for name in _MEDIA_FIELDS if part.get(name)]
-    yield from map(_spelt, texts)
-    for name in media:
-        # Images enter by digest: their data may be megabytes and would swamp the token estimate.
-        yield f"{_UNIT}{name}{_UNIT}{_digest(part[name])}"
-    if not texts and not media:
-        yield f"{_UNIT}{_compact(part)}"
-
-
-def _digest(value: object) -> str:
-    """Name a medium by its URL or data, whichever way it is wrapped (``{"url": ...}`` or a bare text)."""
-    reference = value.get("url", value) if isinstance(value, Mapping) else value
-    text = reference if isinstance(reference, str) else _compact(reference)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _spelt(value: object) -> str:
-    """Return a text with the characters that mark structure doubled, as they never stand otherwise; or compact JSON."""
-    if not isinstance(value, str):
-        return _compact(value)
-    if _RECORD in value or _UNIT in value:
-        return value.replace(_RECORD, 2 * _RECORD).replace(_UNIT, 2 * _UNIT)
-    return value
-
-
-def _compact(value: object) -> str:
-    """Spell any JSON value in one way; keys keep the order sent, as chat templates render them in that order."""
-    return "" if value is None else _ENCODER.encode(value)
+            yield from read(name, value)
 
 
 def _check_number(pieces: Sized) -> None:

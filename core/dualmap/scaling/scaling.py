@@ -1,4 +1,4 @@
-"""How many members a pool needs to meet its objective, computed from its traffic; sans-IO, like the router.
+"""How many members a pool needs to meet its objective, computed from its traffic, without I/O.
 
 One router sees its share of the traffic, so it computes its share of the desired replicas; the shares of all routers
 add up to the pool's. docs/autoscaling.md has the rule, its reasons and its measurements. ``Scaling`` is the rule,
@@ -15,12 +15,12 @@ from dualmap.pools.pool import MemberState, Pool
 from dualmap.requests import EndpointStatus, PoolSnapshot
 
 WINDOW_S = 60.0
-"""The window for traffic and attainment in seconds; late work is to be done within as many seconds."""
+"""The window for traffic and attainment in seconds; also the time in which a late backlog is to be computed."""
 _BUCKET_S = 5.0
 _HELD_EVERY_S = 1.0
-# The newest part of the window shows a surge, but only the part that chance does not explain counts. The sum over a
-# random number of requests has the root of the sum of their squares as its standard deviation. A share of the requests
-# is less certain than all of them, so several routers never see a surge that a single one would not see.
+# The newest part of the window shows a surge, but only the statistically significant part counts. The sum over a random
+# number of requests has the root of the sum of their squares as its standard deviation. A share of the requests is less
+# significant than all of them, so several routers never detect a surge that a single router would not.
 _RECENT_S = 15.0
 _DEVIATIONS = 3.0
 # The share of the prefill speed that traffic may use. On the Conversation trace 99.5 % of the requests meet the SLO at
@@ -30,19 +30,19 @@ _UTILISATION = 0.5
 _FEWEST_FIRST_TOKENS = 20
 # How fast low attainment alone adds members: if no request meets the SLO, half the fleet per window.
 _GAIN = 0.5
-# They are removed over hours, since only another miss of the SLO would show that they are needed.
+# The added members are removed over hours, since only another SLO miss would show that they are needed.
 _RELAX_S = 7200.0
 # A fleet counts as scaled when it is this close to the desired replicas: an HPA tolerates a tenth.
 _TOLERANCE = 1.1
 # The least desired replicas with any traffic: one member when the sum over routers is rounded up.
 _LEAST = 0.01
-# The prefill time of a member with one token per second, so that long contexts count by their cost.
+# The prefill time of a member with one token per second: long contexts count by their cost.
 _WORK = PrefillModel(1.0).speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSignals:
-    """One router's share of the signals for autoscalers; attainment is a share of requests (0 to 1), None without any.
+    """One router's share of the signals for autoscalers; attainment is a share of requests (0 to 1) or None.
 
     The other signals add up over routers: pending and queued prefill tokens per member; arriving tokens per second that
     are not cached; and desired replicas, to be rounded up after the sum.
@@ -71,7 +71,7 @@ class _Bucket:
     uncached_tokens: int = 0
     work: float = 0.0
     work_squared: float = 0.0
-    refused: int = 0
+    rejected: int = 0
     held: int = 0
     first_tokens: int = 0
     slo_met: int = 0
@@ -79,16 +79,16 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """What arrived lately: uncached tokens per second, and their work in tokens of a short prompt.
+    """The recent arrivals: uncached tokens per second, and their work in tokens of a short prompt.
 
-    Rejected and queued requests count like the average of the others. ``dearness`` is the work of one uncached token.
+    Rejected and queued requests count like the average request. ``work_per_token`` is the work of one uncached token.
     ``traffic`` says whether any request arrived, including queued and aborted ones.
     """
 
     traffic: bool
     uncached_tokens_per_second: float
     work_per_second: float
-    dearness: float
+    work_per_token: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +103,13 @@ class FirstTokens:
 
     @property
     def attainment(self) -> float | None:
-        """The share that came within the SLO; None without any."""
+        """The share that came within the SLO; None without first tokens."""
         return self.slo_met / self.count if self.count else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
-    """What another router of the pool last reported: its share of the desired replicas, and its first tokens."""
+class OtherRouter:
+    """The last report of another router of the pool: its share of the desired replicas, and its first tokens."""
 
     desired_replicas: float
     first_tokens: FirstTokens
@@ -121,9 +121,9 @@ class LoadWindow:
     def __init__(self) -> None:
         self._buckets: deque[_Bucket] = deque()
         self._began_s: float | None = None
-        # Tokens and work of the average request, used for rejected and queued ones; kept when no other arrives.
+        # Tokens and work of the average request, assumed for rejected and queued ones; kept while no request arrives.
         self._typical = (0.0, 0.0)
-        # How many requests were queued at moments of the last minute.
+        # Samples of the number of queued requests in the last minute.
         self._held: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, *, uncached_tokens: int, cached_tokens: int) -> None:
@@ -135,12 +135,12 @@ class LoadWindow:
         bucket.work += work
         bucket.work_squared += work * work
 
-    def add_rejected(self, now: float) -> None:
+    def reject(self, now: float) -> None:
         """Count a request that was rejected."""
-        self._bucket_at(now).refused += 1
+        self._bucket_at(now).rejected += 1
 
-    def add_queued(self, now: float) -> None:
-        """Count a request that is queued: it is traffic, whatever its outcome."""
+    def enqueue(self, now: float) -> None:
+        """Count a request that is queued: it is traffic regardless of its outcome."""
         self._bucket_at(now).held += 1
 
     def first_token(self, now: float, *, within_slo: bool) -> None:
@@ -150,10 +150,10 @@ class LoadWindow:
         bucket.slo_met += within_slo
 
     def arrivals(self, now: float, *, held: int) -> Arrivals:
-        """Return what arrived: by the whole window, or more if its newest part shows a surge.
+        """Return the arrivals over the whole window, or more if its newest part shows a surge.
 
         ``held`` is how many requests are queued now. Arrivals are the dispatched requests plus the growth of the queue,
-        since overloaded members are sent only what they can compute.
+        since saturated members receive no new requests.
         """
         buckets = self._last(now, WINDOW_S)
         requests = sum(each.requests for each in buckets)
@@ -163,18 +163,18 @@ class LoadWindow:
                 sum(each.work for each in buckets) / requests,
             )
         whole, recent = self._rates(now, WINDOW_S, held), self._rates(now, _RECENT_S, held)
-        certain = self._certain(now)
-        tokens, work = (max(each, newest * certain) for each, newest in zip(whole, recent, strict=True))
-        # At most one sample per interval, however often this is called.
+        significant = self._significant_share(now)
+        tokens, work = (max(each, newest * significant) for each, newest in zip(whole, recent, strict=True))
+        # At most one sample per interval, regardless of how often this is called.
         if not self._held or now - self._held[-1][0] >= _HELD_EVERY_S:
             self._held.append((now, held))
         while self._held[0][0] < now - WINDOW_S - _BUCKET_S:
             self._held.popleft()
         return Arrivals(
-            traffic=any(each.requests or each.refused or each.held for each in buckets),
+            traffic=any(each.requests or each.rejected or each.held for each in buckets),
             uncached_tokens_per_second=tokens,
             work_per_second=work,
-            dearness=work / tokens if tokens else 1.0,
+            work_per_token=work / tokens if tokens else 1.0,
         )
 
     def first_tokens(self, now: float) -> FirstTokens:
@@ -189,26 +189,26 @@ class LoadWindow:
         buckets = self._last(now, over_s)
         if not buckets or self._began_s is None:
             return 0.0, 0.0
-        # A router that has just started has not seen a whole window, and a few seconds are too short for a rate.
+        # After a start, the window is shorter; a few seconds are too short for a rate.
         seconds = max(min(now - self._first_s(now, over_s), now - self._began_s), _RECENT_S - _BUCKET_S)
-        others = sum(each.refused for each in buckets) + self._more_held(now, held, seconds)
+        others = sum(each.rejected for each in buckets) + self._queue_growth(now, held, seconds)
         tokens = sum(each.uncached_tokens for each in buckets) + others * self._typical[0]
         work = sum(each.work for each in buckets) + others * self._typical[1]
         return max(0.0, tokens) / seconds, max(0.0, work) / seconds
 
-    def _more_held(self, now: float, held: int, seconds: float) -> float:
-        """Return by how much the queue grew within so many seconds; it was empty before the first request."""
-        at_s, was = now if self._began_s is None else self._began_s, 0
-        for asked_s, held_then in self._held:
-            if asked_s <= now - seconds:
-                at_s, was = asked_s, held_then
-        return (held - was) * seconds / max(now - at_s, seconds)
+    def _queue_growth(self, now: float, held: int, seconds: float) -> float:
+        """Return the growth of the queue within ``seconds``; it was empty before the first request."""
+        at_s, held_before = now if self._began_s is None else self._began_s, 0
+        for sampled_s, held_then in self._held:
+            if sampled_s <= now - seconds:
+                at_s, held_before = sampled_s, held_then
+        return (held - held_before) * seconds / max(now - at_s, seconds)
 
-    def _certain(self, now: float) -> float:
-        """Return the share of the newest part's work that chance does not explain."""
+    def _significant_share(self, now: float) -> float:
+        """Return the statistically significant share of the newest part's work."""
         buckets, (_, typical) = self._last(now, _RECENT_S), self._typical
-        work = sum(each.work + each.refused * typical for each in buckets)
-        squared = sum(each.work_squared + each.refused * typical * typical for each in buckets)
+        work = sum(each.work + each.rejected * typical for each in buckets)
+        squared = sum(each.work_squared + each.rejected * typical * typical for each in buckets)
         return max(0.0, 1.0 - _DEVIATIONS * sqrt(squared) / work) if work else 0.0
 
     def _bucket_at(self, now: float) -> _Bucket:
@@ -237,21 +237,21 @@ class Scaling:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.window = LoadWindow()
-        # The members that low attainment adds to what the arrivals need.
+        # The members that low attainment adds to those that the arrivals need.
         self._extra = 0.0
         self._members = 0
         self._members_since_s = 0.0
-        self._asked_s: float | None = None
+        self._computed_s: float | None = None
 
     def adopt(self, pool: Pool) -> None:
         """Take a new version of the pool: its objective and its prior of the speed."""
         self._pool = pool
 
-    def signals(self, now: float, status: PoolSnapshot, *, elsewhere: Sequence[Elsewhere] | None = ()) -> PoolSignals:
+    def signals(self, now: float, status: PoolSnapshot, *, others: Sequence[OtherRouter] | None = ()) -> PoolSignals:
         """Return the signals for autoscalers, from a snapshot of this moment.
 
-        ``elsewhere`` is what each of the other routers reported. The rule uses the attainment of the whole pool, since
-        one router's share may be too small to be significant. None if some router has not reported: then low
+        ``others`` are the reports of the other routers. The rule uses the attainment of the whole pool, since one
+        router's share may be too small to be significant. None means that a router has not reported: then low
         attainment adds no members.
         """
         serving = _serving(status)
@@ -260,10 +260,10 @@ class Scaling:
         own = self.window.first_tokens(now)
         needed = self._needed(arrivals, backlog_tokens, serving)
         self._note_members(now, len(serving))
-        self._correct(now, own, needed, elsewhere)
+        self._correct(now, own, needed, others)
         traffic = arrivals.traffic or status.held or backlog_tokens or any(each.in_flight for each in status.endpoints)
-        if elsewhere and not traffic:
-            # The routers that the traffic went to are to add these members now.
+        if others and not traffic:
+            # The routers that receive the traffic now add these members.
             self._extra = 0.0
         return PoolSignals(
             pending_prefill_tokens_per_endpoint=backlog_tokens / max(1, len(serving)),
@@ -273,53 +273,53 @@ class Scaling:
         )
 
     def _needed(self, arrivals: Arrivals, backlog_tokens: int, serving: list[EndpointStatus]) -> float:
-        """Return how many members the arrivals and the late backlog keep busy."""
+        """Return the number of members that the arrivals and the late backlog keep busy."""
         speed = self._pool.engine.prefill_tokens_per_second
         if serving:
             # The solo speed: the other routers' prefills are in their own shares.
             speed = sum(each.solo_tokens_per_second for each in serving) / len(serving)
-        # By Little's law no more than this waits while all requests meet the SLO.
+        # By Little's law, the backlog is at most this while all requests meet the SLO.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
-        late = max(0.0, backlog_tokens * arrivals.dearness - in_time)
-        # Members may be busy all the time with late work, so it needs no headroom.
+        late = max(0.0, backlog_tokens * arrivals.work_per_token - in_time)
+        # Late work needs no headroom: members may be fully busy with it.
         return (arrivals.work_per_second / _UTILISATION + late / WINDOW_S) / speed
 
     def _note_members(self, now: float, members: int) -> None:
         if members != self._members:
             self._members, self._members_since_s = members, now
 
-    def _correct(self, now: float, own: FirstTokens, needed: float, elsewhere: Sequence[Elsewhere] | None) -> None:
-        """Add members while a fleet of the desired size misses the SLO, or remove added ones again.
+    def _correct(self, now: float, own: FirstTokens, needed: float, others: Sequence[OtherRouter] | None) -> None:
+        """Add members while a fleet of the desired size misses the SLO, or remove added members.
 
-        Misses during an unfinished scale-up add no members, and misses before the fleet's last change say nothing about
-        the current fleet. All routers see the same attainment, fleet and desired replicas, and each adds its part.
+        Misses during an unfinished scale-up add no members. Misses before the fleet's last change do not count for the
+        current fleet. All routers see the same attainment, fleet and desired replicas, and each adds its share.
         """
-        passed_s = 0.0 if self._asked_s is None else min(now - self._asked_s, WINDOW_S)
-        self._asked_s = now
-        others = elsewhere or ()
-        everywhere = sum((each.first_tokens for each in others), own)
-        known = elsewhere is not None and everywhere.count >= _FEWEST_FIRST_TOKENS
-        goal, attainment = self._pool.slo.attainment, everywhere.attainment if known else None
+        passed_s = 0.0 if self._computed_s is None else min(now - self._computed_s, WINDOW_S)
+        self._computed_s = now
+        reported = others or ()
+        total = sum((each.first_tokens for each in reported), own)
+        known = others is not None and total.count >= _FEWEST_FIRST_TOKENS
+        goal, attainment = self._pool.slo.attainment, total.attainment if known else None
         if attainment is None or attainment >= (1.0 + goal) / 2:
             self._extra *= exp(-passed_s / _RELAX_S)
         elif attainment < goal:
-            settled = now - self._members_since_s >= WINDOW_S
-            wish = needed + self._extra + sum(each.desired_replicas for each in others)
-            if settled and wish <= self._members * _TOLERANCE:
-                # Not an equal share: Envoys keep their connections, so some routers may have no traffic at all.
-                share = self._members * (own.count / everywhere.count)
+            stable = now - self._members_since_s >= WINDOW_S
+            desired = needed + self._extra + sum(each.desired_replicas for each in reported)
+            if stable and desired <= self._members * _TOLERANCE:
+                # By first tokens, not equally: Envoys keep their connections, so some routers may have no traffic.
+                share = self._members * (own.count / total.count)
                 growth = _GAIN * (1.0 - attainment / goal) * share * passed_s / WINDOW_S
-                self._extra = max(self._extra, _part(self._members, own, others) - needed) + growth
+                self._extra = max(self._extra, _fleet_share(self._members, own, reported) - needed) + growth
 
 
-def _part(fleet: int, own: FirstTokens, others: Sequence[Elsewhere]) -> float:
-    """Return a router's part of the fleet, so that the parts of all routers add up to the fleet.
+def _fleet_share(fleet: int, own: FirstTokens, others: Sequence[OtherRouter]) -> float:
+    """Return a router's share of the fleet; the shares of all routers add up to the fleet.
 
-    Routers divide the fleet by their first tokens, except those that desire more than that already, which keep their
-    desired replicas. The parts do not depend on how often or in which order routers compute them.
+    Routers divide the fleet in proportion to their first tokens. A router whose desired replicas already exceed its
+    share keeps its desired replicas. The result does not depend on how often or in which order routers compute it.
     """
     left, count = float(fleet), own.count + sum(each.first_tokens.count for each in others)
-    for each in sorted(others, key=_eagerness, reverse=True):
+    for each in sorted(others, key=_desired_per_first_token, reverse=True):
         if each.desired_replicas * count <= left * each.first_tokens.count:
             break
         left -= each.desired_replicas
@@ -327,6 +327,6 @@ def _part(fleet: int, own: FirstTokens, others: Sequence[Elsewhere]) -> float:
     return left * (own.count / count) if own.count else 0.0
 
 
-def _eagerness(other: Elsewhere) -> float:
+def _desired_per_first_token(other: OtherRouter) -> float:
     """Return a router's desired replicas per first token."""
     return other.desired_replicas / other.first_tokens.count if other.first_tokens.count else inf

@@ -1,4 +1,4 @@
-"""A pool's demand summed over its routers, so that an autoscaler reads one number per pool.
+"""A pool's demand summed over its routers: an autoscaler reads one number per pool.
 
 Each router computes its own share (``dualmap.scaling.scaling``) and reports it to the others once a second.
 ``PeerShares`` keeps their reports and sums them; the driver transports them. Times are monotonic seconds, like the
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import PoolSnapshot
-from dualmap.scaling.scaling import WINDOW_S, Elsewhere, FirstTokens, Scaling, waiting_tokens
+from dualmap.scaling.scaling import WINDOW_S, FirstTokens, OtherRouter, Scaling, waiting_tokens
 
 REMEMBERED_S = WINDOW_S
-"""How long a silent router's last report counts: until the others have measured the traffic that moved to them."""
+"""How long a silent router's last report counts. By then the others have measured the traffic that moved to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +38,18 @@ class Share:
 
     @property
     def slo_attainment(self) -> float:
-        """The share of first tokens that came within the SLO; 1 without any, since none was late."""
+        """The share of first tokens that came within the SLO; 1 without first tokens."""
         return self.slo_met / self.first_tokens if self.first_tokens else 1.0
 
 
 NO_SHARE = Share()
 
 
-def share_of(
-    now: float, scaling: Scaling, status: PoolSnapshot, *, elsewhere: Sequence[Elsewhere] | None = ()
-) -> Share:
-    """Return this router's own share, from a snapshot of this moment; ``elsewhere`` as in ``Scaling.signals``."""
+def share_of(now: float, scaling: Scaling, status: PoolSnapshot, *, others: Sequence[OtherRouter] | None = ()) -> Share:
+    """Return this router's own share, from a snapshot of this moment; ``others`` as in ``Scaling.signals``."""
     first_tokens = scaling.window.first_tokens(now)
     return Share(
-        desired_replicas=scaling.signals(now, status, elsewhere=elsewhere).desired_replicas,
+        desired_replicas=scaling.signals(now, status, others=others).desired_replicas,
         pending_prefill_tokens=waiting_tokens(status),
         in_flight=sum(each.in_flight for each in status.endpoints),
         held=status.held,
@@ -62,7 +60,7 @@ def share_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a router reports to the others: its ``own`` share, and the sum of all shares that it knows (``pool``)."""
+    """A router's report to the others: its ``own`` share, and the sum of all shares that it knows (``pool``)."""
 
     own: Share
     pool: Share
@@ -71,40 +69,42 @@ class Report:
 class PeerShares:
     """The reports of the other routers of one pool.
 
-    A router that stops reporting leaves the sum at once, but its traffic enters the others' window only over a minute.
-    So for REMEMBERED_S the total is at least the sum that the silent router reported last: the restart or death of a
-    router is no reason to scale down.
+    A router that stops reporting leaves the sum at once, but its traffic enters the others' windows only over a minute.
+    For REMEMBERED_S the total is therefore at least the last sum that the silent router reported. The restart or death
+    of a router does not scale the pool down.
     """
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, Report]] = {}
-        self._met: dict[str, float] = {}
+        self._alive: dict[str, float] = {}
 
-    def meet(self, said_s: float, peer: str) -> None:
-        """Record that a router was alive at ``said_s``, whether or not it reports shares (older ones do not)."""
-        self._met[peer] = max(said_s, self._met.get(peer, said_s))
+    def note_alive(self, reported_s: float, peer: str) -> None:
+        """Record that a router was alive at ``reported_s``, even if it reports no shares (as older versions do)."""
+        self._alive[peer] = max(reported_s, self._alive.get(peer, reported_s))
 
-    def hear(self, said_s: float, peer: str, report: Report) -> None:
-        """Take a router's report as of ``said_s``."""
+    def add_report(self, reported_s: float, peer: str, report: Report) -> None:
+        """Store a router's report as of ``reported_s``."""
         known = self._reports.get(peer)
-        if known is None or known[0] <= said_s:
-            self._reports[peer] = said_s, report
+        if known is None or known[0] <= reported_s:
+            self._reports[peer] = reported_s, report
 
     def expire(self, now: float) -> None:
         """Forget reports that no longer count."""
         self._reports = {peer: each for peer, each in self._reports.items() if each[0] + REMEMBERED_S > now}
-        self._met = {peer: said_s for peer, said_s in self._met.items() if said_s + PEER_TTL_S > now}
+        self._alive = {peer: reported_s for peer, reported_s in self._alive.items() if reported_s + PEER_TTL_S > now}
 
-    def mute(self, now: float) -> bool:
-        """Whether a live router has not reported its share, so that the sum is incomplete."""
-        return any(said_s + PEER_TTL_S > now and peer not in self._reports for peer, said_s in self._met.items())
+    def incomplete(self, now: float) -> bool:
+        """Whether a live router has not reported its share: the sum is then incomplete."""
+        return any(
+            reported_s + PEER_TTL_S > now and peer not in self._reports for peer, reported_s in self._alive.items()
+        )
 
-    def elsewhere(self, now: float) -> tuple[Elsewhere, ...] | None:
-        """Return what each of the others reported; None if any known router has not reported lately."""
-        if self.mute(now) or any(said_s + PEER_TTL_S <= now for said_s, _ in self._reports.values()):
+    def others(self, now: float) -> tuple[OtherRouter, ...] | None:
+        """Return the reports of the other routers; None if any known router has no recent report."""
+        if self.incomplete(now) or any(reported_s + PEER_TTL_S <= now for reported_s, _ in self._reports.values()):
             return None
         return tuple(
-            Elsewhere(
+            OtherRouter(
                 desired_replicas=own.desired_replicas,
                 first_tokens=FirstTokens(count=own.first_tokens, slo_met=own.slo_met),
             )
@@ -113,16 +113,16 @@ class PeerShares:
 
     def live(self, now: float, own: Share) -> Share:
         """Return the sum of ``own`` and the shares of the routers that are alive."""
-        spoken = [report.own for said_s, report in self._reports.values() if said_s + PEER_TTL_S > now]
-        return _sum((own, *spoken)) if spoken else own
+        reported = [report.own for reported_s, report in self._reports.values() if reported_s + PEER_TTL_S > now]
+        return _sum((own, *reported)) if reported else own
 
     def total(self, now: float, own: Share) -> Share:
-        """Return the sum, but at least the last sums of the routers that fell silent within REMEMBERED_S."""
+        """Return the sum, but at least the last sums of the routers that stopped reporting within REMEMBERED_S."""
         live = self.live(now, own)
         silent = [
             report.pool
-            for said_s, report in self._reports.values()
-            if said_s + PEER_TTL_S <= now < said_s + REMEMBERED_S
+            for reported_s, report in self._reports.values()
+            if reported_s + PEER_TTL_S <= now < reported_s + REMEMBERED_S
         ]
         if not silent:
             return live

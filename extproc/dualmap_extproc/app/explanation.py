@@ -11,6 +11,7 @@ from typing import Final
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
+from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import Picked, Waiting
 from dualmap_extproc.request.picker import Picker
@@ -62,7 +63,7 @@ def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
 
 def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
     named = {name: value for name, value in headers.items() if name in picker.kept_headers}
-    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None)
+    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None, api=guess_api_of(body))
     # Only a request to a pool without members waits here.
     return no_endpoint("") if isinstance(outcome, Waiting) else outcome
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.requests import PoolSnapshot, Reason
-from dualmap.scaling.scaling import Elsewhere, PoolSignals, Scaling
+from dualmap.scaling.scaling import OtherRouter, PoolSignals, Scaling
 from dualmap.scaling.shares import NO_SHARE, Share, share_of
 from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSeen, Rejected, Routed
 
@@ -25,7 +25,7 @@ class Demand:
         self._clock = clock
         self._pools: dict[str, Scaling] = {}
         self._arrived: Callable[[str], None] = _ignore_arrival
-        self._elsewhere: Callable[[str], Sequence[Elsewhere] | None] = _no_other_router
+        self._other_routers: Callable[[str], Sequence[OtherRouter] | None] = _no_other_router
 
     def subscribe(self, observations: FanOut) -> None:
         """Count these observations."""
@@ -38,9 +38,9 @@ class Demand:
         """Have ``arrived`` called with the pool of every request that needs a member; it must not block."""
         self._arrived = arrived
 
-    def on_elsewhere(self, elsewhere: Callable[[str], Sequence[Elsewhere] | None]) -> None:
-        """Have ``elsewhere`` called for the other routers' reports of a pool, as ``Scaling.signals`` takes them."""
-        self._elsewhere = elsewhere
+    def on_other_routers(self, others: Callable[[str], Sequence[OtherRouter] | None]) -> None:
+        """Have ``others`` called for the other routers' reports of a pool, as ``Scaling.signals`` takes them."""
+        self._other_routers = others
 
     def set_pools(self, pools: Iterable[Pool]) -> None:
         """Count the demand of exactly these pools."""
@@ -57,7 +57,7 @@ class Demand:
         """Return the signals for autoscalers of each pool, by statuses of this moment."""
         now = self._clock()
         return {
-            status.pool: self._pools[status.pool].signals(now, status, elsewhere=self._elsewhere(status.pool))
+            status.pool: self._pools[status.pool].signals(now, status, others=self._other_routers(status.pool))
             for status in statuses
             if status.pool in self._pools
         }
@@ -67,7 +67,7 @@ class Demand:
         scaling = self._pools.get(status.pool)
         if scaling is None:
             return NO_SHARE
-        return share_of(self._clock(), scaling, status, elsewhere=self._elsewhere(status.pool))
+        return share_of(self._clock(), scaling, status, others=self._other_routers(status.pool))
 
     def _routed(self, routed: Routed) -> None:
         scaling, receipt = self._pools.get(routed.pool), routed.decision.receipt
@@ -80,14 +80,14 @@ class Demand:
         """Count a queued request whatever its outcome: even an abandoned one needed a member."""
         scaling = self._pools.get(queued.pool)
         if scaling is not None:
-            scaling.window.add_queued(queued.now)
+            scaling.window.enqueue(queued.now)
             self._arrived(queued.pool)
 
     def _rejected(self, rejected: Rejected) -> None:
         """Count a rejected request that a further member would have served."""
         scaling = self._pools.get(rejected.pool)
         if scaling is not None and rejected.refused.code in _FOR_WANT_OF_MEMBERS:
-            scaling.window.add_rejected(rejected.now)
+            scaling.window.reject(rejected.now)
             self._arrived(rejected.pool)
 
     def _first_token(self, seen: FirstTokenSeen) -> None:
@@ -100,6 +100,6 @@ def _ignore_arrival(_pool: str) -> None:
     """Do nothing: nothing subscribed to arrivals."""
 
 
-def _no_other_router(_pool: str) -> Sequence[Elsewhere]:
+def _no_other_router(_pool: str) -> Sequence[OtherRouter]:
     """Return no reports: there is no other router."""
     return ()

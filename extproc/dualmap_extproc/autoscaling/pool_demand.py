@@ -12,7 +12,7 @@ from typing import Final
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import PoolSnapshot
-from dualmap.scaling.scaling import Elsewhere
+from dualmap.scaling.scaling import OtherRouter
 from dualmap.scaling.shares import NO_SHARE, PeerShares, Report, Share
 from dualmap_extproc.autoscaling.demand import Demand
 
@@ -47,7 +47,7 @@ class PoolDemand:
         self._awake: set[str] = set()
         self._on_change: Callable[[str], None] = _ignore_change
         demand.on_arrival(self._arrived)
-        demand.on_elsewhere(self._elsewhere)
+        demand.on_other_routers(self._other_routers)
 
     def on_change(self, changed: Callable[[str], None]) -> None:
         """Have ``changed`` called with a pool when its first request arrives, here or at another router."""
@@ -95,11 +95,11 @@ class PoolDemand:
 
     def on_peer(self, pool: str, peer: str, age_s: float) -> None:
         """Record that another router was alive ``age_s`` ago."""
-        self._peers_of(pool).meet(self._clock() - age_s, peer)
+        self._peers_of(pool).note_alive(self._clock() - age_s, peer)
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
         """Apply another router's report, ``age_s`` old."""
-        self._peers_of(pool).hear(self._clock() - age_s, peer, report)
+        self._peers_of(pool).add_report(self._clock() - age_s, peer, report)
         if report.own.active:
             self._on_change(pool)
 
@@ -110,12 +110,12 @@ class PoolDemand:
             peers.expire(now)
         return Report(own=own, pool=peers.live(now, own))
 
-    def _elsewhere(self, pool: str) -> Sequence[Elsewhere] | None:
+    def _other_routers(self, pool: str) -> Sequence[OtherRouter] | None:
         """Return the other routers' reports; None before the first exchange, when they are not known."""
         if self._shares and self._exchanged_s is None:
             return None
         peers = self._peers.get(pool)
-        return () if peers is None else peers.elsewhere(self._clock())
+        return () if peers is None else peers.others(self._clock())
 
     def _own(self, pool: str) -> Share:
         for status in self._statuses((pool,)):
@@ -145,7 +145,7 @@ class PoolDemand:
             return
         if not self._has_exchanged(now):
             raise DemandUnknown("shared state is unreachable")
-        if self._peers_of(pool).mute(now):
+        if self._peers_of(pool).incomplete(now):
             raise DemandUnknown("a router does not report its share; it may have an older version")
 
 

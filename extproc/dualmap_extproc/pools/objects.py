@@ -91,7 +91,7 @@ class PoolObjects:
         invalid = [known.invalid for known in self._known.values() if known.invalid is not None]
         claimants = (Claimant.of(known.pool, known.created) for known in self._known.values() if known.pool is not None)
         for lost in lost_claims(claimants):
-            accepted = f"a model name or alias that the older pool {lost.owner} does not have"
+            accepted = f"a model name, alias or adapter that the older pool {lost.owner} does not have"
             invalid.append(InvalidPool(pool=lost.pool, field="spec.model", value=_shown(lost.name), accepted=accepted))
         return tuple(invalid)
 

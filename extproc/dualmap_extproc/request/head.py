@@ -4,7 +4,9 @@ Of the header values only those that name sessions are kept.
 """
 
 from collections.abc import Container
+from urllib.parse import unquote_to_bytes
 
+from dualmap.prompts.api import Api, api_of
 from dualmap_extproc.errors import (
     Refused,
     encoding_unsupported,
@@ -21,22 +23,24 @@ from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 # The headers that are read, besides those that name sessions.
-_READ = frozenset({":method", "content-length", "content-encoding", "content-type"})
+_READ = frozenset({":method", ":path", "content-length", "content-encoding", "content-type"})
 _METHODS_WITH_PROMPT = (b"POST", b"PUT", b"PATCH")
 
 
 class RequestHead:
     """The headers of one request, and the endpoints that the gateway allows it (None: all).
 
-    ``content_length`` is 0 if no length is announced. ``unacceptable`` is the answer to a request that cannot be
-    routed. ``unreadable`` is the answer if a body follows that the router cannot read. ``strip`` names the client's
-    headers that only the router may set. ``kept`` holds the session headers, by lower-case name.
+    ``api`` is the API that the path names. ``content_length`` is 0 if no length is announced. ``unacceptable`` is the
+    answer to a request that cannot be routed. ``unreadable`` is the answer if a body follows that the router cannot
+    read. ``strip`` names the client's headers that only the router may set. ``kept`` holds the session headers, by
+    lower-case name.
     """
 
-    __slots__ = ("content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
+    __slots__ = ("api", "content_length", "kept", "method", "strip", "subset", "unacceptable", "unreadable")
 
     def __init__(self) -> None:
         self.method = b""
+        self.api = Api.UNKNOWN
         self.content_length = 0
         self.unacceptable: Refused | None = None
         self.unreadable: Refused | None = None
@@ -65,6 +69,9 @@ class RequestHead:
     def _take(self, key: str, value: bytes) -> None:
         if key == ":method":
             self.method = value
+        elif key == ":path":
+            # Engines decode the path before they match it: an encoded letter must not hide the API.
+            self.api = api_of(unquote_to_bytes(value).decode("latin-1") if b"%" in value else value.decode("latin-1"))
         elif key == "content-length":
             self.content_length = int(value) if value.isdigit() and len(value) < 20 else 0
         elif key == "content-encoding":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from dualmap.pools.pool import Pool
+from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding
 from dualmap.requests import Completion, Effects, Outcome, PoolSnapshot, Queued, Rejection, Request, Usage
@@ -142,6 +143,7 @@ class Picker:
         *,
         headers: Mapping[str, str],
         resume: Callable[[Picked | Refused], None],
+        api: Api = Api.UNKNOWN,
     ) -> Picked | Refused | Waiting:
         """Choose the member for a request that arrived at ``arrived_s``; open its account under a new id.
 
@@ -149,14 +151,15 @@ class Picker:
         once, from within a later call of any of the picker's methods; never when it is ``aborted`` first.
         """
         arrival = Arrival(at_s=arrived_s, headers=headers)
-        prompt = read_body(body)
+        prompt = read_body(body, api)
         if isinstance(prompt, Refused):
             return self._reject(now, prompt, arrival)
         router = self._served.of_model(prompt.model)
         if router is None:
             return self._reject(now, model_not_found(prompt.model), arrival)
         pool = router.pool
-        root = chain_root(model=pool.model.name, lora=prompt.lora, cache_salt=prompt.cache_salt)
+        lora = pool.model.adapter_of(prompt.model) or prompt.lora
+        root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
         request = Request(
             id=f"{self._id_prefix}-{next(self._sequence)}",
             chain=chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens),

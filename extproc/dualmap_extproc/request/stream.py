@@ -279,7 +279,13 @@ class Stream:
             return self._picker.pick_bodiless(now, self._head.subset)
         self.decided = True
         return self._picker.pick(
-            now, body, self._head.subset, self._arrived_s, headers=self._head.kept, resume=self._resume
+            now,
+            body,
+            self._head.subset,
+            self._arrived_s,
+            headers=self._head.kept,
+            resume=self._resume,
+            api=self._head.api,
         )
 
     def _resume(self, outcome: Picked | Refused) -> None:

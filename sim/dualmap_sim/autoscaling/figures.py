@@ -16,7 +16,7 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How many seconds after load rose a fleet was large enough: asked for, and serving. None: never."""
+    """Seconds from a rise in load until enough replicas were requested and were serving. None: never."""
 
     asked_s: float | None
     serving_s: float | None
@@ -26,9 +26,9 @@ class Lag:
 class Figures:
     """Figures of a run behind its warm-up; ``instance_hours`` are of all of it, pods that start or drain included.
 
-    ``changes`` is how often another number of replicas was asked for, ``turns`` how often growing followed on shrinking
-    or the other way round. ``worst_minute`` is the least attainment of the requests of one minute. ``cut`` counts
-    requests whose pod was gone before they had ended.
+    ``changes`` counts changes of the requested replicas, ``turns`` changes between growing and shrinking.
+    ``worst_minute`` is the least attainment of the requests of one minute. ``cut`` counts requests whose pod was gone
+    before they had ended.
     """
 
     summary: Summary
@@ -71,7 +71,7 @@ def attainment(
 
 
 def lag(syncs: Sequence[Sync], *, since_s: float, enough: int) -> Lag:
-    """Return how long after ``since_s`` so many instances were asked for, and were serving."""
+    """Return the seconds from ``since_s`` until that many instances were requested, and were serving."""
     later = [sync for sync in syncs if sync.at_s >= since_s]
     return Lag(
         asked_s=next((sync.at_s - since_s for sync in later if sync.asked >= enough), None),

@@ -1,8 +1,8 @@
-"""The pods of a pool and who of them is in the ring, as our operator and a StatefulSet have it (docs/operator.md).
+"""The pods of a pool and the members of its ring, as the operator and a StatefulSet manage them (docs/operator.md).
 
 Pods are numbered: the highest are added and taken away. A new one starts for a while, joins with its weight growing
 step by step, and serves; one that is to go is drained first, and the StatefulSet does not shrink before all of those
-are. Pure: ``loop`` tells it the time, asks how many replicas there shall be, and hands the ring on to the routers.
+are. Pure: ``loop`` passes the time and the requested replicas in, and passes the ring on to the routers.
 """
 
 from collections.abc import Collection
@@ -94,14 +94,14 @@ class Fleet:
         self._shrink(now)
 
     def looked(self, now: float, idle: Collection[str]) -> None:
-        """Take note of who of those that drain had nothing to do at this look; who is drained goes."""
+        """Record which draining pods are idle at this check, and remove those that are drained."""
         for pod in self._alive:
             if pod.draining:
                 pod.idle_looks = pod.idle_looks + 1 if pod.id in idle else 0
         self._shrink(now)
 
     def members(self, now: float) -> tuple[Member, ...]:
-        """Return the ring of this moment; who has started joins it."""
+        """Return the current ring; pods that have started join it."""
         members = []
         for pod in self._alive:
             if pod.joined_s is None and pod.serves_s <= now and pod.number < self.asked:

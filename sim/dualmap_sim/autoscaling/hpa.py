@@ -1,8 +1,8 @@
 """A HorizontalPodAutoscaler as Kubernetes 1.36 has it: one external metric, target AverageValue 1, and ``behavior``.
 
-From the metric, the replicas there are and what was decided before to the replicas there shall be, at each sync
-(https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). Neighbours: ``loop`` calls it,
-``fleet`` does what it says.
+Computes the replicas at each sync from the metric, the current replicas and earlier decisions
+(https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). ``loop`` calls it and ``fleet``
+applies the result.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HpaSpec:
-    """What is written in the object. The defaults are those of manifests/examples/hpa.yaml."""
+    """The fields of the HorizontalPodAutoscaler object. The defaults are those of manifests/examples/hpa.yaml."""
 
     min_replicas: int = 2
     max_replicas: int = 40
@@ -79,7 +79,7 @@ class Hpa:
         return size
 
     def _stabilised(self, now: float, wish: int, asked: int) -> int:
-        """Return the least of the lately wished for growing and the most for shrinking."""
+        """Return the replicas after stabilization: the recent minimum for growing, the recent maximum for shrinking."""
         up, down = self._spec.up.stabilization_s, self._spec.down.stabilization_s
         if not self._wishes:
             self._wishes.append((now, asked))

@@ -1,7 +1,7 @@
 """One run of a pool that an autoscaler sizes: requests in, records and the fleet's history out.
 
-The cluster is ``cluster.Cluster`` with the real router and the engine model; here the loop is closed: a meter says how
-many instances are wished for, the HPA decides every 15 s, pods start and join or are drained and go. Neighbours:
+The cluster is ``cluster.Cluster`` with the real router and the engine model; here the loop is closed: a meter gives the
+desired instances, the HPA decides every 15 s, and pods start and join, or drain and stop. Neighbours:
 ``hpa``, ``fleet`` and ``meters`` are the parts, ``figures`` measures what came of it.
 """
 
@@ -17,7 +17,7 @@ from dualmap_sim.arrivals import Arrival
 from dualmap_sim.autoscaling.fleet import LOOK_S, Fleet, Pod
 from dualmap_sim.autoscaling.hpa import SYNC_S, Hpa, HpaSpec
 from dualmap_sim.autoscaling.meters import OnSlo, Scaler
-from dualmap_sim.cluster import Cluster, ClusterConfig, Exchange, Replica
+from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
 from dualmap_sim.presets import EngineConfig
 from dualmap_sim.records import Record
 from dualmap_sim.timeline import Timeline
@@ -40,7 +40,7 @@ class Autoscaled:
     hpa: HpaSpec = field(default=HpaSpec())
     start_s: float = 120.0
     routers: int = 1
-    exchange: Exchange = field(default=Exchange())
+    exchange: ReplicationConfig = field(default=ReplicationConfig())
     lasts_s: float = 0.0
     blind_s: tuple[float, float] = (inf, inf)
     feedback_delay_s: float = 0.01
@@ -48,7 +48,7 @@ class Autoscaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """The fleet as a sync left it: what was wished for (None: no metric, or no scaler), asked for, and there."""
+    """The fleet after a sync: desired (None without a metric or a scaler), requested and present replicas."""
 
     at_s: float
     wish: float | None
@@ -79,7 +79,7 @@ def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
             feedback_delay_s=config.feedback_delay_s,
             lasts_s=config.lasts_s,
         ),
-        attendant=loop,
+        observer=loop,
     )
     records = cluster.run(arrivals)
     return Run(records=records, syncs=tuple(loop.syncs), pods=tuple(loop.fleet.pods), ended_s=loop.now_s)
@@ -114,22 +114,22 @@ class _Loop:
         timeline.at(0.0, self._sample, _SAMPLE_S, ticks=True)
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
-        """Tell the meter."""
+        """Pass the event to the meter."""
         if self._meter is not None:
             self._meter.routed(now, router, receipt)
 
     def held(self, now: float, router: int) -> None:
-        """Tell the meter."""
+        """Pass the event to the meter."""
         if self._meter is not None:
             self._meter.held(now, router)
 
     def refused(self, now: float, router: int) -> None:
-        """Tell the meter."""
+        """Pass the event to the meter."""
         if self._meter is not None:
             self._meter.refused(now, router)
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
-        """Tell the meter."""
+        """Pass the event to the meter."""
         if self._meter is not None:
             self._meter.first_token(now, router, first_token)
 

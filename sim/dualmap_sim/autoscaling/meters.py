@@ -1,8 +1,7 @@
 """What an autoscaler scales on: the router's own rule, or the requests under way for each instance.
 
-A meter is told what the routers do and says how many instances are wished for, as a metric of which the HPA takes one
-for one instance. Neighbours: ``loop`` tells and asks; ``dualmap.scaling.scaling`` is the rule, fed as the server
-feeds it.
+A meter receives the routers' events and returns the desired instances, as a metric with a target of 1 per instance.
+``loop`` calls it. ``dualmap.scaling.scaling`` is the rule, with the same input as in production.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Protocol
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken, PoolSnapshot
-from dualmap.scaling.scaling import Elsewhere, Scaling
+from dualmap.scaling.scaling import OtherRouter, Scaling
 
 
 class Meter(Protocol):
@@ -37,7 +36,7 @@ class Meter(Protocol):
         """Look at the routers, once a second."""
 
     def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
-        """Return the instances wished for, to be rounded up; asked at each sync."""
+        """Return the desired instances, which the caller rounds up at each sync."""
 
 
 class Scaler(Protocol):
@@ -74,7 +73,7 @@ class OnQueue:
 class _Slo:
     def __init__(self, pool: Pool, routers: int) -> None:
         self._scalings = tuple(Scaling(pool) for _ in range(routers))
-        # What each last wished for, as the others know it.
+        # The last desired replicas of each router, as the others know them.
         self._wishes = [0.0] * routers
 
     def adopt(self, pool: Pool) -> None:
@@ -86,26 +85,26 @@ class _Slo:
         self._scalings[router].window.add(now, uncached_tokens=receipt.prompt_tokens - cached, cached_tokens=cached)
 
     def held(self, now: float, router: int) -> None:
-        self._scalings[router].window.add_queued(now)
+        self._scalings[router].window.enqueue(now)
 
     def refused(self, now: float, router: int) -> None:
-        self._scalings[router].window.add_rejected(now)
+        self._scalings[router].window.reject(now)
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
 
     def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
-        """What the rule looks at it is told at the sync."""
+        """The rule's input is updated at the sync."""
 
     def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
         for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
-            elsewhere = tuple(
-                Elsewhere(desired_replicas=wish, first_tokens=came)
+            others = tuple(
+                OtherRouter(desired_replicas=wish, first_tokens=came)
                 for other, (wish, came) in enumerate(zip(self._wishes, first_tokens, strict=True))
                 if other != number
             )
-            self._wishes[number] = scaling.signals(now, status, elsewhere=elsewhere).desired_replicas
+            self._wishes[number] = scaling.signals(now, status, others=others).desired_replicas
         return sum(self._wishes)
 
 
@@ -121,7 +120,7 @@ class _Queue:
         """Requests under way are looked at, not counted one by one."""
 
     def held(self, now: float, router: int) -> None:
-        """Who is held is looked at, too."""
+        """Queued requests count, too."""
 
     def refused(self, now: float, router: int) -> None:
         """One that was refused is not under way."""

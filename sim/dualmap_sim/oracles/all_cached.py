@@ -22,9 +22,9 @@ class AllCached:
         """Hand a request over at once."""
         work = record.arrival.work
         cache = PrefixCache(None)
-        # The incomplete last block is cached by nobody, and of a prompt of whole blocks the engine computes the last.
+        # No cache holds an incomplete block; of a prompt of whole blocks the engine computes the last one.
         cache.insert(work.blocks[: work.prompt_tokens // self._engine.block_tokens])
         hand_over(record, Instance("alone", Engine(self._engine, cache=cache)))
 
     def changed(self, now: float, hand_over: HandOver) -> None:
-        """Do nothing: nobody waits here."""
+        """Do nothing: this oracle has no queue."""

@@ -34,11 +34,11 @@ class FullScan:
         hand_over(record, chosen.instance)
 
     def changed(self, now: float, hand_over: HandOver) -> None:
-        """Do nothing: nobody waits here."""
+        """Do nothing: this oracle has no queue."""
 
 
 class _Queue:
-    """What an instance was handed over and has not prefilled, in order, each with what its prefill will take."""
+    """An instance's requests that are not prefilled yet, in order, each with its prefill time."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance

@@ -21,7 +21,7 @@ from dualmap_sim.timeline import Timeline
 
 
 class Instance(instances.Instance):
-    """An instance of a cluster, by name, and what it could do for a request."""
+    """An instance of a cluster: its name, and what it could do for a request."""
 
     __slots__ = ("name",)
 
@@ -42,7 +42,7 @@ HandOver = Callable[[Record, Instance], None]
 
 
 class Discipline(Protocol):
-    """Who decides. What it decides it does at once, by ``hand_over``."""
+    """Who decides. It carries out each decision at once, by ``hand_over``."""
 
     @property
     def instances(self) -> Sequence[Instance]:
@@ -84,7 +84,7 @@ class Replay:
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
         self._samples: list[LoadSample] = []
-        # Who arrives only once another has ended, by the other's id.
+        # Requests that arrive after another has ended, by the other's id.
         self._followers: dict[str, list[Arrival]] = {}
         self._unfinished = 0
 

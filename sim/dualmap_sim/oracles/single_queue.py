@@ -8,7 +8,7 @@ prompts that begin alike and come close together each is computed in full, by se
 first of them is cached; one queue per instance has the later ones wait and reuse. That is rare on eight instances of a
 trace of conversations and dominates where a trace is sped up for hundreds: ``ForeseeingInstance`` bounds that too.
 
-Neighbour: ``waiting_lines`` says who is next.
+``waiting_lines`` defines the order.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ class SingleQueue:
         self._line = line
 
     def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
-        """Let a request wait, and start who can start."""
+        """Queue a request, then start all that can start."""
         self._line.add(record)
         self.changed(now, hand_over)
 
     def changed(self, now: float, hand_over: HandOver) -> None:
-        """Start who can start."""
+        """Start all requests that can start."""
         while (record := self._line.head(now)) is not None:
             instance = self._that_can_start(record.arrival.work)
             if instance is None:

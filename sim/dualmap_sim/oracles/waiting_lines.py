@@ -1,4 +1,4 @@
-"""Who of those that wait in the single queue is next: the first that came, or the first that can still be in time."""
+"""Orders of the single queue: by arrival, or first the requests that can still meet the SLO."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,20 +10,20 @@ from dualmap_sim.records import Record
 PASSED_OVER_MAX: Final = 8
 """How often in a row the oldest waiting request is passed over: with 8, every ninth start at least is in order.
 
-So nobody starves: who waits behind k others that are too late starts within 9 (k + 1) starts. And as every ninth start
-is more than the tenth of requests that goodput lets be late, these are served as fast as they come: with a number above
-9 goodput could be had by letting a tenth wait for ever longer.
+No request starves: one that waits behind k other late ones starts within 9 (k + 1) starts. And as every ninth start is
+more than the tenth of requests that goodput lets be late, these are served as fast as they come: with a number above 9
+goodput could be had by letting a tenth wait for ever longer.
 """
 
 
 class WaitingLine(Protocol):
-    """The requests that wait, and who of them is next."""
+    """The queued requests, in the order in which they start."""
 
     def add(self, record: Record) -> None:
         """Take a request that arrived after all others here."""
 
     def head(self, now: float) -> Record | None:
-        """Return who is next, None when nobody waits."""
+        """Return the next request, or None if the queue is empty."""
 
     def take(self) -> None:
         """Remove what ``head`` returned last."""
@@ -40,7 +40,7 @@ class InOrder:
         self._waiting.append(record)
 
     def head(self, now: float) -> Record | None:
-        """Return who has waited longest."""
+        """Return the request that has waited longest."""
         return self._waiting[0] if self._waiting else None
 
     def take(self) -> None:
@@ -49,7 +49,7 @@ class InOrder:
 
 
 class HopefulFirst:
-    """Who can still meet the SLO goes before who cannot, both in order of arrival.
+    """Requests that can still meet the SLO go before those that cannot, each in order of arrival.
 
     All have the same objective, so the order of arrival is that of the deadlines. Serving a late request costs as much
     as serving one in time and wins nothing, but no late one is passed over for ever: see ``PASSED_OVER_MAX``.

@@ -1,4 +1,4 @@
-"""The workloads by name, and one as a value: what a command is asked for and what a process of a sweep is handed.
+"""The workloads by name, and ``Workload``, a value that commands and worker processes share.
 
 Neighbours: the generators and ``mooncake`` make the traces, ``sessions`` labels the recorded ones.
 """
@@ -44,7 +44,7 @@ ASKED: Final[Mapping[str, tuple[Asked, ...]]] = MappingProxyType(
         "zipf_bursts": zipf_bursts.ASKED,
     }
 )
-"""What each of them was asked for, where it was for figures."""
+"""The requested figures of each generated workload, if any."""
 
 
 class UnknownWorkload(Exception):
@@ -72,7 +72,7 @@ class Workload:
     def load(self) -> Trace:
         """Return the trace, neither capped nor scaled to a rate. A recorded one is labelled with its sessions.
 
-        A recorded trace may hold fewer requests than asked for. Raises UnknownWorkload, or TraceError for a trace that
+        A recorded trace may hold fewer requests than requested. Raises UnknownWorkload, or TraceError for a trace that
         cannot be read.
         """
         if self.trace is not None:
@@ -84,5 +84,5 @@ class Workload:
         return replace(whole, requests=whole.requests[self.start :])
 
     def facts(self, trace: Trace) -> tuple[Fact, ...]:
-        """Return the statistics of the loaded trace beside those its generator was asked for."""
+        """Return the statistics of the loaded trace and the requested ones."""
         return compare(trace, ASKED.get(self.name, ()) if self.trace is None else ())

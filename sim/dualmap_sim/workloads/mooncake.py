@@ -19,7 +19,7 @@ _TIMESTAMP_MS_MAX: Final = 1e15
 
 
 class TraceError(Exception):
-    """A trace that cannot be replayed; ``str()`` says file, line, field, value and what is accepted."""
+    """A trace cannot be replayed; ``str()`` names file, line, field, value and accepted values."""
 
 
 def read_mooncake(path: Path, *, start: int = 0, limit: int | None = None) -> Trace:

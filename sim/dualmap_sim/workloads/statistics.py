@@ -1,6 +1,6 @@
 """What a trace asks for: lengths, how much of it could be reused at best, and the engine time that leaves.
 
-``compare`` puts a trace's figures beside those its generator was asked for (each generator's ``ASKED``).
+``compare`` pairs a trace's figures with the requested ones (each generator's ``ASKED``).
 
 The reuse bound is one shared cache without a limit (the paper's theoretical upper bound, section A.2.2): what a
 router can at best approach with as many caches as it has engines.
@@ -117,7 +117,7 @@ def shared_prefix_rates(trace: Trace) -> tuple[float, ...]:
 
 
 def share_reusing(trace: Trace, least: float) -> float:
-    """Return the share of requests of whose prompt at least ``least`` (0 to 1) is shared with earlier ones."""
+    """Return the share of requests that share at least ``least`` (0 to 1) of their prompt with earlier ones."""
     rates = shared_prefix_rates(trace)
     return sum(rate >= least for rate in rates) / len(rates)
 
@@ -217,7 +217,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One figure of a trace beside what was asked for; None where nothing was."""
+    """One figure of a trace, and the requested value or None."""
 
     name: str
     asked: float | None
@@ -232,11 +232,11 @@ SHOWN: Final = (
     Asked("input tokens of the top 1 % of sessions", None, partial(session_share, top=0.01)),
     Asked("coefficient of variation of arrivals", None, arrival_cv),
 )
-"""What is worth knowing of any trace, a recorded one included."""
+"""Figures of any trace, generated or recorded."""
 
 
 def compare(trace: Trace, asked: Sequence[Asked]) -> tuple[Fact, ...]:
-    """Return each figure asked for beside the trace's, then what else is worth knowing of any trace."""
+    """Return each requested figure with the trace's, then the general figures."""
     names = {one.name for one in asked}
     return tuple(
         Fact(name=one.name, asked=one.value, produced=one.measured(trace))

@@ -1,11 +1,11 @@
 """The paper's Tool&Agent workload rebuilt: two hot tool prompts with their agents, and conversations for the rest.
 
 The trace itself is not at hand; its statistics are (paper sections A.1.1, A.2.1 Table 1, A.4). Two tool prompts carry
-37.8 % and 14.9 % of the requests. The trace's first lines, which its publishers show, tell what stands behind them:
-twelve and five common blocks, a short question of the agent's own, a very short answer. The other requests look like
-those of the Conversation trace, whose lengths, pauses and answers are taken over here. How often conversations go on
-and by what their lengths are scaled is fitted, so that the first 8000 requests, before any cap on the input, have what
-the paper says. Requests arrive in batches every three seconds, as Mooncake's do, at a steady rate. Neighbours:
+37.8 % and 14.9 % of the requests. The first lines of the trace, which its publishers show, have twelve or five common
+blocks, a short question of the agent and a very short answer. The other requests look like those of the Conversation
+trace, whose lengths, pauses and answers are taken over here. How often conversations go on and by what their lengths
+are scaled is fitted, so that the first 8000 requests, before any cap on the input, have what the paper says. Requests
+arrive in batches every three seconds, as Mooncake's do, at a steady rate. Neighbours:
 ``draws`` for the numbers, ``statistics`` for what came out.
 
 Deviation: 2.1 % of the paper's requests have a key of a fourth length, of which it says nothing; they count as rest.
@@ -48,11 +48,12 @@ _SHARE_STRATA: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TrafficPart:
     """One part of the traffic: ``share`` of the requests (0 to 1), all beginning with the same ``prefix_blocks``.
 
-    Lengths in tokens: what a session's ``opening`` adds to the prefix, an ``answer``, and what is ``said`` before each
-    further turn. A session goes on after a request with probability ``continues``, one for each of the PROMPT_BANDS,
+    Lengths in tokens: ``opening`` is what a session adds to the prefix, ``answer`` an answer, ``said`` the input of
+    each further turn. A session goes on after a request with probability ``continues``, one for each of the
+    PROMPT_BANDS,
     ``pause_s`` seconds after it arrived.
     """
 
@@ -75,7 +76,7 @@ _ANSWERS: Final = Quantiles(_LEVELS, (1, 10, 24, 100, 213, 291, 350, 399, 447, 5
 _SAID: Final = Quantiles(_LEVELS, (1, 1, 1, 8, 11, 16, 26, 53, 177, 698, 4203, 6921, 11_742, 16_705, 22_478, 91_467))
 _PAUSES_S: Final = Quantiles(_LEVELS, (6, 27, 42, 57, 75, 96, 123, 162, 225, 318, 474, 606, 987, 1458, 1914, 3030))
 
-LONG_TOOL: Final = Source(
+LONG_TOOL: Final = TrafficPart(
     share=0.378,
     prefix_blocks=12,
     opening=LogNormal(median=360, sigma=1.1),
@@ -86,7 +87,7 @@ LONG_TOOL: Final = Source(
 )
 """The hottest tool: 6144 tokens in common, then what one call needs."""
 
-SHORT_TOOL: Final = Source(
+SHORT_TOOL: Final = TrafficPart(
     share=0.149,
     prefix_blocks=5,
     opening=LogNormal(median=560, sigma=0.4),
@@ -97,7 +98,7 @@ SHORT_TOOL: Final = Source(
 )
 """The second tool: 2560 tokens in common."""
 
-CONVERSATIONS: Final = Source(
+CONVERSATIONS: Final = TrafficPart(
     share=0.473,
     prefix_blocks=1,
     opening=_OPENINGS.scaled(1.15),
@@ -159,7 +160,7 @@ class _Session:
 class _Traffic:
     """The sessions of one source. A request is the next turn of the session that waits longest, else of a new one."""
 
-    def __init__(self, source: Source, rng: Random, blocks: Iterator[int], sessions: Iterator[int]) -> None:
+    def __init__(self, source: TrafficPart, rng: Random, blocks: Iterator[int], sessions: Iterator[int]) -> None:
         self._source = source
         self._blocks = blocks
         self._sessions = sessions

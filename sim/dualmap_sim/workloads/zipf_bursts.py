@@ -1,8 +1,8 @@
 """Prefixes of Zipf's popularity with bursts: a cold prefix turns hot for some seconds, then another one does.
 
 A router that lengthens the keys of hot prefixes must notice each burst while it lasts, and forget it afterwards. Every
-request is a prefix from a catalogue, common to all who ask for it, and a part of its own; nobody comes back. Times are
-those of the nominal rate: ``Trace.at_rate`` stretches bursts with everything else. Neighbours: ``draws`` for the
+request has a prefix from a catalogue, shared with other requests, and a part of its own. There are no sessions. Times
+are those of the nominal rate: ``Trace.at_rate`` stretches bursts with everything else. Neighbours: ``draws`` for the
 numbers, ``statistics`` for what came out.
 """
 

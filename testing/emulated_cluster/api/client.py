@@ -16,9 +16,6 @@ from typing import Any, Final, Self
 import aiohttp
 
 _GONE: Final = 410
-# The server ends a watch after the first; a watch that is silent for longer than the second is broken.
-_WATCH_TIMEOUT_S: Final = 45
-_WATCH_SILENCE_S: Final = 55.0
 # A watch sends one event per line, and an object may have some megabytes.
 _LONGEST_LINE: Final = 1 << 24
 # A TLS connection that was interrupted closes itself within this time of its event loop.
@@ -30,6 +27,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
+        self.message = message
         super().__init__(f"{status} {message}" if status else message)
 
     @property
@@ -99,14 +97,17 @@ class ApiClient:
             self._interrupted = True
             raise _unreachable(error) from error
 
-    async def watch(self, path: str, *, query: Sequence[tuple[str, str]] = ()) -> AsyncGenerator[WatchEvent, None]:
+    async def watch(
+        self, path: str, *, query: Sequence[tuple[str, str]] = (), timeout_s: float = 45.0, inactivity_s: float = 55.0
+    ) -> AsyncGenerator[WatchEvent, None]:
         """Yield the events of a collection after the ``resourceVersion`` in ``query``; raises ApiError.
 
-        Returns when the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
+        The server ends the watch after ``timeout_s``; a watch that is silent for ``inactivity_s`` is broken. Returns
+        when the server ends the watch. Close it (``contextlib.aclosing``) to end it earlier.
         """
-        asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(_WATCH_TIMEOUT_S))]
+        asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         self._interrupted = True
-        silence = aiohttp.ClientTimeout(total=None, sock_read=_WATCH_SILENCE_S)
+        silence = aiohttp.ClientTimeout(total=None, sock_read=inactivity_s)
         try:
             async with self._session.get(self._server + path, params=asked, timeout=silence) as response:
                 if response.status >= 400:

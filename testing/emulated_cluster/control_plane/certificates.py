@@ -1,4 +1,4 @@
-"""The certificates of a control plane for tests: one authority, and what it signs for servers and users.
+"""The certificates of a control plane: one authority, and what it signs for servers and users.
 
 `cluster.py` hands the files to the API server and writes users' certificates into kubeconfigs. In Kubernetes a
 client certificate is a user: its common name is the user's name, its organizations are the groups.

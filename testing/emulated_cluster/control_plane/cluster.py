@@ -1,7 +1,7 @@
-"""A real Kubernetes control plane of one's own: etcd, API server, controller manager and scheduler, without nodes.
+"""A real Kubernetes control plane for tests: etcd, API server, controller manager and scheduler, without nodes.
 
-The fixtures of `conftest.py` start one per test session; `build.py` has built its programs, and `netns.sh` has made
-the network namespace that lets it have fixed ports and pods real addresses. What runs pods is `kubelet/`.
+The fixtures of `fixtures.py` start one per test session; `build.py` has built its programs, and `netns.sh` has made
+the network namespace, so that its ports are fixed and pods have real addresses. `kubelet/` runs pods.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SERVER = "https://127.0.0.1:6443"
 _SCHEDULER = "https://127.0.0.1:10259"
 _PODS = ipaddress.ip_network("10.244.0.0/16")
 _SERVICES = "10.0.0.0/24"
-# Several minutes' work of others may be on the machine; an idle one needs 8 s for all of it.
+# An idle machine needs 8 s; a busy one much more.
 _READY_TIMEOUT_S = 90.0
-# In order the API server would wait for a minute while anybody watches.
+# On SIGTERM the API server waits up to a minute for open watches.
 _STOP_GRACE_S = 1.0
 _KUBECTL_TIMEOUT_S = 60.0
 _HTTP_TIMEOUT_S = 5.0
@@ -58,7 +58,7 @@ class KubectlError(AssertionError):
 class Cluster:
     """The control plane. A context: entering starts it, leaving stops it; the logs stay in `directory`/logs.
 
-    Everything here blocks, so that it does not matter which event loop a test has; nothing takes long but the
+    All methods block, so that they work in tests of any event loop; none takes long except the
     start and `restart_apiserver`.
     """
 
@@ -92,7 +92,7 @@ class Cluster:
     def kubeconfig(self, user: str = "admin", groups: Sequence[str] = ("system:masters",)) -> Path:
         """Write a kubeconfig for a user with a client certificate and return its path.
 
-        Without groups the user may do nothing until a role is bound to it.
+        A user without groups has no rights until a role is bound to it.
         """
         path = self._kubeconfigs / f"{next(self._numbers)}-{user.replace(':', '-')}.json"
         return kubeconfigs.write_for_certificate(
@@ -125,7 +125,7 @@ class Cluster:
         return ran.stdout + ran.stderr
 
     def namespace(self) -> str:
-        """Make a fresh namespace, in which pods can be made already, and return its name."""
+        """Create a namespace, wait until pods can be created in it, and return its name."""
         name = f"e2e-{next(self._numbers)}"
         self.kubectl("create", "namespace", name)
         self._wait_for_service_account(name)
@@ -138,7 +138,7 @@ class Cluster:
         self.kubectl("delete", "--raw", f"/api/v1/namespaces/{name}/pods?gracePeriodSeconds=1", check=False)
 
     def address_block(self) -> ipaddress.IPv4Network:
-        """256 pod addresses that nobody else was given, for one node."""
+        """Return 256 pod addresses for one node; no other caller gets them."""
         block = next(self._blocks)
         assert isinstance(block, ipaddress.IPv4Network)
         assert ipaddress.ip_address(ADVERTISED) not in block, "no pod addresses left"
@@ -174,7 +174,7 @@ class Cluster:
 
     @contextmanager
     def node_lifecycle(self) -> Iterator[None]:
-        """Have nodes that send no heartbeat for 5 s count as lost; without this nobody looks at heartbeats."""
+        """Mark nodes as lost that send no heartbeat for 5 s; outside this context no controller checks heartbeats."""
         self._restart_controller_manager(*_NODE_LIFECYCLE_ON)
         try:
             yield
@@ -204,7 +204,7 @@ class Cluster:
         self._wait_for_service_account("default")
 
     def _stop(self) -> None:
-        """Stop everything, the clients before what they ask; leaves logs, and removes etcd's data."""
+        """Stop all programs, clients before servers; keep the logs and remove etcd's data."""
         for program in reversed(self._programs.values()):
             program.stop(grace_s=_STOP_GRACE_S)
         shutil.rmtree(self._directory / "etcd", ignore_errors=True)
@@ -222,7 +222,7 @@ class Cluster:
         self.namespace()
 
     def _wait_for_service_account(self, namespace: str) -> None:
-        """Wait until the controller manager has made the account without which no pod is admitted."""
+        """Wait until the controller manager has created the default account, which every new pod needs."""
 
         def made() -> bool:
             name = self.kubectl("get", "serviceaccount", "default", "-n", namespace, "-o", "name", "--ignore-not-found")
@@ -232,7 +232,7 @@ class Cluster:
         controllers.wait_until(made, f"the service account of {namespace}", timeout_s=_READY_TIMEOUT_S)
 
     def _answers(self, url: str) -> bool:
-        """Whether this says 200; a server that does not listen yet does not, and neither does one getting ready."""
+        """Return whether a URL answers with 200."""
         context = ssl.create_default_context(cadata=self._authority.certificate.decode())
         try:
             with urllib.request.urlopen(url, timeout=_HTTP_TIMEOUT_S, context=context):

@@ -1,6 +1,6 @@
-"""Programs of the control plane as child processes: started with a log file, waited for, stopped by their id.
+"""Child processes with a log file: start, wait until ready, stop.
 
-Beside `harness.processes` this is synchronous on purpose: a control plane outlives every event loop of the tests.
+They are synchronous because a control plane outlives the event loops of the tests.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _LOG_SHOWN_CHARS = 4000
 
 
 class ProgramError(AssertionError):
-    """A program ended, or was not ready in time; the message has the end of its log."""
+    """A program ended or was not ready in time; the message has the end of its log."""
 
 
 class Program:
-    """One program. Everything it prints goes on in the same log file when it is started again."""
+    """One program. A restart appends to the same log file."""
 
     def __init__(self, argv: Sequence[str | Path], *, log: Path) -> None:
         self._argv = [str(part) for part in argv]
@@ -28,7 +28,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """The id of the running process."""
+        """The process ID."""
         assert self._process is not None, f"{self._argv[0]} is not running"
         return self._process.pid
 
@@ -41,7 +41,7 @@ class Program:
             )
 
     def wait_until(self, ready: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-        """Wait until `ready` says so; raises `ProgramError` when the program ends first or the time is over."""
+        """Return once `ready` returns True; raise `ProgramError` when the program ends first or after `timeout_s`."""
 
         def alive_and_ready() -> bool:
             if self._process is None or self._process.poll() is not None:
@@ -54,7 +54,7 @@ class Program:
             raise ProgramError(f"{self._argv[0]}: {late}:\n{self._end_of_log()}") from late
 
     def stop(self, *, grace_s: float) -> None:
-        """Ask it to end (SIGTERM), after `grace_s` make it (SIGKILL); nothing to do when it does not run."""
+        """Send SIGTERM, after `grace_s` SIGKILL; do nothing when it does not run."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -70,7 +70,7 @@ class Program:
 
 
 def wait_until(check: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-    """Ask `check` again and again until it is true; raises `TimeoutError` that names `what` was waited for."""
+    """Return once `check` returns True; raise `TimeoutError` that names `what` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not check():
         if time.monotonic() > deadline:

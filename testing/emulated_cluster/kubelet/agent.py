@@ -1,6 +1,6 @@
-"""A kubelet's one loop: follow the node's pods by list and watch, one worker for each, and keep the node alive.
+"""The event loop of a kubelet: follows the node's pods, runs a worker for each, and keeps the node ready.
 
-``process_kubelet.py`` runs it in a thread. An API server that restarts is listed and watched again; processes stay.
+``process_kubelet.py`` runs it in a thread. Processes survive a restart of the API server.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ class NodeAgent:
         self._turns = asyncio.Semaphore(_CALLS_AT_ONCE)
         self._workers: dict[str, PodWorker] = {}
         self._talking: set[asyncio.Task[None]] = set()
-        # What no test asked for: the first of it is raised when the kubelet is left.
+        # Unexpected errors; the first is raised when the kubelet's context ends.
         self.failures: list[BaseException] = []
 
     @property
     def workers(self) -> tuple[PodWorker, ...]:
-        """The pods on the node, also those that end at the moment."""
+        """The pods on the node, including those that are terminating."""
         return tuple(self._workers.values())
 
     async def start(self) -> None:
@@ -57,14 +57,14 @@ class NodeAgent:
         self._talk(follow(self._client, _PODS, self, query=query))
 
     async def freeze(self) -> None:
-        """Say nothing more and hear of nothing more, as a node cut off from its API server; processes run on."""
+        """Stop all communication, like a node cut off from its API server; processes continue."""
         talking = tuple(self._talking)
         for task in talking:
             task.cancel()
         await asyncio.gather(*talking, return_exceptions=True)
 
     async def lose(self) -> None:
-        """Freeze, and kill everything that runs on the node, as when its machine is switched off."""
+        """Freeze and kill all processes, like a machine that is switched off."""
         await self.freeze()
         await asyncio.gather(*(worker.abandon() for worker in self.workers))
 
@@ -118,6 +118,6 @@ class NodeAgent:
             self.failures.append(failure)
 
     def _free_address(self) -> str:
-        """Return the next address that no pod has: one that became free just now is the last to be given again."""
+        """Return the next free address; an address that became free just now is used last."""
         taken = {worker.place.address for worker in self.workers}
         return next(each for each in itertools.islice(self._addresses, self._room) if each not in taken)

@@ -20,15 +20,15 @@ from emulated_cluster.kubelet.containers.status import Placement, Terminated, po
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Values
 from emulated_cluster.kubelet.pod_spec.volumes import values_of
 
-# A pod so annotated with "true" has a status but no processes: a thousand of them cost nothing.
+# A pod with this annotation "true" has a status but no processes, so that a test can have a thousand.
 FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"
-# What a pod's containers still get when its object is gone already.
+# The grace period of containers whose pod's object no longer exists.
 _FORGOTTEN_GRACE_S: Final = 1.0
 _LOG: Final = logging.getLogger(__name__)
 
 
 class PodWorker:
-    """A pod from its arrival on the node to its end. Containers run from the beginning, also while nothing is said."""
+    """A pod from its arrival on the node to its end. Containers run also while the API server is away."""
 
     def __init__(self, pod: Object, place: Place, client: ApiClient, turns: asyncio.Semaphore) -> None:
         """``turns`` bounds how many workers talk to the API server at once."""
@@ -64,7 +64,7 @@ class PodWorker:
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
     def observe(self, pod: Object) -> None:
-        """Take in what the API server shows of the pod, unless something newer is known."""
+        """Take a version of the pod from the API server, unless a newer one is known."""
         if _version(pod) > _version(self._pod):
             self._pod = pod
             self._end_if_told()
@@ -73,12 +73,12 @@ class PodWorker:
                 self._home.observe(pod)
 
     def forget(self) -> None:
-        """The pod's object is gone: nothing is said of it any more, and its containers end."""
+        """Handle the deletion of the pod's object: publish nothing more and stop the containers."""
         self._gone = True
         self._stop(_FORGOTTEN_GRACE_S)
 
     async def run(self) -> None:
-        """Publish what changes until the pod was told to end and has ended; then delete it. Raises what broke it."""
+        """Publish every change until the pod has terminated, then delete its object. Raises what broke it."""
         while True:
             self._changed.clear()
             await self._publish()
@@ -93,12 +93,12 @@ class PodWorker:
         await self._say("DELETE", self._path, options, "application/json")
 
     async def abandon(self) -> None:
-        """Kill the containers' processes and have them not start again."""
+        """Kill the containers' processes without a restart."""
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
 
     async def _live(self) -> None:
-        """Run the init containers one after the other and then all others; what the pod had is gone with it."""
+        """Run the init containers in turn and then all others; remove the pod's files and network at its end."""
         try:
             for each in self.init_containers.values():
                 await each.run()
@@ -154,7 +154,7 @@ class PodWorker:
             self.observe(published)
 
     async def _say(self, method: str, path: str, body: Object, content_type: str) -> Object | None:
-        """Send until it is taken; None when the pod is gone. Conflicts pass, or the watch says that it is gone."""
+        """Send a request until the API server accepts it; return None when the pod no longer exists."""
         retries = Retries()
         while not self._gone:
             try:
@@ -171,13 +171,13 @@ class PodWorker:
 
 
 class _NoRuntime:
-    """Runs nothing, and says why."""
+    """A runtime that rejects the container for a reason."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
     async def start(self, log: Path) -> Started:
-        """Refuse; raises ContainerConfigError."""
+        """Raise ContainerConfigError with the reason."""
         raise ContainerConfigError(self._reason)
 
 
@@ -198,7 +198,7 @@ def _by_type(status: Object) -> Object:
 
 
 def _says(published: Any, wanted: Any) -> bool:
-    """Whether a published value says all of the wanted one; what is empty need not be there."""
+    """Return whether a published value contains the wanted one; empty values may be absent."""
     if not wanted:
         return not published
     if isinstance(wanted, Mapping):

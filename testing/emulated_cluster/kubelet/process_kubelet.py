@@ -1,6 +1,6 @@
-"""A kubelet for tests that runs pods as local processes: its own thread, its own loop, a handle for the test.
+"""A kubelet for tests that runs pods as local processes, in a thread and event loop of its own.
 
-``fixtures.py`` makes one for pytest. What it honours of a pod, and what not, is told in ``ProcessKubelet``.
+``fixtures.py`` makes one for pytest. ``ProcessKubelet`` lists which fields of a pod it honours.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class PodView:
 
 
 class RootsError(Exception):
-    """Containers cannot have root file systems of their own here; the message says why and what helps."""
+    """Containers cannot have their own root file systems here; the message has the reason."""
 
 
 class ProcessKubelet:
@@ -145,11 +145,11 @@ class ProcessKubelet:
         return "".join(each.read_text(errors="replace") for each in written)
 
     def freeze_node(self) -> None:
-        """Cut the node off for good: nothing is heard from it and it hears nothing, while its processes run on."""
+        """Cut the node off from the API server for good; its processes continue."""
         self._call(self._agent.freeze())
 
     def lose_node(self) -> None:
-        """Switch the node off for good: nothing is heard from it, and its processes are killed."""
+        """Switch the node off for good: no heartbeats, and its processes are killed."""
         self._call(self._agent.lose())
 
     def __enter__(self) -> Self:
@@ -164,7 +164,7 @@ class ProcessKubelet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Kill every process, delete the node; raises what broke in the kubelet, unless the test has failed already."""
+        """Kill all processes and delete the node; raise the kubelet's error unless the test has failed already."""
         loop, agent = self._running.result()
         assert self._stop is not None
         loop.call_soon_threadsafe(self._stop.set)
@@ -177,7 +177,7 @@ class ProcessKubelet:
         return self._running.result(timeout=0)[1]
 
     def _call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Have the kubelet's loop do it, and wait."""
+        """Run a coroutine in the kubelet's loop and return its result."""
         loop, _ = self._running.result(timeout=0)
         return asyncio.run_coroutine_threadsafe(work, loop).result(timeout=_CALL_TIMEOUT_S)
 

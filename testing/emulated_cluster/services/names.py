@@ -1,4 +1,4 @@
-"""A cluster's names, as its DNS server answers for them: which names there are, and the messages themselves.
+"""The names of a cluster's DNS server, and the DNS messages.
 
 ``services.py`` follows Services and EndpointSlices and serves this to pods. Rules: Kubernetes' DNS-based service
 discovery, without SRV and PTR; messages: RFC 1035, questions of one name, answers of A and CNAME.
@@ -30,7 +30,7 @@ _RECORD: Final = struct.Struct("!2HIH")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a name stands for: addresses, or another name (``alias``) and the addresses of that."""
+    """What a name resolves to: addresses, or another name (``alias``) and its addresses."""
 
     addresses: tuple[str, ...] = ()
     alias: str = ""
@@ -63,7 +63,7 @@ def ready_addresses(slices: Iterable[Object], *, hostname: str | None = None) ->
 
 
 def resolve(name: str, services: Mapping[str, Object], slices: Mapping[str, Sequence[Object]]) -> Found | None:
-    """Return what a full name stands for, None for one that is not there.
+    """Return what a full name resolves to, None for an unknown name.
 
     ``services`` are by ``namespace/name``, and so are the ``slices`` of each.
     """
@@ -88,7 +88,7 @@ def resolve(name: str, services: Mapping[str, Object], slices: Mapping[str, Sequ
 
 
 def read_question(message: bytes) -> Question | None:
-    """Return the question of a message, None for what is no question of one name."""
+    """Return the question of a message, None for a message that is not a question of one name."""
     try:
         number, flags, questions, *_ = _HEADER.unpack_from(message)
         if flags & _RESPONSE or questions != 1:
@@ -110,7 +110,7 @@ def read_question(message: bytes) -> Question | None:
 
 
 def write_answer(message: bytes, question: Question, found: Found | None, *, udp: bool) -> bytes:
-    """Return the answer to a question; over UDP one too long is empty and asks for TCP."""
+    """Return the answer to a question; over UDP a too long answer is empty and has the flag TC."""
     records = []
     if found is not None:
         owner = question.name

@@ -1,4 +1,4 @@
-"""What a cluster gives Services and this control plane has no nodes for: their names and their cluster addresses.
+"""Names and cluster addresses of Services, which the nodes of a real cluster provide.
 
 A DNS server for pods (``names.py`` has the names) and a proxy for every port of every cluster address, both following
 the API server. ``netns.sh`` makes the addresses local; ``kubelet/`` tells its pods of the name server.
@@ -31,9 +31,9 @@ _SLICES: Final = "/apis/discovery.k8s.io/v1/endpointslices"
 
 
 class Services:
-    """A context: while it is entered, names are answered for and cluster addresses can be connected to.
+    """A context in which names of Services resolve and cluster addresses accept connections.
 
-    It has a thread of its own, so that a test that blocks its loop does not hold up what flows through.
+    It runs in a thread of its own, so that a test that blocks its event loop does not stop the traffic.
     """
 
     nameserver: Final = NAMESERVER
@@ -57,7 +57,7 @@ class Services:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close everything; raises what broke, unless the test has failed already."""
+        """Close everything; raise the error of the thread unless the test has failed already."""
         assert self._stop is not None
         if self._thread.is_alive():
             self._running.result().call_soon_threadsafe(self._stop.set)
@@ -92,7 +92,7 @@ class Services:
 
 
 class _State:
-    """Services and their endpoints as the API server has them, and a proxy for each that has both."""
+    """The Services and endpoints of the API server, and a proxy for each Service that has both."""
 
     def __init__(self) -> None:
         self.known = asyncio.Event()
@@ -103,7 +103,7 @@ class _State:
         self._changed = asyncio.Event()
 
     async def follow(self, client: ApiClient) -> None:
-        """Keep names and proxies as the API server says."""
+        """Keep names and proxies up to date until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(follow(client, _SERVICES, Mirror(self._take_services)))
             tasks.create_task(follow(client, _SLICES, Mirror(self._take_slices)))
@@ -122,7 +122,7 @@ class _State:
         return write_answer(message, question, resolve(question.name, self._services or {}, self._of_service), udp=udp)
 
     async def close(self) -> None:
-        """Listen no more, and cut what flows."""
+        """Stop listening and abort all connections."""
         for proxy in self._proxies.values():
             proxy.close()
             await proxy.cut()
@@ -142,7 +142,7 @@ class _State:
         self._changed.set()
 
     async def _update(self) -> None:
-        """Have a proxy at every cluster address and port that has endpoints: others refuse connections."""
+        """Run a proxy at every cluster address and port with endpoints; the others refuse connections."""
         wanted = {}
         for key, service in (self._services or {}).items():
             for port in service["spec"].get("ports") or ():
@@ -164,7 +164,7 @@ class _State:
 
 
 def _endpoints(slices: Sequence[Object], port: str) -> tuple[Address, ...]:
-    """Return where a Service's port leads: ready endpoints, and where there are none those that still serve."""
+    """Return the endpoints of a Service's port: the ready ones, or without any those that still serve."""
     found = [
         (endpoint.get("conditions", {}), (address, int(each["port"])))
         for slice_ in slices
@@ -178,7 +178,7 @@ def _endpoints(slices: Sequence[Object], port: str) -> tuple[Address, ...]:
 
 
 class _Proxy:
-    """Listens at one cluster address and port; each connection goes to the next endpoint in turn."""
+    """Listens at one cluster address and port and sends each connection to the next endpoint in turn."""
 
     def __init__(self, where: Address) -> None:
         self._where = where
@@ -188,20 +188,20 @@ class _Proxy:
         self._open: set[_Side] = set()
 
     async def lead_to(self, endpoints: Sequence[Address]) -> None:
-        """Listen, and have new connections go to one of these."""
+        """Listen, and send new connections to these endpoints."""
         self._endpoints = endpoints
         if self._server is None:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(self._accept, *self._where, backlog=1024)
 
     def close(self) -> None:
-        """Take no new connections, so that who tries is refused; those there are go on."""
+        """Refuse new connections; open ones continue."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     async def cut(self) -> None:
-        """End the connections there are."""
+        """Abort the open connections."""
         for side in tuple(self._open):
             side.transport.abort()
         # What aborting has to tell comes with the loop's next turn.
@@ -217,7 +217,7 @@ class _Proxy:
 
 
 class _Side(asyncio.Protocol):
-    """One of the two connections of a proxied one: what comes goes to the other at once, an end of sending too."""
+    """One side of a proxied connection: forwards data and the end of sending to the other side."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The API server hands a group of its API to a server of the tests, as metrics adapters need it.
+"""The API server forwards an API group to a server of the tests, which metrics adapters need.
 
-Without a network for services, the way there is a Service that is a name (ExternalName) for localhost.
+The group's Service is an ExternalName for localhost, because the control plane has no Service network.
 """
 
 import json
@@ -19,7 +19,7 @@ GROUP = "echo.e2e.test"
 AVAILABLE_WITHIN_S = 60.0
 
 
-def test_an_aggregated_api_is_reached_and_told_who_asks(cluster: Cluster, tmp_path: Path) -> None:
+def test_aggregated_api_is_reached_with_the_user_name(cluster: Cluster, tmp_path: Path) -> None:
     namespace = cluster.namespace()
     user = cluster.kubeconfig("eve", groups=("system:masters",))
     with echo_server(tmp_path) as port, api_service(cluster, namespace, port):
@@ -36,7 +36,7 @@ def test_an_aggregated_api_is_reached_and_told_who_asks(cluster: Cluster, tmp_pa
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Says what it was asked for and in whose name."""
+    """Answers with the path and the user of the request."""
 
     def do_GET(self) -> None:
         body = json.dumps({"path": self.path, "user": self.headers["X-Remote-User"]}).encode()

@@ -1,4 +1,4 @@
-"""The control plane that the other tests rely on is one: it keeps objects, says who did what, and can be restarted."""
+"""The control plane stores objects, authenticates users, writes an audit log and survives a restart."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_kubectl_and_server_are_the_pinned_version(cluster: Cluster) -> None:
     assert said["serverVersion"]["gitVersion"] == KUBERNETES_VERSION
 
 
-def test_an_applied_object_is_kept_and_audited(cluster: Cluster) -> None:
+def test_object_applied_is_stored_and_audited(cluster: Cluster) -> None:
     namespace = cluster.namespace()
 
     cluster.kubectl("apply", "-n", namespace, "-f", "-", input=config_map("kept", colour="blue"))
@@ -47,7 +47,7 @@ def test_objects_survive_a_restart_of_the_api_server(cluster: Cluster) -> None:
     assert cluster.namespace() != namespace
 
 
-def test_a_user_without_rights_is_refused_and_the_audit_log_says_so(cluster: Cluster) -> None:
+def test_user_without_rights_gets_403_and_is_audited(cluster: Cluster) -> None:
     namespace = cluster.namespace()
     nobody = cluster.kubeconfig("nobody", groups=())
 
@@ -59,7 +59,7 @@ def test_a_user_without_rights_is_refused_and_the_audit_log_says_so(cluster: Clu
     assert entry["responseStatus"]["code"] == 403
 
 
-def test_groups_of_a_user_are_those_of_its_certificate(cluster: Cluster) -> None:
+def test_user_has_the_groups_of_its_certificate(cluster: Cluster) -> None:
     member = cluster.kubeconfig("mia", groups=("readers", "writers"))
 
     said = json.loads(cluster.kubectl("auth", "whoami", "-o", "json", "--kubeconfig", str(member)))
@@ -68,7 +68,7 @@ def test_groups_of_a_user_are_those_of_its_certificate(cluster: Cluster) -> None
     assert {"readers", "writers"} <= set(said["status"]["userInfo"]["groups"])
 
 
-def test_a_service_account_is_known_by_its_token(cluster: Cluster) -> None:
+def test_service_account_authenticates_by_token(cluster: Cluster) -> None:
     namespace = cluster.namespace()
     cluster.kubectl("create", "serviceaccount", "robot", "-n", namespace)
     robot = cluster.service_account_kubeconfig(namespace, "robot")
@@ -80,11 +80,11 @@ def test_a_service_account_is_known_by_its_token(cluster: Cluster) -> None:
     assert re.search(rf'cannot list resource "pods" .* in the namespace "{namespace}"', refused)
 
 
-def test_address_blocks_are_not_given_twice(cluster: Cluster) -> None:
+def test_address_blocks_do_not_overlap(cluster: Cluster) -> None:
     assert not cluster.address_block().overlaps(cluster.address_block())
 
 
-def test_a_silent_node_is_lost_only_where_nodes_are_watched(cluster: Cluster) -> None:
+def test_silent_node_is_lost_only_with_node_lifecycle(cluster: Cluster) -> None:
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"generateName": "silent-"}}
     name = cluster.kubectl("create", "-o", "name", "-f", "-", input=json.dumps(node)).strip()
     ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}

@@ -1,4 +1,4 @@
-"""The process kubelet that other tests rely on is one: Kubernetes' own controllers cannot tell the difference."""
+"""The process kubelet works with Kubernetes' own controllers as a real one does."""
 
 import asyncio
 import json
@@ -36,9 +36,7 @@ async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team
         yield team
 
 
-async def test_a_statefulset_goes_up_and_down_and_its_endpointslice_follows(
-    team: Team, kubelet: ProcessKubelet
-) -> None:
+async def test_statefulset_scaled_has_matching_endpoints(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(*statefulset("chat", replicas=2, container=ENGINE))
     for replicas in (2, 4, 1):
         team.scale("chat", replicas)
@@ -60,7 +58,7 @@ async def test_a_statefulset_goes_up_and_down_and_its_endpointslice_follows(
         assert (await answer.json())["data"][0]["id"] == "m"
 
 
-async def test_a_readiness_gate_holds_ready_back(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_pod_with_closed_gate_is_not_ready(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(pod("gated", shell(FOREVER), readinessGates=[{"conditionType": GATE}]))
 
     await team.until_says("gated", ContainersReady="True", Ready="False")
@@ -70,7 +68,7 @@ async def test_a_readiness_gate_holds_ready_back(team: Team, kubelet: ProcessKub
     await team.until_says("gated", ContainersReady="True", Ready="False")
 
 
-async def test_pre_stop_delays_sigterm_and_the_pod_goes_on_meanwhile(
+async def test_pre_stop_delays_sigterm_and_the_pod_stays_ready(
     team: Team, kubelet: ProcessKubelet, tmp_path: Path
 ) -> None:
     hook = f"echo hook; until test -e {tmp_path}/go; do sleep 0.05; done; echo done"
@@ -93,7 +91,7 @@ async def test_pre_stop_delays_sigterm_and_the_pod_goes_on_meanwhile(
     assert kubelet.log(process).split() == ["up", "hook", "done", "term"]
 
 
-async def test_a_crash_raises_the_restart_count(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_container_crashed_restarts_and_is_counted(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(pod("crashing", ENGINE))
     before = await team.until_ready("crashing")
 
@@ -109,9 +107,7 @@ async def test_a_crash_raises_the_restart_count(team: Team, kubelet: ProcessKube
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
 
 
-async def test_a_process_that_ignores_sigterm_is_killed_at_the_end_of_its_grace_period(
-    team: Team, kubelet: ProcessKubelet
-) -> None:
+async def test_process_ignoring_sigterm_is_killed_after_grace(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(pod("stubborn", shell(f"trap '' TERM; echo up; {FOREVER}"), terminationGracePeriodSeconds=3))
     await team.until_ready("stubborn")
     stubborn = kubelet.pod(team.namespace, "stubborn")
@@ -125,7 +121,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_at_the_end_of_its_grace_
     assert not runs(stubborn)
 
 
-async def test_a_forced_deletion_shortens_the_grace_period(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_forced_deletion_shortens_the_grace_period(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(pod("forced", shell(f"trap '' TERM; {FOREVER}"), terminationGracePeriodSeconds=3600))
     await team.until_ready("forced")
     forced = kubelet.pod(team.namespace, "forced")
@@ -153,7 +149,7 @@ async def test_processes_survive_a_restart_of_the_api_server(
     assert [each.processes for each in pods_of(team, kubelet)] == [each.processes for each in before]
 
 
-async def test_a_lost_node_is_found_out_and_its_processes_end(cluster: Cluster, team: Team) -> None:
+async def test_node_lost_is_detected_and_its_processes_end(cluster: Cluster, team: Team) -> None:
     with cluster.node_lifecycle(), kubelet_on(cluster, "lost") as lost:
         team.apply(pod("stranded", shell(FOREVER), nodeName="lost"))
         await team.until_ready("stranded")
@@ -191,7 +187,7 @@ async def test_fake_pods_have_a_status_and_no_process(team: Team, kubelet: Proce
     await until(gone, "no pod left", timeout_s=WITHIN_S)
 
 
-async def test_what_cannot_be_run_says_why(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_container_without_command_reports_the_reason(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(pod("imaginary", {"name": "engine", "image": "any"}))
 
     async def refused() -> bool:

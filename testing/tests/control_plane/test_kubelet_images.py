@@ -59,7 +59,7 @@ async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team
         yield team
 
 
-async def test_a_restricted_container_has_its_user_a_read_only_root_and_its_volumes(
+async def test_restricted_pod_has_user_read_only_root_and_volumes(
     team: Team, kubelet: ProcessKubelet, root: Path
 ) -> None:
     before = files_of(root)
@@ -84,7 +84,7 @@ async def test_a_restricted_container_has_its_user_a_read_only_root_and_its_volu
     assert files_of(root) == before
 
 
-async def test_a_writable_root_is_the_containers_own(team: Team, kubelet: ProcessKubelet, root: Path) -> None:
+async def test_writable_root_belongs_to_one_container(team: Team, kubelet: ProcessKubelet, root: Path) -> None:
     writable = {**RESTRICTED, "readOnlyRootFilesystem": False}
     team.apply(restricted("writer", busybox(f"cd /tmp; echo mine > it; cat it; {FOREVER}", securityContext=writable)))
     await team.until_ready("writer")
@@ -93,7 +93,7 @@ async def test_a_writable_root_is_the_containers_own(team: Team, kubelet: Proces
     assert root / "tmp" / "it" not in files_of(root)
 
 
-async def test_files_follow_their_objects_by_a_renamed_link(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_volume_files_follow_their_objects(team: Team, kubelet: ProcessKubelet) -> None:
     team.apply(config("settings", {"a": "1", "b": "2"}), secret("keys", {"tls.key": "k1", "tls.crt": "c1"}))
     volumes = [
         {"name": "settings", "configMap": {"name": "settings"}},
@@ -137,7 +137,7 @@ async def test_files_follow_their_objects_by_a_renamed_link(team: Team, kubelet:
     assert run("cat /fixed/a") == "1"
 
 
-async def test_a_container_waits_for_a_secret_that_is_not_there_yet(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_container_waits_for_a_missing_secret(team: Team, kubelet: ProcessKubelet) -> None:
     source = {"secretKeyRef": {"name": "late", "key": "password"}}
     container = busybox(
         f"echo $PASSWORD; cat /mnt/password; {FOREVER}", env=[{"name": "PASSWORD", "valueFrom": source}]
@@ -156,14 +156,14 @@ async def test_a_container_waits_for_a_secret_that_is_not_there_yet(team: Team, 
     assert await team.log(kubelet, "waits", "word\nword") == "word\nword"
 
 
-async def test_a_container_has_what_its_image_says(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_container_uses_the_config_of_its_image(team: Team, kubelet: ProcessKubelet) -> None:
     container = {"name": "main", "image": WEB, "args": [f"id -un; pwd; echo $FROM; {FOREVER}"]}
     team.apply(restricted("web", {**container, "securityContext": RESTRICTED}))
 
     assert await team.log(kubelet, "web", "image\n") == "web\n/run\nimage\n"
 
 
-async def test_a_pod_talks_to_the_api_server_as_its_service_account(team: Team, cluster: Cluster) -> None:
+async def test_pod_calls_the_api_as_its_service_account(team: Team, cluster: Cluster) -> None:
     script = (
         "from kubernetes import client, config; config.load_incluster_config();"
         "review = client.AuthenticationV1Api().create_self_subject_review({});"
@@ -179,7 +179,7 @@ async def test_a_pod_talks_to_the_api_server_as_its_service_account(team: Team, 
     assert [each["name"].rpartition("-")[0] for each in mounted] == ["kube-api-access"]
 
 
-async def test_every_pod_has_a_network_of_its_own(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_every_pod_has_its_own_network(team: Team, kubelet: ProcessKubelet) -> None:
     server = "mkdir /www/{0} && echo {0} > /www/name && exec httpd -f -p 8000 -h /www"
     probe = {"exec": {"command": ["wget", "-q", "-O", "-", "http://127.0.0.1:8000/name"]}, "periodSeconds": 1}
     volumes = [{"name": "www", "emptyDir": {}}]
@@ -198,7 +198,7 @@ async def test_every_pod_has_a_network_of_its_own(team: Team, kubelet: ProcessKu
     assert said == [(0, "left\n"), (0, "right\n"), (0, "left\n")]
 
 
-async def test_init_containers_run_in_order_and_hand_on_files(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_init_containers_run_in_order_and_share_files(team: Team, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     first = busybox("sleep 0.2; echo first >> /shared/log", volumeMounts=mounts, name="first")
     # Fails once: what it leaves in its volume tells the second attempt.
@@ -213,7 +213,7 @@ async def test_init_containers_run_in_order_and_hand_on_files(team: Team, kubele
     assert [each["restartCount"] for each in staged["status"]["initContainerStatuses"]] == [0, 1]
 
 
-async def test_a_failed_init_container_fails_a_pod_that_never_restarts(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_init_container_failed_fails_a_pod_without_restarts(team: Team, kubelet: ProcessKubelet) -> None:
     failing = busybox("exit 3", name="failing")
     team.apply(restricted("failed", busybox("true"), initContainers=[failing], restartPolicy="Never"))
 
@@ -223,9 +223,7 @@ async def test_a_failed_init_container_fails_a_pod_that_never_restarts(team: Tea
     assert "waiting" in status["containerStatuses"][0]["state"]
 
 
-async def test_a_job_succeeds_after_a_failure_and_its_pods_say_how_they_ended(
-    team: Team, kubelet: ProcessKubelet
-) -> None:
+async def test_job_succeeds_after_a_failed_container(team: Team, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "state", "mountPath": "/state"}]
     script = "test -e /state/tried && exit 0; touch /state/tried; exit 1"
     template = restricted("", busybox(script, volumeMounts=mounts), volumes=[{"name": "state", "emptyDir": {}}])["spec"]
@@ -247,7 +245,7 @@ async def test_a_job_succeeds_after_a_failure_and_its_pods_say_how_they_ended(
     assert container_status(ended)["restartCount"] == 1
 
 
-async def test_what_a_pod_had_is_gone_with_it(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_pod_deleted_leaves_no_files_and_interfaces(team: Team, kubelet: ProcessKubelet) -> None:
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
     container = busybox(f"trap 'echo term; exit' TERM; echo up; {FOREVER}", lifecycle=hook)
     team.apply(restricted("leaver", container, security={"runAsUser": 1000}))
@@ -264,7 +262,7 @@ async def test_what_a_pod_had_is_gone_with_it(team: Team, kubelet: ProcessKubele
 
 
 def traces(view: PodView) -> list[str]:
-    """What this machine has of a pod, but for its processes."""
+    """Return the folders and network interfaces of a pod on this machine."""
     folders = [
         f"dualmap-kubelet-/{each.name}" for each in Path(tempfile.gettempdir()).glob(f"dualmap-kubelet-*/{view.uid}")
     ]

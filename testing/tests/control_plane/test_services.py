@@ -1,4 +1,4 @@
-"""Services' names and cluster addresses, which a cluster's nodes would give and this control plane has none."""
+"""Names and cluster addresses of Services."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ async def _team(cluster: Cluster, services: Services) -> AsyncIterator[Team]:
         yield team
 
 
-async def test_connections_go_to_the_ready_endpoints_in_turn(team: Team) -> None:
+async def test_connections_go_to_ready_endpoints_in_turn(team: Team) -> None:
     async with answering(NEAR, b"near"), answering(FAR, b"far"):
         team.apply(service("turns", ports=[{"name": "http", "port": 80, "targetPort": 8000}]))
         where = cluster_address(team, "turns")
@@ -78,7 +78,7 @@ async def test_connections_go_to_the_ready_endpoints_in_turn(team: Team) -> None
         await until(refused, "the Service is gone", timeout_s=WITHIN_S)
 
 
-async def test_a_stream_outlives_its_endpoint_and_each_side_ends_its_own_half(team: Team) -> None:
+async def test_stream_outlives_its_endpoint_and_half_closes(team: Team) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(65536):
             writer.write(piece)
@@ -114,9 +114,7 @@ async def test_a_stream_outlives_its_endpoint_and_each_side_ends_its_own_half(te
         writer.close()
 
 
-async def test_a_pod_finds_services_by_their_names(
-    team: Team, cluster: Cluster, services: Services, tmp_path: Path
-) -> None:
+async def test_pod_resolves_names_of_services(team: Team, cluster: Cluster, services: Services, tmp_path: Path) -> None:
     labels = {"app": "web"}
     server = busybox("mkdir /www/d; hostname > /www/name; exec httpd -f -p 8000 -h /www")
     server["volumeMounts"] = [{"name": "www", "mountPath": "/www"}]
@@ -211,7 +209,7 @@ def endpoints(service: str, ready: Mapping[str, bool]) -> Object:
 
 @asynccontextmanager
 async def answering(address: str, word: bytes) -> AsyncIterator[None]:
-    """A server that says a word to whoever connects."""
+    """A server that sends a word on every connection."""
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(word)

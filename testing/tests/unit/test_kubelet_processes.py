@@ -1,4 +1,4 @@
-"""Processes of the process kubelet: probes, restarts, hooks, and that none is left running."""
+"""Processes of the kubelet: probes, restarts, hooks, and no process left over."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ SHELL = ["/bin/sh", "-c"]
 FOREVER = "while :; do sleep 0.05; done"
 
 
-def test_a_probe_decides_after_as_many_answers_alike_as_its_thresholds_say() -> None:
+def test_probe_decides_at_its_thresholds() -> None:
     spec = {"readinessProbe": {"successThreshold": 2, "failureThreshold": 3}}
     probe = Probe.read(spec, "readinessProbe")
     assert probe is not None
@@ -41,7 +41,7 @@ def test_a_probe_decides_after_as_many_answers_alike_as_its_thresholds_say() -> 
     assert verdicts == [None, True, True, None, None, None, None, None, False]
 
 
-async def test_an_http_probe_takes_redirects_for_success_and_errors_for_failure() -> None:
+async def test_http_probe_succeeds_on_redirect_and_fails_on_error() -> None:
     async def answer(request: web.Request) -> web.Response:
         assert request.headers["X-Probe"] == "yes"
         return web.Response(status=int(request.match_info["status"]), headers={"Location": "/500"})
@@ -70,7 +70,7 @@ async def test_an_http_probe_takes_redirects_for_success_and_errors_for_failure(
     assert not await perform({"tcpSocket": {"port": "unnamed"}}, where, timeout_s=10)
 
 
-async def test_a_grpc_probe_asks_for_its_service() -> None:
+async def test_grpc_probe_checks_its_service() -> None:
     servicer = health.HealthServicer()
     servicer.set("up", health_pb2.HealthCheckResponse.SERVING)
     servicer.set("down", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -89,7 +89,7 @@ async def test_a_grpc_probe_asks_for_its_service() -> None:
     assert answers == [True, False, False]
 
 
-async def test_an_exec_probe_that_hangs_is_killed(tmp_path: Path) -> None:
+async def test_exec_probe_hanging_is_killed(tmp_path: Path) -> None:
     where = surroundings(log=tmp_path / "log")
     script = f"echo $$ > {tmp_path}/pid; {FOREVER}"
 
@@ -101,7 +101,7 @@ async def test_an_exec_probe_that_hangs_is_killed(tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> None:
+async def test_child_processes_end_with_their_command(tmp_path: Path) -> None:
     where = surroundings(log=tmp_path / "log")
     script = f"( {FOREVER} ) & echo $! > {tmp_path}/child"
 
@@ -110,7 +110,7 @@ async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> Non
     await until(lambda: not alive(int((tmp_path / "child").read_text())))
 
 
-async def test_a_crashed_container_starts_again_and_says_how_it_ended(tmp_path: Path) -> None:
+async def test_container_crashed_restarts_and_reports_its_end(tmp_path: Path) -> None:
     async with running({"command": [*SHELL, FOREVER]}, tmp_path) as container:
         await until(lambda: container.view.ready)
         container.crash()
@@ -135,7 +135,7 @@ async def test_pre_stop_runs_before_sigterm(tmp_path: Path) -> None:
     assert container.view.state.exit_code == 7
 
 
-async def test_a_failing_startup_probe_restarts_the_container(tmp_path: Path) -> None:
+async def test_startup_probe_failed_restarts_the_container(tmp_path: Path) -> None:
     probe = {"exec": {"command": ["false"]}, "failureThreshold": 1}
     async with running({"command": [*SHELL, FOREVER], "startupProbe": probe}, tmp_path) as container:
         await until(lambda: container.view.restarts == 1)
@@ -143,7 +143,7 @@ async def test_a_failing_startup_probe_restarts_the_container(tmp_path: Path) ->
         assert not container.view.started
 
 
-async def test_a_failing_liveness_probe_restarts_the_container(tmp_path: Path) -> None:
+async def test_liveness_probe_failed_restarts_the_container(tmp_path: Path) -> None:
     flag = tmp_path / "alive"
     flag.touch()
     probe = {"exec": {"command": ["test", "-e", str(flag)]}, "failureThreshold": 1, "periodSeconds": 0.05}
@@ -158,7 +158,7 @@ async def test_a_failing_liveness_probe_restarts_the_container(tmp_path: Path) -
     ("policy", "exit_code", "again"),
     [("Never", 1, False), ("OnFailure", 0, False), ("OnFailure", 1, True), ("Always", 0, True)],
 )
-async def test_the_restart_policy_decides(policy: str, exit_code: int, again: bool, tmp_path: Path) -> None:
+async def test_restart_policy_decides_about_a_restart(policy: str, exit_code: int, again: bool, tmp_path: Path) -> None:
     spec = {"command": [*SHELL, f"exit {exit_code}"]}
     async with running(spec, tmp_path, policy=policy) as container:
         await until(lambda: isinstance(container.view.state, Terminated) or container.view.restarts > 0)
@@ -188,7 +188,7 @@ async def test_readiness_is_probed_while_the_container_ends(tmp_path: Path) -> N
         await until(lambda: isinstance(container.view.state, Terminated))
 
 
-async def test_a_container_left_leaves_no_process_behind(tmp_path: Path) -> None:
+async def test_container_cancelled_leaves_no_process(tmp_path: Path) -> None:
     script = f"sh -c '{FOREVER}' & echo $! > {tmp_path}/child; wait"
     async with running({"command": [*SHELL, script]}, tmp_path) as container:
         await until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text().endswith("\n"))

@@ -1,4 +1,4 @@
-"""Names of a cluster as the emulated cluster answers for them to pods."""
+"""Names of a cluster as its DNS server resolves them."""
 
 import struct
 
@@ -37,11 +37,11 @@ SLICES = {"team/members": [{"endpoints": MEMBERS}, {"endpoints": None}]}
         ("web.team", None),
     ],
 )
-def test_what_names_stand_for(name: str, found: Found | None) -> None:
+def test_name_resolves_to_its_records(name: str, found: Found | None) -> None:
     assert resolve(name, SERVICES, SLICES) == found
 
 
-def test_an_answer_has_the_question_and_its_records() -> None:
+def test_answer_has_the_question_and_its_records() -> None:
     message = asked("other.team.svc.cluster.local", A)
     question = read_question(message)
     assert question is not None
@@ -56,7 +56,7 @@ def test_an_answer_has_the_question_and_its_records() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "code"), [("web", AAAA, 0), ("nowhere", A, 3)])
-def test_no_record_is_another_answer_than_no_name(name: str, kind: int, code: int) -> None:
+def test_name_without_record_differs_from_unknown_name(name: str, kind: int, code: int) -> None:
     message = asked(f"{name}.team.svc.cluster.local", kind)
     question = read_question(message)
     assert question is not None
@@ -67,7 +67,7 @@ def test_no_record_is_another_answer_than_no_name(name: str, kind: int, code: in
     assert (flags & 0xF, counts) == (code, [1, 0, 0, 0])
 
 
-def test_an_answer_too_long_for_a_datagram_asks_for_tcp() -> None:
+def test_answer_too_long_for_udp_is_truncated() -> None:
     message = asked("members.team.svc.cluster.local", A)
     question = read_question(message)
     assert question is not None
@@ -82,7 +82,7 @@ def test_an_answer_too_long_for_a_datagram_asks_for_tcp() -> None:
 
 
 @pytest.mark.parametrize("message", [b"", bytes(12), b"\0\7\x80\0\0\1" + bytes(20), b"\0\7\0\0\0\1\0\0\0\0\0\0\5ab"])
-def test_what_is_no_question_is_told(message: bytes) -> None:
+def test_message_that_is_no_question_is_recognized(message: bytes) -> None:
     assert read_question(message) is None
 
 

@@ -1,4 +1,4 @@
-"""Policies of other systems that weigh cached prefixes against load over all members.
+"""Policies of other systems that trade cached prefixes against load over all members.
 
 May import policies and keys.
 """

@@ -1,4 +1,4 @@
-"""AIBrix's prefix-cache routing: the best match that is not busier than most."""
+"""AIBrix's prefix-cache routing: the longest match among members with acceptable load."""
 
 from math import inf
 from typing import ClassVar
@@ -8,28 +8,30 @@ from dualmap.policies.situation import Choice, Rule, Situation
 
 _IMBALANCE_REQUESTS = 8
 _DEVIATIONS = 1.0
-_MATCH = Rule("prefix-match", "of the members that are not too busy, none holds more of the prompt")
-_IMBALANCED = Rule("imbalanced", "requests are spread too unevenly to look at prefixes, and it has the fewest")
-_NO_MATCH = Rule("no-match", "no member that is not too busy holds any of the prompt, and it has the fewest requests")
+_MATCH = Rule("prefix-match", "it has the longest match among the members that are not overloaded")
+_IMBALANCED = Rule("imbalanced", "the load is too uneven to use prefixes, and it has the fewest requests")
+_NO_MATCH = Rule(
+    "no-match", "no member with acceptable load has any of the prompt cached, and it has the fewest requests"
+)
 
 
 class AibrixPrefix:
-    """The best match among members within one standard deviation of the mean requests; else the fewest requests.
+    """The longest match among members within one standard deviation of the mean requests; else the fewest requests.
 
-    Where the busiest member has over 8 requests more than the idlest, matches are not looked at. Of equal matches it is
-    the one with fewer requests. Deviation: running requests are those in flight or queued here, not the engines' own
-    count, and those of other routers only as last reported.
+    If the difference between the most and the fewest requests exceeds 8, matches are ignored. Fewer requests break
+    ties. Deviation: running requests are those that the routers have in flight or queued, not the engines' own count.
+    The requests of other routers are counted as last reported.
     """
 
     name: ClassVar[str] = "aibrix_prefix"
     source: ClassVar[str] = "AIBrix, prefix-cache routing"
-    summary: ClassVar[str] = "best match within mean + 1 sigma of the requests, else fewest requests"
+    summary: ClassVar[str] = "longest match within mean + 1 sigma of the requests, else fewest requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the best match, or the member with the fewest requests."""
+        """Return the longest match, or the member with the fewest requests."""
         everyone = situation.everyone
         requests = everyone.requests()
         if max(requests) - min(requests) > _IMBALANCE_REQUESTS:

@@ -8,25 +8,27 @@ from dualmap.policies.situation import Choice, Rule, Situation
 
 _FACTOR = 1.25
 _AFFINITY = Rule("affinity", "ring 1 maps the key to it, and its load is within the bound")
-_BOUNDED = Rule("bounded", "it is the next on ring 1 after members whose load is at the bound")
+_BOUNDED = Rule("bounded", "it follows on ring 1 after members whose load is at the bound")
 
 
 class Chwbl:
     """The first member that the key meets on ring 1 whose requests would stay within 1.25 times the mean.
 
-    The bound is ``ceil(1.25 * requests / members)``, the request itself counted. It follows from the situation alone,
-    so nothing is remembered. Deviation: members of different weight have the same bound.
+    The bound is ``ceil(1.25 * requests / members)`` and includes the new request. It is computed from the situation
+    alone and needs no state. Deviation: members of different weight have the same bound.
     """
 
     name: ClassVar[str] = "chwbl"
     source: ClassVar[str] = "Mirrokni et al. 2018 (arXiv:1608.01350)"
-    summary: ClassVar[str] = "consistent hash of a fixed-length key, past members over 1.25 times the mean requests"
+    summary: ClassVar[str] = (
+        "consistent hash of a fixed-length key, skipping members above 1.25 times the mean requests"
+    )
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the first member on the key's way whose load is within the bound."""
+        """Return the first member on the key's walk of ring 1 whose load is within the bound."""
         everyone = situation.everyone
         requests = everyone.requests()
         most = ceil(_FACTOR * (sum(requests) + 1) / len(requests))

@@ -1,20 +1,20 @@
-"""Dynamo: the least of new prefill and active KV, in blocks (NVIDIA Dynamo's KV router)."""
+"""Dynamo: the lowest sum of new prefill and active KV, in blocks (NVIDIA Dynamo's KV router)."""
 
 from typing import ClassVar
 
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_LEAST_COST = Rule("least-blocks", "its new prefill and active KV blocks are together the fewest")
+_LEAST_COST = Rule("least-blocks", "its sum of new prefill blocks and active KV blocks is the lowest")
 
 
 class Dynamo:
-    """The least ``1.0 * new_prefill_blocks + decode_blocks`` over all members, the weights being Dynamo's defaults.
+    """The least ``1.0 * new_prefill_blocks + decode_blocks`` over all members, with Dynamo's default weights.
 
-    Both terms are counted in tokens, which leaves their order unchanged. Decode blocks are those of the prompts in
-    flight at a member, and those that its queue will add; tokens already generated are unknown here. Deviations: Dynamo
-    counts prefills that have not ended a second time, among the prefill blocks. It draws by softmax if its temperature
-    is not 0, its default.
+    Both terms are counted in tokens, which does not change the order. Decode blocks are those of the prompts in flight
+    at a member, and those that its queued requests will add. Generated tokens are unknown to the router. Deviations:
+    Dynamo also counts unfinished prefills among the prefill blocks. If its temperature is not 0 (the default), Dynamo
+    chooses at random by softmax.
     """
 
     name: ClassVar[str] = "dynamo"

@@ -1,4 +1,4 @@
-"""EAR: sessions bound to a host, moved when it is hot."""
+"""EAR: each session is bound to a host and moves when the host is hot."""
 
 from math import inf
 from typing import ClassVar
@@ -7,30 +7,32 @@ from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.migration import SESSION_HOST
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_NEW = Rule("new-session", "its session is new here, and no member has less prefill pending")
-_MOVE = Rule("session-move", "the instance that holds its session is hot, and this one has the least prefill pending")
+_NEW = Rule("new-session", "the session is new, and it has the least pending prefill")
+_MOVE = Rule("session-move", "the session's host is hot, and this member has the least pending prefill")
 
 
 class Ear:
-    """A new session goes where the least prefill is pending, later turns to its host unless that is hot.
+    """A new session goes to the least pending prefill; later turns go to its host unless the host is hot.
 
-    The host is hot when more prefill is pending there than it computes within the SLO: the seed leaves its threshold
-    open. Then a session that has not moved within the pool's ``session.migration.cooldown`` moves to the member with
-    the least prefill pending, if that is less than the host's and there is room for its context. Wherever a turn goes,
-    the session is bound (dualmap.keys.sessions). Requests of no session are each a new one. Deviation: the KV does not
-    follow. ``session.migration`` is EAR as DualMap has it, under any policy (dualmap.policies.migration); it goes
-    before this.
+    The host is hot when its pending prefill is more than it computes within the SLO; the paper gives no threshold. A
+    session of a hot host moves to the member with the least pending prefill. It moves only if that is less than the
+    host's, the member has room for the session's context, and the session has not moved within the pool's
+    ``session.migration.cooldown``. The member that serves a turn becomes the session's host
+    (``dualmap.keys.sessions``). A request without a session counts as a new session.
+
+    Deviation: the KV is not transferred. ``session.migration`` is DualMap's variant of EAR for any policy
+    (``dualmap.policies.migration``); it takes precedence over this policy.
     """
 
     name: ClassVar[str] = "ear"
     source: ClassVar[str] = "EAR (elastic affinity routing), section 4"
-    summary: ClassVar[str] = "a session's host; a hot host loses sessions to the least pending prefill tokens"
+    summary: ClassVar[str] = "a session's host; sessions of a hot host move to the least pending prefill tokens"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the session's host, or where the session begins or moves."""
+        """Return the session's host, or the member where the session starts or moves to."""
         everyone, host = situation.everyone, situation.host
         pending_tokens = everyone.pending_tokens()
         if host is None:

@@ -12,11 +12,11 @@ _BEST_SCORE = Rule("best-score", "its weighted score of queue, KV utilisation an
 
 
 class LlmdDefault:
-    """The highest weighted sum of three scores between 0 and 1; equals by requests in flight, then by lot.
+    """The highest weighted sum of three scores between 0 and 1. Fewer requests in flight, then a hash, break ties.
 
-    Queue: 1 at the member with the shortest queue, 0 at the longest. KV: the share of the cache not in use. Prefix:
-    the matched share of the prompt. Deviations: llm-d scrapes the number of waiting requests and the KV utilisation
-    from the engines; here the queue is the pending prefill tokens, and the KV that of the prompts placed at a member.
+    Queue: 1 for the shortest queue, 0 for the longest. KV: the share of the cache that is not in use. Prefix: the
+    matched share of the prompt. Deviations: llm-d scrapes the number of waiting requests and the KV utilisation from
+    the engines. Here the queue is the pending prefill tokens, and the KV is that of the prompts placed at a member.
     """
 
     name: ClassVar[str] = "llmd_default"
@@ -31,7 +31,7 @@ class LlmdDefault:
         everyone = situation.everyone
         pending_tokens = everyone.pending_tokens()
         shortest = min(pending_tokens)
-        # Costs are the scores' complements, so that equal queues all cost nothing.
+        # Costs are the complements of the scores: equal queues all cost 0.
         queue = _QUEUE_WEIGHT / max(1, max(pending_tokens) - shortest)
         room = max(1, situation.room_tokens)
         kv, prefix = _KV_WEIGHT / room, _PREFIX_WEIGHT / max(1, situation.prompt_tokens)

@@ -1,4 +1,4 @@
-"""llm-d's sticky profile: stay with members that hold the prompt, then spread by tokens in flight."""
+"""llm-d's sticky profile: prefer members with the prompt cached, then the fewest tokens in flight."""
 
 from math import inf
 from typing import ClassVar
@@ -9,28 +9,30 @@ from dualmap.policies.situation import Choice, Rule, Situation, Weights
 _STICKY_SHARE = 0.8
 _MOST_PENALTY_S = 18.0
 _TTFT = Weights(compute=1.0)
-_STICKY = Rule("sticky", "of the members that hold most of the prompt it has the fewest tokens in flight")
-_PENALTY = Rule("penalty", "those that hold most of the prompt are far slower, and it has the fewest tokens in flight")
-_NO_MATCH = Rule("no-match", "no member holds most of the prompt, and it has the fewest tokens in flight")
+_STICKY = Rule("sticky", "among the members with most of the prompt cached, it has the fewest tokens in flight")
+_PENALTY = Rule(
+    "penalty", "the members with most of the prompt cached are far slower, and it has the fewest tokens in flight"
+)
+_NO_MATCH = Rule("no-match", "no member has most of the prompt cached, and it has the fewest tokens in flight")
 
 
 class LlmdSticky:
-    """The fewest tokens in flight among members that hold 0.8 of the prompt, or among all when those are far too slow.
+    """The fewest tokens in flight among members with 0.8 of the prompt cached, or among all if those are far too slow.
 
-    Too slow is when the best TTFT among the holders exceeds the best of all by over 18 s. Deviations: TTFT is the
-    router's own T_q + T_c instead of tokens in flight over a configured throughput, and llm-d leaves the holders by
-    chance now and then to explore.
+    They are too slow if their best TTFT exceeds the best of all members by over 18 s. Deviations: TTFT is the router's
+    own T_q + T_c, where llm-d divides tokens in flight by a configured throughput. llm-d also explores other members at
+    random.
     """
 
     name: ClassVar[str] = "llmd_sticky"
     source: ClassVar[str] = "llm-d prefix-cache affinity filter with token-load scorer"
-    summary: ClassVar[str] = "fewest tokens in flight among holders of 0.8 of the prompt, unless over 18 s slower"
+    summary: ClassVar[str] = "fewest tokens in flight among members with 0.8 of the prompt, unless over 18 s slower"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member with the fewest tokens in flight, if possible one that holds the prompt."""
+        """Return the member with the fewest tokens in flight, preferably one with the prompt cached."""
         everyone = situation.everyone
         placed_tokens = everyone.placed_tokens()
         least_matched = max(1.0, _STICKY_SHARE * situation.prompt_tokens)

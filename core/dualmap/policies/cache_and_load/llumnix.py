@@ -1,4 +1,4 @@
-"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, this request's included."""
+"""Llumnix's cache-aware scheduling: the fewest uncomputed tokens, including those of this request."""
 
 from typing import ClassVar
 
@@ -6,17 +6,16 @@ from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
 _CACHE_AWARE_TOKENS = 1024
-_CACHE_AWARE = Rule("cache-aware", "what it would compute and what is pending there are together the fewest tokens")
-_SHORT = Rule("short-prompt", "the prompt is too short to look at caches, and no member has less prefill pending")
+_CACHE_AWARE = Rule("cache-aware", "its sum of missed and pending prefill tokens is the lowest")
+_SHORT = Rule("short-prompt", "the prompt is too short to use caches, and it has the least pending prefill")
 
 
 class Llumnix:
-    """The least ``prefix_miss_tokens + all_prefill_tokens`` over all members; equals by requests in flight.
+    """The least ``prefix_miss_tokens + all_prefill_tokens`` over all members. Fewer requests in flight break ties.
 
-    For prompts of fewer than 1024 tokens caches are ignored. All prefill tokens are uncomputed ones: waiting,
-    running, and dispatched. Deviations: hits come from the router's own index, counted from block 0, instead of a KVS
-    metadata service. Two defects of the original are not copied: here a member without hits misses the whole prompt,
-    and a run of hits begins at block 0.
+    For prompts of fewer than 1024 tokens, caches are ignored. All prefill tokens are uncomputed ones: waiting, running,
+    and dispatched. Deviations: hits come from the router's own index instead of a KVS metadata service. Two defects of
+    the original are not copied: here a member without hits misses the whole prompt, and hits count from block 0.
     """
 
     name: ClassVar[str] = "llumnix"

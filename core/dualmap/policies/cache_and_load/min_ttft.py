@@ -5,7 +5,7 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation, Weights
 
-_MIN_TTFT = Rule("min-ttft", "its predicted TTFT is the least of all members")
+_MIN_TTFT = Rule("min-ttft", "it has the lowest predicted TTFT of all members")
 _TTFT = Weights(compute=1.0)
 
 
@@ -20,5 +20,5 @@ class MinTtft:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member with the least predicted TTFT; of equals the one with fewer requests in flight."""
+        """Return the member with the least predicted TTFT; fewer requests in flight break ties."""
         return Choice(situation.cheapest(situation.everyone.costs_s(_TTFT)), _MIN_TTFT)

@@ -1,4 +1,4 @@
-"""Preble: exploit a cache that holds most of the prompt, else explore by cost (Srivatsa et al. 2024)."""
+"""Preble: use a cache with most of the prompt, else explore by cost (Srivatsa et al. 2024)."""
 
 from math import inf
 from typing import ClassVar
@@ -8,16 +8,16 @@ from dualmap.policies.situation import Choice, Rule, Situation, Weights
 
 _EXPLOITED_SHARE = 0.5
 _LOAD_AND_RECOMPUTE = Weights(compute=1.0)
-_EXPLOIT = Rule("exploit", "it holds more than half of the prompt, and no member holds more")
-_EXPLORE = Rule("explore", "no member holds half of the prompt, and its load and recomputation cost least")
+_EXPLOIT = Rule("exploit", "it has the longest match, which is more than half of the prompt")
+_EXPLORE = Rule("explore", "no match exceeds half of the prompt, and it has the lowest cost of load and recomputation")
 
 
 class Preble:
-    """The longest match where it exceeds half of the prompt, else the least cost of load and recomputation.
+    """The longest match if it exceeds half of the prompt, else the least cost of load and recomputation.
 
-    Of members that match equally long it is the one with the least pending prefill. Deviations: load is T_q, what a
-    member owes now, where Preble sums the work of the last minutes; the cost of evicting another prefix is not counted,
-    since the router cannot see it.
+    The least pending prefill breaks ties between equal matches. Deviations: load is T_q, a member's current backlog,
+    where Preble sums the work of the last minutes. The cost of evicting another prefix is not counted, since the router
+    cannot see it.
     """
 
     name: ClassVar[str] = "preble"

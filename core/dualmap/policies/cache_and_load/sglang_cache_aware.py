@@ -1,4 +1,4 @@
-"""SGLang's cache-aware routing: prefixes while the load is balanced, else the shortest queue."""
+"""SGLang's cache-aware routing: the longest match while the load is balanced, else the fewest requests."""
 
 from math import inf
 from typing import ClassVar
@@ -9,17 +9,17 @@ from dualmap.policies.situation import Choice, Rule, Situation
 _IMBALANCE_REQUESTS = 64
 _IMBALANCE_RATIO = 1.5
 _CACHE_THRESHOLD = 0.3
-_MATCH = Rule("prefix-match", "the load is balanced, and no member holds more of the prompt")
-_IMBALANCED = Rule("imbalanced", "requests are spread too unevenly to look at prefixes, and it has the fewest")
-_NO_MATCH = Rule("no-match", "no member holds enough of the prompt, and it has the fewest requests")
+_MATCH = Rule("prefix-match", "the load is balanced, and it has the longest match")
+_IMBALANCED = Rule("imbalanced", "the load is too uneven to use prefixes, and it has the fewest requests")
+_NO_MATCH = Rule("no-match", "no match is long enough, and it has the fewest requests")
 
 
 class SglangCacheAware:
     """The longest match above 0.3 of the prompt while the load is balanced; else the fewest requests.
 
-    The load is imbalanced when the busiest member has over 64 requests more than the idlest, and over 1.5 times as
-    many. Deviation: up to the threshold SGLang takes the member with the smallest tree, here it is the one with the
-    fewest requests, as in its successor (SMG).
+    The load is imbalanced when the most requests at a member exceed the fewest by over 64 and by a factor of 1.5.
+    Deviation: for shorter matches SGLang chooses the member with the smallest tree. This policy chooses the fewest
+    requests, as its successor (SMG) does.
     """
 
     name: ClassVar[str] = "sglang_cache_aware"

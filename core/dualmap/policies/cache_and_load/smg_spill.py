@@ -1,4 +1,4 @@
-"""SMG's cache-aware routing with spill: affinity until its member stands out from the mean load."""
+"""SMG's cache-aware routing with spill: the longest match unless its load is far above the mean."""
 
 from math import ceil, inf, sqrt
 from typing import ClassVar
@@ -10,23 +10,22 @@ _RELATIVE = 1.5
 _ABSOLUTE_REQUESTS = 64
 _LEAST_MARGIN_REQUESTS = 4
 _CACHE_THRESHOLD = 0.3
-_MATCH = Rule("prefix-match", "it is not overloaded, and no member holds more of the prompt")
-_SPILL = Rule("spill", "all that hold most of the prompt are overloaded, and this member has the fewest requests")
-_NO_MATCH = Rule("no-match", "no member holds enough of the prompt, and it has the fewest requests")
+_MATCH = Rule("prefix-match", "it is not overloaded, and it has the longest match")
+_SPILL = Rule("spill", "the members with the longest match are overloaded, and it has the fewest requests")
+_NO_MATCH = Rule("no-match", "no match is long enough, and it has the fewest requests")
 
 
 class SmgSpill:
-    """The longest match above 0.3 of the prompt, unless all that match so are overloaded; else the fewest requests.
+    """The longest match above 0.3 of the prompt, unless all members with it are overloaded; else the fewest requests.
 
-    A member is overloaded when its requests exceed both 1.5 times the mean and the mean by a margin: twice its square
-    root rounded up, at least 4 and at most 64. The margin keeps the ordinary spread of a busy pool from counting as
-    overload. Of equal matches that are not overloaded it is the one with the fewest requests. Deviation: SMG spills by
-    expected wait.
+    A member is overloaded when its requests exceed both 1.5 times the mean and the mean plus a margin. The margin is
+    ``2 * sqrt(mean)`` rounded up, at least 4 and at most 64. It prevents the normal variation of a busy pool from
+    counting as overload. The fewest requests break ties between equal matches. Deviation: SMG spills by expected wait.
     """
 
     name: ClassVar[str] = "smg_spill"
     source: ClassVar[str] = "Shepherd Model Gateway, cache_aware with spill"
-    summary: ClassVar[str] = "longest match above 0.3 unless it stands out from the mean load, else fewest requests"
+    summary: ClassVar[str] = "longest match above 0.3 unless its load is far above the mean, else fewest requests"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False

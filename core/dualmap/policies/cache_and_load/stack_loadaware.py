@@ -1,4 +1,4 @@
-"""The vLLM production stack's load-aware prefix routing: matched share less relative load."""
+"""The vLLM production stack's load-aware prefix routing: matched share minus relative load."""
 
 from typing import ClassVar
 
@@ -6,18 +6,19 @@ from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
 _LOAD_WEIGHT = 1.0
-_BEST_SCORE = Rule("best-score", "its matched share of the prompt less its relative load is the most")
+_BEST_SCORE = Rule("best-score", "its matched share of the prompt minus its relative load is the highest")
 
 
 class StackLoadaware:
-    """The most ``matched / prompt - 1.0 * (load - mean) / max(1, mean)`` over all members; load is requests.
+    """The highest ``matched / prompt - 1.0 * (load - mean) / max(1, mean)`` over all members; load is requests.
 
-    The share says what is saved of this request, the other term how far a member is from an even spread.
+    The first term is the share of this request's prefill that the cache saves. The second is a member's distance from
+    the mean load.
     """
 
     name: ClassVar[str] = "stack_loadaware"
     source: ClassVar[str] = "vLLM production stack, load-aware prefix routing"
-    summary: ClassVar[str] = "most matched share of the prompt less relative load over all members"
+    summary: ClassVar[str] = "highest matched share of the prompt minus relative load over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False
@@ -29,6 +30,6 @@ class StackLoadaware:
         mean = sum(requests) / len(requests)
         scale = _LOAD_WEIGHT / max(1.0, mean)
         columns = zip(requests, everyone.matched_tokens(), strict=True)
-        # Less the mean or not: it takes the same from every score.
+        # The mean is left out: it lowers every score by the same amount.
         costs = [count * scale - matched / prompt for count, matched in columns]
         return Choice(situation.cheapest(costs), _BEST_SCORE)

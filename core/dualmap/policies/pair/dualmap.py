@@ -1,41 +1,46 @@
-"""DualMap, the default: the pair where it pays and is fast enough, else the least marginal cost over all members."""
+"""DualMap, the default: the pair while it is fast enough, else the least marginal cost over all members."""
 
 from typing import ClassVar, Final
 
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import PAIR_EQUAL, Choice, Rule, Situation, Weights
 
-_PAIR_MARGINAL = Rule("pair-marginal", "the pair is too slow, and yet this member of it costs least of all members")
-_SPILL = Rule("spill", "the pair is too slow, and this member costs least of all members")
-_PAIR_COLD = Rule("pair-cold", "both of its pair hold as much of the prompt, and this member costs less than either")
+_PAIR_MARGINAL = Rule(
+    "pair-marginal", "the pair is too slow, and this member of the pair has the lowest cost of all members"
+)
+_SPILL = Rule("spill", "the pair is too slow, and this member has the lowest cost of all members")
+_PAIR_COLD = Rule(
+    "pair-cold", "both of the pair have the same part of the prompt cached, and this member costs less than either"
+)
 
 _EQUAL_S: Final = 0.02
-"""Costs this close count as equal: estimates cannot distinguish them, and later requests look at the pair."""
+"""Costs this close count as equal: the estimates are not more precise, and later requests of the key go to its pair."""
 
 
 class DualMap:
-    """The warmer of the pair while its predicted TTFT stays within a fraction of the SLO; otherwise marginal cost.
+    """The longer match of the pair while its predicted TTFT is within a fraction of the SLO; else marginal cost.
 
-    The marginal cost is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed``, and the least over all
-    members wins. T_c weighs more than once because other requests wait for this work, and active KV stands for the
-    decode work that competes. Marginal cost also decides if both of the pair hold as much of the prompt; at equal cost
-    the pair wins. Queued requests that will miss the SLO are deferred. Deviations from the published rule
-    (``dualmap_paper``): the switch comes at ``sloFraction`` of the SLO instead of the whole. It leaves the pair instead
-    of taking its less loaded member, which beyond saturation trades every hit for balance
-    (docs/adr/0004-default-policy.md). Prefixes are hot from 1/n of the traffic on.
+    The marginal cost is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed``; the least over all members
+    wins. T_c has a weight above 1 because other requests wait for this prefill. Active KV represents competing decode
+    work. Marginal cost also decides if both of the pair have the same match; at equal cost the pair wins. Queued
+    requests that will miss the SLO are deferred.
+
+    Deviations from the published rule (``dualmap_paper``): the limit is ``sloFraction`` of the SLO, not all of it.
+    Beyond the limit the request may leave the pair. The less loaded of the pair would lose every hit in a saturated
+    pool (docs/adr/0004-default-policy.md). Prefixes are hot from 1/n of the traffic.
     """
 
     name: ClassVar[str] = "dualmap"
     source: ClassVar[str] = "DualMap section 3.2 with a marginal-cost spill"
     summary: ClassVar[str] = (
-        "the warmer of the pair within part of the SLO, else least marginal cost over all (default)"
+        "the longer match of the pair within part of the SLO, else least marginal cost over all (default)"
     )
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=1.0, merge=0.5)
     rebalances: ClassVar[bool] = True
     defers: ClassVar[bool] = True
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the warmer of the pair, or of everyone once the pair is too slow or holds nothing of its own."""
+        """Return the longer match of the pair, or the least marginal cost if it is too slow or both match equally."""
         warm, rule = situation.warmest()
         spill = situation.spill
         fast = situation.waited_s + warm.ttft_s <= spill.slo_fraction * situation.slo_ttft_s

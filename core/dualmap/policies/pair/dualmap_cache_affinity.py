@@ -5,15 +5,15 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_WARMER = Rule("pair-warmer", "neither of its pair holds more of the prompt")
+_WARMER = Rule("pair-warmer", "it has the longer match of the pair")
 
 
 class DualMapCacheAffinity:
-    """The pair's member with more reusable prefix, however loaded it is; of equals the less loaded. No rebalancing."""
+    """The longer match of the pair, regardless of load. Lower load breaks ties. No rebalancing."""
 
     name: ClassVar[str] = "dualmap_cache_affinity"
     source: ClassVar[str] = "DualMap section 4.3, ablation 1"
-    summary: ClassVar[str] = "the warmer of the pair, whatever its load"
+    summary: ClassVar[str] = "the longer match of the pair, regardless of load"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False

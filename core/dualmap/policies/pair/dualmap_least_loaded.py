@@ -5,15 +5,15 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_LESS_LOADED = Rule("pair-less-loaded", "of its pair it has no more prefill pending")
+_LESS_LOADED = Rule("pair-less-loaded", "it has the least pending prefill of the pair")
 
 
 class DualMapLeastLoaded:
-    """The pair's member with less pending prefill, whatever it has cached. No rebalancing."""
+    """The pair's member with less pending prefill, regardless of its cache. No rebalancing."""
 
     name: ClassVar[str] = "dualmap_least_loaded"
     source: ClassVar[str] = "DualMap section 4.3, ablation 2"
-    summary: ClassVar[str] = "the less loaded of the pair, whatever it has cached"
+    summary: ClassVar[str] = "the less loaded of the pair, regardless of its cache"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False

@@ -5,7 +5,7 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_MIN_TTFT = Rule("pair-min-ttft", "of its pair its predicted TTFT is the least")
+_MIN_TTFT = Rule("pair-min-ttft", "it has the lowest predicted TTFT of the pair")
 
 
 class DualMapMinTtft:

@@ -5,19 +5,22 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_LESS_LOADED = Rule("pair-less-loaded", "the warmer of the pair would miss the SLO, and it has no more prefill pending")
+_LESS_LOADED = Rule(
+    "pair-less-loaded",
+    "the member with the longer match would miss the SLO, and it has the least pending prefill of the pair",
+)
 
 
 class DualMapPaper:
-    """The pair's member with more reusable prefix while it meets the SLO; beyond that the less loaded of the pair.
+    """The longer match of the pair while its predicted TTFT meets the SLO; else the less loaded of the pair.
 
     Deviation: the paper compares pending tokens with ``ttft_slo_threshold``, the tokens an instance prefills within
-    the SLO; here the predicted TTFT is compared with the SLO itself, which is the same with a known speed.
+    the SLO. This policy compares the predicted TTFT with the SLO, which is equivalent for a known speed.
     """
 
     name: ClassVar[str] = "dualmap_paper"
     source: ClassVar[str] = "DualMap section 3.2"
-    summary: ClassVar[str] = "the warmer of the pair within the SLO, else the less loaded of the pair"
+    summary: ClassVar[str] = "the longer match of the pair within the SLO, else the less loaded of the pair"
     hotness: ClassVar[HotnessRule | None] = HotnessRule(split=2.0, merge=1.0)
     rebalances: ClassVar[bool] = True
     defers: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Baselines that look at the cache or at the load alone, or at neither.
+"""Baselines that use the cache alone, the load alone, or neither.
 
 May import policies and keys.
 """

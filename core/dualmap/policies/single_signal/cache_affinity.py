@@ -9,7 +9,7 @@ _AFFINITY = Rule("affinity", "ring 1 maps the key to it")
 
 
 class CacheAffinity:
-    """The member ring 1 maps the key to, however loaded it is."""
+    """The member that ring 1 maps the key to, regardless of load."""
 
     name: ClassVar[str] = "cache_affinity"
     source: ClassVar[str] = "DualMap section 2.2, baseline"

@@ -5,13 +5,13 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_LONGEST = Rule("longest-prefix", "no member holds more of the prompt")
+_LONGEST = Rule("longest-prefix", "it has the longest match of all members")
 
 
 class CacheAffinityGlobal:
-    """The member believed to hold most of the prompt, however loaded it is; equals by lot, so that load never counts.
+    """The member with the longest match, regardless of load. A hash of the request breaks ties.
 
-    A prompt that no member holds is therefore placed at random.
+    A prompt without a match is therefore placed at random.
     """
 
     name: ClassVar[str] = "cache_affinity_global"
@@ -22,7 +22,7 @@ class CacheAffinityGlobal:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member that holds most of the prompt."""
+        """Return the member with the longest match."""
         matched_tokens = situation.everyone.matched_tokens()
         longest = max(matched_tokens)
         equal = [position for position, matched in enumerate(matched_tokens) if matched == longest]

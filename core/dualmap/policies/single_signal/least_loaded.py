@@ -5,11 +5,11 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_LEAST_LOADED = Rule("least-loaded", "no member has less prefill pending")
+_LEAST_LOADED = Rule("least-loaded", "it has the least pending prefill of all members")
 
 
 class LeastLoaded:
-    """The least pending prefill over all members, whatever they have cached; then the fewest requests in flight."""
+    """The least pending prefill over all members, regardless of caches. The fewest requests in flight break ties."""
 
     name: ClassVar[str] = "least_loaded"
     source: ClassVar[str] = "DualMap section 2.2, baseline"

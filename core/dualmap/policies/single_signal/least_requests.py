@@ -1,19 +1,19 @@
-"""Least requests: the member with the fewest requests, as proxies count them (Envoy's least request)."""
+"""Least requests: the member with the fewest requests, as in proxies (Envoy's least request)."""
 
 from typing import ClassVar
 
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_LEAST_REQUESTS = Rule("least-requests", "no member has fewer requests")
+_LEAST_REQUESTS = Rule("least-requests", "it has the fewest requests of all members")
 
 
 class LeastRequests:
-    """The fewest requests over all members, in flight or queued, whatever they cost."""
+    """The fewest requests over all members, in flight or queued, regardless of their cost."""
 
     name: ClassVar[str] = "least_requests"
     source: ClassVar[str] = "the common default of proxies (Envoy's least request)"
-    summary: ClassVar[str] = "fewest requests in flight or held over all members"
+    summary: ClassVar[str] = "fewest requests in flight or queued over all members"
     hotness: ClassVar[HotnessRule | None] = None
     rebalances: ClassVar[bool] = False
     defers: ClassVar[bool] = False

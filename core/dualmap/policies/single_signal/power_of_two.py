@@ -1,17 +1,17 @@
-"""Power of two choices: the less busy of two members drawn by lot (Mitzenmacher 2002)."""
+"""Power of two choices: the less busy of two random members (Mitzenmacher 2002)."""
 
 from typing import ClassVar
 
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_FEWER = Rule("fewer-requests", "of two members drawn by lot it has no more requests")
+_FEWER = Rule("fewer-requests", "it has fewer or equal requests than the other of two random members")
 
 
 class PowerOfTwo:
-    """The one with fewer requests of two distinct members drawn by the request's id; of equals the first drawn.
+    """The fewer requests of two distinct members drawn by the request's id; the first drawn if equal.
 
-    Unlike DualMap's two candidates these have nothing to do with the prompt.
+    Unlike DualMap's two candidates, they do not depend on the prompt.
     """
 
     name: ClassVar[str] = "power_of_two"
@@ -22,7 +22,7 @@ class PowerOfTwo:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the one of two drawn members with fewer requests."""
+        """Return the drawn member with fewer requests."""
         everyone = situation.everyone
         count, requests = len(everyone), everyone.requests()
         first = situation.lot(count)

@@ -1,15 +1,15 @@
-"""Random: any member, each as likely as another."""
+"""Random: any member with equal probability."""
 
 from typing import ClassVar
 
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_CHANCE = Rule("chance", "it was drawn by lot")
+_CHANCE = Rule("chance", "it was chosen at random")
 
 
 class Random:
-    """Any member, drawn by a stable hash of the request's id, since the core has no source of chance."""
+    """Any member, drawn by a stable hash of the request's id, since the core has no random numbers."""
 
     name: ClassVar[str] = "random"
     source: ClassVar[str] = "the common baseline of proxies"

@@ -5,11 +5,11 @@ from typing import ClassVar
 from dualmap.keys.hotness import HotnessRule
 from dualmap.policies.situation import Choice, Rule, Situation
 
-_TURN = Rule("turn", "it is its turn")
+_TURN = Rule("turn", "it is the next member in turn")
 
 
 class RoundRobin:
-    """The member whose turn it is, in the order of their ids, whatever it holds or owes."""
+    """The next member in the order of ids, regardless of cache and load."""
 
     name: ClassVar[str] = "round_robin"
     source: ClassVar[str] = "the common default of proxies"
@@ -19,6 +19,6 @@ class RoundRobin:
     defers: ClassVar[bool] = False
 
     def choose(self, situation: Situation) -> Choice:
-        """Return the member whose turn it is."""
+        """Return the next member in turn."""
         everyone = situation.everyone
         return Choice(everyone[situation.sequence % len(everyone)], _TURN)

@@ -1,6 +1,6 @@
-"""What probes and preStop do: an HTTP request, a connection, a command, a gRPC health check, a sleep.
+"""The actions of probes and preStop hooks: HTTP request, connection, command, gRPC health check, sleep.
 
-``probes.py`` asks again and again, ``containers.py`` once before SIGTERM. One action, once, is done here.
+``probes.py`` repeats them, ``process_containers.py`` runs one before SIGTERM.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The container an action is about: where it answers, and how a command runs in it."""
+    """The container of an action: its address and ports, and how a command runs in it."""
 
     address: str
     ports: Mapping[str, int]
@@ -28,7 +28,7 @@ class Surroundings:
 
 
 async def perform(handler: Mapping[str, Any], where: Surroundings, *, timeout_s: float | None) -> bool:
-    """Do what ``handler`` (a probe or lifecycle handler) says; True when it succeeded within ``timeout_s``."""
+    """Run the action of a probe or lifecycle handler; return whether it succeeded within ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             if "exec" in handler:
@@ -52,7 +52,7 @@ async def _http_get(action: Mapping[str, Any], where: Surroundings) -> bool:
     host = action.get("host") or where.address
     url = f"{scheme}://{host}:{where.port(action['port'])}{action.get('path', '/')}"
     headers = {each["name"]: each["value"] for each in action.get("httpHeaders") or ()}
-    # As the kubelet: whoever answers is believed, whatever its certificate.
+    # Like the kubelet, without a check of the server's certificate.
     trusting = ssl.create_default_context()
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
@@ -70,7 +70,7 @@ async def _connects(action: Mapping[str, Any], where: Surroundings) -> bool:
 
 
 async def _serves(action: Mapping[str, Any], where: Surroundings, *, timeout_s: float | None) -> bool:
-    """Ask in a thread: gRPC's asyncio side wants one loop per process, and this kubelet's is its second."""
+    """Check in a thread: grpc.aio supports one event loop per process, and the test has one already."""
 
     def check() -> bool:
         with grpc.insecure_channel(f"{where.address}:{action['port']}") as channel:

@@ -1,4 +1,4 @@
-"""What a pod knows of its containers, and the container that only says that it runs.
+"""The interface of a pod's containers, and a fake container that has a status only.
 
 ``pods.py`` holds the containers of a pod, reads their views and stops them; ``process_containers.py`` has real ones.
 """
@@ -44,31 +44,31 @@ class Place:
 
 
 class Container(Protocol):
-    """What a pod knows of its containers."""
+    """The interface of a container."""
 
     @property
     def view(self) -> ContainerView:
-        """What it does at the moment."""
+        """The present state."""
 
     @property
     def pid(self) -> int | None:
-        """The main process' id while it runs."""
+        """The ID of the main process while it runs."""
 
     async def run(self) -> None:
-        """Keep it running; returns once it is over for good. Cancelled, it leaves nothing behind."""
+        """Run the container, with restarts, until its final end. Cancelled, it leaves no process."""
 
     def stop(self, grace_s: float) -> None:
-        """Begin to end it for good; asked again, the grace period can only become shorter."""
+        """Begin to stop the container for good; a second call can only shorten the grace period."""
 
     def crash(self) -> None:
-        """Kill it as if it had crashed; raises ProcessLookupError where nothing runs."""
+        """Kill the main process, like a crash; raises ProcessLookupError where none runs."""
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
         """Run a command beside the main process, writing to ``log``; raises ProcessLookupError where nothing runs."""
 
 
 class FakeContainer:
-    """A container that only says that it runs and is ready."""
+    """A container without a process: its status is running and ready."""
 
     def __init__(self, spec: Object, on_change: Callable[[], None]) -> None:
         self._spec = spec
@@ -78,7 +78,7 @@ class FakeContainer:
 
     @property
     def view(self) -> ContainerView:
-        """What it says it does."""
+        """The state that it reports."""
         running = isinstance(self._state, Running)
         return ContainerView(
             name=self._spec["name"],
@@ -94,11 +94,11 @@ class FakeContainer:
 
     @property
     def pid(self) -> int | None:
-        """There is no process."""
+        """None: there is no process."""
         return None
 
     async def run(self) -> None:
-        """Say so until it is stopped."""
+        """Wait until it is stopped."""
         await self._stopping.wait()
 
     def stop(self, grace_s: float) -> None:

@@ -64,7 +64,7 @@ class ProcessContainer:
 
     @property
     def view(self) -> ContainerView:
-        """What it does at the moment."""
+        """The present state."""
         running = isinstance(self._state, Running)
         return ContainerView(
             name=self._spec["name"],
@@ -80,7 +80,7 @@ class ProcessContainer:
 
     @property
     def pid(self) -> int | None:
-        """The main process' id while it runs."""
+        """The ID of the main process while it runs."""
         return self._process.pid if self._process is not None and isinstance(self._state, Running) else None
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""How the routers of a simulated cluster tell each other their news, late as in production.
+"""The replication between the routers of a simulated cluster, with delays as in production.
 
 ``cluster`` owns the routers and the timeline; this module lets news pass between them, and stands for the store that
 settles which replica's binding of a session holds (``dualmap_extproc.store.exchange`` does this in production).
@@ -16,9 +16,9 @@ from dualmap_sim.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One router: when it begins to take its share of the requests, knowing nothing.
+    """One router, which starts to take requests at ``at_s`` with an empty state.
 
-    Unless it is told the news its peers made in the ``replay_s`` seconds before.
+    A joining router receives the updates of the ``replay_s`` seconds before.
     """
 
     at_s: float = 0.0
@@ -31,10 +31,10 @@ def everything(update: ReplicaUpdate) -> ReplicaUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
-    """How the routers' news travels: taken every ``period_s``, with the others ``delay_s`` later.
+class ReplicationConfig:
+    """Replication settings: updates are sent every ``period_s`` and arrive ``delay_s`` later.
 
-    The delay is half a period by default, since in production they look for news as often as they tell theirs.
+    The delay is half a period by default, because routers read updates as often as they write them.
     ``carries`` may leave parts out. Bindings go through a store that sees one at a time and answers at once.
     """
 
@@ -43,12 +43,12 @@ class Exchange:
     carries: Callable[[ReplicaUpdate], ReplicaUpdate] = everything
 
 
-class Grapevine:
-    """The exchange between the routers of one run; ``after`` takes a router that heard news and its outcomes."""
+class Replication:
+    """The replication between the routers of one run; ``after`` gets a router and its outcomes."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ReplicationConfig,
         *,
         replicas: Sequence[Replica],
         routers: Sequence[PoolRouter],
@@ -65,7 +65,7 @@ class Grapevine:
         self._bindings: dict[int, tuple[float, SharedBinding]] = {}
 
     def begin(self) -> None:
-        """Have every router tell its news from when it joins."""
+        """Schedule every router's updates from when it joins."""
         for router, replica in enumerate(self._replicas):
             # Routers do not tick together; the first tick of one that joins is its replay.
             phase_s = self._exchange.period_s * router / len(self._routers)
@@ -89,9 +89,9 @@ class Grapevine:
             timeline.at(now + exchange.delay_s, self._hear_bindings, (router, answers), ticks=True)
 
     def _store(self, now: float, update: ReplicaUpdate) -> tuple[SharedBinding, ...]:
-        """Answer what is wanted, then compare and set: the newer version holds, of equal ones the first.
+        """Answer lookups, then compare and set: the newer version wins, of equal ones the first.
 
-        Return what was wanted and known, and the winners over what was not set.
+        Return the known entries of the lookups, and the winners over refused writes.
         """
         answers = [self._bindings[session] for session in update.wanted if session in self._bindings]
         for binding in update.bindings:

@@ -1,4 +1,4 @@
-"""Who broke a request off, the instance or the client: as Envoy reports it, and as the router counts it."""
+"""The router counts whether the engine or the client broke off a request, as Envoy reports it."""
 
 import asyncio
 import json
@@ -10,9 +10,10 @@ from aiohttp import web
 from dualmap_extproc.envoy.config.settings import Mode
 from harness.clients import opened
 from harness.deployment import CHAT, Deployment
+from harness.documents import chat, prompt_of
+from harness.shared_engines import SharedEngines
 from harness.upstream import Answer, Received, sse
 from harness.waiting import until
-from harness.world import World, chat, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -20,14 +21,14 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 
 
 async def breaking_off(request: web.Request, received: Received) -> web.StreamResponse:
-    """Break the connection before anything is answered."""
+    """Break the connection before the response."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
 def breaking_off_later(gate: asyncio.Event) -> Answer:
-    """Break the connection in mid-response, once ``gate`` is set."""
+    """Break the connection during the response, once ``gate`` is set."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -44,13 +45,13 @@ async def unavailable(request: web.Request, received: Received) -> web.StreamRes
 
 
 async def outcomes(deployment: Deployment) -> dict[str, float]:
-    """Return how many requests of the pool ended how."""
+    """Return the number of the pool's ended requests by outcome."""
     ends = ("finished", "rejected", "aborted", "failed", "expired")
     return {end: await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome=end) for end in ends}
 
 
 async def change(deployment: Deployment, before: dict[str, float], count: int) -> dict[str, float]:
-    """Wait until so many requests more have ended; return how."""
+    """Wait until ``count`` more requests have ended; return their number by outcome."""
 
     async def ended() -> bool:
         return sum((await outcomes(deployment)).values()) >= sum(before.values()) + count
@@ -60,24 +61,22 @@ async def change(deployment: Deployment, before: dict[str, float], count: int) -
 
 
 @pytest.mark.parametrize("answer", [unavailable, breaking_off], ids=["503", "broken"])
-async def test_an_instance_that_fails_is_counted_as_failed(
-    world: World, deployment: Deployment, answer: Answer
-) -> None:
+async def test_failing_engine_counts_as_failed(engines: SharedEngines, deployment: Deployment, answer: Answer) -> None:
     before = await outcomes(deployment)
-    world.left.answer = world.right.answer = answer
-    # Two: a third failure in a row would have the instance left alone, for the tests that follow as well.
+    engines.left.answer = engines.right.answer = answer
+    # Two only: a third failure in a row would suspend the member, also for later tests.
     for number in range(2):
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} fails {number}", stream=True))
         assert reply.status == 503
     assert await change(deployment, before, 2) == {"failed": 2}
-    await heal(world, deployment)
+    await heal(engines, deployment)
 
 
-async def heal(world: World, deployment: Deployment) -> None:
-    """Let both members succeed, which ends any row of failures."""
-    world.reset()
+async def heal(engines: SharedEngines, deployment: Deployment) -> None:
+    """Let both members succeed, which resets their counts of failures in a row."""
+    engines.reset()
     number = 0
-    while not (world.left.received and world.right.received):
+    while not (engines.left.received and engines.right.received):
         assert (
             await deployment.ask(chat("scripted", prompt_of(2, seed=f"{deployment.mode} heals {number}")))
         ).status == 200
@@ -85,11 +84,11 @@ async def heal(world: World, deployment: Deployment) -> None:
         assert number < 100
 
 
-async def test_who_broke_off_in_mid_response_is_known_where_chunks_do_not_pass_the_router(
-    world: World, deployment: Deployment
+async def test_engine_that_breaks_off_mid_response_counts_as_failed(
+    engines: SharedEngines, deployment: Deployment
 ) -> None:
     before, gate = await outcomes(deployment), asyncio.Event()
-    world.left.answer = world.right.answer = breaking_off_later(gate)
+    engines.left.answer = engines.right.answer = breaking_off_later(gate)
     body = json.dumps(chat("scripted", f"{deployment.mode} breaks", stream=True)).encode()
     async with opened(deployment.envoy.url + CHAT, body) as response:
         assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
@@ -97,16 +96,16 @@ async def test_who_broke_off_in_mid_response_is_known_where_chunks_do_not_pass_t
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
     counted = await change(deployment, before, 1)
-    # Where they do, the router's stream breaks off as when a client leaves, and the access log may come too late.
+    # In FULL_DUPLEX the router's stream ends as for a client disconnect, and the access log may arrive too late.
     assert counted == {"failed": 1} or (counted == {"aborted": 1} and deployment.mode is Mode.FULL_DUPLEX)
-    await heal(world, deployment)
+    await heal(engines, deployment)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the response", "in the response"])
-async def test_a_client_that_leaves_is_no_failure(world: World, deployment: Deployment, begun: bool) -> None:
+async def test_client_disconnect_counts_as_aborted(engines: SharedEngines, deployment: Deployment, begun: bool) -> None:
     before = await outcomes(deployment)
     first, rest = asyncio.Event(), asyncio.Event()
-    world.left.answer = world.right.answer = sse(EVENTS, first_after=first, then=rest)
+    engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
     body = json.dumps(chat("scripted", f"{deployment.mode} leaves {begun}", stream=True)).encode()
     if begun:
         first.set()
@@ -118,22 +117,20 @@ async def test_a_client_that_leaves_is_no_failure(world: World, deployment: Depl
     rest.set()
 
 
-async def test_an_instance_that_fails_again_and_again_is_left_alone(world: World, deployment: Deployment) -> None:
-    world.left.answer = unavailable
+async def test_repeatedly_failing_engine_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
+    engines.left.answer = unavailable
     for number in range(40):
         await deployment.ask(chat("scripted", prompt_of(2, seed=f"{deployment.mode} sick {number}")))
         if await deployment.metric("dualmap_endpoint_suspended", pool="llm/scripted", endpoint="left"):
             break
     else:
         pytest.fail("40 requests, and the member that fails every one is not suspended")
-    world.reset()
+    engines.reset()
     await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/scripted")
-    await heal(world, deployment)
+    await heal(engines, deployment)
 
 
-async def test_a_sessions_header_reaches_the_router_and_its_turns_one_instance(
-    world: World, deployment: Deployment
-) -> None:
+async def test_session_header_is_counted_by_the_router(engines: SharedEngines, deployment: Deployment) -> None:
     before = await deployment.metric("dualmap_pool_sessions", pool="llm/scripted")
     for number in range(6):
         headers = {"x-session-id": f"{deployment.mode} session {number % 2}"}

@@ -6,7 +6,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Source:
+class Choices:
     """Takes choices from the front of ``data``; once that has run dry, every choice is the first one."""
 
     def __init__(self, data: bytes) -> None:

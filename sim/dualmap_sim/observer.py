@@ -1,7 +1,7 @@
-"""What may watch a simulated cluster while it runs, and change its pool: an interface that ``cluster`` calls.
+"""The interface through which ``cluster`` reports its events, and an observer may change the pool.
 
-``autoscaling`` is the one there is. An attendant hears of each router's outcomes when production's server would count
-them (``dualmap_extproc.autoscaling.demand``), and it acts by what it schedules on the timeline.
+``autoscaling`` implements it. An observer receives each router's outcomes at the time at which the production server
+counts them (``dualmap_extproc.autoscaling.demand``). It acts by scheduling calls on the timeline.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ from dualmap.router import PoolRouter
 from dualmap_sim.timeline import Timeline
 
 
-class Attendant(Protocol):
-    """Who is told what the routers do; ``router`` is the number of the one it is about."""
+class ClusterObserver(Protocol):
+    """Receives the routers' events; ``router`` is the number of the router."""
 
     def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
-        """Begin to watch, before anything has happened. ``publish`` gives every router another version of the pool."""
+        """Start before the first event. ``publish`` gives every router a new version of the pool."""
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
         """A request was sent to an instance."""
 
     def held(self, now: float, router: int) -> None:
-        """A request is held for now."""
+        """A request was queued."""
 
     def refused(self, now: float, router: int) -> None:
-        """A request found no room."""
+        """A request was rejected."""
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
-        """A router heard of a first token."""
+        """A first token was reported to a router."""

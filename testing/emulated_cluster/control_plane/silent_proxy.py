@@ -1,4 +1,4 @@
-"""A TCP proxy before the API server that can go silent, as a network does that drops packets without a word."""
+"""A TCP proxy in front of the API server that can go silent, like a network that drops packets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,20 +9,20 @@ from typing import Final
 _API_SERVER_PORT: Final = 6443
 
 
-class Between:
-    """The proxy. A kubeconfig leads to it; ``freeze`` stops forwarding without closing anything."""
+class SilentProxy:
+    """The proxy. ``kubeconfig`` writes a file that uses it; ``freeze`` stops forwarding without closing connections."""
 
     def __init__(self) -> None:
         self.port = 0
         self._forwarding: list[asyncio.Task[None]] = []
 
     def freeze(self) -> None:
-        """Forward nothing more on the connections there are; new ones work."""
+        """Stop forwarding on the open connections; new connections work."""
         for task in self._forwarding:
             task.cancel()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["Between"]:
+    async def running(self) -> AsyncIterator["SilentProxy"]:
         """Accept connections while the context is open."""
         async with AsyncExitStack() as stack:
             writers: list[asyncio.StreamWriter] = []
@@ -31,7 +31,7 @@ class Between:
                 try:
                     from_server, to_server = await asyncio.open_connection("127.0.0.1", _API_SERVER_PORT)
                 except OSError:
-                    # The API server is away, which whoever connects is to see.
+                    # The API server is away: the client's connection ends, too.
                     writer.close()
                     return
                 writers.extend((writer, to_server))
@@ -46,7 +46,7 @@ class Between:
             yield self
 
     def kubeconfig(self, path: Path, original: Path) -> Path:
-        """Write a kubeconfig that leads here and return its path."""
+        """Write a copy of a kubeconfig that uses the proxy and return its path."""
         path.write_text(original.read_text().replace(f":{_API_SERVER_PORT}", f":{self.port}"))
         return path
 

@@ -1,0 +1,180 @@
+"""Conversations to canonical text: turns, the parts of their content, tools.
+
+Each turn begins with a control character and its role. Text that contains such a control character has it doubled, so
+that no text passes for the structure of another. Settings of a template, and media, enter as a digest: they change the
+key and add a few tokens, whatever their size.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+RECORD: Final = "\x1e"
+UNIT: Final = "\x1f"
+# The fields of a content part that hold text, and those that refer to a medium by URL or inline data.
+_TEXT_FIELDS: Final = ("text", "refusal", "thinking")
+_MEDIA_FIELDS: Final = (
+    *("image_url", "input_audio", "audio_url", "video_url", "image", "file", "file_id", "file_data", "source"),
+)
+# Which field a part of a known type has its content in; engines ignore the other fields of such a part.
+_FIELD_OF_TYPE: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "input_audio": "input_audio",
+    "audio_url": "audio_url",
+    "video_url": "video_url",
+}
+# Claude Code sends a system block that begins so and has a hash of the request in it; vLLM removes the block.
+_BILLING_HEADER: Final = "x-anthropic-billing-header"
+# json.dumps with options of its own would build an encoder for every call.
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+Shape: TypeAlias = Mapping[str, "Shape | None"]
+"""The keys of an object that engines read, with the shape of each key's value; None for any value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """How the turns of one API are read.
+
+    ``fields`` are those of a turn that count beside role and content; one with a shape counts by the keys of the shape.
+    ``of_role`` replaces them for the turns of some roles. With ``exact``, a part of a known type counts by that type's
+    field alone. With ``blocks``, a part may be one of Anthropic's tool_use, tool_result or redacted_thinking blocks.
+    """
+
+    fields: Shape
+    of_role: Mapping[str, Shape] = field(default_factory=dict)
+    exact: bool = True
+    blocks: bool = False
+
+    def turns(self, turns: object) -> Iterator[str]:
+        """Yield a conversation: a list of turns, or the only one's content."""
+        if isinstance(turns, list):
+            for turn in turns:
+                yield from self._turn(turn)
+        elif turns is not None:
+            yield RECORD
+            yield from self.content(turns)
+
+    def system(self, content: object) -> Iterator[str]:
+        """Yield instructions that stand outside the turns."""
+        if isinstance(content, list):
+            content = [block for block in content if not _is_billing_header(block)]
+        if content:
+            yield f"{RECORD}system{UNIT}"
+            yield from self.content(content)
+
+    def content(self, content: object) -> Iterator[str]:
+        """Yield the content of a turn: a text, or parts of text and media."""
+        if content is None:
+            return
+        if isinstance(content, list):
+            for part in content:
+                yield from self._block(part) if self.blocks else self._part(part)
+        else:
+            yield spelled(content)
+
+    def _turn(self, turn: object) -> Iterator[str]:
+        """Yield one message, or one item of a responses input (which may be a tool call or its output)."""
+        if not isinstance(turn, Mapping):
+            yield RECORD
+            yield from self.content(turn)
+            return
+        role = turn.get("role") or turn.get("type")
+        yield f"{RECORD}{spelled(role)}{UNIT}"
+        yield from self.content(turn.get("content"))
+        if len(turn) == 2 and "role" in turn and "content" in turn:
+            # Nearly all turns. The search for the other fields would take a fifth of reading a long conversation.
+            return
+        fields = self.of_role.get(role, self.fields) if isinstance(role, str) else self.fields
+        for name, shape in fields.items():
+            value = turn.get(name)
+            if value:
+                yield f"{UNIT}{name}{UNIT}{spelled(value if shape is None else _shaped(value, shape))}"
+
+    def _block(self, block: object) -> Iterator[str]:
+        """Yield one of Anthropic's content blocks."""
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if not isinstance(block, Mapping) or kind not in ("tool_use", "tool_result", "redacted_thinking"):
+            yield from self._part(block)
+        elif kind == "tool_use":
+            yield f"{UNIT}tool_use"
+            yield from (f"{UNIT}{spelled(block.get(name))}" for name in ("id", "name", "input"))
+        elif kind == "tool_result":
+            yield f"{UNIT}tool_result{UNIT}{spelled(block.get('tool_use_id'))}"
+            result = block.get("content")
+            # A result holds text and images; engines read no tool block inside it.
+            for part in result if isinstance(result, list) else [result or ""]:
+                yield from self._part(part)
+        # Engines skip redacted thinking, which they cannot read.
+
+    def _part(self, part: object) -> Iterator[str]:
+        if not isinstance(part, Mapping):
+            yield f"{UNIT}{spelled(part)}"
+            return
+        kind = part.get("type")
+        only = _FIELD_OF_TYPE.get(kind) if self.exact and isinstance(kind, str) else None
+        if only in _TEXT_FIELDS and isinstance(part.get(only), str):
+            # Nearly all parts.
+            yield spelled(part[only])
+            return
+        texts = [part[name] for name in _TEXT_FIELDS if only in (None, name) and isinstance(part.get(name), str)]
+        media = [name for name in _MEDIA_FIELDS if only in (None, name) and part.get(name)]
+        yield from map(spelled, texts)
+        for name in media:
+            # The data of an image may be megabytes and would swamp the token estimate.
+            yield f"{UNIT}{name}{UNIT}{digest(part[name])}"
+        if not texts and not media:
+            yield f"{UNIT}{digest(part) if self.exact else compact(part)}"
+
+
+def as_json(value: object, shape: Shape | None) -> str:
+    """Return tools as JSON with the keys of ``shape`` alone, which the engine's own schema keeps; None keeps all."""
+    return compact(value if shape is None else _shaped(value, shape))
+
+
+def digest(value: object) -> str:
+    """Return a name for a value of any size; a medium is named by its URL or data (``{"url": ...}`` or a text)."""
+    reference = value.get("url", value) if isinstance(value, Mapping) else value
+    text = reference if isinstance(reference, str) else compact(reference)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def spelled(value: object) -> str:
+    """Return a text with control characters of the structure doubled; or any other value as compact JSON."""
+    if not isinstance(value, str):
+        return compact(value)
+    if RECORD in value or UNIT in value:
+        return value.replace(RECORD, 2 * RECORD).replace(UNIT, 2 * UNIT)
+    return value
+
+
+def compact(value: object) -> str:
+    """Return JSON without spaces; keys keep the order sent, as chat templates render them in that order."""
+    return "" if value is None else _ENCODER.encode(value)
+
+
+def _shaped(value: object, shape: Shape) -> object:
+    if isinstance(value, list):
+        return [_shaped(item, shape) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: item if (inner := shape[key]) is None else _shaped(item, inner)
+        for key, item in value.items()
+        if key in shape
+    }
+
+
+def _is_billing_header(block: object) -> bool:
+    text = block.get("text") if isinstance(block, Mapping) else None
+    return isinstance(text, str) and text.startswith(_BILLING_HEADER)

@@ -1,0 +1,278 @@
+"""Which fields of a request body count, by the API that the path names: every row of docs/prompts.md."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualmap.prompts.api import PATHS, Api, api_of, guess_api
+from dualmap.prompts.blocks import chain_blocks, chain_root
+from dualmap.prompts.prompt import LAYOUTS, read_prompt
+
+PAGE = Path(__file__).parents[2] / "docs" / "prompts.md"
+LONG = "long text " * 2000
+USER = {"role": "user", "content": "Hi"}
+# A body that each API accepts, without any optional field.
+BODIES: dict[Api, dict[str, Any]] = {
+    Api.CHAT: {"messages": [USER]},
+    Api.COMPLETIONS: {"prompt": "Hi"},
+    Api.RESPONSES: {"input": "Hi"},
+    Api.MESSAGES: {"messages": [USER], "max_tokens": 5},
+    Api.EMBEDDINGS: {"input": "Hi"},
+    Api.RERANK: {"query": "Hi", "documents": ["a", "b"]},
+    Api.SCORE: {"text_1": "Hi", "text_2": "you"},
+    Api.TOKENIZE: {"prompt": "Hi"},
+}
+TEXTS = ("one text that is longer than a block of tokens", "another text, as long as that, but not equal to it")
+TOOL = [{"type": "function", "function": {"name": text}, "name": text} for text in TEXTS]
+# Two values for each field that holds something other than a text.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "tools": ([TOOL[0]], [TOOL[1]]),
+    "functions": ([TOOL[0]], [TOOL[1]]),
+    "messages": ([{"role": "user", "content": TEXTS[0]}], [{"role": "user", "content": TEXTS[1]}]),
+    "documents": ([TEXTS[0]], [TEXTS[1]]),
+    "chat_template_kwargs": ({"enable_thinking": True}, {"enable_thinking": False}),
+    "input_ids": ([1, 2, 3], [1, 2, 4]),
+    "kv_transfer_params": ({"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1, 3]}),
+    "reasoning": ({"effort": "low"}, {"effort": "high"}),
+    "output_config": ({"effort": "low"}, {"effort": "high"}),
+}
+# Fields that hold prompt text on some path.
+ALL_FIELDS = sorted({name.partition(".")[0] for layout in LAYOUTS.values() for name in layout.fields})
+
+
+def key_and_tokens(api: Api, body: dict[str, Any]) -> tuple[tuple[int, ...], int]:
+    chain = chain_blocks(read_prompt({"model": "m", **body}, api).text, root=chain_root(model="m"), block_tokens=8)
+    return chain.hashes, chain.tokens
+
+
+def counts(api: Api) -> set[str]:
+    return {name.partition(".")[0] for name in LAYOUTS[api].fields}
+
+
+@pytest.mark.parametrize(("api", "field"), [(api, field) for api in BODIES for field in sorted(counts(api))])
+def test_a_field_that_counts_changes_key_and_tokens(api: Api, field: str) -> None:
+    one, other = VALUES.get(field, TEXTS)
+    bare = {name: value for name, value in BODIES[api].items() if name != field}
+    keys = [key_and_tokens(api, {**bare, field: value}) for value in (one, other)]
+
+    assert keys[0][0] != keys[1][0]
+    assert all(tokens > key_and_tokens(api, bare)[1] for _, tokens in keys)
+
+
+@pytest.mark.parametrize(
+    ("api", "field"), [(api, field) for api in BODIES for field in ALL_FIELDS if field not in counts(api)]
+)
+@pytest.mark.parametrize("value", [LONG, [LONG], list(range(1000))], ids=["text", "texts", "ids"])
+def test_a_field_that_does_not_count_changes_nothing(api: Api, field: str, value: Any) -> None:
+    assert key_and_tokens(api, {**BODIES[api], field: value}) == key_and_tokens(api, BODIES[api])
+
+
+@pytest.mark.parametrize(
+    ("api", "field", "value"),
+    [
+        (Api.CHAT, "chat_template", LONG),
+        (Api.CHAT, "chat_template_kwargs", {"x": LONG}),
+        (Api.CHAT, "reasoning_effort", LONG),
+        (Api.CHAT, "documents", [{"text": LONG}]),
+        (Api.CHAT, "input_ids", list(range(10_000))),
+        (Api.CHAT, "kv_transfer_params", {"prompt_token_ids": list(range(10_000))}),
+        (Api.COMPLETIONS, "prompt_embeds", LONG),
+        (Api.RESPONSES, "previous_response_id", LONG),
+        (Api.RESPONSES, "previous_input_messages", [{"role": "user", "content": LONG}]),
+        (Api.MESSAGES, "output_config", {"effort": LONG}),
+    ],
+)
+def test_a_setting_counts_as_a_few_tokens_at_any_size(api: Api, field: str, value: Any) -> None:
+    body = {**BODIES[api], field: value}
+    assert 0 < key_and_tokens(api, body)[1] - key_and_tokens(api, BODIES[api])[1] < 30
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        (Api.CHAT, {"messages": [{**USER, "arguments": LONG}]}),
+        (Api.CHAT, {"messages": [{**USER, "tool_calls": [{"function": {"arguments": LONG}}]}]}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "refusal": LONG}]}]}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "note": LONG}]}]}),
+        (Api.CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "note": LONG}]}]}),
+        (Api.CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}, "note": LONG}]}),
+        (Api.RESPONSES, {"input": [{"type": "message", "role": "user", "content": "Hi", "result": LONG}]}),
+        (Api.RESPONSES, {"input": "Hi", "tools": [{"type": "namespace", "tools": [{"name": "t", "note": LONG}]}]}),
+        (Api.MESSAGES, {"messages": [{**USER, "tool_calls": LONG}]}),
+        (Api.MESSAGES, {"messages": [USER], "tools": [{"name": "t", "cache_control": LONG}]}),
+        (Api.MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": LONG}]}]}),
+    ],
+)
+def test_what_engines_drop_inside_a_field_counts_nothing(api: Api, body: dict[str, Any]) -> None:
+    assert key_and_tokens(api, body)[1] < 30
+
+
+@pytest.mark.parametrize("field", ["prompt", "input"])
+def test_token_ids_in_a_chat_body_do_not_replace_the_messages(field: str) -> None:
+    body = {"model": "m", "messages": [USER], field: [1, 2, 3]}
+    assert read_prompt(body, Api.CHAT).text == read_prompt({"model": "m", "messages": [USER]}, Api.CHAT).text
+
+
+@pytest.mark.parametrize(
+    ("api", "field"), [(Api.COMPLETIONS, "prompt"), (Api.EMBEDDINGS, "input"), (Api.UNKNOWN, "prompt")]
+)
+def test_token_ids_are_the_prompt_where_the_api_takes_them(api: Api, field: str) -> None:
+    assert read_prompt({"model": "m", field: [1, 2, 3]}, api).text == b"\1\0\0\0\2\0\0\0\3\0\0\0"
+
+
+@pytest.mark.parametrize(
+    ("role", "field", "values"),
+    [
+        ("user", "name", TEXTS),
+        ("assistant", "reasoning", TEXTS),
+        ("assistant", "reasoning_content", TEXTS),
+        ("assistant", "tool_calls", ([{"id": "1"}], [{"id": "2"}])),
+        ("assistant", "tool_calls", ([{"function": {"name": "a"}}], [{"function": {"name": "b"}}])),
+        ("assistant", "tool_calls", ([{"function": {"arguments": "a"}}], [{"function": {"arguments": "b"}}])),
+        ("tool", "tool_call_id", TEXTS),
+        ("developer", "tools", VALUES["tools"]),
+    ],
+)
+def test_every_field_of_a_chat_message_counts(role: str, field: str, values: tuple[Any, Any]) -> None:
+    one, other = (key_and_tokens(Api.CHAT, {"messages": [{"role": role, field: value}]}) for value in values)
+    assert one[0] != other[0]
+
+
+@pytest.mark.parametrize(
+    ("api", "field"),
+    [
+        *((api, field) for api in (Api.CHAT, Api.TOKENIZE) for field in ("type", "function", "defer_loading")),
+        *((Api.RESPONSES, field) for field in ("type", "name", "description", "parameters", "defer_loading")),
+        *((Api.MESSAGES, field) for field in ("type", "name", "description", "input_schema", "defer_loading")),
+    ],
+)
+def test_every_field_of_a_tool_counts(api: Api, field: str) -> None:
+    one, other = (key_and_tokens(api, {**BODIES[api], "tools": [{field: text}]}) for text in TEXTS)
+    assert one[0] != other[0]
+
+
+def test_the_tools_of_a_responses_namespace_count() -> None:
+    tools = [[{"type": "namespace", "name": "n", "tools": [{"name": text}]}] for text in TEXTS]
+    one, other = (key_and_tokens(Api.RESPONSES, {"input": "Hi", "tools": each}) for each in tools)
+    assert one[0] != other[0]
+
+
+@pytest.mark.parametrize("field", ["name", "call_id", "summary", "arguments", "output"])
+def test_every_field_of_a_responses_item_counts(field: str) -> None:
+    one, other = (key_and_tokens(Api.RESPONSES, {"input": [{"type": "x", field: text}]}) for text in TEXTS)
+    assert one[0] != other[0]
+
+
+def blocks(text: str) -> list[dict[str, Any]]:
+    image = {"type": "image", "source": {"type": "base64", "data": text}}
+    return [
+        {"type": "text", "text": text},
+        {"type": "thinking", "thinking": text, "signature": "s"},
+        image,
+        {"type": "tool_use", "id": text, "name": "n", "input": {}},
+        {"type": "tool_use", "id": "i", "name": text, "input": {}},
+        {"type": "tool_use", "id": "i", "name": "n", "input": {"x": text}},
+        {"type": "tool_result", "tool_use_id": text, "content": "x"},
+        {"type": "tool_result", "tool_use_id": "i", "content": text},
+        {"type": "tool_result", "tool_use_id": "i", "content": [{"type": "text", "text": text}]},
+        {"type": "tool_result", "tool_use_id": "i", "content": [image]},
+        {"type": "of another kind", "x": text},
+    ]
+
+
+@pytest.mark.parametrize(("one", "other"), list(zip(*map(blocks, TEXTS), strict=True)))
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_every_anthropic_block_counts(one: dict[str, Any], other: dict[str, Any], role: str) -> None:
+    keys = [key_and_tokens(Api.MESSAGES, {"messages": [{"role": role, "content": [each]}]})[0] for each in (one, other)]
+    assert keys[0] != keys[1]
+
+
+def test_two_anthropic_system_prompts_have_two_keys() -> None:
+    body = BODIES[Api.MESSAGES]
+    keys = {key_and_tokens(Api.MESSAGES, {**body, "system": text})[0][0] for text in TEXTS}
+    assert len(keys) == 2
+    as_blocks = {**body, "system": [{"type": "text", "text": TEXTS[0], "cache_control": {"type": "ephemeral"}}]}
+    assert key_and_tokens(Api.MESSAGES, as_blocks) == key_and_tokens(Api.MESSAGES, {**body, "system": TEXTS[0]})
+
+
+def test_the_billing_block_of_claude_code_does_not_count() -> None:
+    text = {"type": "text", "text": "Be brief."}
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=1a2b3;"}
+    bodies = [{**BODIES[Api.MESSAGES], "system": system} for system in ([text], [billing, text])]
+    assert key_and_tokens(Api.MESSAGES, bodies[0]) == key_and_tokens(Api.MESSAGES, bodies[1])
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        (
+            Api.CHAT,
+            {
+                "tools": [{"type": "function", "function": {}}],
+                "messages": [{"role": "assistant", "name": "a", "tool_calls": [{"id": "1"}]}],
+            },
+        ),
+        (Api.CHAT, {"chat_template_kwargs": {"x": 1}, "reasoning_effort": "low", "messages": [USER]}),
+        (
+            Api.RESPONSES,
+            {"instructions": "Hi", "input": [{"type": "x", "summary": "s", "call_id": "1", "output": "o"}]},
+        ),
+        (Api.MESSAGES, {"system": "Hi", "messages": [{"role": "assistant", "content": blocks("x")[:10]}]}),
+        *((api, body) for api, body in BODIES.items() if api is not Api.SCORE),
+    ],
+)
+def test_a_body_that_its_api_accepts_reads_the_same_on_an_unknown_path(api: Api, body: dict[str, Any]) -> None:
+    assert read_prompt({"model": "m", **body}, api).text == read_prompt({"model": "m", **body}).text
+
+
+@pytest.mark.parametrize("field", ALL_FIELDS)
+def test_every_field_counts_on_an_unknown_path(field: str) -> None:
+    one, other = (key_and_tokens(Api.UNKNOWN, {field: value}) for value in VALUES.get(field, TEXTS))
+    assert one[0] != other[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        *((f"/v1{end}", api) for end, api in PATHS.items()),
+        ("/v1/chat/completions?x=/v1/completions", Api.CHAT),
+        ("/v1/chat/completions/", Api.CHAT),
+        ("/v1/chat/completions/render", Api.CHAT),
+        ("/team/openai/v1/completions", Api.COMPLETIONS),
+        ("/rerank", Api.RERANK),
+        ("/v1/chat/completions/x", Api.UNKNOWN),
+        ("/generate", Api.UNKNOWN),
+        ("", Api.UNKNOWN),
+    ],
+)
+def test_a_path_names_its_api(path: str, api: Api) -> None:
+    assert api_of(path) is api
+
+
+def test_the_page_lists_every_path_and_field_in_order() -> None:
+    rows = re.findall(r"^\| (`/.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+    listed = {path: re.findall("`(.*?)`", fields) for paths, fields in rows for path in re.findall("`(.*?)`", paths)}
+    assert listed == {path: list(LAYOUTS[api].fields) for path, api in PATHS.items()}
+
+
+@pytest.mark.parametrize(
+    ("body", "api"),
+    [
+        *((body, api) for api, body in BODIES.items() if api not in (Api.MESSAGES, Api.EMBEDDINGS, Api.TOKENIZE)),
+        ({"messages": [USER], "tools": [{"type": "function", "function": {}}], "prompt": "Hi"}, Api.CHAT),
+        ({"messages": [USER], "tools": "none"}, Api.CHAT),
+        ({"messages": [USER], "system": "Be brief."}, Api.MESSAGES),
+        ({"messages": [USER], "tools": [{"name": "t", "input_schema": {}}]}, Api.MESSAGES),
+        ({"input": [1, 2, 3]}, Api.EMBEDDINGS),
+        ({"input": ["a", "b"]}, Api.EMBEDDINGS),
+        ({"input": [USER]}, Api.RESPONSES),
+        *(({name: ["a"]}, Api.SCORE) for name in ("queries", "items", "text_1", "text_2", "data_1", "data_2")),
+        ({"query": "Hi"}, Api.UNKNOWN),
+        ({}, Api.UNKNOWN),
+        ("a text", Api.UNKNOWN),
+    ],
+)
+def test_a_body_without_a_path_is_guessed_by_its_fields(body: Any, api: Api) -> None:
+    assert guess_api(body) is api
