@@ -57,7 +57,7 @@ def texts(problems: Sequence[object]) -> str:
 def test_verdict_pool_that_keeps_its_slo_is_ok() -> None:
     found = verdict(past(met=95, missed=5))
     assert found.level is Level.OK
-    assert found.headline == ("llm/qwen keeps its SLO: 95% of first tokens within 5 s in the last minute (target 90%).")
+    assert found.headline == ("llm/qwen keeps its SLO: 95% of first tokens within 5 s in the last minute (goal 90%).")
     assert found.problems == ()
 
 

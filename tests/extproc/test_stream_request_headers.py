@@ -157,7 +157,7 @@ def prompt_tokens(path, **fields):
 @pytest.mark.parametrize(
     "field", ["text_1", "text_2", "prompt", "input", "instructions", "functions", "suffix", "query", "documents"]
 )
-def test_a_field_that_the_path_ignores_adds_no_load(path, field):
+def test_body_field_that_the_path_ignores_adds_no_load(path, field):
     assert prompt_tokens(path, **{field: "x" * 1_000_000}) < 50
 
 

@@ -81,7 +81,7 @@ class Child:
 
 
 class Children:
-    """A context in which processes are started and on whose exit, however it comes, none of them is left."""
+    """A context that starts processes and ends all of them on its exit, also after an error."""
 
     def __init__(self, logs: Path, *, grace_s: float = 3.0) -> None:
         self._logs = logs

@@ -22,7 +22,7 @@ _DPI: Final = 130
 _ROW_INCHES: Final = 3.3
 _COLUMNS: Final = 3
 _LINES_MOST: Final = 16
-"""Instances whose loads can be drawn as lines of their own; of more the range and the median are."""
+"""The most instances whose loads are drawn as separate lines; above it the chart shows range and median."""
 
 
 def draw_runs(path: Path, runs: Sequence[Run]) -> None:

@@ -119,7 +119,7 @@ def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Lev
         return (
             Level.OK if keeps else Level.BAD,
             f"{pool.id} {'keeps' if keeps else 'misses'} its SLO: {_percent(attainment)} of first tokens within "
-            f"{slo.ttft_s:g} s in the last {_span(recent.seconds)} (target {_percent(slo.attainment)}).",
+            f"{slo.ttft_s:g} s in the last {_span(recent.seconds)} (goal {_percent(slo.attainment)}).",
         )
     if _busy(status) or recent.requests:
         return Level.IDLE, f"{pool.id} serves requests, but no streamed response began in the last 5 minutes."
