@@ -1,4 +1,4 @@
-"""Who is told of new pools when: Envoys first, and no pick for an endpoint that they cannot know yet."""
+"""Adoption of pools: Envoys get a version first, and the picker waits for them if requests are queued."""
 
 import asyncio
 from dataclasses import replace

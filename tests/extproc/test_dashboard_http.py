@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: the page, its stream of snapshots, who may look, and what is never told."""
+"""The dashboard over HTTP: the page, its stream of snapshots, the limit of pages, and what a snapshot leaves out."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The dashboard of a router at work: it says what the router no longer hears of."""
+"""The dashboard of a running router: it shows sources that do not answer."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The dashboard's first lines: whether the SLO is kept, and what is said to be wrong."""
+"""The dashboard's verdict: whether the pool keeps its SLO, and its problems."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap: what each setting changes in it, and that the real Envoy takes it."""
+"""Envoy's generated bootstrap: what each setting changes, and that the real Envoy accepts it."""
 
 import itertools
 import warnings

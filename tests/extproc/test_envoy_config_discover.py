@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap with --discover: routes and clusters come from the routers, and are the generator's."""
+"""Envoy's generated bootstrap with --discover: routes and clusters come from the routers."""
 
 import itertools
 import warnings

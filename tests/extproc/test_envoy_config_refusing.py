@@ -1,4 +1,4 @@
-"""What no bootstrap of Envoy is generated from: addresses, choices and settings that Envoy could not run with."""
+"""Addresses, choices and settings that Envoy cannot use are rejected."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""TLS in Envoy's generated bootstrap: towards whom, which files it names, and that the real Envoy takes them."""
+"""TLS in Envoy's generated bootstrap: its connections, its files, and that the real Envoy accepts them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The exchange between a router and the store: nothing that befalls the store or Redis stops it for good."""
+"""The exchange between a router and the store recovers from every fault of the store or Redis."""
 
 import asyncio
 import contextlib

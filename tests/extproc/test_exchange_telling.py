@@ -1,4 +1,4 @@
-"""The exchange between a router and the store: what is told to whom, when, and what a replica that joins hears."""
+"""The exchange between a router and the store: what is sent and when, and what a joining replica reads."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""docs/limits.md says what the code says, and every limit has the test it names."""
+"""docs/limits.md states the limits of the code, and names an existing test for each."""
 
 import re
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process with Redis: one that is absent, late or hangs, and two routers that share it."""
+"""``dualmap router`` as a process with Redis: absent, late or hanging, and shared by two routers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""``dualmap router`` where it cannot start: what is wrong is said, and what is accepted, with an exit status."""
+"""``dualmap router`` with invalid settings: its exit status, and an error that names what is accepted."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What a router counts, and that it goes when what it was counted for goes."""
+"""The router's counters: what increments them, and when their series are removed."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Loads and what autoscalers look at, as they are at the moment of a scrape."""
+"""The gauges of load and the signals for autoscalers at a scrape."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How requests end at the picker: each once, by whatever is heard first, with its usage measured once."""
+"""The end of a request at the picker: each ends once, and its usage is measured once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests that wait at the picker: what resumes them, in which order, and what they are told where nothing does."""
+"""Queued requests at the picker: what resumes them, in which order, and how they are rejected."""
 
 import pytest
 

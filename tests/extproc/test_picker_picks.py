@@ -1,4 +1,4 @@
-"""What the picker picks: bodies to destinations, models to pools, sessions by name, and what it refuses."""
+"""The picker's choices: destinations for bodies, pools for models, names of sessions, and rejections."""
 
 import json
 

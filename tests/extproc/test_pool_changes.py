@@ -1,4 +1,4 @@
-"""What the log says of a reload."""
+"""The log lines of a reload of pools."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A pool's demand over several routers: pickers, their exchanges and one store in memory, by a clock of our own."""
+"""A pool's demand over several routers: pickers, their exchanges and one store in memory, with a simulated clock."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Reading pool files: what is one, and what is refused with which words, bombs included."""
+"""Reading pool files: accepted forms, and the errors of invalid files, YAML bombs included."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Watching pool files: changes are applied once they have settled, refusals told once, and nothing ends the watch."""
+"""Watching pool files: stable changes are applied, errors are reported once, and nothing ends the watch."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Pools from a Kubernetes API: what the router serves, whatever the objects say."""
+"""Pools from a Kubernetes API: what the router serves for any state of the objects."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Pools from a Kubernetes API: what the router serves, whatever the API server does."""
+"""Pools from a Kubernetes API: what the router serves during faults of the API server."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""KEDA's scaler, asked as KEDA asks it: by gRPC, with a ScaledObject's metadata."""
+"""The KEDA scaler over gRPC, with the metadata of a ScaledObject."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: what health says, and how a drain ends what is open."""
+"""The gRPC server with a real client: its health service, and how a drain ends open streams."""
 
 import asyncio
 

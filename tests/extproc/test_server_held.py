@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: requests that are held, and the deadlines that are kept for them."""
+"""The gRPC server with a real client: queued requests, and the task that keeps their deadlines."""
 
 import asyncio
 

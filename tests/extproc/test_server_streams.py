@@ -1,4 +1,4 @@
-"""The gRPC server with a real client: streams from their headers to their ends, however they end, and its ports."""
+"""The gRPC server with a real client: streams from their headers to any kind of end, and its ports."""
 
 import asyncio
 import random

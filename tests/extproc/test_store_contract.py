@@ -1,4 +1,4 @@
-"""What every store does, asked of each: the one in memory and the one in a real Redis server, by TCP and by socket."""
+"""The interface of every store, tested in memory and with a real Redis server over TCP and a socket."""
 
 import math
 import time

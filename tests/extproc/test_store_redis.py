@@ -1,4 +1,4 @@
-"""What the Redis store keeps, beyond the contract: keys and their ends, entries that are trimmed, junk, and ages."""
+"""The Redis store beyond the interface: keys and their expiry, trimming, invalid entries, and ages."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every way in which Redis can fail the store: gone, something else, hanging, full, read-only."""
+"""Failures of Redis: absent, another server, hanging, full, read-only."""
 
 import asyncio
 import contextlib

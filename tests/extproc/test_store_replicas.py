@@ -1,4 +1,4 @@
-"""Two routers' pickers and a real Redis between them: what one has seen, the other knows."""
+"""Two routers' pickers and a real Redis: each router uses the other's state."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Headers and metadata of requests on a stream: allowed endpoints, what is stripped and set, names of sessions."""
+"""Headers and metadata of requests on a stream: allowed endpoints, removed and set headers, session names."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Transport security: plain text, self-signed, a folder that changes, folders that are no good, and client CAs."""
+"""Transport security: plain text, self-signed, changing and invalid folders, and client CAs."""
 
 import asyncio
 import hashlib

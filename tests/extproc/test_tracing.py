@@ -1,4 +1,4 @@
-"""Spans: what a collector gets of each decision, over the wire, and what a router without one never loads."""
+"""Spans: what a collector receives for each decision, and that a router without export imports nothing for it."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Our small .proto files against the official types: every field survives envoy_data_plane unchanged."""
+"""The project's small .proto files against the official types: every field has the same encoding."""
 
 import subprocess
 import sys
