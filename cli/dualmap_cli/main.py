@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
     """A group whose subcommands live in modules that are imported on first use."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Parse the command line, run the subcommand and exit with its status, whatever becomes of stderr."""
+        """Parse the command line, run the subcommand and exit with its status, even if stderr is closed."""
         drop_what_stderr_refuses()
         return super().main(*arguments, **options)
 

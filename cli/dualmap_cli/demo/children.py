@@ -136,7 +136,7 @@ class Children:
         exits = {asyncio.ensure_future(child.process.wait()): child for child in self._children}
         try:
             await asyncio.wait([task, *exits], return_when=asyncio.FIRST_COMPLETED)
-            # A crash explains whatever went wrong with the work in the same moment.
+            # A crash explains an error of the work at the same moment.
             for exited in exits:
                 if exited.done():
                     raise exits[exited].crashed()

@@ -1,4 +1,4 @@
-"""One policy after another over the same workload, each on a stack of its own."""
+"""Runs the policies one after the other over the same workload, each on a new stack."""
 
 import asyncio
 import time

@@ -15,7 +15,7 @@ _COLOURS: Final = (
     *("#0f766e", "#c2571a", "#6d4bc3", "#2f6db5", "#b8860b", "#8a94a3", "#a61e4d", "#4d7c0f", "#0891b2", "#7c2d12"),
 )
 _MARKERS: Final = "os^Dv"
-"""One set of colours after the other has a marker of its own."""
+"""Each round of colours uses another marker."""
 _INK: Final = "#22303c"
 _SLO_COLOUR: Final = "#c0392b"
 _DPI: Final = 130

@@ -57,7 +57,7 @@ class WatchPolicy:
 
 
 class ListerWatcher(Protocol):
-    """Lists and watches one collection. Both methods raise KubeError for whatever goes wrong."""
+    """Lists and watches one collection. Both methods raise KubeError for any failure."""
 
     def pages(self) -> AsyncGenerator[Page, None]:
         """Yield the whole collection, page by page."""

@@ -77,7 +77,7 @@ class Demand:
             self._arrived(routed.pool)
 
     def _queued(self, queued: Enqueued) -> None:
-        """Count a queued request whatever its outcome: even an abandoned one needed a member."""
+        """Count a queued request regardless of its outcome: even an abandoned one needed a member."""
         scaling = self._pools.get(queued.pool)
         if scaling is not None:
             scaling.window.enqueue(queued.now)

@@ -97,7 +97,7 @@ class Ended(NamedTuple):
 
 
 class Expired(NamedTuple):
-    """A request was removed because nothing was heard of it within the time to live of requests in flight."""
+    """A request was removed because no event of it came within the time to live of requests in flight."""
 
     now: float
     pool: str
@@ -157,7 +157,7 @@ class FanOut:
         for handler in self._handlers.get(type(observation), ()):
             try:
                 handler(observation)
-            except Exception as error:  # noqa: BLE001  # Routing goes on whatever a subscriber does.
+            except Exception as error:  # noqa: BLE001  # A failing subscriber must not stop routing.
                 self._log_once(handler, observation, error)
 
     def _log_once(self, handler: Callable[[Any], None], observation: Observation, error: Exception) -> None:

@@ -284,7 +284,7 @@ class Picker:
         self._on_first_queued = wake
 
     def on_deadline(self, now: float) -> None:
-        """Do what is due: release or reject queued requests, and expire requests of which nothing was heard."""
+        """Do what is due: release or reject queued requests, and expire requests without recent events."""
         for router in self._served:
             expired, outcomes = router.on_deadline(now)
             for completion in expired:

@@ -102,7 +102,7 @@ return {string.format('%.0f', now_ms), held}
 PUBLISH: Final = (
     _BEGIN
     + """
--- KEYS: streams. ARGV: the replica, then per key: keep for ms, entries at most, bytes at most, what is told.
+-- KEYS: streams. ARGV: the replica, then per key: time to keep in ms, most entries, most bytes, the entry.
 local function bytes_up_to(entry)
   local fields = entry and entry[2] or {}
   for i = 1, #fields - 1, 2 do

@@ -96,7 +96,7 @@ _SIGNALS: Final[tuple[_Signal, ...]] = (
 
 
 class Metrics:
-    """Every metric of one router, in a registry of its own. Its methods belong to the event loop, ``render`` excepted.
+    """Every metric of one router, in its own registry. All methods but ``render`` belong to the event loop.
 
     It implements ``envoy.discovery.service.DiscoveryObserver`` and ``envoy.access_log.sink.AccessLogObserver``.
     """

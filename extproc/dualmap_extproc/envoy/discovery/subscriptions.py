@@ -164,7 +164,7 @@ class Conversation:
         return clusters is None or clusters.answered
 
     def _forget_endpoints(self, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
-        """Send the endpoints of each changed cluster again: Envoy creates it anew and waits for its endpoints."""
+        """Send the endpoints of each changed cluster again: Envoy recreates it and waits for its endpoints."""
         endpoints = self._subscriptions.get(CLUSTER_LOAD_ASSIGNMENT_TYPE)
         if endpoints is not None and endpoints.sent is not None:
             kept = {name: sent for name, sent in endpoints.sent.items() if before.get(name) == now.get(name)}

@@ -1,14 +1,14 @@
--- Reads token usage out of responses as they pass, chunk by chunk, and keeps it as dynamic metadata (usage.py, which
--- writes NAMESPACE, PROMPT, COMPLETION and CACHED above this). Nothing is changed, held back or collected.
+-- Reads token usage from responses chunk by chunk and writes it as dynamic metadata. It does not change, delay or buffer
+-- responses. usage.py defines NAMESPACE, PROMPT, COMPLETION and CACHED above this text.
 --
--- The usage object is found by its key. A quote within a JSON string is escaped, so the seven characters "usage" after
--- a brace, a comma or a blank are a string of their own, and with a colon behind it a key, whatever the model wrote.
--- Engines are not trusted to write JSON: the work per byte is bounded for any bytes.
+-- The script finds the usage object by its key. Quotes within JSON strings are escaped. So the seven characters "usage"
+-- after a brace, a comma or a blank are a whole string, and a key if a colon follows, for any text of the model.
+-- Responses may be invalid JSON: the work per byte is bounded for any bytes.
 
 local KEY = '"usage"'
-local WINDOW_BYTES = 65536 -- of a chunk, looked at together: chunks may have megabytes
-local OBJECT_BYTES = 2048  -- the longest usage object that is read, from its key to its closing brace
-local LAST = 4             -- so many keys are looked at in a window, the last ones: the last usage counts
+local WINDOW_BYTES = 65536 -- part of a chunk that is searched at once: chunks may have megabytes
+local OBJECT_BYTES = 2048  -- the longest usage object, from its key to its closing brace
+local LAST = 4             -- the last keys of a window that are checked: the last usage counts
 
 local function is_readable(headers)
   local encoding = headers:get("content-encoding") or "identity"
@@ -47,7 +47,7 @@ local function usage_at(text, at)
   return nil, begun ~= nil and #text - at < OBJECT_BYTES
 end
 
--- Returns the last usage in a text, or nil, and what of the text to look at again with what follows.
+-- Returns the last usage in a text, or nil, and the end of the text, which may continue in the next window.
 local function last_usage(text)
   local places, number = {}, 0
   local at = string.find(text, KEY, 1, true)
@@ -75,7 +75,7 @@ function envoy_on_response(handle)
       local usage
       usage, rest = last_usage(rest .. chunk:getBytes(start, math.min(WINDOW_BYTES, length - start)))
       for tag, value in pairs(usage or {}) do
-        -- Written when found, not at the end: clients may leave as soon as they have the last event.
+        -- Written at once, not at the end: a client may disconnect after the last event.
         if known[tag] ~= value then handle:streamInfo():dynamicMetadata():set(NAMESPACE, tag, value) end
         known[tag] = value
       end
