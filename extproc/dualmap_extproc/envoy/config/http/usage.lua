@@ -1,5 +1,5 @@
--- Reads token usage from responses chunk by chunk and writes it as dynamic metadata. It does not change, delay or buffer
--- responses. usage.py defines NAMESPACE, PROMPT, COMPLETION and CACHED above this text.
+-- Reads token usage from responses chunk by chunk and writes it as dynamic metadata. It does not change, delay or
+-- buffer responses. usage.py defines NAMESPACE, PROMPT, COMPLETION and CACHED above this text.
 --
 -- The script finds the usage object by its key. Quotes within JSON strings are escaped. So the seven characters "usage"
 -- after a brace, a comma or a blank are a whole string, and a key if a colon follows, for any text of the model.
