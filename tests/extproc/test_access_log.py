@@ -202,7 +202,7 @@ class TestReading:
         message = wire.HTTPAccessLogEntry()
         try:
             message.ParseFromString(data)
-        except Exception:  # noqa: BLE001  # whatever protobuf calls it, this is no message to read
+        except Exception:  # noqa: BLE001  # protobuf raises errors of several classes for invalid bytes
             return
         read_entry(message, read_id(message))
 

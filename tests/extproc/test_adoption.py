@@ -70,7 +70,7 @@ async def test_adoption_while_waiting_applies_the_newest_pools_on_time(monkeypat
     adopted.hold()
 
     adopted.adoption.adopt((crowded_pool(members=1),))
-    # Not later for being told again: pools that change all the time would keep requests waiting.
+    # A further version does not delay the first one: frequent changes must not keep requests waiting.
     monkeypatch.setattr(adoption, "NOTICE_S", 3600.0)
     adopted.adoption.adopt((crowded_pool(members=3), pool("other", model="o")))
 

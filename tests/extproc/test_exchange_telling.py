@@ -144,7 +144,7 @@ class TestWhatIsTold:
             told_s += [clock.now for entry in answer.loads if entry.age_s == 0.0]
             clock.now += 1 / 16
         assert told_s == [1000.0 + LOADS_INTERVAL_S * number for number in range(16)]
-        # What is new is told every time.
+        # Updates are sent every time.
         await other.exchange.exchange()
         assert other.replica.requests == 64
 

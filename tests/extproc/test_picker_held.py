@@ -261,7 +261,7 @@ def test_picker_update_reaches_its_pool_and_may_make_room():
     told = dict(teller.picker.take_update(11.0))
     assert told.keys() == {"llm/qwen", "llm/other"}
 
-    # Two minutes later the prefill that is waited for should have ended, which is seen when anything is told.
+    # Two minutes later the pending prefill should have ended; the next update shows it.
     desk.picker.on_update(10_000.0, "llm/qwen", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_update(10_000.0, "llm/gone", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_bindings(10_000.0, "llm/other", ())

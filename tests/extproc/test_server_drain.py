@@ -105,7 +105,7 @@ async def refusal(port: int) -> None:
             try:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             except grpc.aio.AioRpcError as error:
-                # A call that arrives as the port closes is cancelled; later ones find nobody.
+                # A call that arrives as the port closes is cancelled; later ones find no server.
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     return
 
