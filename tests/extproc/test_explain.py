@@ -147,7 +147,7 @@ class TestWithRedis:
             store = RedisStore(target_of(RedisSettings(url=server.url, password=server.password)))
             await store.publish("router-0", [Post(pool="llm/qwen", keep_s=60.0, update=update, loads=update.loads)])
             if bindings:
-                await store.settle([Claim(pool="llm/qwen", ttl_s=60.0, bindings=bindings)])
+                await store.resolve([Claim(pool="llm/qwen", ttl_s=60.0, bindings=bindings)])
             await store.close()
 
         with server.admin as admin:

@@ -172,7 +172,7 @@ def test_report_sum_of_any_values_can_be_encoded() -> None:
     most = Share(pending_prefill_tokens=2**48, in_flight=2**32 - 1, held=2**32 - 1, first_tokens=2**32 - 1)
     peers = PeerShares()
     for peer in "ab":
-        peers.hear(0.0, peer, decode_report(encode_report(Report(own=most, pool=most))))
+        peers.add_report(0.0, peer, decode_report(encode_report(Report(own=most, pool=most))))
     told = decode_report(encode_report(Report(own=Share(), pool=peers.live(0.0, Share()))))
     assert told.pool == most
 
