@@ -50,7 +50,7 @@ async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str 
 
 async def test_dashboard_reads_the_ages_of_store_and_watches() -> None:
     class Away(MemoryStore):
-        async def hear(self, peer, questions):
+        async def read(self, peer, questions):
             raise StoreError(Failure.TIMEOUT, "away")
 
     clock = Clock()
