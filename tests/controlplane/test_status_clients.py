@@ -69,7 +69,7 @@ async def _engines() -> AsyncIterator[EngineClient]:
 
 @asynccontextmanager
 async def listening(talk: Talk) -> AsyncIterator[Peer]:
-    """A server that reads a request's head and then does as ``talk`` says."""
+    """A server that reads a request's head and then runs ``talk``."""
     peer = Peer()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Requests that wait in the router for a member that leaves, fails or has too much to do: where they go instead."""
+"""Moves of queued requests whose member leaves, fails or is overloaded."""
 
 from collections.abc import Callable
 from dataclasses import replace

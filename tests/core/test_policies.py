@@ -1,4 +1,4 @@
-"""DualMap's rule, its ablations and the plain baselines on hand-made situations, and what all policies have in common.
+"""DualMap's rule, its ablations and the plain baselines on constructed situations, and properties of all policies.
 
 What they do to whole workloads is for the simulator to show; the other systems' rules are in test_policies_others.
 """

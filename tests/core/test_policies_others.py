@@ -1,4 +1,4 @@
-"""The other systems' rules on hand-made situations: each branch and where it turns, computed from the definition.
+"""The rules of other systems on constructed situations: each branch and its boundary, computed from the definition.
 
 Prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens a second unless something else is said.
 """

@@ -1,4 +1,4 @@
-"""What the router of a pool decides: pairs, spilling, hotness, subsets, refusals, and the receipt that says why."""
+"""Decisions of a pool's router: pairs, spills, hotness, subsets, rejections, and the receipt."""
 
 import os
 import subprocess

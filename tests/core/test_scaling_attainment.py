@@ -1,4 +1,4 @@
-"""The rule for desired replicas: what is added for missing the SLO, and given up again."""
+"""The rule for desired replicas: members added for SLO misses, and their removal."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The rule for desired replicas where several routers have the traffic: what they add for a missed SLO, together."""
+"""The rule for desired replicas with several routers: the members that they add together for SLO misses."""
 
 from collections.abc import Sequence
 

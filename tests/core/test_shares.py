@@ -1,4 +1,4 @@
-"""One number per pool: what several routers report, added up, and what a router that goes leaves behind."""
+"""One number per pool: the sum of the reports of all routers, also after a router has stopped."""
 
 from dataclasses import replace
 
