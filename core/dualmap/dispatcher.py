@@ -76,7 +76,7 @@ class Dispatcher:
         return tuple(outcomes)
 
     def requeue(self, now: float, stayed: Collection[str]) -> tuple[Outcome, ...]:
-        """Place the queued requests anew whose members may not be picked or are not in ``stayed``, and the unplaced."""
+        """Place queued requests again if their member may not be picked or is not in ``stayed``; also the unplaced."""
         outcomes: list[Outcome] = []
         ring = self._fleet.ring(None)
         usable = {each.id for each in ring.members if each.id in stayed}
@@ -168,7 +168,7 @@ class Dispatcher:
         else:
             self._fleet.will_cache(member, request.chain)
             self._queue.enqueue(now, placed)
-            # It may fit where the request whose turn it was does not.
+            # It may fit although the request before it does not.
             self._release(now, member, outcomes)
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:

@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Where a request goes: ``endpoints`` are ``ip:port`` in the order in which Envoy tries them, the choice first."""
+    """The destination of a request: ``endpoints`` are ``ip:port`` in Envoy's order of attempts, the choice first."""
 
     request_id: str
     endpoints: tuple[str, ...]

@@ -68,7 +68,7 @@ class PoolRouter:
             return Effects(False)
         request, left = served
         self._chooser.bind(now, request)
-        # Envoy goes to another member only when it could not connect to the chosen one.
+        # Envoy uses another member only if it could not connect to the chosen one.
         outcomes = self._on_failure(now, left, request.dispatched_s)
         return Effects(True, outcomes + self._dispatcher.release(now, left))
 
@@ -98,7 +98,7 @@ class PoolRouter:
         return Effects(request.completion(usage), self._dispatcher.release(now, request.member))
 
     def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
-        """End a request whose client went away; the answer is None when it is unknown, has ended or was queued."""
+        """End a request whose client disconnected; the answer is None if it is unknown, has ended or was queued."""
         was_queued, outcomes = self._dispatcher.forget(now, request_id)
         if was_queued:
             return Effects(None, outcomes)
@@ -184,7 +184,7 @@ class PoolRouter:
         )
 
     def _on_failure(self, now: float, member: str, dispatched_s: float) -> tuple[Outcome, ...]:
-        """Count a failure of a member; if it is suspended, place the requests that are queued for it anew."""
+        """Count a failure of a member; if it is suspended, place its queued requests again."""
         if self._fleet.failed(now, member, dispatched_s):
             return self._dispatcher.requeue(now, self._fleet.members)
         return ()

@@ -38,7 +38,7 @@ class Logger:
         self._logger.debug(sentence, extra={"details": details})
 
     def info(self, sentence: str, **details: object) -> None:
-        """Log a regular event: a start, a reload, a peer that comes or goes."""
+        """Log a regular event: a start, a reload, a peer that appears or disappears."""
         self._logger.info(sentence, extra={"details": details})
 
     def warning(self, sentence: str, **details: object) -> None:
@@ -80,7 +80,7 @@ def _handler(*, json: bool) -> logging.Handler:
     if json:
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        # Not structlog's own choice, rich's tracebacks: they print local variables, and with them prompts.
+        # Not rich's tracebacks, structlog's default: they print local variables, which may contain prompts.
         plain = structlog.dev.plain_traceback
         render = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     formatter = structlog.stdlib.ProcessorFormatter(

@@ -16,7 +16,7 @@ class Duration(click.ParamType[float]):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return seconds; a refusal says what is accepted."""
+        """Return seconds; the error names the accepted forms."""
         if isinstance(value, float):
             return value
         try:

@@ -29,7 +29,7 @@ def check_free(host: str, port: int, option: str) -> None:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As gRPC does: connections of a router that has just stopped do not block the port; a listener does.
+            # As gRPC does: connections of a stopped router do not block the port, but a listener does.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except (socket.gaierror, UnicodeError) as error:

@@ -95,7 +95,7 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
     settings = Settings(
         namespace=namespace,
         pod_namespace=pod_namespace,
-        # A restarted pod is another candidate: nothing is known of what it did before.
+        # A restarted pod is another candidate, without knowledge of its former lease.
         identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         **options,
     )

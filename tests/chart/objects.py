@@ -1,4 +1,4 @@
-"""What the tests ask of rendered objects: their pods, who selects whom, and Kubernetes' own schemas."""
+"""Queries on rendered objects: their pods, selectors, and the schemas of Kubernetes."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def selected(objects: Sequence[Object], labels: Mapping[str, str]) -> dict[str, 
 
 
 def complaints(thing: Object, kube_version: str) -> list[str] | None:
-    """Return what Kubernetes' schema of this version says against the object; None where it has no such kind."""
+    """Return the schema errors of the object for this Kubernetes version; None if it lacks the kind."""
     return _complaints(json.dumps(thing, sort_keys=True), kube_version)
 
 

@@ -1,4 +1,4 @@
-"""Renders the chart for the tests of this folder: `render` gives objects, `refused` what helm says to bad values.
+"""Renders the chart for the tests of this folder: `render` gives objects, `refused` gives helm's error for bad values.
 
 The matrix of values that the invariants are checked on is in `cases`; what an object must be, in `objects`.
 """
@@ -50,7 +50,7 @@ def render(
 
 
 def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version: str = KUBE_VERSION) -> str:
-    """Return what helm says; the values must not be accepted."""
+    """Return helm's error; the values must be rejected."""
     done = _run(CHART, json.dumps(values), tuple(apis), kube_version)
     assert done.returncode != 0
     return done.stderr

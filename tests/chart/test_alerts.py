@@ -118,7 +118,7 @@ def test_rules_file_is_valid_for_promtool(promtool: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
+def test_alerts_and_pages_correspond() -> None:
     names = [rule["alert"] for rule in ALERTS]
     assert len(set(names)) == len(names)
     assert re.findall(r"^## (DualMap\w+)$", DOCUMENT, re.MULTILINE) == names
@@ -127,13 +127,13 @@ def test_every_alert_has_a_page_and_every_page_an_alert() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-def test_every_alert_has_a_summary_and_a_first_check() -> None:
+def test_alert_has_a_summary_and_a_first_check() -> None:
     for rule in ALERTS:
         assert set(rule["annotations"]) == {"summary", "description", "runbook"}
         assert rule["annotations"]["description"].endswith(".")
 
 
-def test_every_queried_metric_was_recorded() -> None:
+def test_alert_metrics_are_in_the_recording() -> None:
     asked = {name for rule in ALERTS for name in re.findall(r"\b(?:dualmap|envoy)_\w+", rule["expr"])}
     recorded = {series.partition("{")[0] for series in RECORDED["series"]}
     # Counters by kind have no series before the first of a kind; docs/metrics.md is held to have their names.
@@ -141,7 +141,7 @@ def test_every_queried_metric_was_recorded() -> None:
     assert asked - recorded - unseen == set()
 
 
-def test_healthy_day_fires_no_alert(promtool: Path, tmp_path: Path) -> None:
+def test_alerts_healthy_day_fires_none(promtool: Path, tmp_path: Path) -> None:
     assert_fire(promtool, healthy_day(), set(), tmp_path)
 
 
@@ -321,12 +321,12 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_fires_only_its_alert(fault: str, promtool: Path, tmp_path: Path) -> None:
+def test_alerts_fault_fires_only_its_alert(fault: str, promtool: Path, tmp_path: Path) -> None:
     different, expected = FAULTS[fault]
     assert_fire(promtool, {**healthy_day(), **different}, expected, tmp_path)
 
 
-def test_every_window_holds_two_scrapes_a_minute_apart() -> None:
+def test_alert_windows_have_two_scrapes_a_minute_apart() -> None:
     windows = [
         int(number) * {"m": 60, "h": 3600}[unit] for number, unit in re.findall(r"\[(\d+)(\w)\]", RULES.read_text())
     ]
@@ -334,5 +334,5 @@ def test_every_window_holds_two_scrapes_a_minute_apart() -> None:
     assert min(windows) > 2 * SLOW_INTERVAL_S
 
 
-def test_every_alert_is_fired_by_a_fault() -> None:
+def test_alert_is_fired_by_a_fault() -> None:
     assert {name for _, expected in FAULTS.values() for name in expected} == {rule["alert"] for rule in ALERTS}

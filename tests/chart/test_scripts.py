@@ -25,10 +25,10 @@ Reply = tuple[int, Any, dict[str, str]]
 
 @dataclass(kw_only=True)
 class Peer:
-    """A small server: what it was asked, and what it answers (status, body, headers) by path."""
+    """A small server: its received requests, and its responses (status, body, headers) by path."""
 
     answers: dict[str, Sequence[Reply]]
-    """Of several the last is given again and again."""
+    """The last of several is repeated."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     address: str = ""
 
@@ -155,7 +155,7 @@ class Drain:
     url: str
 
     def ended(self) -> tuple[int, str]:
-        """Wait for its end; return its exit status and what else it said."""
+        """Wait for its end; return its exit status and its remaining output."""
         _, said = self.process.communicate(timeout=ENDS_WITHIN_S)
         return self.process.returncode, said
 

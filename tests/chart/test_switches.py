@@ -1,4 +1,4 @@
-"""What the chart's switches do: who reaches whom, TLS, Redis, CRDs, monitoring, autoscalers, and what the notes say."""
+"""The chart's switches: network policies, TLS, Redis, CRDs, monitoring, autoscalers, and the notes."""
 
 import base64
 import json
@@ -45,7 +45,7 @@ def test_render_equals_the_golden_files(golden: str, case: str, wanted: Sequence
 
 
 def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, str]]:
-    """Yield (port, who) of what the network lets in at the pods of a component; who is a component, or a namespace."""
+    """Yield (port, peer) that network policies admit to a component's pods; a peer is a component or a namespace."""
     policy = only(objects, "NetworkPolicy", f"dualmap-{component}")
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     components = {tuple(sorted(labels.items())): name for name, labels, _ in pods(objects)}

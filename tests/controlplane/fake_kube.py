@@ -1,4 +1,4 @@
-"""Stands for ``KubeClient`` in tests: requests are answered as told, watches give what is put into them."""
+"""Stands for ``KubeClient`` in tests: requests get configured responses, watches yield the events put into them."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -86,7 +86,7 @@ class Counts:
 
 
 class Clock:
-    """A clock that stands still until told otherwise."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s

@@ -11,7 +11,7 @@ KEY = ("llm", "qwen")
 def pool_body(
     *, status: Mapping[str, Any] | None = None, version: str = "1", uid: str = "pool-uid", **spec: Any
 ) -> dict[str, Any]:
-    """Return an InferencePool with a template, unless ``spec`` says otherwise."""
+    """Return an InferencePool with a template, unless ``spec`` differs."""
     return {
         "metadata": {
             "namespace": "llm",

@@ -1,4 +1,4 @@
-"""Which pools claim one model name: whom a change wakes, who loses, and that routers decide likewise."""
+"""Pools that claim one model name: which pools a change wakes, which lose, and that routers decide equally."""
 
 from typing import Any
 

@@ -146,7 +146,7 @@ def test_crd_every_field_is_bounded_except_the_pod_template() -> None:
 
 
 def test_crd_objects_with_inner_defaults_have_a_default() -> None:
-    """Otherwise nobody would fill in what is inside."""
+    """Otherwise the API server would not set the inner defaults."""
     bare = [
         str(each)
         for each in SPEC_FIELDS

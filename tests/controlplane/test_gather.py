@@ -1,4 +1,4 @@
-"""Looks: whom they ask and how often, and what a drain may conclude from them."""
+"""Observations: what they request and how often, and the evidence for a drain."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

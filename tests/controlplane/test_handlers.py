@@ -1,4 +1,4 @@
-"""What kopf is told: how long a deleted pool is held at the longest, and what not to watch or write."""
+"""kopf's settings: the longest time of a deletion, and what kopf must not watch or write."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ def deleted(**spec: Any) -> dict[str, Any]:
 
 
 class FakeReconciler:
-    """A pool's loop that ends as the test says: it drains, or breaks, or goes on and on."""
+    """A pool's loop that ends as the test sets: it drains, fails, or runs on."""
 
     def __init__(self, how: str) -> None:
         self.pool_id = "llm/qwen"

@@ -153,7 +153,7 @@ async def test_mirror_age_counts_from_last_answer(scene: Scene) -> None:
 
 @pytest.fixture
 def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the mirror has slept each time; nobody really does."""
+    """The requested pauses of the mirror; no test really sleeps."""
     slept: list[float] = []
     sleep = asyncio.sleep
 

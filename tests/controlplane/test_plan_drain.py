@@ -1,4 +1,4 @@
-"""Scale-down, take-back and deletion: Draining first, the StatefulSet only when nobody is served any more."""
+"""Scale-down, return and deletion: Draining first, then the StatefulSet once no request is in flight."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ DRAINING = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=20))
 
 
 def draining(**changes: object) -> Observed:
-    """Three pods, of which the last drains, and what is said of it."""
+    """Three pods, of which the last drains, and its reports."""
     return seen(PODS, DRAINING, **changes)  # type: ignore[arg-type]  # as seen() takes them
 
 
@@ -124,7 +124,7 @@ class TestVictims:
 
 
 class TestIdle:
-    """One look: who must have said what."""
+    """One observation: the reports that count as idle."""
 
     @pytest.mark.parametrize(
         ("routers", "engine", "expected"),

@@ -1,4 +1,4 @@
-"""Who is in the ring: joining by and by, leaving at once, coming back empty, damped when it flaps."""
+"""Ring membership: gradual joins, immediate removal, empty returns, and damping of flaps."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A changed template goes through the ring one pod at a time; a pod that cannot start stops it."""
+"""Rollout of a changed template: one pod at a time; a pod that cannot start stops it."""
 
 from dataclasses import replace
 

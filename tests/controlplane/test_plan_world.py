@@ -1,4 +1,4 @@
-"""Whatever happens and whenever the operator is restarted, a pool ends as its spec wants, and no request is cut."""
+"""With any events and operator restarts, a pool converges to its spec and no request is aborted."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_world_rollout_takes_one_pod_at_a_time() -> None:
 
 
 def test_world_scale_to_zero_and_back() -> None:
-    """As an autoscaler does it: the last member drains, is taken back, goes after all, and is wished for again."""
+    """As an autoscaler does: the last member drains, returns, is removed, and is desired again."""
     world = World(spec=template_spec(1))
     settled(world)
     uid = world.pods["qwen-0"].uid

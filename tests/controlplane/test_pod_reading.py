@@ -101,7 +101,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 class TestRecorded:
-    """Objects as a real API server wrote them; recorded/README.md says how they were made."""
+    """Objects recorded from a real API server; recorded/README.md has the procedure."""
 
     @pytest.mark.parametrize(
         ("name", "serving", "ready", "in_ring", "terminating"),

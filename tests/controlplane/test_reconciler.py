@@ -23,7 +23,7 @@ LONG_S = 1000.0
 
 
 class Scene:
-    """A reconciler between a source, a planner and a sink that do as the test says, and remember."""
+    """A reconciler with a scripted source, planner and sink that record their calls."""
 
     def __init__(self) -> None:
         self.pool: PoolObject | None = pool_object()

@@ -69,7 +69,7 @@ async def _engines() -> AsyncIterator[EngineClient]:
 
 @asynccontextmanager
 async def listening(talk: Talk) -> AsyncIterator[Peer]:
-    """A server that reads a request's head and then does as ``talk`` says."""
+    """A server that reads a request's head and then runs ``talk``."""
     peer = Peer()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -375,7 +375,7 @@ class TestEngines:
         assert await asked(engines, page) == 12
         assert await asked(engines, page[:end]) is None
 
-    async def test_engines_one_busy_part_counts(self, engines: EngineClient) -> None:
+    async def test_engines_fractional_count_is_rounded_up(self, engines: EngineClient) -> None:
         assert await asked(engines, b"vllm:num_requests_running 0.2\nvllm:num_requests_waiting 0\n") == 1
 
     async def test_engines_page_of_megabytes(self, engines: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""Who has a model name that several pools claim."""
+"""The pool that wins a model name claimed by several pools."""
 
 from dualmap.pools.claims import Claimant, LostClaim, lost_claims
 from dualmap.pools.pool import Model, Pool

@@ -1,4 +1,4 @@
-"""The heap of times at which time alone releases queued requests: equal to asking every load."""
+"""The heap of times that release queued requests equals a search of all members."""
 
 from dataclasses import replace
 from random import Random

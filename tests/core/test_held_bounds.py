@@ -1,4 +1,4 @@
-"""How many requests wait in the router and how long, also where a pool has no member yet."""
+"""Bounds of the queue: number of requests and waiting time, also in a pool without members."""
 
 from dataclasses import replace
 

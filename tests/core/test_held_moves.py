@@ -1,4 +1,4 @@
-"""Requests that wait in the router for a member that leaves, fails or has too much to do: where they go instead."""
+"""Moves of queued requests whose member leaves, fails or is overloaded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -272,7 +272,7 @@ class TestRebalancing:
             collect(effects)
             status = router.status()
             assert status.held == len(waiting)
-            # Those at a member that has left are in its books, which nobody shows, until they end.
+            # Requests at a removed member stay in its load, which no status shows, until they end.
             in_flight = sum(each.in_flight for each in status.endpoints)
             assert in_flight == len(open_ids) if status.endpoints else in_flight == 0
         while open_ids or waiting:

@@ -1,4 +1,4 @@
-"""When requests that wait in the router go, and in which order: windows, deadlines, and room in KV memory."""
+"""Dispatch of queued requests and its order: windows, deadlines, and room in KV memory."""
 
 from dataclasses import replace
 from math import inf

@@ -211,7 +211,7 @@ class TestLostReports:
         ledger.first_token(3.0, "2")
         assert (load.prefills.tokens, load.queue_s(3.0, 3.0)) == (1000, 1.0)
         assert load.in_flight == load.working == 4
-        # Those that were passed teach nothing when they are heard of after all.
+        # Overtaken prefills are no speed samples when their first tokens arrive later.
         assert ledger.first_token(3.5, "0") is not None
         assert load.speed.current == before
 

@@ -1,4 +1,4 @@
-"""What router replicas of one pool tell each other, and what comes of it."""
+"""Updates between the router replicas of one pool, and their effects."""
 
 from dataclasses import replace
 

@@ -84,7 +84,7 @@ class TestNodeLost:
 
     @pytest.mark.parametrize("gate", ["True", "False"])
     def test_node_lost_ready_cleared_by_the_node_controller(self, gate: str) -> None:
-        """Our closing the gate, because the pod is lost, must not make it look found again."""
+        """A gate that the operator closed for a lost pod does not make the pod look serving again."""
         assert not pod_facts(self.unready(45, gate=gate)).serving
 
     @pytest.mark.parametrize("gate", ["True", "False"])
@@ -92,7 +92,7 @@ class TestNodeLost:
         assert pod_facts(self.unready(45, gate=gate, reason="ReadinessGatesNotReady")).serving
 
     @pytest.mark.parametrize("ready_s", [1, 3])
-    def test_node_lost_without_reason(self, ready_s: int) -> None:
+    def test_node_lost_without_reason_is_serving(self, ready_s: int) -> None:
         assert pod_facts(self.unready(ready_s)).serving
 
     @pytest.mark.parametrize("ready_s", [50, 51])

@@ -1,4 +1,4 @@
-"""DualMap's rule, its ablations and the plain baselines on hand-made situations, and what all policies have in common.
+"""DualMap's rule, its ablations and the plain baselines on constructed situations, and properties of all policies.
 
 What they do to whole workloads is for the simulator to show; the other systems' rules are in test_policies_others.
 """
@@ -43,7 +43,7 @@ def test_dualmap_cold_pair_takes_a_cheaper_member() -> None:
     holder = candidate("c", queue_s=1.0, compute_s=0.2, matched=800)
     assert decide("dualmap", one, other, holder) == ("c", "pair-cold")
     assert decide("dualmap_paper", one, other, holder)[0] in "ab"
-    # 0.02 s are less than estimates can tell apart, and the pair is where the next one will look.
+    # Estimates are not precise to 0.02 s, and later requests of the key go to the pair.
     assert decide("dualmap", one, other, candidate("c", queue_s=0.89, compute_s=1.0)) == ("b", "pair-equal")
 
 
@@ -156,7 +156,7 @@ def test_policy_choice_is_independent_of_member_order(policy: str) -> None:
 
 
 def place(router: PoolRouter, number: int) -> tuple[str, ...]:
-    """Ask with one of nine system prompts, end what was asked 25 requests ago; return who was handed something."""
+    """Send a request with one of nine system prompts, end the one 25 requests ago; return the dispatched members."""
     now, text = number * 0.05, text_of(1024, f"system {number % 9}") + text_of(64 * (number % 11), f"{number}")
     answer, released = router.on_request(now, request(str(number), text, now=now))
     later = router.on_first_token(now, str(number - 5)).outcomes + router.on_finished(now, str(number - 25)).outcomes

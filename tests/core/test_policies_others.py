@@ -1,4 +1,4 @@
-"""The other systems' rules on hand-made situations: each branch and where it turns, computed from the definition.
+"""The rules of other systems on constructed situations: each branch and its boundary, computed from the definition.
 
 Prompts have 1000 tokens, the SLO is 5 s, and every member prefills 1000 tokens a second unless something else is said.
 """
@@ -77,7 +77,7 @@ class TestAibrix:
         assert decide("aibrix_prefix", candidate("a", matched=896, requests=8), idle) == ("a", "prefix-match")
 
     def test_aibrix_member_above_one_sigma_does_not_match(self) -> None:
-        # Mean 3, variance 14/3: nobody above 5.16.
+        # Mean 3, variance 14/3: no member above 5.16.
         best, second, idle = candidate("a", matched=896, requests=6), candidate("b", matched=256, requests=2), "c"
         assert decide("aibrix_prefix", best, second, candidate(idle, requests=1)) == ("b", "prefix-match")
         assert decide("aibrix_prefix", best, candidate("b", requests=2), candidate(idle, requests=1)) == (
@@ -205,7 +205,7 @@ def test_chwbl_takes_the_first_on_the_ring_within_the_bound(
 class TestLlumnix:
     def test_llumnix_sums_missed_and_pending_tokens(self) -> None:
         warm = candidate("a", matched=1800, pending=1700)
-        # 200 + 1700 < 2000 + 0 < 200 + 1900; who holds nothing misses everything.
+        # 200 + 1700 < 2000 + 0 < 200 + 1900; a member without a match misses the whole prompt.
         assert decide("llumnix", warm, candidate("b"), prompt=2000) == ("a", "cache-aware")
         assert decide("llumnix", warm._replace(pending_tokens=1900), candidate("b"), prompt=2000)[0] == "b"
 

@@ -1,4 +1,4 @@
-"""The router's books of open requests: whatever order the news comes in, nothing leaks and every ending counts once."""
+"""The router's accounts of open requests: any event order leaks nothing, and every end counts once."""
 
 from dataclasses import replace
 

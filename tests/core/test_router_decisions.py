@@ -1,4 +1,4 @@
-"""What the router of a pool decides: pairs, spilling, hotness, subsets, refusals, and the receipt that says why."""
+"""Decisions of a pool's router: pairs, spills, hotness, subsets, rejections, and the receipt."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def test_destination_is_the_choice_then_the_other_of_the_pair() -> None:
 @settings(max_examples=30)
 def test_decision_hit_rate_meets_the_two_choice_bound(requests: int, others: list[int]) -> None:
     # Paper section 2.3: m requests of one prefix hit at least m - 2 times, since only its two candidates ever miss,
-    # whatever load others put on them. (A prefix that turns hot changes its key, and misses once per new pair.)
+    # regardless of the load of others. (A prefix that turns hot changes its key, and misses once per new pair.)
     router, hits = PoolRouter(pool(policy="dualmap_paper")), 0
     for n in range(requests):
         hits += decide(router, str(n), text_of(512, "shared"), float(n)).receipt.matched_tokens == 512

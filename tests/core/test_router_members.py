@@ -1,4 +1,4 @@
-"""The router when its pool changes: members that come, drain, restart or go, and other engine settings."""
+"""Changes of a pool: members that join, drain, restart or leave, and changed engine settings."""
 
 from dataclasses import replace
 

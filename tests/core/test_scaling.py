@@ -1,4 +1,4 @@
-"""The rule for desired replicas in single situations: what arrives and what waits. Attainment has a file of its own."""
+"""The rule for desired replicas: arrivals and backlog. test_scaling_attainment.py covers attainment."""
 
 import tracemalloc
 from dataclasses import replace

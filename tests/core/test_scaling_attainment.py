@@ -1,4 +1,4 @@
-"""The rule for desired replicas: what is added for missing the SLO, and given up again."""
+"""The rule for desired replicas: members added for SLO misses, and their removal."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ class TestAttainment:
 
     def test_attainment_missed_at_desired_size_adds_members(self) -> None:
         asked = self.asked(share_met=0.5, members=5)
-        assert asked[3] == pytest.approx(4.12, rel=0.01)  # Not before a window has passed since the members came.
+        assert asked[3] == pytest.approx(4.12, rel=0.01)  # Not before a window has passed since the members were added.
         assert 5.5 < asked[-1] < 7
 
     def test_attainment_missed_above_desired_size_adds_members(self) -> None:
@@ -61,7 +61,7 @@ class TestAttainment:
 
     def test_attainment_each_router_adds_its_share(self) -> None:
         alone = self.asked(share_met=0.5, members=12)
-        # What it asks for at last is more than half of what it first did, and the other says what it said then.
+        # Its last share is more than half of its first, and the other router's report is unchanged.
         other = said(6.0, count=550, slo_met=275)
         share = self.asked(share_met=0.5, members=12, rate=5, peers=1, others=(other,))
         assert 2 * share[4] == pytest.approx(alone[4], rel=0.02)

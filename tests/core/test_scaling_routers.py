@@ -1,4 +1,4 @@
-"""The rule for desired replicas where several routers have the traffic: what they add for a missed SLO, together."""
+"""The rule for desired replicas with several routers: the members that they add together for SLO misses."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ ASKED_S = 5
 
 
 class Routers:
-    """Routers that share a pool's traffic and hear of each other's wishes as they were when last asked."""
+    """Routers that share a pool's traffic and receive each other's last desired replicas."""
 
     def __init__(self, number: int, *, tokens: Sequence[int] = ()) -> None:
         self.scalings = [Scaling(pool()) for _ in range(number)]
@@ -24,7 +24,7 @@ class Routers:
     def run(
         self, seconds: int, *, shares: Sequence[float], members: int, met: float, hear: bool = True, asked: int = 1
     ) -> list[float]:
-        """Have traffic of RATE go to each by its share, ``met`` of it in time; return the sum of the wishes every 5 s.
+        """Send each router its share of RATE, ``met`` of it within the SLO; return the desired sum every 5 s.
 
         Each is ``asked`` so many times before the others come to know of it. Unless they ``hear`` of each other, they
         know that they do not.
@@ -68,7 +68,7 @@ def test_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -
 
 
 def test_routers_moved_traffic_is_not_added_twice() -> None:
-    """An Envoy that connects anew takes its requests elsewhere."""
+    """An Envoy that reconnects sends its requests to another router."""
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.05, 0.95), (0.95, 0.05))):
@@ -81,7 +81,7 @@ def test_routers_moved_traffic_is_not_added_twice() -> None:
 
 
 def test_routers_large_desire_leaves_others_less() -> None:
-    """Its prompts are long: the other does not ask for nine tenths of the fleet, of which most is asked for already."""
+    """Its prompts are long, and it desires most of the fleet: the other desires only the rest."""
     routers = Routers(2, tokens=(TOKENS // 10, 9 * TOKENS))
     sums = routers.run(65, shares=(0.9, 0.1), members=8, met=0.5)
     assert routers.wishes[1] > 0.1 * 8

@@ -1,4 +1,4 @@
-"""One number per pool: what several routers report, added up, and what a router that goes leaves behind."""
+"""One number per pool: the sum of the reports of all routers, also after a router has stopped."""
 
 from dataclasses import replace
 
@@ -53,8 +53,8 @@ class TestSums:
         assert not NO_SHARE.active
 
 
-class TestElsewhere:
-    """What a router adds for a missed SLO it adds knowing what the others wish for."""
+class TestOthers:
+    """A router that adds members for a missed SLO uses the desired replicas of the others."""
 
     def test_others_are_the_reports_of_each_router(self) -> None:
         peers = PeerShares()
@@ -80,7 +80,7 @@ class TestElsewhere:
         assert peers.others(REMEMBERED_S) is None
 
 
-class TestARouterThatGoes:
+class TestGoneRouter:
     """One of three that share 12 instances' worth; its traffic goes to the two others."""
 
     def test_gone_router_share_counts_until_others_measured_it(self) -> None:
@@ -108,7 +108,7 @@ class TestARouterThatGoes:
         assert peers.total(5.0, Share(desired_replicas=6.0)).desired_replicas == 12.0
 
     def test_started_router_uses_reports_of_its_predecessor(self) -> None:
-        """It has seen no traffic yet: the only one there is now, or the only one that is asked."""
+        """The started router has no traffic yet; it is the only router, or the only one that is read."""
         peers = PeerShares()
         peers.add_report(-20.0, "before", report(Share(desired_replicas=5.0, in_flight=40)))
         assert peers.total(0.0, NO_SHARE) == Share(desired_replicas=5.0, in_flight=40)

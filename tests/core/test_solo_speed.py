@@ -1,4 +1,4 @@
-"""How fast an instance is by itself, as a router learns it that is not the only one to send there."""
+"""The speed of a member without interference, as learnt by one of several routers."""
 
 from itertools import count
 

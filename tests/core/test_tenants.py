@@ -1,4 +1,4 @@
-"""``cache_salt``: tenants share nothing, whatever they have in common."""
+"""``cache_salt``: tenants share nothing."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The columns of a pool's members against the definitions of what they hold, on pools in all sorts of states."""
+"""The columns of a pool's members equal their definitions, on pools in many states."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The client for the Kubernetes API against a small server of aiohttp's, whose every answer the test decides."""
+"""The client for the Kubernetes API against a small aiohttp server with scripted responses."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """An API server that answers what ``handler`` says; ``kubeconfig`` leads to it."""
+    """An API server that answers with ``handler``; ``kubeconfig`` points to it."""
 
     def __init__(self, folder: Path) -> None:
         self.handler: Handler | None = None

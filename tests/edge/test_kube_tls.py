@@ -1,4 +1,4 @@
-"""The client for the Kubernetes API by TLS: what it leaves of connections that were given up."""
+"""The client for the Kubernetes API over TLS: cancelled connections."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""The list-watch loop: what the store holds, and how the loop recovers, for every way in which a server can fail."""
+"""The list-watch loop: the content of the store, and recovery from every kind of server failure."""
 
 import asyncio
 from collections import deque

@@ -15,7 +15,7 @@ _MOST_ATTENTION = 1.0e-4
 _SPEED_BOUND = 20.0
 # Each sample weighs this much less when the next arrives: about 50 samples of memory.
 _FORGET = 0.98
-# The prior counts as much as this many samples of _PRIOR_TOKENS tokens.
+# The prior has the weight of this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
 # A sample is clipped to this factor of the prediction: stalls and preemptions are not prefill speed.

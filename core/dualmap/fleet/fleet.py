@@ -91,7 +91,7 @@ class Fleet:
         return load.backlog_s(now, self._stall_s)
 
     def queue_s(self, now: float, member: str) -> float:
-        """Return T_q of a member: the time until the prefill of a request that is placed there now would begin."""
+        """Return T_q of a member: the time until the prefill of a request placed there now would start."""
         return self._ledger.loads[member].queue_s(now, self._stall_s)
 
     def has_room(self, member: str, prompt_tokens: int) -> bool:

@@ -40,7 +40,7 @@ class Ledger:
         self.loads = _Loads(
             lambda: MemberLoad(self._prior_tokens_per_second, self._outdated, self.dispatch_times.changed)
         )
-        """The load of every member by id; asked for an unknown member it adds an empty load."""
+        """The load of every member by id; a lookup of an unknown member adds an empty load."""
         # The request without a report for longest comes first, so that expiry looks only at what has expired.
         self._in_flight: OrderedDict[str, InFlightRequest] = OrderedDict()
 

@@ -52,7 +52,7 @@ class ReplicasLoad:
         self.busy_s = -inf
         """The last time at which another replica is known to have had prefills at the member."""
         self._load = NO_LOAD
-        # Replicas report far more often than anything asks for their sum, so it is computed when asked.
+        # Replicas report far more often than their sum is read, so the sum is computed on demand.
         self._sum: Callable[[], SharedLoad] | None = None
 
     @property
@@ -96,7 +96,7 @@ class MemberLoad:
         self._outdated = outdated
         outdated[self] = None
         self._redispatch = redispatch
-        # When something is overdue next; NaN when it must be computed anew.
+        # The time of the next overdue event; NaN if it must be recomputed.
         self._overdue_s = nan
         # When the backlog reaches the dispatch window, and for which window that was computed; NaN for none.
         self._opens_s = inf
@@ -132,7 +132,7 @@ class MemberLoad:
     def first_token(self, now: float, request: InFlightRequest) -> None:
         """Record that a prefill ended now, and learn the speed from it."""
         prefills = self.prefills
-        # A prefill that overtook others (chunked prefill, short before long) says nothing about the speed of one.
+        # A prefill that overtook others (chunked prefill, short before long) is no sample of the speed.
         in_order, busy_s = prefills.head is request, now - prefills.busy_since_s(request)
         if request.stage is Stage.PENDING:
             # Engines serve first come, first served: the prefills before it ended without a report. If the scheduler
@@ -144,7 +144,7 @@ class MemberLoad:
         # Assume that other replicas' prefills are spread evenly among our remaining ones.
         others_s = self.others.load.backlog_s
         prefills.restart(now + others_s / (len(prefills.pending) + 1))
-        # A prefill that may have waited behind another replica's says nothing about the speed either.
+        # A prefill that may have waited behind another replica's is no sample of the speed either.
         if in_order and request.streamed and request.alone and not others_s:
             self.speed.observe(
                 new_tokens=request.new_tokens,
@@ -207,7 +207,7 @@ class MemberLoad:
         return self.prefills.backlog_s(now, decode_stall_s) + self.others.load.backlog_s
 
     def queue_s(self, now: float, decode_stall_s: float) -> float:
-        """Return T_q: seconds until the prefill of a request that is placed here now would begin."""
+        """Return T_q: seconds until the prefill of a request placed here now would start."""
         return self.backlog_s(now, decode_stall_s) + self.queue.compute_s + self.others.load.held_s
 
     def dispatches_s(self, window_s: float, *, after_s: float) -> float | None:

@@ -27,7 +27,7 @@ class PrefillAccount:
         self._silent_since_s = 0.0
 
     def add(self, request: InFlightRequest, begins_s: float) -> None:
-        """Add a dispatched request; if no other is pending, its prefill begins at ``begins_s``."""
+        """Add a dispatched request; if no other is pending, its prefill starts at ``begins_s``."""
         if self.head is None:
             self.head = request
             self._head_since_s = self._silent_since_s = begins_s
@@ -45,11 +45,11 @@ class PrefillAccount:
         self.tokens -= request.new_tokens
 
     def restart(self, begins_s: float) -> None:
-        """Record that the head's prefill begins at ``begins_s``."""
+        """Record that the head's prefill starts at ``begins_s``."""
         self._head_since_s = self._silent_since_s = begins_s
 
     def give_up_head(self, now: float) -> None:
-        """Remove the head as ended without a report; the member's stall goes on, if it is one."""
+        """Remove the head as ended without a report; a stall of the member continues."""
         if self.head is not None:
             self.remove(self.head)
             self._silent_since_s = now

@@ -94,7 +94,7 @@ class PrefixIndex:
         return self.matched_on(self._tree.path(hashes))
 
     def matched_on(self, path: Path) -> int:
-        """Return how many blocks are held of a prompt whose path down the tree is known."""
+        """Return how many blocks of a prompt with a known path in the tree are in the index."""
         held = self._held
         for run, at in reversed(path):
             if run in held:
@@ -147,7 +147,7 @@ class PrefixIndex:
             self._give_up(run)
 
     def _append(self, runs: list[_Run], rest: Sequence[int]) -> None:
-        """Append new blocks to the last of a prompt's runs, or begin the first run of a prompt."""
+        """Append new blocks to the last of a prompt's runs, or start its first run."""
         last = runs[-1] if runs else self._tree.root
         self._blocks += len(rest)
         if last.holders is self._alone and not last.children:

@@ -18,7 +18,7 @@ class Suspension:
         self._since_s = -inf
 
     def failed(self, now: float, dispatched_s: float) -> bool:
-        """Count a request that the member failed; return whether the member is suspended anew.
+        """Count a request that the member failed; return whether this suspends the member.
 
         A request that was dispatched before the last suspension proves nothing new when it fails.
         """

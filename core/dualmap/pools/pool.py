@@ -10,7 +10,7 @@ from math import inf
 
 
 class MemberState(StrEnum):
-    """The state of a member: Joining (its weight ramps up), Active, Draining (it takes no new keys), then gone."""
+    """The state of a member: Joining (its weight ramps up), Active, Draining (it takes no new keys), then removed."""
 
     JOINING = "Joining"
     ACTIVE = "Active"
@@ -107,7 +107,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """How keys map to members: the algorithm, anchors per member of full weight, and the seed both rings grow from."""
+    """How keys map to members: the algorithm, anchors per member of full weight, and the seed of both rings."""
 
     algorithm: RingAlgorithm = RingAlgorithm.RENDEZVOUS
     virtual_nodes: int = 128
@@ -178,7 +178,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Everything that decides where a request goes. ``receipt_header`` switches x-dualmap-decision on."""
+    """All settings that decide the member of a request. ``receipt_header`` switches x-dualmap-decision on."""
 
     policy: str = "dualmap"
     receipt_header: bool = True
@@ -209,6 +209,6 @@ class Pool:
         return f"{self.namespace}/{self.name}"
 
     def never_queueing(self) -> "Pool":
-        """Return this pool with a queue that dispatches every request at once, whatever the backlog."""
+        """Return this pool with a queue that dispatches every request at once, regardless of the backlog."""
         queue = replace(self.routing.queue, dispatch_window_s=inf, hold_when_empty=False)
         return replace(self, routing=replace(self.routing, queue=queue))

@@ -179,7 +179,7 @@ class RequestQueue:
         self._drop_if_empty(queued.member)
 
     def withdraw(self, queued: QueuedRequest) -> None:
-        """Take a request out of its member's queue to place it anew or to forget it."""
+        """Remove a request from its member's queue, to place it again or to drop it."""
         self.queues[queued.member].remove(queued)
         self._drop_if_empty(queued.member)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dualmap.replicas.update import SharedLoad
 
-# Replicas report at least once a second. After three missing reports a replica is gone or cut off.
+# Replicas report at least once a second. After three missing reports a replica counts as stopped or disconnected.
 PEER_TTL_S = 3.0
 NO_LOAD = SharedLoad()
 
@@ -22,16 +22,16 @@ class Peers:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def hear(self, said_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> set[str]:
-        """Take a replica's loads as of ``said_s``; return the members whose sum may have changed."""
-        if said_s < self._heard_s.get(peer, said_s):
+    def hear(self, reported_s: float, peer: str, loads: Mapping[str, SharedLoad]) -> set[str]:
+        """Store a replica's loads as of ``reported_s``; return the members whose sum may have changed."""
+        if reported_s < self._heard_s.get(peer, reported_s):
             return set()
         changed = set(loads) | set(self._loads.get(peer, ()))
-        self._loads[peer], self._heard_s[peer] = loads, said_s
+        self._loads[peer], self._heard_s[peer] = loads, reported_s
         return changed
 
     def expire(self, now: float) -> set[str]:
-        """Forget the replicas that no longer report; return the members whose sum may have changed."""
+        """Drop the replicas that no longer report; return the members whose sum may have changed."""
         changed: set[str] = set()
         for peer in [peer for peer, heard_s in self._heard_s.items() if heard_s + PEER_TTL_S <= now]:
             changed.update(self._loads.pop(peer))

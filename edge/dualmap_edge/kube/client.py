@@ -33,7 +33,7 @@ __all__ = [
 
 CONNECT_TIMEOUT_S: Final = 5.0
 # How long the server keeps a watch open, and after how much silence a watch counts as broken. A reachable server ends
-# the watch in time, so longer silence is a connection that was cut unnoticed.
+# the watch within the first limit, so longer silence means a broken connection.
 WATCH_TIMEOUT_S: Final = 45.0
 WATCH_INACTIVITY_S: Final = 55.0
 # Pages limit one synchronous JSON parse, during which a router routes nothing, to a few MB.

@@ -138,7 +138,7 @@ async def _configuration(kubeconfig: Path | None) -> Any:
     import kubernetes.aio.config
     from kubernetes.aio.client import Configuration
 
-    config: Any = kubernetes.aio.config  # Any, because it says nothing of its types.
+    config: Any = kubernetes.aio.config  # Any: the library is untyped.
     configuration = Configuration()
     # No limit: each watch holds a connection, and there may be one for every pool.
     configuration.connection_pool_maxsize = 0

@@ -26,7 +26,7 @@ from dualmap_edge.logs import get_logger
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-# A proxy may end every watch as soon as it begins: the next watch after a shorter one begins after a pause.
+# A proxy may end every watch at once: after a watch shorter than this, the loop pauses.
 _SHORT_WATCH_S: Final = 1.0
 # 2^30 pauses are longer than any limit; larger exponents only overflow.
 _MOST_DOUBLINGS: Final = 30
@@ -154,7 +154,7 @@ class Reflector(Generic[T]):
             objects += [self._read(body) for body in page.objects]
             self._version = page.version
         self._store.replace(objects)
-        # A list that works says little where the watch is refused: pauses must go on growing then.
+        # While watches fail, a successful list does not reset the backoff.
         self._heard(recovered=not before)
 
     async def _follow(self) -> NoReturn:

@@ -22,7 +22,7 @@ from dualmap_operator.observe.mirror import Key
 from dualmap_operator.observe.watches import ChildObject, PoolObject, fingerprint, read_child
 
 _AT_A_TIME: Final = 16
-# The status names so many of the gates that could not be set.
+# The status names at most this many of the gates that could not be set.
 _NAMED: Final = 3
 # These Events report a change of the StatefulSet's size.
 _SCALING: Final = (EventReason.SCALED_UP, EventReason.SCALED_DOWN, EventReason.DRAIN_TIMED_OUT)

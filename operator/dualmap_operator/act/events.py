@@ -104,7 +104,7 @@ class EventRecorder:
                 }
             )
         except GoneError:
-            # The API server keeps Events for an hour; the next equal one is created again.
+            # The API server keeps Events for an hour; an equal Event is then created again.
             del self._counts[name]
         else:
             self._remember(name, count)

@@ -15,7 +15,7 @@ from dualmap_operator.decide.observed import Condition, Observed, RingMember
 from dualmap_operator.decide.spec import PoolSpec, SelectorWorkload, TemplateWorkload
 from dualmap_operator.names import ConditionType
 
-# A pool without a ready member for so long is Degraded; one that starts needs a while.
+# A pool without a ready member for this time is Degraded; a starting pool needs some time.
 NO_MEMBER_GRACE_S: Final = 30.0
 # Models take minutes to load.
 UNREADY_GRACE_S: Final = 300.0

@@ -50,6 +50,6 @@ def behind(router: RouterReport, ring_version: int) -> bool:
 
 
 def _busy(router: RouterReport, member: str) -> bool:
-    """Return whether a router has a request at a member or still picks it, whatever version it reports."""
+    """Return whether a router has a request at a member or still picks it, at any reported version."""
     endpoint = router.endpoints.get(member)
     return endpoint is not None and (endpoint.in_flight + endpoint.held > 0 or endpoint.state in _TAKING)

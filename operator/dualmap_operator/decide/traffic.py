@@ -111,7 +111,7 @@ def _read(totals: Mapping[str, object]) -> _Totals | None:
 
 
 def _attainment(sums: _Totals) -> str:
-    """Return the share of requests whose first token met the SLO; rejected requests count as missed.
+    """Return the share of requests whose first token met the SLO; rejected requests count as misses.
 
     Requests without streaming have no observable first token and do not count.
     """

@@ -19,7 +19,7 @@ from dualmap_operator.observe.watches import PoolObject, Watches
 
 _REST_S: Final = 15.0
 _SYNC_S: Final = 1.0
-# A little less than the plan's own interval, so that every reconcile asks once.
+# A little less than the plan's own interval, so that every reconcile requests once.
 _DRAIN_S: Final = 0.4
 
 
@@ -30,7 +30,7 @@ class PoolObserver(Protocol):
         """Return the observed state of ``pool``; ``spec`` is None if it cannot be read."""
 
     def due_s(self) -> float:
-        """Return in how many seconds routers are due to be asked."""
+        """Return the seconds until the next request to the routers."""
 
 
 class Gatherer:
@@ -66,7 +66,7 @@ class Gatherer:
         if self._traffic is None:
             self._traffic = TrafficWindow(published=pool.status.traffic)
         draining = drain.draining(pool.status)
-        # A member taken back has had requests since: its next drain starts from zero.
+        # A member that returned to the ring may have new requests: its next drain starts from zero.
         self._idle_checks = {each.id: self._idle_checks[each.id] for each in draining if each.id in self._idle_checks}
         observed = self._observed(self._traffic, pool, spec, failures)
         self._interval_s = self._interval(observed, bool(draining))
@@ -81,7 +81,7 @@ class Gatherer:
         return replace(observed, idle_checks=self._idle_checks)
 
     def due_s(self) -> float:
-        """Return in how many seconds routers are due to be asked again; 0 or less means now."""
+        """Return the seconds until the next request to the routers; 0 or less means now."""
         if self._asked_at_s is None:
             return 0.0
         return self._asked_at_s + self._interval_s - self._clock()
@@ -120,7 +120,7 @@ class Gatherer:
         return Observed(
             published=pool.status,
             statefulset=self._watches.statefulset(key, pool.uid),
-            # Also with a spec that cannot be read, a crashed or deleted pod leaves the ring.
+            # A crashed or deleted pod leaves the ring even if the spec cannot be read.
             pods=self._watches.pods_left(key, members) if spec is None else self._watches.pods_of(spec),
             routers=self._reports,
             engine_requests=self._engine_requests,

@@ -47,7 +47,7 @@ class ServiceRouters:
             kind="EndpointSlice",
             path=collection_path("discovery.k8s.io/v1", "EndpointSlice", namespace),
             read=read_slice,
-            listener=lambda *_: None,  # The next reconcile asks the routers; it is never far.
+            listener=lambda *_: None,  # The next reconcile follows soon and asks the routers.
             clock=clock,
             selector=f"{_SERVICE_LABEL}={name}",
         )
@@ -57,7 +57,7 @@ class ServiceRouters:
         found: dict[str, RouterAddress] = {}
         for _, routers in self.mirror.items():
             for name, router in routers.items():
-                # Prefer IPv4, in whatever order the slices come.
+                # Prefer IPv4, regardless of the order of the slices.
                 if name not in found or ":" in found[name].host:
                     found[name] = router
         return tuple(found[name] for name in sorted(found))

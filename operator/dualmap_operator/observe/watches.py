@@ -41,7 +41,7 @@ class PoolObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodObject:
-    """One pod, its labels, and ``pool``: the pool whose StatefulSet made it, by name (empty for none)."""
+    """One pod, its labels, and ``pool``: the pool whose StatefulSet created it, by name (empty for none)."""
 
     labels: Mapping[str, Any]
     pool: str

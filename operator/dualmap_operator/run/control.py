@@ -23,7 +23,7 @@ _NOT_FOUND: Final = 404
 
 
 class ControlError(OperatorError):
-    """A part of the operator ended although it must not; the message says which and why. A supervisor restarts it."""
+    """A part of the operator ended unexpectedly; the message names the part and the cause. A supervisor restarts it."""
 
 
 class ControlLoops:
@@ -122,9 +122,9 @@ class ControlLoops:
 
 
 def ended(error: Exception) -> ControlError:
-    """Return the ControlError that says which ``error`` ended a part of the operator."""
-    # Only kopf ends by an answer of the API server, and it lists and watches nothing but pools. Its errors are not
-    # public; their HTTP status is.
+    """Return the ControlError with the ``error`` that ended a part of the operator."""
+    # Only kopf ends on an error response of the API server, and it lists and watches only pools. Its error classes are
+    # private; their HTTP status is public.
     if getattr(error, "status", None) == _NOT_FOUND:
         return ControlError(
             "the API server no longer serves InferencePools; has their CRD been deleted? After a restart the operator "

@@ -23,7 +23,7 @@ _WATCH_TIMEOUT_S: Final = 45
 _WATCH_INACTIVITY_S: Final = 55
 _DAEMON_EXIT_S: Final = 1.0
 _POLL_S: Final = 1.0
-# The finalizer is removed at the latest so long after drain.timeout, whatever keeps the drain from ending.
+# The finalizer is removed at the latest this long after drain.timeout, even if the drain has not ended.
 _GRACE_S: Final = 30.0
 
 

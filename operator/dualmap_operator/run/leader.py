@@ -103,7 +103,7 @@ class Leadership:
             try:
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)
             except ConflictError as error:
-                # Somebody wrote since our last read; it was us if an answer was lost.
+                # The lease changed since our last read; if a response was lost, our own write changed it.
                 if not await self._look(timeout_s) or self._holder() != self._identity:
                     raise LeadershipLostError(f"another operator holds the lease {self._settings.name}") from error
                 await self._replace(self._spec(self._identity, taking=False), timeout_s=timeout_s)

@@ -22,7 +22,7 @@ _DRAIN_BUCKETS_S: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
 
 
 class Metrics:
-    """Every metric of one operator, in a registry of its own."""
+    """Every metric of one operator, in its own registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -28,7 +28,7 @@ _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 # The longest wait for our own status write to appear in the watch.
 _ECHO_S: Final = 2.0
-# A pool that drains counts as gone after it was missing from the watch for so long.
+# A draining pool counts as deleted after it was missing from the watch for this time.
 _GONE_S: Final = 60.0
 STUCK_S: Final = 60.0
 """A reconcile that takes longer is stuck: each of its requests has a timeout far below."""
@@ -222,7 +222,7 @@ class Reconciler:
         if bool(failures) != bool(before):
             return result, 0.0  # The next reconcile publishes the change in the Degraded condition.
         if failures:
-            return "failed", self._pause_s  # Also where the server words its refusal differently each time.
+            return "failed", self._pause_s  # Also if the server's error text differs each time.
         wait_s = min(plan.requeue_after_s, max(0.0, self._observer.due_s()))
         return result, min(wait_s, _ECHO_S) if applied.wrote_status else wait_s
 
@@ -247,7 +247,7 @@ class Reconcilers:
         return key in self._running
 
     def stuck(self) -> list[str]:
-        """Return the pools whose present reconcile is stuck."""
+        """Return the pools whose current reconcile is stuck."""
         return [each.pool_id for reconcilers in self._running.values() for each in reconcilers if each.stuck]
 
     async def run(

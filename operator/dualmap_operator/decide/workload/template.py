@@ -1,4 +1,4 @@
-"""Reads a user's pod template, whatever it holds.
+"""Reads a user's pod template of any content.
 
 The schema admits any value (``x-kubernetes-preserve-unknown-fields``). The API server refuses an invalid template when
 the StatefulSet is applied, and names the field. Until then no value may raise here, nor in ``children``,
