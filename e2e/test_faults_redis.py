@@ -18,8 +18,8 @@ from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LOST = "shared state is out of reach"
-BACK = "shared state is back"
+LOST = "Lost shared state"
+BACK = "Shared state recovered"
 REQUESTS = 40
 
 
