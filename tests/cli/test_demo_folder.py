@@ -1,4 +1,4 @@
-"""One folder, one demo: a second one is refused while the first runs, and let in afterwards."""
+"""A folder admits one demo at a time."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""The demo's sums on outcomes made by hand, and how they are shown."""
+"""The demo's figures of hand-made outcomes, as numbers, tables and charts."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ def plan(tmp_path: Path):
 
 
 def outcome(*, due_s: float = 0.0, ttft_s: float = 0.1, error: str | None = None, lag_s: float = 0.0) -> Outcome:
-    """Times in wall seconds; every request lasts a second longer than its first token takes."""
+    """Times are wall seconds; each request ends one second after its first token."""
     return Outcome(
         due_s=due_s,
         sent_s=due_s + lag_s,
@@ -159,7 +159,7 @@ def test_table_is_aligned_and_preamble_has_the_load(plan):
 
 
 def png_size(path: Path) -> tuple[int, int]:
-    """Return width and height of a PNG whose every chunk has been checked."""
+    """Return the width and height of a PNG; checks every chunk."""
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     at, kinds = 8, []

@@ -1,4 +1,4 @@
-"""From options to experiments: what each becomes, and the engine's parameters by their names."""
+"""The experiments that options select, and the engine's parameters by name."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def plan(**options: Any) -> Plan:
 
 
 def numbers_of(config: EngineConfig) -> dict[str, float | None]:
-    """Every number of an engine, by the name that --set gives it."""
+    """Return every number of an engine by its --set name."""
     decode = config.decode
     assert decode is not None
     return {

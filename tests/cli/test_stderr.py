@@ -1,4 +1,4 @@
-"""Long-running commands end with their own exit status, whatever becomes of their stderr."""
+"""Long-running commands keep their exit status in any state of stderr."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from redis_server import free_port
 
-# Python then writes each line at once and keeps none back, which hides what is tested here.
+# With it Python does not buffer stderr, which would hide the fault.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 POOL = """
 apiVersion: serving.dualmap.dev/v1alpha1

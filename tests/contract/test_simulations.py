@@ -52,7 +52,7 @@ def test_simulate_json_has_a_run_per_policy_and_rate() -> None:
 
 
 def test_missing_figure_is_null() -> None:
-    """Nothing is ever pending on the engines of the bound without queues."""
+    """The engines of the queue-free bound never have pending load."""
     (only,) = document("simulate", *FEW, "--policy", "all_cached", "--qps", "1")["runs"]
     assert only["pending_cv"] is None
 

@@ -1,4 +1,4 @@
-"""The chart's Grafana dashboard: its queries are such as Prometheus takes, and ask for what there is."""
+"""The chart's Grafana dashboard: Prometheus accepts its queries, and their metrics and labels exist."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 MADE = ROOT / "helm" / "grafana.py"
 PANELS = json.loads((ROOT / "helm" / "dualmap" / "files" / "dashboard.json").read_text())["panels"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
-# Type and labels by name, as docs/metrics.md has them, which other tests hold to what is exported.
+# Type and labels by metric name from docs/metrics.md; other tests compare that page with the exported metrics.
 EXPORTED = {
     name: (kind, set(re.findall(r"`(\w+)`", labels)))
     for name, kind, labels in re.findall(
@@ -22,9 +22,9 @@ EXPORTED = {
     )
 }
 RECORDED = json.loads((ROOT / "tests" / "chart" / "recorded" / "series.json").read_text())["series"]
-# What Prometheus adds to every series that the chart has it scrape.
+# Labels that Prometheus adds to every series it scrapes.
 SCRAPED = {"namespace", "pod"}
-# Of these each router knows its own share.
+# Each router exports only its own share of these.
 SHARES = (
     "dualmap_endpoint_pending_prefill_tokens",
     "dualmap_endpoint_in_flight_requests",

@@ -1,4 +1,4 @@
-"""Traps of this layout, each of which has bitten somebody."""
+"""The repository's layout avoids known traps."""
 
 import operator
 import warnings
@@ -19,7 +19,7 @@ LONG_LINES = 600
 
 
 def warn_of_long_files(folder: Path) -> None:
-    """Warn of each module that is longer than most subjects need; generated ones are left out."""
+    """Warn of each module with more than ``LONG_LINES`` lines, except generated ones."""
     for path in sorted(folder.rglob("*.py")):
         lines = len(path.read_text().splitlines())
         if lines > LONG_LINES and not path.name.endswith("_pb2.py"):
@@ -39,7 +39,7 @@ def test_tests_are_no_packages() -> None:
     ]
 
 
-# A warning is an error elsewhere (pyproject.toml); here it is shown at the end of the run and fails nothing.
+# Elsewhere a warning is an error (pyproject.toml); here pytest only shows it at the end of the run.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_is_typed_and_its_long_files_warn(package: str) -> None:

@@ -1,4 +1,4 @@
-"""Build the wheel, install it into a fresh environment, and run the unit tests against that instead of the tree."""
+"""Build the wheel, install it into a new environment, and run the unit tests against the installed packages."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ PACKAGES = {"dualmap", "dualmap_edge", "dualmap_operator", "dualmap_extproc", "d
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Run a command, showing it; leave with its exit status where it fails."""
+    """Print and run a command; exit with its status when it fails."""
     print("+", *command, flush=True)
     status = subprocess.run([str(part) for part in command], cwd=cwd, check=False).returncode
     if status:
@@ -19,7 +19,7 @@ def run(*command: str | Path, cwd: Path) -> None:
 
 
 def main() -> None:
-    """Build, look inside, install, test."""
+    """Build the wheel, check its packages, install it and run the tests."""
     uv = Path(sys.executable).parent / "uv"
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -33,7 +33,7 @@ def main() -> None:
         python = here / "venv" / "bin" / "python"
         constraints = ROOT / "constraints.txt"
         run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, f"{wheel}[dev]", cwd=here)
-        # From another folder, with the tree's packages out of reach: what is tested is what was installed.
+        # In another folder, so that Python imports the installed packages and not the tree's.
         tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim")]
         tests.append(ROOT / "testing" / "tests" / "unit")
         run(
