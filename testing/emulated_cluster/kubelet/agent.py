@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from emulated_cluster.api.client import ApiClient
 from emulated_cluster.api.follow import follow
-from emulated_cluster.kubelet.containers.containers import NodeSettings, Object, Place
+from emulated_cluster.kubelet.containers.containers import NodeSettings, Object, PodLocation
 from emulated_cluster.kubelet.node import Node
 from emulated_cluster.kubelet.pods import PodWorker
 
@@ -88,12 +88,12 @@ class NodeAgent:
         if worker is not None:
             worker.observe(item)
             return
-        place = Place(
+        location = PodLocation(
             address=self._free_address(),
             host_address=self._node.address,
             node=self._settings,
         )
-        self._workers[uid] = worker = PodWorker(item, place, self._client, self._turns)
+        self._workers[uid] = worker = PodWorker(item, location, self._client, self._turns)
         self._talk(self._tend(worker))
 
     def remove(self, item: Object) -> None:
@@ -119,5 +119,5 @@ class NodeAgent:
 
     def _free_address(self) -> str:
         """Return the next free address; an address that became free just now is used last."""
-        taken = {worker.place.address for worker in self.workers}
+        taken = {worker.location.address for worker in self.workers}
         return next(each for each in itertools.islice(self._addresses, self._room) if each not in taken)

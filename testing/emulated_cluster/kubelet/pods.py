@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Retries
-from emulated_cluster.kubelet.containers.containers import Container, FakeContainer, Object, Place
+from emulated_cluster.kubelet.containers.containers import Container, FakeContainer, Object, PodLocation
 from emulated_cluster.kubelet.containers.home import PodHome
 from emulated_cluster.kubelet.containers.process_containers import ProcessContainer
 from emulated_cluster.kubelet.containers.runtimes import HostRuntime, RootedRuntime, Runtime, Started
@@ -30,22 +30,22 @@ _LOG: Final = logging.getLogger(__name__)
 class PodWorker:
     """A pod from its arrival on the node to its end. Containers run also while the API server is away."""
 
-    def __init__(self, pod: Object, place: Place, client: ApiClient, turns: asyncio.Semaphore) -> None:
+    def __init__(self, pod: Object, location: PodLocation, client: ApiClient, turns: asyncio.Semaphore) -> None:
         """``turns`` bounds how many workers talk to the API server at once."""
         metadata = pod["metadata"]
         self.namespace: str = metadata["namespace"]
         self.name: str = metadata["name"]
         self.uid: str = metadata["uid"]
-        self.place = place
+        self.location = location
         self._pod = pod
         self._path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
         self._client = client
         self._turns = turns
-        self._where = Placement(address=place.address, host_address=place.host_address, start_s=time.time())
+        self._where = Placement(address=location.address, host_address=location.host_address, start_s=time.time())
         self._changed = asyncio.Event()
         self._terminating = False
         self._gone = False
-        self._home = PodHome(pod, place, client) if _has_image(pod, place) else None
+        self._home = PodHome(pod, location, client) if _has_image(pod, location) else None
         fake = (metadata.get("annotations") or {}).get(FAKE_ANNOTATION) == "true"
         make = self._fake if fake else self._container
         self.containers: Mapping[str, Container] = {each["name"]: make(each) for each in pod["spec"]["containers"]}
@@ -116,17 +116,17 @@ class PodWorker:
         return FakeContainer(spec, self._changed.set)
 
     def _container(self, spec: Object, policy: str | None = None) -> Container:
-        return ProcessContainer(self._pod, spec, self.place, self._runtime(spec), self._changed.set, policy=policy)
+        return ProcessContainer(self._pod, spec, self.location, self._runtime(spec), self._changed.set, policy=policy)
 
     def _runtime(self, spec: Object) -> Runtime:
         if spec.get("restartPolicy"):
             return _NoRuntime(f"container {spec['name']}: init containers that keep running are not known here")
         if self._home is None:
-            return HostRuntime(self._pod, spec, self.place, self._values)
-        image = self.place.node.images.get(spec.get("image", ""))
+            return HostRuntime(self._pod, spec, self.location, self._values)
+        image = self.location.node.images.get(spec.get("image", ""))
         if image is None:
             return _NoRuntime(f"image {spec.get('image')} is not among the kubelet's, as others of the pod are")
-        return RootedRuntime(self._pod, spec, self.place, self._values, image=image, home=self._home)
+        return RootedRuntime(self._pod, spec, self.location, self._values, image=image, home=self._home)
 
     async def _values(self, kind: str, name: str) -> Values:
         return await values_of(self._client, self.namespace, (kind, name))
@@ -181,10 +181,10 @@ class _NoRuntime:
         raise ContainerConfigError(self._reason)
 
 
-def _has_image(pod: Object, place: Place) -> bool:
+def _has_image(pod: Object, location: PodLocation) -> bool:
     spec = pod["spec"]
     return any(
-        each.get("image") in place.node.images for each in (*(spec.get("initContainers") or ()), *spec["containers"])
+        each.get("image") in location.node.images for each in (*(spec.get("initContainers") or ()), *spec["containers"])
     )
 
 

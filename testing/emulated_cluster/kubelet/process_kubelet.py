@@ -230,7 +230,7 @@ def _view(worker: PodWorker) -> PodView:
         namespace=worker.namespace,
         name=worker.name,
         uid=worker.uid,
-        address=worker.place.address,
+        address=worker.location.address,
         ready=worker.ready,
         processes={name: each.pid for name, each in worker.containers.items() if each.pid is not None},
     )

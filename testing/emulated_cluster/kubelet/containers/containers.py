@@ -35,7 +35,7 @@ class NodeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PodLocation:
     """Where a pod's containers run."""
 
     address: str

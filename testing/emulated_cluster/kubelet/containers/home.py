@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from emulated_cluster.api.client import ApiClient
-from emulated_cluster.kubelet.containers.containers import Object, Place
+from emulated_cluster.kubelet.containers.containers import Object, PodLocation
 from emulated_cluster.kubelet.isolation.network import PodNetwork
 from emulated_cluster.kubelet.isolation.roots import Mount
 from emulated_cluster.kubelet.pod_spec.environment import Field, expand
@@ -22,19 +22,19 @@ _DOMAIN: Final = "cluster.local"
 class PodHome:
     """Made when its first container asks (``prepare``); belongs to one event loop."""
 
-    def __init__(self, pod: Object, place: Place, client: ApiClient) -> None:
+    def __init__(self, pod: Object, location: PodLocation, client: ApiClient) -> None:
         metadata = pod["metadata"]
         self.hostname: str = pod["spec"].get("hostname") or metadata["name"]
         self._pod = pod
-        self._place = place
+        self._location = location
         self._client = client
-        self._folder = place.node.folder / metadata["uid"]
+        self._folder = location.node.folder / metadata["uid"]
         self._volumes = Volumes(
-            Field(pod=pod, address=place.address, host_address=place.host_address),
+            Field(pod=pod, address=location.address, host_address=location.host_address),
             client,
             Owner.of(pod),
             folder=self._folder / "volumes",
-            memory=place.node.memory / metadata["uid"],
+            memory=location.node.memory / metadata["uid"],
         )
         self._network: PodNetwork | None = None
         self._turn = asyncio.Lock()
@@ -49,7 +49,7 @@ class PodHome:
         """Make what is not made yet; raises ContainerConfigError where a volume's object is missing."""
         async with self._turn:
             if self._network is None:
-                self._network = await PodNetwork.make(self._place.address)
+                self._network = await PodNetwork.make(self._location.address)
                 self._folder.mkdir(parents=True)
                 self._write_files()
             await self._volumes.prepare()
@@ -109,13 +109,13 @@ class PodHome:
         if spec.get("subdomain"):
             names = f"{self.hostname}.{spec['subdomain']}.{namespace}.svc.{_DOMAIN} {self.hostname}"
         aliases = [f"{each['ip']} {' '.join(each['hostnames'])}" for each in spec.get("hostAliases") or ()]
-        hosts = ("127.0.0.1 localhost", "::1 localhost", f"{self._place.address} {names}", *aliases)
+        hosts = ("127.0.0.1 localhost", "::1 localhost", f"{self._location.address} {names}", *aliases)
         (self._folder / "hosts").write_text("\n".join(hosts) + "\n")
         (self._folder / "hostname").write_text(f"{self.hostname}\n")
         resolver = ""
-        if self._place.node.nameserver is not None:
+        if self._location.node.nameserver is not None:
             resolver = (
-                f"nameserver {self._place.node.nameserver}\n"
+                f"nameserver {self._location.node.nameserver}\n"
                 f"search {namespace}.svc.{_DOMAIN} svc.{_DOMAIN} {_DOMAIN}\n"
                 "options ndots:5\n"
             )

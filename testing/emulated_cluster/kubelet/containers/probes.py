@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from emulated_cluster.kubelet.containers.actions import Surroundings, perform
+from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Tally:
         return success if self._alike >= needed else None
 
 
-async def verdicts(probe: Probe, where: Surroundings) -> AsyncGenerator[bool, None]:
+async def verdicts(probe: Probe, target: ActionTarget) -> AsyncGenerator[bool, None]:
     """Ask from now on, once per period; yields every verdict, also one that only confirms the last."""
     tally = Tally(probe)
     await asyncio.sleep(probe.initial_delay_s)
     while True:
         next_s = asyncio.get_running_loop().time() + probe.period_s
-        verdict = tally.add(await perform(probe.handler, where, timeout_s=probe.timeout_s))
+        verdict = tally.add(await perform(probe.handler, target, timeout_s=probe.timeout_s))
         if verdict is not None:
             yield verdict
         await asyncio.sleep(next_s - asyncio.get_running_loop().time())

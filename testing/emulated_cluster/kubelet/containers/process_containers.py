@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from emulated_cluster.kubelet.containers.actions import Surroundings, perform
-from emulated_cluster.kubelet.containers.containers import Object, Place, log_name
+from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
+from emulated_cluster.kubelet.containers.containers import Object, PodLocation, log_name
 from emulated_cluster.kubelet.containers.probes import Probe, verdicts
 from emulated_cluster.kubelet.containers.runtimes import Runtime, Started
 from emulated_cluster.kubelet.containers.status import ContainerView, Running, State, Terminated, Waiting
@@ -34,7 +34,7 @@ class ProcessContainer:
         self,
         pod: Object,
         spec: Object,
-        place: Place,
+        location: PodLocation,
         runtime: Runtime,
         on_change: Callable[[], None],
         *,
@@ -45,9 +45,9 @@ class ProcessContainer:
         self._runtime = runtime
         self._policy = policy or pod["spec"].get("restartPolicy", "Always")
         self._spec = spec
-        self._place = place
+        self._location = location
         self._on_change = on_change
-        self.log = place.node.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
+        self.log = location.node.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
         self._probes = {kind: Probe.read(spec, f"{kind}Probe") for kind in ("startup", "liveness", "readiness")}
         self._process: Process | None = None
         self._started_as: Started | None = None
@@ -132,17 +132,17 @@ class ProcessContainer:
             self._started.clear()
             self._ready = False
             self._become(Running(started_s=started_s))
-            await self._until_it_ends(process, self._surroundings(started))
+            await self._until_it_ends(process, self._action_target(started))
         finally:
             process.kill()
             exit_code = await process.wait()
             self._become(Terminated(exit_code=exit_code, started_s=started_s, finished_s=time.time()))
         return exit_code
 
-    async def _until_it_ends(self, process: Process, where: Surroundings) -> None:
+    async def _until_it_ends(self, process: Process, target: ActionTarget) -> None:
         """Return when the process has ended: by itself, or since its probes or ``stop`` wanted it to."""
-        readiness = asyncio.create_task(self._follow_readiness(where))
-        unhealthy = asyncio.create_task(self._until_unhealthy(where))
+        readiness = asyncio.create_task(self._follow_readiness(target))
+        unhealthy = asyncio.create_task(self._until_unhealthy(target))
         ended = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -153,16 +153,16 @@ class ProcessContainer:
                 readiness.result()
             unhealthy.cancel()
             if not ended.done():
-                await self._end(process, where)
+                await self._end(process, target)
         finally:
             await _cancelled(readiness, unhealthy, ended, stopping)
             self._deadline_s = self._deadline_s if self._stopping.is_set() else float("inf")
 
-    async def _end(self, process: Process, where: Surroundings) -> None:
+    async def _end(self, process: Process, target: ActionTarget) -> None:
         """Run preStop and send SIGTERM; returns when the process has ended or its time is over."""
         handler = self._spec.get("lifecycle", {}).get("preStop")
         if handler is not None:
-            await self._within(self._deadline_s, perform(handler, where, timeout_s=None), process.wait())
+            await self._within(self._deadline_s, perform(handler, target, timeout_s=None), process.wait())
         process.terminate()
         least_s = asyncio.get_running_loop().time() + MINIMUM_GRACE_S
         await self._within(max(self._deadline_s, least_s), process.wait())
@@ -187,32 +187,32 @@ class ProcessContainer:
         if self._grace is not None and not self._grace.expired():
             self._grace.reschedule(deadline_s)
 
-    async def _until_unhealthy(self, where: Surroundings) -> float:
+    async def _until_unhealthy(self, target: ActionTarget) -> float:
         """Return the grace period of the restart that a failing startup or liveness probe demands."""
         startup = self._probes["startup"]
         if startup is not None:
-            async with contextlib.aclosing(verdicts(startup, where)) as answers:
+            async with contextlib.aclosing(verdicts(startup, target)) as answers:
                 if not await anext(answers):
                     return self._grace_s(startup)
         self._started.set()
         self._on_change()
         liveness = self._probes["liveness"]
         if liveness is not None:
-            async with contextlib.aclosing(verdicts(liveness, where)) as answers:
+            async with contextlib.aclosing(verdicts(liveness, target)) as answers:
                 async for alive in answers:
                     if not alive:
                         return self._grace_s(liveness)
         await asyncio.Event().wait()
         raise AssertionError("nothing sets that event")
 
-    async def _follow_readiness(self, where: Surroundings) -> None:
+    async def _follow_readiness(self, target: ActionTarget) -> None:
         """Keep ``ready`` as the readiness probe says, to the process' last moment."""
         await self._started.wait()
         readiness = self._probes["readiness"]
         if readiness is None:
             self._set_ready(True)
         else:
-            async with contextlib.aclosing(verdicts(readiness, where)) as answers:
+            async with contextlib.aclosing(verdicts(readiness, target)) as answers:
                 async for ready in answers:
                     self._set_ready(ready)
         await asyncio.Event().wait()
@@ -248,13 +248,13 @@ class ProcessContainer:
         self._state = state
         self._on_change()
 
-    def _surroundings(self, started: Started) -> Surroundings:
+    def _action_target(self, started: Started) -> ActionTarget:
         named = {each["name"]: each["containerPort"] for each in self._spec.get("ports") or () if "name" in each}
 
         async def execute(command: Sequence[str]) -> int:
             return await started.execute(command, self.log)
 
-        return Surroundings(address=self._place.address, ports=named, execute=execute)
+        return ActionTarget(address=self._location.address, ports=named, execute=execute)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:

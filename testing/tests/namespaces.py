@@ -40,35 +40,35 @@ RESTRICTED = {
 
 
 @asynccontextmanager
-async def team_on(cluster: Cluster) -> AsyncIterator[Team]:
-    """Yield a team with a new namespace, and remove the namespace afterwards."""
+async def new_namespace(cluster: Cluster) -> AsyncIterator[Namespace]:
+    """Create a namespace, yield it, and remove it afterwards."""
     client = cluster.client()
     try:
-        team = Team(cluster, client)
-        yield team
-        cluster.remove_namespace(team.namespace)
+        namespace = Namespace(cluster, client)
+        yield namespace
+        cluster.remove_namespace(namespace.name)
     finally:
         await client.close()
 
 
-class Team:
-    """One namespace, as the tests read and write it."""
+class Namespace:
+    """One namespace of the cluster: applies objects, and waits for states of pods and endpoints."""
 
     def __init__(self, cluster: Cluster, client: ApiClient) -> None:
-        self.namespace = cluster.namespace()
+        self.name = cluster.namespace()
         self._cluster = cluster
         self._client = client
-        self.pods = f"/api/v1/namespaces/{self.namespace}/pods"
-        self.slices = f"/apis/discovery.k8s.io/v1/namespaces/{self.namespace}/endpointslices"
+        self.pods = f"/api/v1/namespaces/{self.name}/pods"
+        self.slices = f"/apis/discovery.k8s.io/v1/namespaces/{self.name}/endpointslices"
 
     def apply(self, *objects: Mapping[str, Any]) -> None:
         """Apply objects of this namespace."""
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
-        self._cluster.kubectl("apply", "-n", self.namespace, "-f", "-", input=document)
+        self._cluster.kubectl("apply", "-n", self.name, "-f", "-", input=document)
 
     def kubectl(self, *args: str) -> str:
         """Run kubectl in this namespace as the administrator; returns what it prints."""
-        return self._cluster.kubectl("-n", self.namespace, *args)
+        return self._cluster.kubectl("-n", self.name, *args)
 
     def label_pod(self, name: str, label: str) -> None:
         """Give a pod a label, ``key=value``."""
@@ -76,11 +76,11 @@ class Team:
 
     def delete_pod(self, name: str, *flags: str) -> None:
         """Delete a pod without waiting for its end."""
-        self._cluster.kubectl("delete", "pod", name, "-n", self.namespace, "--wait=false", *flags)
+        self._cluster.kubectl("delete", "pod", name, "-n", self.name, "--wait=false", *flags)
 
     def scale(self, name: str, replicas: int) -> None:
         """Scale a StatefulSet."""
-        self._cluster.kubectl("scale", "statefulset", name, "-n", self.namespace, f"--replicas={replicas}")
+        self._cluster.kubectl("scale", "statefulset", name, "-n", self.name, f"--replicas={replicas}")
 
     async def pod(self, name: str) -> Object:
         """Return a pod's object."""
@@ -97,9 +97,9 @@ class Team:
 
     async def until_ready(self, name: str) -> Object:
         """Return a pod once it is ready."""
-        return await self.until_says(name, Ready="True")
+        return await self.until_conditions(name, Ready="True")
 
-    async def until_says(self, name: str, **conditions: str) -> Object:
+    async def until_conditions(self, name: str, **conditions: str) -> Object:
         """Return a pod once its conditions have these statuses."""
         said: list[Object] = []
 
@@ -107,7 +107,7 @@ class Team:
             said.append(await self.pod(name))
             return all(condition(said[-1], kind) == status for kind, status in conditions.items())
 
-        await until(there, f"{name} says {conditions}", timeout_s=WITHIN_S)
+        await until(there, f"{name} has {conditions}", timeout_s=WITHIN_S)
         return said[-1]
 
     async def until_gone(self, name: str) -> list[Object]:
@@ -127,12 +127,12 @@ class Team:
 
         async def written() -> bool:
             try:
-                return words in kubelet.log(kubelet.pod(self.namespace, name))
+                return words in kubelet.log(kubelet.pod(self.name, name))
             except LookupError:
                 return False
 
         await until(written, f"{name} writes {words!r}", timeout_s=WITHIN_S)
-        return kubelet.log(kubelet.pod(self.namespace, name))
+        return kubelet.log(kubelet.pod(self.name, name))
 
     async def set_gate(self, name: str, status: str) -> None:
         """Patch a pod's readiness gate, as an operator does."""
