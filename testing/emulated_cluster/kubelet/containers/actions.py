@@ -1,6 +1,6 @@
 """The actions of probes and preStop hooks: HTTP request, connection, command, gRPC health check, sleep.
 
-``probes.py`` repeats them, ``process_containers.py`` runs one before SIGTERM.
+``probes.py`` repeats an action, ``process_containers.py`` runs one before SIGTERM.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTarget:
-    """The container of an action: its address and ports, and how a command runs in it."""
+    """The container that an action targets: its address, its ports, and a function that runs a command in it."""
 
     address: str
     ports: Mapping[str, int]
     execute: Callable[[Sequence[str]], Awaitable[int]]
 
     def port(self, port: int | str) -> int:
-        """Return a port given by number or by its name in the container; raises LookupError for an unknown name."""
+        """Return the port with this number or name in the container; raises LookupError for an unknown name."""
         return port if isinstance(port, int) else self.ports[port]
 
 
@@ -44,7 +44,7 @@ async def perform(handler: Mapping[str, Any], target: ActionTarget, *, timeout_s
                 return True
     except (OSError, aiohttp.ClientError, TimeoutError, LookupError):
         return False
-    raise ValueError(f"an action of an unknown kind: {dict(handler)}")
+    raise ValueError(f"unknown kind of action: {dict(handler)}")
 
 
 async def _http_get(action: Mapping[str, Any], target: ActionTarget) -> bool:
@@ -52,7 +52,7 @@ async def _http_get(action: Mapping[str, Any], target: ActionTarget) -> bool:
     host = action.get("host") or target.address
     url = f"{scheme}://{host}:{target.port(action['port'])}{action.get('path', '/')}"
     headers = {each["name"]: each["value"] for each in action.get("httpHeaders") or ()}
-    # Like the kubelet, without a check of the server's certificate.
+    # The kubelet does not verify the server's certificate, either.
     trusting = ssl.create_default_context()
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
@@ -70,7 +70,7 @@ async def _connects(action: Mapping[str, Any], target: ActionTarget) -> bool:
 
 
 async def _serves(action: Mapping[str, Any], target: ActionTarget, *, timeout_s: float | None) -> bool:
-    """Check in a thread: grpc.aio supports one event loop per process, and the test has one already."""
+    """Check in a thread: grpc.aio supports one event loop per process, and the test already uses it."""
 
     def check() -> bool:
         with grpc.insecure_channel(f"{target.address}:{action['port']}") as channel:

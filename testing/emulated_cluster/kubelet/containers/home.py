@@ -1,6 +1,6 @@
-"""What the containers of a pod that runs from images share: network, volumes, the files every container is given.
+"""What the containers of a pod with images share: network, volumes, and files such as /etc/hosts.
 
-``pods.py`` makes one for such a pod and closes it at the pod's end; ``runtimes.py`` starts containers in it.
+``pods.py`` creates one per pod and closes it at the pod's end. ``runtimes.py`` starts containers in it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _DOMAIN: Final = "cluster.local"
 
 
 class PodHome:
-    """Made when its first container asks (``prepare``); belongs to one event loop."""
+    """A pod's network, volumes and files, created by the first ``prepare``. Belongs to one event loop."""
 
     def __init__(self, pod: Object, location: PodLocation, client: ApiClient) -> None:
         metadata = pod["metadata"]
@@ -41,12 +41,12 @@ class PodHome:
 
     @property
     def network(self) -> int:
-        """The descriptor of the pod's network namespace, once prepared."""
+        """The file descriptor of the pod's network namespace; call ``prepare`` first."""
         assert self._network is not None, "prepare first"
         return self._network.namespace
 
     async def prepare(self) -> None:
-        """Make what is not made yet; raises ContainerConfigError where a volume's object is missing."""
+        """Create what does not exist yet; raises ContainerConfigError if a volume's object is missing."""
         async with self._turn:
             if self._network is None:
                 self._network = await PodNetwork.make(self._location.address)
@@ -55,17 +55,17 @@ class PodHome:
             await self._volumes.prepare()
 
     async def services(self) -> list[Object]:
-        """Return the Services of the pod's namespace as they are now."""
+        """Return the current Services of the pod's namespace."""
         namespace = self._pod["metadata"]["namespace"]
         listed = await persistently(self._client, "GET", f"/api/v1/namespaces/{namespace}/services")
         return [] if listed is None else list(listed["items"])
 
     def observe(self, pod: Object) -> None:
-        """Take in what the API server shows of the pod."""
+        """Take a new version of the pod's object."""
         self._volumes.observe(pod)
 
     def mounts(self, container: Object, variables: dict[str, str]) -> list[Mount]:
-        """Return what the container has mounted; raises ContainerConfigError for a volume the pod has not."""
+        """Return the container's mounts; raises ContainerConfigError for a volume that the pod does not have."""
         files = [
             Mount(source=str(self._folder / name), target=f"/etc/{name}", read_only=False)
             for name in ("hosts", "hostname", "resolv.conf")
@@ -73,13 +73,13 @@ class PodHome:
         return [*files, *(self._mount(each, variables) for each in container.get("volumeMounts") or ())]
 
     def scratch(self, container: str) -> Path:
-        """Return an empty folder for a container's mounts, which nobody else sees."""
+        """Return an empty folder for the container's root file system, not visible to other containers."""
         path: Path = self._folder / "roots" / container
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     async def close(self) -> None:
-        """Remove everything, the containers' processes being gone."""
+        """Remove everything. The containers' processes must have ended."""
         async with self._turn:
             await self._volumes.close()
             if self._network is not None:

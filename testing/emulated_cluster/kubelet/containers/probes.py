@@ -1,6 +1,6 @@
-"""A container's probes: how often they ask, and how many answers in a row decide (core/v1 Probe).
+"""A container's probes: their period, and how many equal answers in a row make a verdict (core/v1 Probe).
 
-``containers.py`` acts on the verdicts; ``actions.py`` does the asking.
+``process_containers.py`` acts on the verdicts; ``actions.py`` runs the checks.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One probe as its container declares it; ``grace_s`` is its own grace period for the restart it causes."""
+    """One probe as its container declares it. ``grace_s`` is the grace period of the restart that it causes."""
 
     handler: Mapping[str, Any]
     initial_delay_s: float
@@ -25,7 +25,7 @@ class Probe:
 
     @classmethod
     def read(cls, container: Mapping[str, Any], kind: str) -> Self | None:
-        """Return the container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``; None where it has none."""
+        """Return the container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``, or None."""
         spec = container.get(kind)
         if spec is None:
             return None
@@ -41,7 +41,7 @@ class Probe:
 
 
 class Tally:
-    """Answers in a row. A verdict falls once there are as many alike as the probe's threshold says."""
+    """Counts equal answers in a row. The verdict is reached at the probe's threshold."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -49,7 +49,7 @@ class Tally:
         self._alike = 0
 
     def add(self, success: bool) -> bool | None:
-        """Count one answer; returns the verdict it makes, None where it makes none yet."""
+        """Count one answer; return the verdict, or None if it is not reached yet."""
         self._alike = self._alike + 1 if success is self._last else 1
         self._last = success
         needed = self._probe.success_threshold if success else self._probe.failure_threshold
@@ -57,7 +57,7 @@ class Tally:
 
 
 async def verdicts(probe: Probe, target: ActionTarget) -> AsyncGenerator[bool, None]:
-    """Ask from now on, once per period; yields every verdict, also one that only confirms the last."""
+    """Run the probe once per period and yield every verdict, also if it equals the last one."""
     tally = Tally(probe)
     await asyncio.sleep(probe.initial_delay_s)
     while True:

@@ -1,6 +1,6 @@
-"""How a container's commands run: as processes of this machine, or in the root file system of their image.
+"""Runs a container's commands: as processes of this machine, or in the root file system of their image.
 
-``process_containers.py`` starts its container by one of these; ``pods.py`` chooses which.
+``pods.py`` chooses a runtime; ``process_containers.py`` starts its container with it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,17 +24,17 @@ from emulated_cluster.kubelet.pod_spec.environment import (
 )
 from emulated_cluster.kubelet.pod_spec.identity import identity
 
-# Where admission mounts the service account's token; a process of this machine does without.
+# Admission mounts the service account's token here. Processes of this machine do not get it.
 _TOKEN: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# Gives what a ConfigMap or Secret of the pod's namespace has, by kind and name.
+# Returns the values of a ConfigMap or Secret of the pod's namespace, by kind and name.
 Lookup = Callable[[str, str], Awaitable[Values]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A main process, and how a further command runs beside it, writing to a log, to its exit status."""
+    """A main process, and a function that runs another command in its container and returns the exit status."""
 
     process: Process
     execute: Callable[[Sequence[str], Path], Awaitable[int]]
@@ -48,7 +48,7 @@ class Runtime(Protocol):
 
 
 class HostRuntime:
-    """Runs a container's command as a process of this machine, which has no volumes."""
+    """Runs a container's command as a process of this machine, without volumes."""
 
     def __init__(self, pod: Object, spec: Object, location: PodLocation, lookup: Lookup) -> None:
         self._pod = pod
@@ -146,7 +146,7 @@ def _fields(pod: Object, location: PodLocation) -> Field:
 
 
 async def _looked_up(container: Object, lookup: Lookup) -> Callable[[str, str], Values]:
-    """Ask for every object the container's variables come from; returns what gives them."""
+    """Fetch every object that the container's variables refer to; return a lookup for their values."""
     found: Mapping[tuple[str, str], Values] = {
         (kind, name): await lookup(kind, name) for kind, name in references(container)
     }
