@@ -29,7 +29,7 @@ WITHIN_S = 60.0
 GATE = "example.com/in-ring"
 IMAGE = "registry.example/busybox:1"
 PYTHON = "registry.example/python:1"
-# What Kubernetes' Pod Security Standard `restricted` demands, and a root file system nobody writes to.
+# The security context that the Pod Security Standard `restricted` requires, with a read-only root file system.
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -181,7 +181,7 @@ def statefulset(
 
 
 def pod(name: str, container: Mapping[str, Any], **spec: Any) -> Object:
-    """Return a pod of one container; ``spec`` is laid beside it."""
+    """Return a pod of one container; ``spec`` adds fields to its spec."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -191,7 +191,7 @@ def pod(name: str, container: Mapping[str, Any], **spec: Any) -> Object:
 
 
 def shell(script: str) -> Object:
-    """Return a container of no image that runs a script."""
+    """Return a container without an image that runs a script."""
     return {"name": "main", "image": "any", "command": ["sh", "-c", script]}
 
 
@@ -203,13 +203,13 @@ def busybox(script: str, **more: Any) -> Object:
 def restricted(name: str, container: Object, *, security: Object | None = None, **spec: Any) -> Object:
     """Return a pod that satisfies the standard `restricted`; ``security`` is its security context."""
     user = {"runAsUser": 1000} if container["image"] == IMAGE else {}
-    # What is no init of its own and runs as process 1 does not hear SIGTERM.
+    # As process 1, a program without its own handler ignores SIGTERM.
     grace = {"terminationGracePeriodSeconds": 1}
     return pod(name, container, securityContext={**user, **(security or {})}, **grace, **spec)
 
 
 def busybox_root(folder: Path) -> Path:
-    """Make a root file system of busybox alone in an empty folder and return it; skips the test where that cannot be.
+    """Create a root file system with only busybox in an empty folder and return it; skip the test if impossible.
 
     It has a user ``web`` (1000, group 1001).
     """
@@ -218,24 +218,24 @@ def busybox_root(folder: Path) -> Path:
         pytest.skip(reason)
     busybox = shutil.which("busybox")
     if busybox is None:
-        pytest.skip("there is no busybox: apt-get install busybox-static")
+        pytest.skip("busybox not found: apt-get install busybox-static")
     for name in ("bin", "etc", "run", "tmp", "var"):
         (folder / name).mkdir()
     (folder / "tmp").chmod(0o1777)
-    # As in Debian's images: what is mounted below goes into the image, not to this machine's /run.
+    # As in Debian's images: mounts below it go into the image, not into this machine's /run.
     (folder / "var" / "run").symlink_to("/run")
     (folder / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
     shutil.copy(busybox, folder / "bin" / "busybox")
     installed = subprocess.run(["chroot", str(folder), "/bin/busybox", "--install", "-s", "/bin"], capture_output=True)
     if installed.returncode:
-        pytest.skip("busybox needs libraries: apt-get install busybox-static")
+        pytest.skip("busybox is not static: apt-get install busybox-static")
     return folder
 
 
 def this_machine() -> Image:
     """Return an image of this machine's own files, which has Python; skip the test where that is impossible.
 
-    It runs as root: Python may lie where only root can read.
+    It runs as root: Python may be in a folder that only root can read.
     """
     reason = why_not()
     if reason is not None:
@@ -246,7 +246,7 @@ def this_machine() -> Image:
 
 
 def condition(document: Mapping[str, Any], kind: str) -> str | None:
-    """Return the status of a pod's or node's condition, None where it is absent."""
+    """Return the status of a pod's or node's condition, or None."""
     conditions = {each["type"]: each["status"] for each in document["status"].get("conditions") or ()}
     return conditions.get(kind)
 

@@ -37,8 +37,8 @@ def kubelet_on(
 ) -> Iterator[ProcessKubelet]:
     """Another node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH.
 
-    With ``images``, the scheduler must have no other node: it does not know which node has which images. Raises
-    RootsError if containers cannot have their own root file systems here.
+    With ``images``, all other nodes are cordoned meanwhile: the scheduler does not know which node has which images.
+    Raises RootsError if containers cannot have their own root file systems here.
     """
     logs = cluster.logs / node
     logs.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""One pod on the node: its containers run, its status is published, and at its end it is deleted.
+"""Runs one pod on the node: its containers, its published status, and its deletion at the end.
 
-``agent.py`` starts one worker per pod and tells it what the watch shows; ``status.py`` computes what is published.
+``agent.py`` starts one worker per pod and passes on the events of the watch; ``status.py`` computes the status.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from emulated_cluster.kubelet.containers.status import Placement, Terminated, po
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Values
 from emulated_cluster.kubelet.pod_spec.volumes import values_of
 
-# A pod with this annotation "true" has a status but no processes, so that a test can have a thousand.
+# A pod with this annotation "true" has a status but no processes, so a test can run a thousand of them.
 FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"
 # The grace period of containers whose pod's object no longer exists.
 _FORGOTTEN_GRACE_S: Final = 1.0
@@ -28,10 +28,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class PodWorker:
-    """A pod from its arrival on the node to its end. Containers run also while the API server is away."""
+    """Runs a pod from its arrival on the node to its end, also while the API server is down."""
 
     def __init__(self, pod: Object, location: PodLocation, client: ApiClient, turns: asyncio.Semaphore) -> None:
-        """``turns`` bounds how many workers talk to the API server at once."""
+        """``turns`` limits the number of workers that send requests to the API server at once."""
         metadata = pod["metadata"]
         self.namespace: str = metadata["namespace"]
         self.name: str = metadata["name"]
@@ -49,7 +49,7 @@ class PodWorker:
         fake = (metadata.get("annotations") or {}).get(FAKE_ANNOTATION) == "true"
         make = self._fake if fake else self._container
         self.containers: Mapping[str, Container] = {each["name"]: make(each) for each in pod["spec"]["containers"]}
-        # None of a fake's are run: it is there at once.
+        # A fake pod runs no init containers: it is ready at once.
         initial = () if fake else pod["spec"].get("initContainers") or ()
         policy = "Never" if pod["spec"].get("restartPolicy") == "Never" else "OnFailure"
         self.init_containers: Mapping[str, Container] = {each["name"]: make(each, policy) for each in initial}
@@ -78,7 +78,7 @@ class PodWorker:
         self._stop(_FORGOTTEN_GRACE_S)
 
     async def run(self) -> None:
-        """Publish every change until the pod has terminated, then delete its object. Raises what broke it."""
+        """Publish every change until the pod has terminated, then delete its object. Raises the error that ended it."""
         while True:
             self._changed.clear()
             await self._publish()
@@ -87,7 +87,7 @@ class PodWorker:
                 if self._terminating:
                     break
             await self._changed.wait()
-        # What the last container to end changed has to be said before nobody can be told.
+        # Publish the last container's end before the object is deleted.
         await self._publish()
         options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
         await self._say("DELETE", self._path, options, "application/json")
@@ -120,7 +120,7 @@ class PodWorker:
 
     def _runtime(self, spec: Object) -> Runtime:
         if spec.get("restartPolicy"):
-            return _NoRuntime(f"container {spec['name']}: init containers that keep running are not known here")
+            return _NoRuntime(f"container {spec['name']}: init containers that keep running are not supported")
         if self._home is None:
             return HostRuntime(self._pod, spec, self.location, self._values)
         image = self.location.node.images.get(spec.get("image", ""))
@@ -193,12 +193,12 @@ def _version(pod: Object) -> int:
 
 
 def _by_type(status: Object) -> Object:
-    """Return a status whose conditions can be looked up: others, such as gates, stand among the published ones."""
+    """Return a status with its conditions by type: published conditions include others, such as gates."""
     return {**status, "conditions": {each["type"]: each for each in status.get("conditions") or ()}}
 
 
 def _says(published: Any, wanted: Any) -> bool:
-    """Return whether a published value contains the wanted one; empty values may be absent."""
+    """Return whether a published value contains the wanted one. Empty values may be absent."""
     if not wanted:
         return not published
     if isinstance(wanted, Mapping):

@@ -1,4 +1,4 @@
-"""The process kubelet works with Kubernetes' own controllers as a real one does."""
+"""The process kubelet works with Kubernetes' own controllers like a real kubelet."""
 
 import asyncio
 import json

@@ -207,7 +207,7 @@ async def test_every_pod_has_its_own_network(namespace: Namespace, kubelet: Proc
 async def test_init_containers_run_in_order_and_share_files(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     first = busybox("sleep 0.2; echo first >> /shared/log", volumeMounts=mounts, name="first")
-    # Fails once: what it leaves in its volume tells the second attempt.
+    # Fails once: a file in its volume marks the second attempt.
     again = "test -e /shared/tried || { touch /shared/tried; exit 1; }; echo second >> /shared/log"
     second = busybox(again, volumeMounts=mounts, name="second")
     main = busybox(f"cat /shared/log; {FOREVER}", volumeMounts=mounts)
@@ -270,7 +270,7 @@ async def test_pod_deleted_leaves_no_files_and_interfaces(namespace: Namespace, 
 
 
 def traces(view: PodView) -> list[str]:
-    """Return the folders and network interfaces of a pod on this machine."""
+    """Return a pod's folders and network interfaces on this machine."""
     folders = [
         f"dualmap-kubelet-/{each.name}" for each in Path(tempfile.gettempdir()).glob(f"dualmap-kubelet-*/{view.uid}")
     ]

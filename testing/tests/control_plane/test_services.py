@@ -31,7 +31,7 @@ from namespaces import (
 
 Object = dict[str, Any]
 
-# Addresses of this machine beside the control plane's: endpoints that are no pods.
+# Addresses of this machine next to the control plane's, for endpoints that are not pods.
 NEAR, FAR = "10.244.255.11", "10.244.255.12"
 
 
@@ -82,7 +82,7 @@ async def test_stream_outlives_its_endpoint_and_half_closes(namespace: Namespace
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(65536):
             writer.write(piece)
-        # What is said after the client has ended its half.
+        # The response after the client has closed its half.
         writer.write(b"the end")
         writer.close()
 
@@ -105,7 +105,7 @@ async def test_stream_outlives_its_endpoint_and_half_closes(namespace: Namespace
             return False
 
         await until(refused, "the Service has no endpoint", timeout_s=WITHIN_S)
-        # More than any buffer on the way holds.
+        # More than all buffers on the path hold.
         much = bytes(1 << 24)
         writer.write(much)
         writer.write_eof()
@@ -211,7 +211,7 @@ def endpoints(service: str, ready: Mapping[str, bool]) -> Object:
 
 @asynccontextmanager
 async def answering(address: str, word: bytes) -> AsyncIterator[None]:
-    """A server that sends a word on every connection."""
+    """A server that sends one word on every connection."""
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(word)

@@ -1,4 +1,4 @@
-"""The emulated parts' client of the API server, and the loop by which they follow a collection."""
+"""The emulated cluster's API client, and the loop that follows a collection."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncItera
 
 @asynccontextmanager
 async def following(api: KubeApi) -> AsyncIterator[list[Mapping[str, Any]]]:
-    """Every state of the pods that ``follow`` passes on, the newest last."""
+    """Records every state of the pods that ``follow`` passes on, the newest last."""
     client = ApiClient.from_kubeconfig(api.kubeconfig)
     states: list[Mapping[str, Any]] = []
     task = asyncio.create_task(follow(client, PODS, Mirror(states.append)))

@@ -1,4 +1,4 @@
-"""Processes of the kubelet: probes, restarts, hooks, and no process left over."""
+"""Processes of the kubelet: probes, restarts and hooks; none remains after the end."""
 
 import asyncio
 import os
@@ -231,7 +231,7 @@ def ignored() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
