@@ -81,8 +81,8 @@ async def test_request_with_token_sends_query_body_and_token(tmp_path: Path) -> 
     [
         (lambda: web.json_response({"kind": "Status", "message": "not yours"}, status=403), 403, "403 not yours"),
         (lambda: web.Response(text="busy", status=503), 503, "503 busy"),
-        (lambda: web.Response(text="no JSON"), 0, "no JSON object"),
-        (lambda: web.json_response([]), 0, "no JSON object"),
+        (lambda: web.Response(text="no JSON"), 0, "the answer is not a JSON object"),
+        (lambda: web.json_response([]), 0, "the answer is not a JSON object"),
     ],
 )
 async def test_request_failed_raises_status_and_message(answer: Any, status: int, message: str) -> None:
