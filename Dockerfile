@@ -3,21 +3,21 @@
 #   docker build -t ghcr.io/dualmap/dualmap:0.1.0 .                            (or podman, or buildah; `make image`)
 #   docker buildx build --platform linux/amd64,linux/arm64 --push -t ... .     several architectures: nothing below names one
 #
-# It runs as user 65532 with a read-only root: nothing in it writes.
+# It runs as user 65532 with a read-only root: no program in it writes files.
 #
-# BASE is a Debian with Python 3.11. The default is a tag and no digest, for this file was written where no registry is
-# in reach to read one from. A release gives it: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
+# BASE is a Debian with Python 3.11. The default is a tag without a digest. A release sets the digest:
+# --build-arg BASE=python:3.11-slim-bookworm@sha256:...
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
-# Where no index is in reach (podman, buildah): --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels
-# --volume $PWD/wheels:/wheels:ro, with what BASE's Python needs in that folder; e2e/controlplane/images.py does so.
+# Without access to a package index (podman, buildah): --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels
+# --volume $PWD/wheels:/wheels:ro, with the wheels for BASE's Python in that folder; e2e/controlplane/images.py does so.
 ARG PIP_NO_INDEX
 ARG PIP_FIND_LINKS
 WORKDIR /build
-# pip has an environment of its own, so that it is not in ours.
+# pip has its own environment, so it is not in ours.
 RUN python3 -m venv pip && python3 -m venv --without-pip /opt/dualmap
-# What we depend on, first: it stays as it is when only our source changes.
+# Dependencies first: this layer does not change with our source.
 COPY pyproject.toml constraints.txt ./
 RUN python3 -c "import tomllib; of = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         print(*of['dependencies'], *of['optional-dependencies'].get('otlp', ()), sep='\n')" > requirements.txt \
@@ -26,7 +26,7 @@ COPY . .
 RUN pip/bin/pip --python /opt/dualmap/bin/python install --quiet --no-deps .
 
 FROM ${BASE}
-# The base's pip goes, for nothing is installed here any more; the command is on every PATH, and the user has a name.
+# Remove the base's pip, which is not needed any more; put the command on every PATH, and give the user a name.
 RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3.11/site-packages/* /usr/share/python-wheels \
         /usr/local/lib/python3.11/ensurepip /usr/lib/python3.11/ensurepip \
     && ln -s /opt/dualmap/bin/dualmap /usr/local/bin/dualmap \
@@ -40,5 +40,5 @@ LABEL org.opencontainers.image.title="dualmap" \
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 65532:65532
 ENTRYPOINT ["dualmap"]
-# Last, for it is what changes: everything before it is kept.
+# Last, because it changes most: all layers before it stay cached.
 COPY --from=build /opt/dualmap /opt/dualmap

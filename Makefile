@@ -1,4 +1,4 @@
-# Every target sets itself up. `make` alone lists them.
+# Every target installs what it needs. `make` alone lists the targets.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 PYTHON ?= python3
@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
 IMAGE ?= ghcr.io/dualmap/dualmap:0.1.0
-# Certificates as the machine has them: a company's proxy may have its own.
+# Use the machine's certificates: a company's proxy may have its own.
 export UV_SYSTEM_CERTS := 1
 INSTALL := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
@@ -49,7 +49,7 @@ unit: $(VENV)/.dev ## the unit tests, on the working tree (ARGS="tests/core -k h
 e2e: controlplane ## tests against a real Kubernetes control plane, built on the first run (ARGS="-k survive")
 	@testing/emulated_cluster/control_plane/netns.sh $(BIN)/pytest testing/tests/control_plane e2e/controlplane $(ARGS)
 
-controlplane: $(VENV)/.dev # what e2e needs: a control plane's programs, the chart's images
+controlplane: $(VENV)/.dev # build the control plane's programs and the chart's images for e2e
 	@e2e/debian.sh
 	@$(BIN)/python testing/emulated_cluster/control_plane/build.py >/dev/null
 	@$(BIN)/python e2e/controlplane/images.py >/dev/null || echo "make: the tests that need the images are skipped" >&2
@@ -62,7 +62,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict and the import layers
 wheel-test: $(VENV)/.dev ## build the wheel, install it alone, run the unit tests against it
 	@$(BIN)/python tests/packaging/wheel_run.py
 
-fuzz: $(VENV)/.dev ## feed the router's readers with what nobody should send (ARGS="--seconds 60 body"; ARGS=--help)
+fuzz: $(VENV)/.dev ## feed the router's parsers with random and invalid input (ARGS="--seconds 60 body"; ARGS=--help)
 	@$(BIN)/python -m fuzz $(ARGS)
 
 bench: $(VENV)/.dev ## benchmarks; results are printed as ratios within the run

@@ -1,6 +1,6 @@
 """Writes docs/crd.md, the reference of the InferencePool, from the CRD's schema: ``python crds/reference.py``.
 
-Descriptions, defaults and bounds stand in the schema alone; ``tests/packaging/test_references.py`` keeps the page so.
+Descriptions, defaults and bounds are in the schema only. ``tests/packaging/test_references.py`` checks the page.
 """
 
 import json
@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def _fields(path: str, schema: _Schema) -> Iterator[tuple[str, _Schema, bool]]:
-    """Yield every field below ``path`` with its schema and whether it must be given, in the schema's order."""
+    """Yield every field below ``path`` with its schema and whether it is required, in the schema's order."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         here = f"{path}.{name}"

@@ -1,4 +1,4 @@
-"""A pytest fixture for the tests that install the chart: a node that has its images."""
+"""A pytest fixture for the tests that install the chart: a node with the chart's images."""
 
 from collections.abc import Iterator
 
@@ -15,8 +15,8 @@ from emulated_cluster.services.services import Services
 
 @pytest.fixture(scope="module", name="kubelet")
 def chart_kubelet(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[ProcessKubelet]:
-    """The node, whose pods know the names of Services; cluster addresses are there for everybody."""
-    # Its own for each file: a node that comes back under its name has the pods it had, and here other addresses.
+    """A node whose pods resolve the names of Services. Cluster addresses work for all processes."""
+    # Each file has its own node: a node with the same name would keep its pods but get other addresses.
     node = request.path.stem.replace("_", "-")
     reason = why_not()
     if reason is not None:

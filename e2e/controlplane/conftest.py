@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the product on a control plane."""
+"""Fixtures for tests of the product on a control plane."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,31 +13,31 @@ from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Provide the fixtures `cluster` and `kubelet`, of which a session has one each."""
+    """Provide the fixtures `cluster` and `kubelet`, one of each per session."""
     if not config.pluginmanager.is_registered(fixtures):
         config.pluginmanager.register(fixtures)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here."""
+    """Skip the tests that cannot run here."""
     fixtures.prepare(items, Path(__file__).parent)
 
 
 @pytest.fixture(name="product")
 async def _product(cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path) -> AsyncIterator[Product]:
-    """Two routers that watch a new namespace, in which a test's operators have their rights."""
+    """Two routers that watch a new namespace, in which a test's operators have permissions."""
     async with Product(cluster, tmp_path) as product:
         yield product
 
 
 @pytest.fixture(scope="module", name="running_keda")
 def _running_keda(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """KEDA for the tests of one file; no other server of external metrics can run meanwhile."""
+    """KEDA for the tests of one file. No other server of external metrics can run at the same time."""
     with keda.running(cluster, tmp_path_factory.mktemp("keda")):
         yield
 
 
 @pytest.fixture(name="scaler")
 def _scaler(running_keda: None, product: Product) -> str:
-    """The address (host:port) of one router, which has the demand of all routers."""
+    """The address (host:port) of one router. It reports the demand of all routers."""
     return f"127.0.0.1:{product.routers[0].ports['grpc']}"

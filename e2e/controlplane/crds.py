@@ -1,4 +1,4 @@
-"""Custom resource definitions of the tests: ours, and that of the Gateway API Inference Extension."""
+"""Custom resource definitions for the tests: ours, and that of the Gateway API Inference Extension."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ _ESTABLISHED = '-o=jsonpath={.status.conditions[?(@.type=="Established")].status
 
 
 def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
-    """Apply a definition and wait until it is served; nothing happens when it is already.
+    """Apply a definition and wait until it is served; do nothing if it already is.
 
-    ``kubectl wait`` is no help: on a CRD that has just been made it fails, for it has no conditions yet.
+    ``kubectl wait`` is not used: it fails on a new CRD, which has no conditions yet.
     """
     cluster.kubectl("apply", "--server-side", "-f", str(file))
     wait_until(
-        # The same goes for jsonpath: one that has no conditions yet is an error.
+        # With jsonpath, missing conditions are also an error.
         lambda: cluster.kubectl("get", "crd", name, _ESTABLISHED, check=False) == "True",
         f"{name} is established",
         timeout_s=_ESTABLISHED_WITHIN_S,
@@ -30,13 +30,13 @@ def install(cluster: Cluster, file: Path = FILE, name: str = NAME) -> None:
 
 
 def remove(cluster: Cluster) -> None:
-    """Delete our definition with the pools that other tests left without an operator."""
+    """Delete our definition and the pools that other tests left without an operator."""
     if _let_go(cluster, "--all-namespaces"):
         cluster.kubectl("delete", "crd", NAME, "--timeout=60s")
 
 
 def remove_namespace(cluster: Cluster, namespace: str) -> None:
-    """Delete a namespace with its pods and its pools without an operator; do not wait for their end.
+    """Delete a namespace, its pods and its pools without an operator; does not wait.
 
     Pods left behind would slow down later tests.
     """

@@ -1,8 +1,8 @@
-"""External metrics for a HorizontalPodAutoscaler, as an adapter of a metrics system serves them, from a test's words.
+"""Serves external metrics to a HorizontalPodAutoscaler like a metrics adapter, with values from the test.
 
-``serving`` starts the server, tells the API server of it, and waits until it hands requests on; the HPA controller then
-asks it for ``external.metrics.k8s.io/v1beta1``. Its values come from a function of the test, which may scrape routers
-and add up what they say (``total``). ``registered`` does the same for somebody else's server (``keda``).
+``serving`` starts the server, registers it with the API server, and waits until the API server forwards requests. The
+HPA controller then queries ``external.metrics.k8s.io/v1beta1``. A function of the test returns the values; it may
+scrape routers and sum their metrics (``total``). ``registered`` registers another server (``keda``).
 """
 
 import json
@@ -30,19 +30,20 @@ _AVAILABLE_TIMEOUT_S = 60.0
 _SCRAPE_TIMEOUT_S = 5.0
 
 Source = Callable[[str, str, Mapping[str, str]], float | None]
-"""What a metric is worth: by namespace, name, and the labels that are asked for; None while nobody knows."""
+"""Returns a metric's value by namespace, name and labels; None while it is unknown."""
 
 
 @contextmanager
 def serving(cluster: Cluster, directory: Path, source: Source) -> Iterator[None]:
-    """Serve ``source`` as the cluster's external metrics; keys are written to ``directory``. One at a time."""
+    """Serve ``source`` as the cluster's external metrics; write keys to ``directory``. Only one server at a time."""
     with _server(directory, source) as port, registered(cluster, port):
         yield
 
 
 @contextmanager
 def registered(cluster: Cluster, port: int) -> Iterator[None]:
-    """Have the API server ask a server on this port of this machine for external metrics, as soon as it answers."""
+    """Register the server on this local port for external metrics; wait until the API server forwards requests to
+    it."""
     namespace = cluster.namespace()
     objects = {"apiVersion": "v1", "kind": "List", "items": [_service(namespace, port), _group(namespace, port)]}
     cluster.kubectl("apply", "-f", "-", input=json.dumps(objects))
@@ -50,8 +51,8 @@ def registered(cluster: Cluster, port: int) -> Iterator[None]:
         wait_until(lambda: _handed_on(cluster), f"{_API_SERVICE} is available", timeout_s=_AVAILABLE_TIMEOUT_S)
         yield
     finally:
-        # One that does not answer would hinder everybody's discovery, and the deletion of namespaces.
-        # A busy API server may let the deletion time out, which is no fault of the test's.
+        # An unavailable API service would break API discovery and the deletion of namespaces for other tests. A busy
+        # API server may time out, so the deletion is repeated.
         wait_until(lambda: _forgotten(cluster), f"{_API_SERVICE} is gone", timeout_s=_AVAILABLE_TIMEOUT_S)
 
 
@@ -61,7 +62,7 @@ def _forgotten(cluster: Cluster) -> bool:
 
 
 def total(metrics_ports: Iterable[int], metric: str, pool: str) -> float | None:
-    """Return the sum over routers on this machine of a gauge of ``pool`` (namespace/name); None where none has it."""
+    """Return the sum of a gauge of ``pool`` (namespace/name) over local routers; None if no router exports it."""
     values = [value for port in metrics_ports if (value := _scraped(port, metric, pool)) is not None]
     return sum(values) if values else None
 
@@ -77,7 +78,7 @@ def _scraped(port: int, metric: str, pool: str) -> float | None:
 
 
 class _Server(ThreadingHTTPServer):
-    """Answers from ``source``, each request in a thread of its own."""
+    """Answers from ``source``, each request in its own thread."""
 
     daemon_threads = True
 
@@ -90,11 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer for the group's version, so that it counts as available, and for single metrics."""
+        """Answer for the group's version, which makes it available, and for single metrics."""
         url = urlsplit(self.path)
         found = _METRIC.fullmatch(url.path)
         if url.path == f"/apis/{GROUP_VERSION}":
-            # Which resources there are is of no use to the HPA controller, which asks for those it wants.
+            # The list may be empty: the HPA controller queries metrics by name.
             self._answer(200, {"kind": "APIResourceList", "groupVersion": GROUP_VERSION, "resources": []})
         elif found is None:
             self._answer(404, {"kind": "Status", "status": "Failure", "code": 404, "message": f"no {url.path} here"})
@@ -120,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _item(metric: str, labels: Mapping[str, str], value: float) -> dict[str, object]:
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    # A quantity of thousandths: adapters keep no more digits either.
+    # Thousandths: adapters have the same precision.
     return {"metricName": metric, "metricLabels": dict(labels), "timestamp": now, "value": f"{round(value * 1000)}m"}
 
 
@@ -166,5 +167,5 @@ def _group(namespace: str, port: int) -> dict[str, object]:
 
 
 def _handed_on(cluster: Cluster) -> bool:
-    # Its condition Available comes a little before requests are handed on.
+    # The condition Available is set slightly before the API server forwards requests.
     return cluster.kubectl("get", "--raw", f"/apis/{GROUP_VERSION}", check=False).startswith("{")

@@ -1,6 +1,6 @@
 """The helm command of versions 3 (PyPI) and 4 (built by `build.py`).
 
-`test_helm.py` installs the chart by it.
+`test_helm.py` installs the chart with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CHART = Path(__file__).parents[2] / "helm" / "dualmap"
 
 
 class HelmError(AssertionError):
-    """helm failed; the message has the command and what it printed."""
+    """helm failed. The message has the command and its output."""
 
 
 class Helm:
-    """One helm for one namespace, with folders of its own."""
+    """A helm command for one namespace, with its own folders."""
 
     def __init__(self, binary: Path, *, kubeconfig: Path, namespace: str, directory: Path) -> None:
         self._binary = binary
@@ -46,7 +46,7 @@ class Helm:
         return ran.stdout
 
     def package(self, version: str) -> Path:
-        """Pack the chart as another version of itself and return the archive."""
+        """Package the chart with another version number and return the archive."""
         self("package", CHART, "--version", version, "--destination", self._directory)
         return self._directory / f"dualmap-{version}.tgz"
 
@@ -67,7 +67,7 @@ class References:
 
 
 def references() -> References:
-    """Read them from the chart's values; our own has the chart's appVersion as its tag."""
+    """Read them from the chart's values. The tag of our own image is the chart's appVersion."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
@@ -82,7 +82,7 @@ def references() -> References:
 
 
 def binary(version: int, binaries: Path) -> Path | None:
-    """Return the helm of that major version, None where it is not installed."""
+    """Return the path of helm with this major version, or None if it is not installed."""
     if version == 4:
         return binaries / "helm" if (binaries / "helm").is_file() else None
     found = shutil.which("helm", path=str(Path(sys.executable).parent))

@@ -1,7 +1,7 @@
 """The order of writes: every version of a pool and its StatefulSet, from a watch of the API server.
 
-One etcd counts the versions of all objects, so that the version tells whether a pool's status or its StatefulSet was
-written first. A poll would miss some of the versions.
+etcd numbers the versions of all objects together: the versions show whether a pool's status or its StatefulSet was
+written first. Polling would miss versions.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _KINDS: Final = {"serving.dualmap.dev/v1alpha1": "inferencepools", "apps/v1": "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink:
-    """One scale-down of a StatefulSet, with the states of the removed members in the pool's status at that moment."""
+    """One scale-down of a StatefulSet, with the states of the removed members in the pool's status at that time."""
 
     before: int
     after: int
@@ -37,7 +37,7 @@ class History:
 
     @asynccontextmanager
     async def recording(self) -> AsyncIterator["History"]:
-        """Follow both while the context is open, also over an API server that restarts."""
+        """Follow both while the context is open, also across restarts of the API server."""
         paths = [f"/apis/{group}/namespaces/{self._namespace}/{kind}" for group, kind in _KINDS.items()]
         followers = [asyncio.create_task(self._follow(path, await self._list(path))) for path in paths]
         try:
@@ -49,7 +49,7 @@ class History:
         assert [end for end in ends if isinstance(end, Exception)] == []
 
     def shrinks(self) -> list[Shrink]:
-        """Return how the StatefulSet shrank, step by step."""
+        """Return every scale-down of the StatefulSet."""
         found = []
         states: dict[str, str] = {}
         size = 0
@@ -64,7 +64,7 @@ class History:
         return found
 
     def fewest_active(self) -> int:
-        """Return how many members were Active at the worst moment."""
+        """Return the lowest number of Active members."""
         rings = [_states(each) for each in self._in_order() if each["kind"] == "InferencePool"]
         return min(sum(state == "Active" for state in ring.values()) for ring in rings)
 
@@ -74,7 +74,7 @@ class History:
     async def _list(self, path: str) -> str:
         answer = await self._client.request("GET", path)
         for each in answer["items"]:
-            # Items of a list do not say what they are.
+            # Items of a list have no kind.
             self._take(each | {"kind": answer["kind"].removesuffix("List")})
         version: str = answer["metadata"]["resourceVersion"]
         return version

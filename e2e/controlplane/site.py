@@ -1,7 +1,7 @@
-"""A namespace in which the chart is installed: what a platform team does there, and what its clients see meanwhile.
+"""A namespace in which the chart is installed: the actions of a platform team, and what clients observe meanwhile.
 
-`test_helm.py` goes through the chart's life in it, `test_helm_keda.py` has KEDA scale its pool. helm is `helm.py`'s,
-the pods are run from images by `kubelet/`.
+`test_helm.py` tests the chart's life cycle, `test_helm_keda.py` scales its pool with KEDA. `helm.py` runs helm, and
+`kubelet/` runs the pods from images.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ POOL = "qwen"
 CRD = "inferencepools.serving.dualmap.dev"
 DECISION = "x-dualmap-decision"
 _DEFINITION = f"customresourcedefinition.apiextensions.k8s.io/{CRD}"
-# Made by the operator, not by helm; whoever comes next finds it free.
+# The operator creates the Lease, not helm. It is released for the next operator.
 _LEASE = "lease.coordination.k8s.io/dualmap-operator"
-# What `helm test` has made is no part of the release; helm removes it before the next test.
+# Objects of `helm test` are not part of the release; helm removes them before the next test.
 _HOOKS = {f"pod/{RELEASE}-test", f"configmap/{RELEASE}-test"}
-# Others' objects that have a pool's name: what the autoscaler is told.
+# Autoscaling objects with a pool's name.
 _AUTOSCALING = {f"scaledobject.keda.sh/{POOL}", f"horizontalpodautoscaler.autoscaling/{POOL}"}
 _HELM_WAIT = ("--wait", "--timeout", "5m")
 _WAIT_S = 180.0
 _REQUEST_S = 30.0
 _PAUSE_S = 0.1
 _ASK_AGAIN_S = 0.5
-# The cluster's controllers write them on their own account, some time after a namespace is made or all has gone.
+# The cluster's controllers write these objects some time after a namespace is created or emptied.
 _NOT_OURS = {"events", "events.events.k8s.io"}
 _EVERY_NAMESPACES = "configmap/kube-root-ca.crt"
 _CLUSTER_WIDE = ("clusterroles", "clusterrolebindings", "customresourcedefinitions")
@@ -52,47 +52,47 @@ class Site:
         self._cluster = cluster
         self.namespace = cluster.namespace()
         cluster.kubectl("label", "namespace", self.namespace, "pod-security.kubernetes.io/enforce=restricted")
-        # The definition that other tests have applied belongs to no release.
+        # Remove the definition that other tests applied: it belongs to no release.
         crds.remove(cluster)
         directory.mkdir(parents=True, exist_ok=True)
         self._helm = Helm(helm, kubeconfig=cluster.kubeconfig(), namespace=self.namespace, directory=directory)
         self._audited = len(cluster.audit())
 
     def leave(self) -> None:
-        """Take away what is left of the release, so that the next finds none, and the namespace."""
+        """Remove the rest of the release and the namespace."""
         self._helm("uninstall", RELEASE, "--ignore-not-found", "--no-hooks")
         crds.remove_namespace(self._cluster, self.namespace)
 
     async def install(self, values: Mapping[str, Any]) -> None:
-        """Install the chart as it is, and wait until helm says that it runs."""
+        """Install the chart unchanged and wait until helm reports that it runs."""
         await self.helm("install", RELEASE, CHART, "--values", self._helm.values("install", values), *_HELM_WAIT)
 
     async def upgrade(self, version: str, values: Mapping[str, Any]) -> None:
-        """Upgrade to another version of the chart, with further values."""
+        """Upgrade to another version of the chart, with additional values."""
         chart = await asyncio.to_thread(self._helm.package, version)
         changed = self._helm.values("upgrade", values)
         await self.helm("upgrade", RELEASE, chart, "--reuse-values", "--values", changed, *_HELM_WAIT)
 
     async def helm(self, *arguments: str | Path) -> str:
-        """Run a helm command in the namespace and return what it prints."""
+        """Run a helm command in the namespace and return its output."""
         return await asyncio.to_thread(self._helm, *arguments)
 
     async def kubectl(self, *arguments: str, input: str | None = None) -> str:
-        """Run kubectl in the namespace as the administrator and return what it prints."""
+        """Run kubectl in the namespace as the administrator and return its output."""
         return await asyncio.to_thread(lambda: self._cluster.kubectl("-n", self.namespace, *arguments, input=input))
 
     async def get(self, *what: str) -> dict[str, Any]:
-        """Return an object, or a list of them, as the API server has it."""
+        """Return an object or a list of objects from the API server."""
         answer: dict[str, Any] = json.loads(await self.kubectl("get", *what, "-o", "json"))
         return answer
 
     async def released(self) -> tuple[str, int]:
-        """Return the chart (name and version) and the revision that are installed."""
+        """Return the installed chart (name and version) and revision."""
         (release,) = json.loads(await self.helm("list", "--output", "json"))
         return release["chart"], int(release["revision"])
 
     async def until_deployed(self, component: str, replicas: int) -> dict[str, Any]:
-        """Wait until a component of the chart has just these replicas, all available; returns its workload."""
+        """Wait until a component of the chart has exactly these replicas, all available; return its workload."""
         last: dict[str, Any] = {}
         kind = "statefulset" if component == "router" else "deployment"
 
@@ -107,7 +107,7 @@ class Site:
         return last
 
     async def make_pool(self, replicas: int, *, speed: float = 1.0, **spec: Any) -> None:
-        """Apply a pool of simulated engines and wait until it serves; ``spec`` is laid over its spec, by field."""
+        """Apply a pool of simulated engines and wait until it serves. ``spec`` replaces fields of its spec."""
         await self.kubectl("apply", "-f", "-", input=json.dumps(pool_of_engines(self.namespace, replicas, speed, spec)))
 
         async def serves() -> bool:
@@ -117,7 +117,7 @@ class Site:
         await until_so(serves, f"{POOL} is available")
 
     async def until_active(self, fits: Callable[[int], bool], what: str) -> None:
-        """Wait until so many members are active as ``fits``, and the pool has no others."""
+        """Wait until ``fits`` accepts the number of active members, and the pool has no others."""
         last: dict[str, Any] = {}
 
         async def so() -> bool:
@@ -132,7 +132,7 @@ class Site:
             raise AssertionError(f"{error}; the status is {json.dumps(last, indent=1)}") from error
 
     async def delete_pool(self) -> None:
-        """Delete the pool and wait until it and its pods have gone."""
+        """Delete the pool and wait until it and its pods are deleted."""
         await self.kubectl("delete", f"dmpool/{POOL}", "--wait=false")
 
         async def gone() -> bool:
@@ -144,7 +144,7 @@ class Site:
     async def traffic(
         self, *, streams: int, plain: int, tokens: int, prompt: Callable[[int], str] = "Question {}.".format
     ) -> Traffic:
-        """Return clients of the gateway's Service; ``prompt`` makes the text of a request from its number."""
+        """Return clients of the gateway's Service. ``prompt`` returns a request's text by its number."""
         url = await self.gateway()
 
         def body(number: int) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Site:
         return Traffic(lambda: url, body, streams=streams, plain=plain)
 
     async def chat(self, url: str) -> tuple[int, str]:
-        """Send a chat request; returns the answer's status and the router's decision ("" without one)."""
+        """Send a chat request; return the response's status and the router's decision ("" without one)."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
         limit = aiohttp.ClientTimeout(total=_REQUEST_S)
         async with (
@@ -165,7 +165,7 @@ class Site:
             return answer.status, answer.headers.get(DECISION, "")
 
     async def containers(self, component: str) -> set[str]:
-        """Return the ids of the containers of a component's pods: a restart makes a new one."""
+        """Return the ids of the containers of a component's pods. A restart changes the id."""
         pods = await self.get("pods", "-l", f"app.kubernetes.io/component={component}")
         return {each["containerID"] for pod in pods["items"] for each in pod["status"]["containerStatuses"]}
 
@@ -175,7 +175,7 @@ class Site:
         return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
 
     async def until_answered(self) -> str:
-        """Wait until the gateway answers with a decision of a router; returns the decision."""
+        """Wait until the gateway answers with a router's decision; return the decision."""
         url = await self.gateway()
         said: list[tuple[int, str]] = []
 
@@ -187,15 +187,15 @@ class Site:
         try:
             await until_so(answered, "the gateway answers by a router's decision")
         except AssertionError as error:
-            raise AssertionError(f"{error}; it said {said[-1:]}") from error
+            raise AssertionError(f"{error}; last answer: {said[-1:]}") from error
         return said[-1][1]
 
     @asynccontextmanager
     async def requests(self) -> AsyncIterator[Counter[str]]:
-        """Send one request after the other; what became of them is counted: "decided", "undecided" or what failed.
+        """Send one request after the other and count the outcomes: "decided", "undecided" or the failure.
 
-        A refused connection is tried again: on a busy machine probes take so long that for some seconds no Envoy counts
-        as ready, and the Service leads nowhere. What a gateway has taken has to be answered.
+        A refused connection is retried: on a busy machine probes are slow, and for some seconds the Service may have no
+        ready Envoy. A request that a gateway has accepted must be answered.
         """
         url = await self.gateway()
         outcomes: Counter[str] = Counter()
@@ -219,7 +219,7 @@ class Site:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def objects(self) -> set[str]:
-        """Return what there is in the namespace, and in the whole cluster of roles and definitions: kind/name."""
+        """Return the objects of the namespace, and the roles and definitions of the cluster, as kind/name."""
         kinds = (await self.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name")).split()
         wanted = ",".join(kind for kind in kinds if kind not in _NOT_OURS and "metrics" not in kind)
         found = (await self.kubectl("get", wanted, "-o", "name", "--ignore-not-found")).split()
@@ -227,7 +227,7 @@ class Site:
         return set(found) - {_EVERY_NAMESPACES}
 
     async def until_only_the_pools_are_left(self, before: set[str]) -> None:
-        """Wait until nothing is there that was not there before, but the pool, what it is made of, its definition."""
+        """Wait until the only new objects are the pool, its children and its definition."""
         left: set[str] = set()
 
         async def gone() -> bool:
@@ -244,7 +244,7 @@ class Site:
         assert {f"inferencepool.serving.dualmap.dev/{POOL}", f"statefulset.apps/{POOL}", f"pod/{POOL}-0"} <= left
 
     def refused(self) -> list[str]:
-        """Return what operator and routers were not allowed to do."""
+        """Return the requests of operator and routers that RBAC denied."""
         accounts = {f"system:serviceaccount:{self.namespace}:{RELEASE}-{who}" for who in ("operator", "router")}
         return [
             f"{entry['user']['username']} {entry['verb']} {entry['requestURI']}"
@@ -254,7 +254,7 @@ class Site:
 
 
 async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Return once ``check`` says so, asked seldom: every answer is a program's run. Fails naming ``what``."""
+    """Return once ``check`` is true; fail with ``what``. It polls rarely because each check runs a program."""
 
     async def seldom() -> bool:
         if await check():
@@ -268,14 +268,14 @@ async def until_so(check: Callable[[], Awaitable[bool]], what: str) -> None:
 def pool_of_engines(
     namespace: str, replicas: int, speed: float = 1.0, spec: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a pool whose engines are simulated by our own image, whose entry point is the command."""
+    """Return a pool of simulated engines that run our own image with its entry point."""
     arguments = ("--host=0.0.0.0", "--port=8000", f"--model={MODEL}", "--preset=7b", f"--speed={speed:g}")
     container = {
         "name": "engine",
         "image": references().dualmap,
         "args": ["engine-sim", *arguments],
         "ports": [{"name": "http", "containerPort": 8000}],
-        # On a busy machine a pod may need seconds for an answer.
+        # On a busy machine a pod may take seconds to answer.
         "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 10},
         "securityContext": {
             "allowPrivilegeEscalation": False,

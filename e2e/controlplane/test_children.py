@@ -52,7 +52,7 @@ SIMULATED = {
         ]
     }
 }
-# About 14 s of decoding: three times the pause with which the script begins.
+# About 14 s of decoding: three times the initial pause of the script.
 STREAMED_TOKENS = 600
 
 
@@ -65,7 +65,7 @@ def _namespace(cluster: Cluster) -> Iterator[str]:
 
 
 def create(cluster: Cluster, namespace: str, name: str, template: Mapping[str, Any], **spec: Any) -> PoolSpec:
-    """Make the pool, so that its children have an owner, and read what the API server made of it."""
+    """Create the pool, which owns the children, and return its spec from the API server."""
     document = {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
         "kind": "InferencePool",
@@ -77,7 +77,7 @@ def create(cluster: Cluster, namespace: str, name: str, template: Mapping[str, A
 
 
 def apply(cluster: Cluster, child: Mapping[str, Any], *options: str) -> dict[str, Any]:
-    """Apply one child as the operator does; the answer is the object as the API server has it now."""
+    """Apply one child as the operator does; return the object from the API server."""
     manager = ("--server-side", "--field-manager=dualmap-operator", "--validate=strict")
     answer: dict[str, Any] = json.loads(
         cluster.kubectl("apply", *manager, *options, "-o", "json", "-f", "-", input=json.dumps(child))
@@ -108,7 +108,7 @@ def test_children_applied_again_do_not_change(cluster: Cluster, namespace: str) 
     for child in children(spec, replicas=0):
         first, second = apply(cluster, child), apply(cluster, child)
 
-        # The generation counts the changes of a spec; Services have none.
+        # The generation counts changes of the spec. Services have none.
         assert second["metadata"].get("generation") == first["metadata"].get("generation")
         assert second["spec"] == first["spec"]
 
@@ -154,11 +154,11 @@ async def test_pod_deleted_ends_its_streams_before_sigterm(cluster: Cluster, nam
 
 
 async def stream_through_deletion(cluster: Cluster, pod: tuple[str, ...], engine: str) -> int:
-    """Read a long stream to its end; the pod is deleted at its first event.
+    """Read a long stream to its end. The pod is deleted at the first event.
 
-    An engine that has been sent SIGTERM takes no new connections: it is asked for its health at every 50th event, from
-    the deletion to shortly before the end. Returns how often it answered; raises when it did not, or when the stream
-    was cut.
+    After SIGTERM an engine accepts no new connections. The test therefore checks its health at every 50th event, from
+    the deletion to shortly before the end. Returns the number of answers; raises if an answer is missing or the stream
+    is cut.
     """
     question = {"model": "m", "prompt": "count", "max_tokens": STREAMED_TOKENS, "stream": True}
     events = answered = 0

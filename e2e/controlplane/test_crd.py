@@ -1,6 +1,6 @@
-"""The CRD on a real API server: what each rule accepts, and that its refusal names path, value and what is accepted.
+"""The CRD on a real API server: what each rule accepts, and that a rejection names path, value and accepted values.
 
-Which fields, defaults and bounds there are is compared with the code in tests/controlplane/test_crd.py.
+tests/controlplane/test_crd.py compares fields, defaults and bounds with the code.
 """
 
 import json
@@ -25,7 +25,7 @@ MEMBER = {"id": "q-0", "address": "10.0.0.1", "port": 8000, "state": "Active", "
 
 
 class Rule(NamedTuple):
-    """A CEL rule: where it stands, and values there (or a field of it that the refusal names) it accepts or not."""
+    """A CEL rule: its path, the path that a rejection names, and accepted and rejected values."""
 
     path: str
     accepted: tuple[object, ...]
@@ -147,7 +147,7 @@ RULES = (
     duration("spec.routing.session.migration.cooldown", "1ms", "1h", too_short="0.9ms", too_long="3601s"),
     duration("spec.drain.timeout", "1ms", "24h", too_short="0.9ms", too_long="24.5h"),
 )
-# Rules that compare with what was there before, or that are about the status; each has a test of its own below.
+# Rules that compare with the old object or that concern the status. Each has its own test below.
 OTHER_RULES = (
     "spec.workload",
     "spec.model.name",
@@ -156,7 +156,7 @@ OTHER_RULES = (
     "status.ring.members.address",
 )
 
-# Bounds, enums and types of the schema: one of each kind, the rest follows from the fast tests.
+# Bounds, enums and types of the schema: one of each kind. The fast tests cover the others.
 SCHEMA_REFUSALS = (
     ("spec.model", None, 'spec.model: Required value'),
     ("spec.workload", None, "spec.workload: Required value"),
@@ -186,13 +186,13 @@ SCHEMA_REFUSALS = (
 
 @pytest.fixture(scope="module", name="namespace")
 def _namespace(cluster: Cluster) -> str:
-    """A namespace on a cluster that knows the CRD."""
+    """A namespace on a cluster with the CRD."""
     crds.install(cluster)
     return cluster.namespace()
 
 
 def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
-    """A small pool in which one field has this value; None takes it away."""
+    """A small pool in which one field has this value; None removes the field."""
     workload: dict[str, Any] = {"selector": {}} if path.startswith("spec.workload.selector") else {"template": TEMPLATE}
     document: dict[str, Any] = {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -213,28 +213,28 @@ def pool(path: str = "metadata.name", value: object = "q") -> dict[str, Any]:
 
 
 def make(cluster: Cluster, namespace: str, documents: Sequence[Mapping[str, Any]], *, check: bool) -> str:
-    """What kubectl says to making these pools, which are checked and defaulted but not kept."""
-    # Documents one after the other, not a List: that one kubectl checks by itself before it asks.
+    """Create these pools in a dry run on the server; return kubectl's output."""
+    # Separate documents instead of a List: kubectl validates a List itself before it calls the server.
     text = "\n---\n".join(json.dumps(document) for document in documents)
     return cluster.kubectl("create", "--dry-run=server", "-n", namespace, "-f", "-", input=text, check=check)
 
 
 def refusals(cluster: Cluster, namespace: str, documents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What kubectl says to making each of these pools, all of which must be refused."""
-    # One refusal is worded otherwise than several, so there are always several.
+    """Return kubectl's error for each of these pools. The server must reject all of them."""
+    # kubectl words a single rejection differently, so there is always a second one.
     _, *said = make(cluster, namespace, [*documents, pool("spec", {})], check=False).split("Error from server (")
     assert len(said) == len(documents) + 1, said
     return said[:-1]
 
 
 def part(refusal: str, path: str) -> str:
-    """A refusal's part about one path."""
+    """Return the part of a rejection about one path."""
     assert f"{path}: " in refusal
     return refusal[refusal.index(f"{path}: ") :]
 
 
 def rules(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """The path of every CEL rule of a schema."""
+    """Return the path of every CEL rule of a schema."""
     for rule in schema.get("x-kubernetes-validations", []):
         yield path or rule["fieldPath"].lstrip(".")
     for name, sub in schema.get("properties", {}).items():

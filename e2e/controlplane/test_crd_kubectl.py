@@ -26,7 +26,7 @@ STATUS = {
 
 @pytest.fixture(scope="module", name="namespace")
 def _namespace(cluster: Cluster) -> str:
-    """A namespace with one pool of ours, qwen, that has a status."""
+    """A namespace with one DualMap pool, qwen, that has a status."""
     crds.install(cluster)
     namespace = cluster.namespace()
     create(cluster, namespace, "qwen", policy="dualmap_paper")
@@ -53,7 +53,7 @@ def create(
 
 
 def table(text: str) -> list[list[str]]:
-    """A printed table as rows of words; no value of these tests has a space."""
+    """A printed table as rows of words. No value in these tests has a space."""
     return [line.split() for line in text.splitlines()]
 
 
@@ -105,7 +105,7 @@ def test_field_selectors_find_pools_by_model_and_policy(cluster: Cluster, namesp
 
 @pytest.fixture(name="both")
 def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
-    """The Gateway API Inference Extension's CRD beside ours, and a pool of theirs called gaie."""
+    """The Gateway API Inference Extension's CRD next to ours, and a pool of that CRD named gaie."""
     crds.install(cluster, crds.GAIE_FILE, crds.GAIE_NAME)
     try:
         theirs = {
@@ -126,7 +126,7 @@ def _both(cluster: Cluster, namespace: str) -> Iterator[None]:
 
 @pytest.mark.usefixtures("both")
 def test_beside_gaie_the_short_name_dmpool_is_ours(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
-    # kubectl remembers which names there are: a folder of its own has it look again.
+    # kubectl caches API discovery: an own cache folder makes it read again.
     fresh = ("--cache-dir", str(tmp_path), "-n", namespace)
     for name in ("inferencepool", "inferencepools", "infpool", crds.GAIE_NAME):
         assert cluster.kubectl("get", name, "-o", "name", *fresh) == "inferencepool.inference.networking.k8s.io/gaie\n"

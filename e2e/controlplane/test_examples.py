@@ -1,7 +1,6 @@
-"""manifests/examples on a real API server: each is accepted as it stands, and the operator makes of it what it says.
+"""manifests/examples on a real API server: each is accepted unchanged, and the operator creates what it describes.
 
-What the examples need that is not Kubernetes' own is there as real definitions (KEDA's, LeaderWorkerSet's); nobody acts
-on those here; test_keda.py does with KEDA.
+The real definitions of KEDA and LeaderWorkerSet are installed, but not their controllers. test_keda.py runs KEDA.
 """
 
 import json
@@ -33,7 +32,7 @@ async def test_each_example_is_accepted_and_reconciled(
     async with Product(cluster, tmp_path, routers=0) as product:
         await product.operator()
         for file in EXAMPLES:
-            # The namespace of the examples is the user's.
+            # The user creates the namespace of the examples.
             text = file.read_text().replace("namespace: llm", f"namespace: {product.namespace}")
             await product.kubectl("apply", "--validate=strict", "-f", "-", input=text)
             for pool in yaml.safe_load_all(text):
@@ -42,7 +41,7 @@ async def test_each_example_is_accepted_and_reconciled(
 
 
 async def carried_out(product: Product, pool: dict[str, Any]) -> None:
-    """Wait until the operator has made of a pool what it says, without a word of doubt."""
+    """Wait until the operator has created what a pool describes, without a warning."""
     name = pool["metadata"]["name"]
 
     def accepted(status: dict[str, Any]) -> bool:

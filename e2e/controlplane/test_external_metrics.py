@@ -1,7 +1,7 @@
-"""A real HorizontalPodAutoscaler scales a pool through its scale subresource, by what two routers' pages add up to.
+"""A real HorizontalPodAutoscaler scales a pool through its scale subresource, by the sum of two routers' metrics.
 
-The HPA is the one of manifests/. The pool is bare: nobody runs instances for it, and the test writes the part of its
-status that an HPA needs, which is the operator's otherwise.
+The HPA is the one of manifests/. The pool has no instances and no operator: the test writes the part of its status that
+an HPA needs.
 """
 
 import json
@@ -25,7 +25,7 @@ from emulated_cluster.control_plane.programs import wait_until
 HPA = Path(__file__).parents[2] / "manifests" / "examples" / "hpa.yaml"
 POOL = f"{crds.NAME}/qwen"
 METRIC = "dualmap_pool_desired_replicas"
-# The HPA looks every 2 s here; the machine may be busy.
+# The HPA queries every 2 s here; the machine may be busy.
 SCALED_WITHIN_S = 60.0
 
 
@@ -56,7 +56,7 @@ def test_hpa_follows_desired_replicas_and_stays_without_them(cluster: Cluster, t
 
 
 class Asked:
-    """What the HPA is told: the routers' sum, or nothing while that is ``lost``. Keeps what it asked for amiss."""
+    """Answers the HPA with the routers' sum, or with nothing while ``lost``. ``odd`` records unexpected queries."""
 
     def __init__(self, namespace: str, metrics_ports: Sequence[int]) -> None:
         self._namespace = namespace
@@ -66,7 +66,7 @@ class Asked:
 
     def __call__(self, namespace: str, metric: str, labels: Mapping[str, str]) -> float | None:
         if namespace != self._namespace:
-            return None  # Another test's HPA, which nobody has deleted.
+            return None  # An HPA of another test that was not deleted.
         if (metric, labels) != (METRIC, {"pool_name": "qwen"}):
             self.odd.append((metric, labels))
         if self.lost:
@@ -75,7 +75,7 @@ class Asked:
 
 
 class Wish(Demand):
-    """Desired replicas as the test has them."""
+    """Reports the desired replicas that the test sets."""
 
     def __init__(self, pool: str) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Wish(Demand):
 
 
 class Router(ThreadingHTTPServer):
-    """A router's /metrics, with a wish of the test's."""
+    """A router's /metrics, with the test's desired replicas."""
 
     def __init__(self, pool: str) -> None:
         super().__init__(("127.0.0.1", 0), _MetricsPage)
@@ -138,7 +138,7 @@ class _MetricsPage(BaseHTTPRequestHandler):
 
 
 def make_pool(cluster: Cluster, namespace: str, *, replicas: int) -> None:
-    """Make a pool with the status that its operator would write."""
+    """Create a pool with the status that an operator would write."""
     made = {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
         "kind": "InferencePool",
@@ -154,13 +154,13 @@ def make_pool(cluster: Cluster, namespace: str, *, replicas: int) -> None:
 
 
 def run(cluster: Cluster, namespace: str, replicas: int) -> None:
-    """Say in the status that so many instances run."""
+    """Write the number of running instances into the status."""
     status = {"status": {"replicas": replicas, "selector": "serving.dualmap.dev/pool=qwen"}}
     cluster.kubectl("patch", POOL, "-n", namespace, "--subresource=status", "--type=merge", "-p", json.dumps(status))
 
 
 def impatient_hpa(namespace: str) -> Mapping[str, Any]:
-    """The example of manifests/, in this namespace, scaling down at once."""
+    """The example of manifests/, in this namespace, without a delay of scale-downs."""
     hpa: dict[str, Any] = yaml.safe_load(HPA.read_text())
     hpa["metadata"]["namespace"] = namespace
     hpa["spec"]["behavior"]["scaleDown"] = {
@@ -171,7 +171,7 @@ def impatient_hpa(namespace: str) -> Mapping[str, Any]:
 
 
 def follow(cluster: Cluster, namespace: str, *, to: int) -> None:
-    """Wait until the HPA has written that many replicas into the pool's spec, and have them run."""
+    """Wait until the HPA has set the replicas in the pool's spec; then report them as running."""
     wait_until(
         lambda: pool(cluster, namespace)["spec"]["replicas"] == to,
         f"the HPA scales to {to}",
@@ -185,7 +185,7 @@ def pool(cluster: Cluster, namespace: str) -> Any:
 
 
 def scaling_active(cluster: Cluster, namespace: str) -> str:
-    """The HPA's condition ScalingActive: whether it knows how much to scale."""
+    """The HPA's condition ScalingActive: whether it can read its metric."""
     hpa = json.loads(cluster.kubectl("get", "hpa", "qwen", "-n", namespace, "-o", "json"))
     conditions = hpa.get("status", {}).get("conditions", [])
     return next((each["status"] for each in conditions if each["type"] == "ScalingActive"), "Unknown")

@@ -1,4 +1,4 @@
-"""The life of the chart by helm 3 and 4: install, upgrade, rollback, uninstall. Pods run under `restricted`."""
+"""The chart's life cycle with helm 3 and 4: install, upgrade, rollback, uninstall. Pods run under `restricted`."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _TEST_S = 900
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How the chart is installed: by which helm, with which rights, with TLS from Envoy to the routers or without."""
+    """A form of installation: helm version, permissions, and TLS between Envoy and the routers."""
 
     helm: int
     namespaced: bool
@@ -76,10 +76,10 @@ async def test_install_use_upgrade_roll_back_uninstall(form: Form, site: Site, k
         assert "--log-level=info" in router["spec"]["template"]["spec"]["containers"][0]["args"]
         assert await site.released() == ("dualmap-0.1.0", 3)
         assert await keys(site, form) == certificates
-    assert await site.containers("gateway") == envoys, "an Envoy was restarted for what is the routers' business"
+    assert await site.containers("gateway") == envoys, "an Envoy restarted because of a change of the routers"
     assert set(outcomes) == {"decided"}, f"what came of the requests during upgrade and rollback: {outcomes}"
 
-    # Before the end: an operator that is stopped finds its role gone first.
+    # Checked before the uninstall, which deletes the operator's role before the operator has stopped.
     assert site.refused() == []
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
     await site.until_only_the_pools_are_left(before)
@@ -87,7 +87,7 @@ async def test_install_use_upgrade_roll_back_uninstall(form: Form, site: Site, k
     for pod in pods["items"]:
         assert await site.chat(f"http://{pod['status']['podIP']}:8000") == (200, "")
 
-    # A new installation takes the pools over, and lets them go when they are deleted.
+    # A new installation takes over the pools, and removes their finalizers when they are deleted.
     await site.install(form.values(site.namespace))
     await site.until_answered()
     await site.delete_pool()

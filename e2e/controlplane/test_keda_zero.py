@@ -1,4 +1,4 @@
-"""Real KEDA scales a pool to zero and back: the first request is queued and answered by the new instance."""
+"""Real KEDA scales a pool to zero and back. The first request is queued, and the new instance answers it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from harness.deployment import CHAT
 from harness.traffic import failed
 from harness.waiting import until
 
-# KEDA polls so seldom that in a test it acts only on pushes of the router.
+# The polling interval is so long that KEDA acts only on pushes of the router during a test.
 SELDOM_S = 600
 START_S = 60.0
 
@@ -46,17 +46,17 @@ async def test_request_at_zero_with_short_max_wait_gets_503(product: Product, sc
         status, headers = await ask(product, session)
         assert status == 503
         assert int(headers["retry-after"]) >= 1
-        # It has woken the pool all the same.
+        # The rejected request still activated the pool.
         await product.until_active(1)
 
         async def answered() -> bool:
             return (await ask(product, session))[0] == 200
 
-        await until(answered, "a request is answered by what the first woke", timeout_s=START_S)
+        await until(answered, "the instance that the first request activated answers", timeout_s=START_S)
 
 
 async def start_empty(product: Product, **queue: Any) -> None:
-    """Make a pool of no instances, whose first request waits, and open the gateway."""
+    """Create a pool without instances that queues requests, and open the gateway."""
     await product.operator()
     routing = {"queue": {"holdWhenEmpty": True, **queue}}
     await product.apply(pool_manifest("qwen", product.namespace, replicas=0, abrupt=True, routing=routing))
@@ -65,13 +65,13 @@ async def start_empty(product: Product, **queue: Any) -> None:
 
 
 async def ready(product: Product) -> bool:
-    """Whether KEDA has made its HPA and could act on what it is told."""
+    """Whether KEDA has created its HPA and can act on the scaler's answers."""
     known = await product.kubectl("get", "scaledobject/qwen", "-o", "jsonpath={.status.externalMetricNames}")
     return known != ""
 
 
 async def ask(product: Product, session: aiohttp.ClientSession) -> tuple[int, dict[str, str]]:
-    """Send a short request and return the answer's status and headers (lower case)."""
+    """Send a short request; return the response's status and headers (lower case)."""
     assert product.envoy is not None
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
     async with session.post(product.envoy.url + CHAT, json=body) as response:

@@ -1,7 +1,6 @@
-"""manifests/ on a real API server: every file is accepted as it is, and operator and routers start on what it grants.
+"""manifests/ on a real API server: every file is accepted, and operator and routers start with its permissions.
 
-The examples have a test of their own. That the rights suffice for everything they do, and that none is left over, is
-shown where pods run.
+test_examples.py tests the examples. test_rights.py shows that all permissions are necessary and sufficient.
 """
 
 import os
@@ -35,7 +34,7 @@ spec:
 
 @pytest.fixture(name="installed")
 def _installed(cluster: Cluster) -> Cluster:
-    """The cluster with the CRD, the service accounts and what the operator may do in its own namespace."""
+    """The cluster with the CRD, the service accounts and the operator's permissions in its own namespace."""
     crds.install(cluster)
     apply(cluster, "namespace.yaml", "rbac/system.yaml")
     return cluster
@@ -44,7 +43,7 @@ def _installed(cluster: Cluster) -> Cluster:
 def test_manifests_pass_strict_validation(installed: Cluster) -> None:
     namespace = installed.namespace()
     for file in sorted([*MANIFESTS.glob("*.yaml"), *MANIFESTS.glob("rbac/*.yaml")]):
-        # The pools' namespace is the user's.
+        # The user creates the namespace of the pools.
         text = file.read_text().replace("namespace: llm", f"namespace: {namespace}")
         confined = ("-n", namespace) if file.name == "namespaced.yaml" else ()
         installed.kubectl("apply", "--dry-run=server", "--validate=strict", *confined, "-f", "-", input=text)
@@ -72,7 +71,7 @@ def test_operator_and_router_with_these_rights_get_no_403(installed: Cluster, fo
             )
             installed.kubectl("delete", "dmpool", "qwen", "-n", namespace, "--timeout=60s")
     finally:
-        # Rights of the cluster form would hide what the namespaced one lacks.
+        # Permissions of the cluster form would hide missing ones of the namespaced form.
         remove(installed, f"rbac/{form}.yaml", namespace=None if form == "cluster" else namespace)
     refused = [each for each in ours(installed, seen) if each.get("responseStatus", {}).get("code") == 403]
     assert not [(who(each), each["verb"], each["requestURI"]) for each in refused]
@@ -96,7 +95,7 @@ def children(cluster: Cluster, namespace: str) -> str:
 
 @contextmanager
 def program(cluster: Cluster, command: str, *args: str) -> Iterator[None]:
-    """Run a command of dualmap as its service account; it must end well when it is stopped."""
+    """Run a dualmap command as its service account; it must exit with 0 when stopped."""
     kubeconfig = cluster.service_account_kubeconfig(SYSTEM, f"dualmap-{command}")
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAMESPACE": SYSTEM}
     process = subprocess.Popen([Path(sys.executable).parent / "dualmap", command, *args], env=environment)

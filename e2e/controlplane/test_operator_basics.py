@@ -1,4 +1,4 @@
-"""The operator on a real control plane: it makes pods and status of a pool, and rests when nothing changes."""
+"""The operator on a real control plane: it creates a pool's pods and status, and sends no writes without a change."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from harness.waiting import until
 OPERATOR = "system:serviceaccount:dualmap-system:dualmap-operator"
 WRITES = ("create", "update", "patch", "delete", "deletecollection")
 REST_S = 20.0
-# How soon another operator takes over, and an operator exits after SIGTERM.
+# Limits for the takeover by another operator, and for an operator's exit after SIGTERM.
 TAKE_OVER_S = 20.0
 STOP_S = 15.0
 CHILDREN = ("statefulset", "service", "poddisruptionbudget")
@@ -43,7 +43,7 @@ async def applied(product: Product, *, replicas: int, **spec: Any) -> None:
 
 
 def operators_requests(product: Product) -> list[dict[str, Any]]:
-    """Return the audit log's entries of the operator's account, one for each request, answered or watching."""
+    """Return the audit log's entries of the operator's account, one per request, including open watches."""
     return [
         entry
         for entry in product.cluster.audit()
@@ -77,7 +77,7 @@ async def test_pool_applied_has_ready_pods_and_a_status(product: Product) -> Non
 
 
 async def test_operator_at_rest_writes_nothing_and_reads_little(product: Product) -> None:
-    # For a moment after its restart in other tests, the API server rejects all requests.
+    # Briefly after its restart in other tests, the API server rejects all requests.
     began = len(operators_requests(product))
     await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
@@ -172,7 +172,7 @@ async def test_pool_deleted_without_operator_is_drained_by_the_next(product: Pro
 async def test_pod_deleted_while_not_watched_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
     await joined(product, replicas=2)
-    # The controllers must not create the pod again before the operator has seen its absence.
+    # The controllers must not recreate the pod before the operator has seen its absence.
     operator.pause()
     await product.kubectl("delete", "statefulset/qwen", "--cascade=orphan")
     await product.kubectl("delete", "pod/qwen-1", "--force", "--grace-period=0")

@@ -1,4 +1,4 @@
-"""Least privilege by the audit log: operator and router get no 403 and use every granted verb.
+"""Least privilege, checked with the audit log: operator and router get no 403 and use every granted verb.
 
 Only the requests of this one test count.
 """
@@ -18,10 +18,10 @@ Right = tuple[str, str, str]
 
 @pytest.mark.timeout(240, func_only=True)
 async def test_granted_rights_equal_the_used_ones(product: Product, cluster: Cluster) -> None:
-    # Earlier tests have left theirs, and to create one is a right of its own.
+    # Remove the Lease of earlier tests: creating one needs its own permission.
     await product.kubectl("delete", "lease/dualmap-operator", "-n", SYSTEM, "--ignore-not-found")
-    # A life with everything in it: made, grown, rolled, shrunk, deleted; a leader elected, routers found by their
-    # Service, a child taken away.
+    # A complete life cycle: create, grow, roll out, shrink, delete; leader election, router discovery by Service, a
+    # deleted child.
     await product.publish_routers()
     operator = await product.operator("operator-rights", "--leader-election", finds_routers=True)
     manifest = pool_manifest("qwen", product.namespace, replicas=1)
@@ -52,7 +52,7 @@ async def test_granted_rights_equal_the_used_ones(product: Product, cluster: Clu
             refused.append((account, right))
         else:
             used[account].add(right)
-        # A server-side apply that makes its object needs the right to create, too, and is logged as the patch it is.
+        # A server-side apply that creates its object also needs `create`, but the log shows only the patch.
         if (entry["verb"], code) == ("patch", 201):
             used[account].add(_right(entry["objectRef"], "create"))
     assert refused == []
@@ -70,7 +70,7 @@ def _right(reference: dict[str, Any], verb: str) -> Right:
 
 
 def _granted(cluster: Cluster, account: str, namespace: str) -> set[Right]:
-    """Return what every role grants that is bound to the account: everywhere, here, and in the system's namespace."""
+    """Return the permissions of all roles bound to the account: cluster-wide, here, and in the system's namespace."""
     bindings = json.loads(cluster.kubectl("get", "clusterrolebindings", "-o", "json"))["items"]
     for where in (SYSTEM, namespace):
         bindings += json.loads(cluster.kubectl("get", "rolebindings", "-n", where, "-o", "json"))["items"]

@@ -24,14 +24,14 @@ SOON_S = 30.0
 
 
 class Served:
-    """A router of one namespace, and the pool and pods in it that a test writes."""
+    """A router of one namespace, and the pool and pods that a test writes there."""
 
     def __init__(self, product: Product, router: Router) -> None:
         self.product = product
         self.router = router
 
     async def publish(self, version: int, **states: str) -> None:
-        """Write a ring as the operator does; members are called by the keywords, with ``_`` for ``-``."""
+        """Write a ring as the operator does. The keywords are the members' ids, with ``_`` for ``-``."""
         members = [
             {
                 "id": name.replace("_", "-"),
@@ -90,7 +90,7 @@ class Served:
         await until(are_so, f"the router's members are {wanted}", timeout_s=SOON_S)
 
     async def until_watched(self) -> None:
-        """Wait until the pods were listed, after which their watch tells of every change."""
+        """Wait until the router has listed the pods. From then on, its watch reports every change."""
 
         async def are_listed() -> bool:
             return await self.router.metric("dualmap_kube_lists_total", resource="pods") >= 1

@@ -22,8 +22,8 @@ async def test_apply_ready_first_request(product: Product) -> None:
 
 @pytest.mark.timeout(300, func_only=True)
 async def test_scaling_under_streams_fails_and_cuts_no_request(product: Product) -> None:
-    # Nothing but the drain protects a stream: engines die at SIGTERM, and of what is in flight the routers alone tell,
-    # since this kind of engine has its metrics elsewhere. The operator finds the routers as production does.
+    # Only the drain protects a stream: engines die at SIGTERM. Only routers report requests in flight, because this
+    # engine type has other metrics. The operator discovers the routers as in production.
     await product.publish_routers()
     await product.operator("operator-0", finds_routers=True)
     engine = {"type": "TensorRTLLM"}
@@ -49,6 +49,6 @@ async def test_scaling_under_streams_fails_and_cuts_no_request(product: Product)
         Shrink(before=3, after=1, victims=("Draining", "Draining")),
     ]
     reasons = await product.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}")
-    assert "DrainTimedOut" not in reasons.split(), "members were given up on: their routers were not heard"
-    # What the routers tell of all this is in the status.
+    assert "DrainTimedOut" not in reasons.split(), "drains timed out: the routers' reports were missing"
+    # The status has the routers' traffic figures.
     await product.until(lambda status: {"cacheHitRate", "sloAttainment"} <= status.get("traffic", {}).keys())

@@ -1,6 +1,6 @@
-"""A pool of a thousand pods converges and shrinks; the test prints the time of a pass (bench/results/operator.md).
+"""A pool of a thousand pods converges and shrinks. The test prints the time per reconcile (bench/results/operator.md).
 
-The pods are fakes of the kubelet's, a status without processes; the control plane, operator and routers are real.
+The kubelet's fake pods have a status without processes. The control plane, operator and routers are real.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from harness.waiting import until
 
 PODS = 1000
 FEWER = 998
-# A pool of a thousand members is large: a tight poll would itself be load.
+# A pool of a thousand members is large: frequent polling would add load.
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How many passes an operator has made, and how long they took together."""
+    """Return an operator's number of reconciles and their total time."""
 
     count: float
     seconds: float

@@ -1,7 +1,7 @@
-"""A wave of load on a pool with an autoscaler: enough for three instances, then little, but never none.
+"""A wave of load on a pool with an autoscaler: first enough for three instances, then little, but never zero.
 
-A drain has to save the remaining streams: the pool's engines cut their streams at SIGTERM, and the streams of
-the ebb are on all of them when two of three are taken away.
+A drain must save the remaining streams: engines cut their streams at SIGTERM. When two of the three instances are
+removed, all three have streams.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class Wave:
 
 
 def pool(namespace: str) -> dict[str, Any]:
-    """Return the pool that waves are for: slow engines, whose streams nothing but a drain protects.
+    """Return the pool for waves: slow engines whose streams only a drain protects.
 
-    It is scaled by what arrives, and however busy the machine is: no SLO is missed, which would keep an instance for
-    hours, and no request waits too long while instances start.
+    Only arrivals scale it, even on a busy machine. Its limits are wide: a missed SLO would keep an instance for hours,
+    and requests may wait while instances start.
     """
     return pool_manifest(
         "qwen",
@@ -47,7 +47,7 @@ def pool(namespace: str) -> dict[str, Any]:
 
 
 def spec() -> dict[str, Any]:
-    """Return what the spec of a pool for waves says of engines of this ``SPEED``, SLO and queue."""
+    """Return the spec of a pool for waves: engines of this ``SPEED``, SLO and queue."""
     return {
         "engine": {"type": "TensorRTLLM", "prefillTokensPerSecond": 1500},
         "slo": {"ttft": "5m"},
@@ -56,12 +56,12 @@ def spec() -> dict[str, Any]:
 
 
 def flood(product: Product) -> Traffic:
-    """Return clients whose prompts are all new: each asks every 3 s, which is a third more than one instance can do."""
+    """Return clients with new prompts only, one every 3 s each: a third more than one instance can serve."""
     return product.traffic(streams=5, plain=1, tokens=40, prompt=new_prompt)
 
 
 async def ride(product: Product) -> Wave:
-    """Make the pool grow to three by a flood, then shrink to one while a few streams continue."""
+    """Let the pool grow to three under a flood, then shrink to one while a few streams continue."""
     surge, ebb = flood(product), product.traffic(streams=6, plain=1, tokens=40)
     async with product.recording() as history, ebb.running():
         async with surge.running():
@@ -73,6 +73,6 @@ async def ride(product: Product) -> Wave:
 
 
 def new_prompt(number: int) -> str:
-    """Return a prompt of the flood that no instance has seen."""
+    """Return a new prompt, cached by no instance."""
     # A token is about four characters.
     return f"{number:08d} " * (_FLOOD_TOKENS * 4 // 9)

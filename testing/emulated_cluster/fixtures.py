@@ -1,4 +1,4 @@
-"""Pytest plugin of the tests that run on a control plane: the fixtures `cluster` and `kubelet`, skips and time limits.
+"""Pytest plugin for tests on a control plane: the fixtures `cluster` and `kubelet`, skips and time limits.
 
 A `conftest.py` registers it, so that all folders of one session share one control plane. The tests
 need the programs of `build.py` and the network namespace of `netns.sh`; `make e2e` provides both.
@@ -21,15 +21,15 @@ from emulated_cluster.control_plane.build import binaries_folder, missing
 from emulated_cluster.control_plane.cluster import ADVERTISED, Cluster
 from emulated_cluster.kubelet.fixtures import kubelet_fixture  # noqa: F401  # pytest finds fixtures by import
 
-# As in pyproject.toml, but for the test alone: whoever comes first starts the control plane.
+# As in pyproject.toml, but without the time of fixtures: the first test also starts the control plane.
 _TEST_TIMEOUT_S = 120
-# The tests' times are those of a quiet machine; in CI the other half of them runs beside.
+# Time limits assume an idle machine; in CI the other half of the tests runs at the same time.
 _PATIENCE = 2
 _DIRECTORY = pytest.StashKey[Path]()
 
 
 def prepare(items: list[pytest.Item], folder: Path) -> None:
-    """Skip the tests of a folder where they cannot run; their time limits leave out their fixtures."""
+    """Skip the tests of a folder if they cannot run here; exclude fixtures from their time limits."""
     reason = _why_not()
     for item in items:
         if folder not in item.path.parents:
@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session", name="cluster")
 def _cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """The control plane that the tests of a session share; its logs are kept when a test failed."""
+    """The control plane that the tests of a session share. Its logs are kept if a test failed."""
     directory = Path(tempfile.mkdtemp(prefix="dualmap-controlplane-"))
     request.config.stash[_DIRECTORY] = directory
     with _ended_in_order(), Cluster(binaries_folder(), directory) as cluster:
@@ -74,7 +74,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def _why_not() -> str | None:
-    """Return why the tests cannot run, None where they can."""
+    """Return why the tests cannot run, or None."""
     if files := missing():
         return f"not built: {', '.join(files)}: make e2e"
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Waits for what another process does: polls a condition until it holds, up to a limit, with a reason on failure."""
+"""Waits for another process: polls a condition until it holds, up to a limit, with a reason on failure."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

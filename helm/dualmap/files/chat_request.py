@@ -1,8 +1,8 @@
 """Sends one chat request through the gateway and reports the result: the chart's `helm test`.
 
-It succeeds on an answer with text that a router picked an endpoint for (header x-dualmap-decision). It retries until
-the timeout, because a pool may still be starting. Exit status: 0 on success, 1 on failure. Standard library only: the
-file runs as it is.
+It succeeds on an answer with text whose endpoint a router picked (header x-dualmap-decision). It retries until the
+timeout, because a pool may still be starting. Exit status: 0 on success, 1 on failure. Standard library only: the file
+runs as it is.
 """
 
 import argparse

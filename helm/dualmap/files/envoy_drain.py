@@ -64,11 +64,11 @@ def drain(admin: str, *, timeout_s: float, least_s: float) -> bool:
 
 
 def serve(port: int, drained: threading.Event) -> ThreadingHTTPServer:
-    """Answer GET /drained once the event is set, in threads of their own."""
+    """Answer GET /drained once the event is set, each request in its own thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            """Wait, then say 200; everything else is 404."""
+            """Wait for the event, then answer 200; answer 404 for other paths."""
             if self.path == "/drained":
                 drained.wait()
             self.send_response(200 if self.path == "/drained" else 404)
@@ -76,7 +76,7 @@ def serve(port: int, drained: threading.Event) -> ThreadingHTTPServer:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing of requests."""
+            """Do not log requests."""
 
     server = ThreadingHTTPServer(("", port), Handler)
     # Answers in progress are finished before the process ends.
@@ -86,7 +86,7 @@ def serve(port: int, drained: threading.Event) -> ThreadingHTTPServer:
 
 
 def main() -> None:
-    """Wait for SIGTERM, drain, answer, end."""
+    """Wait for SIGTERM, drain, answer /drained, and return."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--admin", required=True, metavar="HOST:PORT", help="Envoy's administration")
     parser.add_argument("--port", required=True, type=int, help="where /drained is answered")

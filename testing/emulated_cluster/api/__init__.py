@@ -1,4 +1,4 @@
-"""What the emulated parts share as clients of the API server: which errors pass, and following a collection.
+"""What the emulated components share as clients of the API server: a client, its retries, and following a collection.
 
-May import: aiohttp, nothing of the other rooms.
+May import: aiohttp; no other package of the emulated cluster.
 """

@@ -1,6 +1,6 @@
-"""A small client of the Kubernetes API for emulated parts and tests: JSON objects in and out, no generated models.
+"""A small Kubernetes API client for the emulated components and the tests: JSON objects, no generated models.
 
-It reads the kubeconfig files that ``control_plane/kubeconfigs.py`` writes. Retries are up to the callers.
+It reads the kubeconfig files that ``control_plane/kubeconfigs.py`` writes. Callers retry.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ import aiohttp
 _GONE: Final = 410
 # A watch sends one event per line, and an object may have some megabytes.
 _LONGEST_LINE: Final = 1 << 24
-# A TLS connection that was interrupted closes itself within this time of its event loop.
+# An interrupted TLS connection closes within this time, if its event loop keeps running.
 _INTERRUPTED_CLOSES_WITHIN_S: Final = 0.2
 
 
 class ApiError(Exception):
-    """A request failed. ``status`` is the HTTP status, 0 where no answer came."""
+    """A request failed. ``status`` is the HTTP status, 0 without a response."""
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
@@ -32,7 +32,7 @@ class ApiError(Exception):
 
     @property
     def expired(self) -> bool:
-        """Whether the server no longer has the version that a watch began at, so that a new list is needed."""
+        """Whether the server no longer has the version at which the watch began. The client must list again."""
         return self.status == _GONE
 
 
@@ -51,7 +51,8 @@ class WatchEvent:
 
 
 class ApiClient:
-    """One API server and one user. Belongs to the event loop that made it; close it there."""
+    """A client of one API server as one user. It belongs to the event loop that created it, which must also close
+    it."""
 
     def __init__(self, server: str, *, tls: ssl.SSLContext | None = None, token: str | None = None) -> None:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -79,7 +80,7 @@ class ApiClient:
         content_type: str = "application/json",
         timeout_s: float = 10.0,
     ) -> dict[str, Any]:
-        """Send one request and return the answer's JSON object; raises ApiError."""
+        """Send one request and return the JSON object of the response; raises ApiError."""
         try:
             async with self._session.request(
                 method,
@@ -125,7 +126,7 @@ class ApiClient:
 
 
 def _tls(cluster: Mapping[str, str], user: Mapping[str, str]) -> ssl.SSLContext | None:
-    """Return the TLS settings of a kubeconfig: its authority, and the user's certificate where it has one."""
+    """Return the TLS settings of a kubeconfig: its authority, and the user's certificate if there is one."""
     if "certificate-authority-data" not in cluster:
         return None
     context = ssl.create_default_context(cadata=_decoded(cluster["certificate-authority-data"]).decode())
@@ -144,7 +145,7 @@ def _decoded(data: str) -> bytes:
 
 
 def _document(status: int, text: bytes) -> dict[str, Any]:
-    """Return the JSON object of an answer; raises ApiError for an error and for anything else."""
+    """Return the JSON object of a response; raises ApiError for an error status and for any other content."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -153,7 +154,7 @@ def _document(status: int, text: bytes) -> dict[str, Any]:
         message = document.get("message") if isinstance(document, dict) else None
         raise ApiError(status, str(message or text.decode(errors="replace").strip()))
     if not isinstance(document, dict):
-        raise ApiError(0, f"the answer is no JSON object: {text[:200]!r}")
+        raise ApiError(0, f"the answer is not a JSON object: {text[:200]!r}")
     return document
 
 

@@ -1,6 +1,7 @@
-"""Follows a collection by the product's list-watch loop, which the operator and the router run, too.
+"""Follows a collection with the product's list-watch loop, which the operator and the router also use.
 
-The kubelet follows its pods and the ConfigMaps and Secrets of their volumes by it, ``services`` Services and endpoints.
+The kubelet follows its pods and the ConfigMaps and Secrets of their volumes. ``services`` follows Services and
+endpoints.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ class Store(Protocol):
         """Take an object that was added or modified."""
 
     def remove(self, item: Object) -> None:
-        """Take an object that was deleted, as it was at last."""
+        """Take the last version of a deleted object."""
 
 
 class Mirror:
@@ -57,7 +58,7 @@ class Mirror:
 
 
 class _Collection:
-    """The objects at ``path``, by way of the emulated cluster's client; raises KubeError as the loop expects."""
+    """The objects at ``path``, read with the emulated cluster's client; raises KubeError, as the loop expects."""
 
     def __init__(self, client: ApiClient, path: str, query: Sequence[tuple[str, str]]) -> None:
         self._client = client
@@ -81,9 +82,9 @@ class _Collection:
 
 
 async def follow(client: ApiClient, path: str, store: Store, *, query: Sequence[tuple[str, str]] = ()) -> NoReturn:
-    """Keep ``store`` as the API server has the collection, until cancelled; wait while the server is away.
+    """Keep ``store`` equal to the collection on the API server until cancelled; wait while the server is down.
 
-    The loop is the product's (``dualmap_edge.kube.watch``). Raises ApiError for an error that waiting does not mend.
+    The loop is the product's (``dualmap_edge.kube.watch``). Raises ApiError for a permanent error.
     """
 
     def failed(error: KubeError) -> None:

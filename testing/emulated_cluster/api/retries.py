@@ -1,4 +1,4 @@
-"""Errors of the API server: which of them pass, and how long a request is repeated; types of patches."""
+"""API server errors: which are temporary, and for how long a request is repeated; content types of patches."""
 
 import time
 from collections.abc import Callable
@@ -12,20 +12,21 @@ NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 RETRY_S: Final = 0.3
 _TOO_MANY_REQUESTS: Final = 429
-# Longer than a busy machine needs for rights and namespaces to settle; a request that is wrong is rejected for longer.
+# Longer than rights and namespaces take to become effective on a busy machine. An invalid request is rejected for
+# longer.
 _REJECTED_FOR_S: Final = 60.0
 
 
 def is_temporary(error: ApiError) -> bool:
-    """Whether the request may succeed later: the server was away or busy, or another client wrote the object."""
+    """Whether the request may succeed later: the server was down or busy, or another client wrote the object."""
     return error.status in {0, CONFLICT, _TOO_MANY_REQUESTS} or error.status >= 500
 
 
 class Retries:
-    """How long one request is repeated: while the server is away, and for a minute while it rejects the request.
+    """Repeats one request while the server is down, and for a minute while the server rejects it.
 
-    Some rejections pass: a namespace that is being deleted, a right that was bound just now. The minute counts
-    rejections alone; an outage between two of them starts it anew.
+    Some rejections are temporary: a namespace that is being deleted, a role that was bound just now. The minute counts
+    rejections only; an outage between two rejections restarts it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +36,7 @@ class Retries:
         self._logged: set[str] = set()
 
     def check(self, error: ApiError) -> None:
-        """Return where the request should be sent again; raise the error otherwise."""
+        """Return if the request should be sent again; raise the error otherwise."""
         if is_temporary(error):
             self._rejected_since_s = None
             return

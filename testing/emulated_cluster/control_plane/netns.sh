@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs a command in a network namespace of its own, in which every 10.244.x.y (pods) and 10.0.0.y (Services) can be
-# bound and reached and nothing else of the machine can: several runs at once do not meet. Packets are handed on between
-# pods that have a namespace of their own.
+# Runs a command in its own network namespace, so that several runs at once do not conflict. There, a program can
+# bind and reach every 10.244.x.y (pods) and 10.0.0.y (Services), but no other address of the machine. The namespace
+# forwards packets between pods that have their own namespaces.
 # Usage: testing/emulated_cluster/control_plane/netns.sh COMMAND [ARGUMENT...]
 set -eu
 
@@ -12,8 +12,8 @@ for needed in unshare:util-linux ip:iproute2; do
     }
 done
 
-# Root may make one as it is; everybody else, and root in most containers, becomes root of a user namespace for it. Root
-# there may still give it all of its users, which pods of the tests run as: what the shell becomes cannot, hence a second.
+# Root may create a network namespace directly. Other users, and root in most containers, first need a user namespace.
+# Pods of the tests run as various users, so a second process maps all users into it: the shell itself no longer can.
 as_it_is='exec unshare --net "$@"'
 with_all_users='
     own=$(readlink /proc/self/ns/user)
@@ -41,7 +41,7 @@ if test -z "$way"; then
     exit 1
 fi
 
-# A proxy is out of reach in there, and Go programs would ask it for pods' addresses.
+# No proxy is reachable in the namespace, and Go programs would send requests for pods to it.
 unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY
 exec sh -c "$way" sh sh -c 'ip link set lo up &&
     ip route add local 10.244.0.0/16 dev lo && ip route add local 10.0.0.0/24 dev lo &&

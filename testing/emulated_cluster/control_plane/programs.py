@@ -1,6 +1,6 @@
 """Child processes with a log file: start, wait until ready, stop.
 
-They are synchronous because a control plane outlives the event loops of the tests.
+The calls are synchronous because a control plane outlives the event loops of the tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOG_SHOWN_CHARS = 4000
 
 
 class ProgramError(AssertionError):
-    """A program ended or was not ready in time; the message has the end of its log."""
+    """A program ended or was not ready in time. The message has the end of its log."""
 
 
 class Program:
@@ -33,7 +33,7 @@ class Program:
         return self._process.pid
 
     def start(self, *extra: str) -> None:
-        """Start it, with `extra` flags behind its own; does not wait until it is ready."""
+        """Start it, with `extra` flags after its own; does not wait until it is ready."""
         assert self._process is None, f"{self._argv[0]} is running"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -41,7 +41,7 @@ class Program:
             )
 
     def wait_until(self, ready: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-        """Return once `ready` returns True; raise `ProgramError` when the program ends first or after `timeout_s`."""
+        """Return once `ready` returns True; raise `ProgramError` if the program ends first or after `timeout_s`."""
 
         def alive_and_ready() -> bool:
             if self._process is None or self._process.poll() is not None:
@@ -54,7 +54,7 @@ class Program:
             raise ProgramError(f"{self._argv[0]}: {late}:\n{self._end_of_log()}") from late
 
     def stop(self, *, grace_s: float) -> None:
-        """Send SIGTERM, after `grace_s` SIGKILL; do nothing when it does not run."""
+        """Send SIGTERM, and SIGKILL after `grace_s`; do nothing if it does not run."""
         process, self._process = self._process, None
         if process is None:
             return

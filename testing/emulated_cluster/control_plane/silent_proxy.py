@@ -1,4 +1,4 @@
-"""A TCP proxy in front of the API server that can go silent, like a network that drops packets."""
+"""A TCP proxy in front of the API server. It can stop forwarding, like a network that drops packets."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ class SilentProxy:
                 try:
                     from_server, to_server = await asyncio.open_connection("127.0.0.1", _API_SERVER_PORT)
                 except OSError:
-                    # The API server is away: the client's connection ends, too.
+                    # The API server is down: the client's connection ends, too.
                     writer.close()
                     return
                 writers.extend((writer, to_server))

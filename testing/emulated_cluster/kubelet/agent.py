@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from emulated_cluster.api.client import ApiClient
 from emulated_cluster.api.follow import follow
-from emulated_cluster.kubelet.containers.containers import NodeSettings, Object, Place
+from emulated_cluster.kubelet.containers.containers import NodeSettings, Object, PodLocation
 from emulated_cluster.kubelet.node import Node
 from emulated_cluster.kubelet.pods import PodWorker
 
@@ -22,7 +22,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """Everything that happens on one node; the store of the node's pods. Belongs to one event loop."""
+    """Runs one node, and is the store of its pods. It belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class NodeAgent:
         networks: Sequence[IPv4Network],
         settings: NodeSettings,
     ) -> None:
-        """``networks`` give the node their first address and one to each pod; no other node may have the same."""
+        """The node gets the first address of ``networks``, and each pod another one. No other node may use these
+        networks."""
         own, *others = [str(address) for network in networks for address in network.hosts()]
         self._client = client
         self._room = len(others)
@@ -41,7 +42,7 @@ class NodeAgent:
         self._turns = asyncio.Semaphore(_CALLS_AT_ONCE)
         self._workers: dict[str, PodWorker] = {}
         self._talking: set[asyncio.Task[None]] = set()
-        # Unexpected errors; the first is raised when the kubelet's context ends.
+        # Unexpected errors. Leaving the kubelet's context raises the first one.
         self.failures: list[BaseException] = []
 
     @property
@@ -50,7 +51,7 @@ class NodeAgent:
         return tuple(self._workers.values())
 
     async def start(self) -> None:
-        """Register the node; from then on its pods run."""
+        """Register the node and run its pods."""
         await self._node.register()
         self._talk(self._node.stay_ready())
         query = (("fieldSelector", f"spec.nodeName={self._node.name}"),)
@@ -73,7 +74,7 @@ class NodeAgent:
         await self._node.remove()
 
     def replace(self, objects: Sequence[Object]) -> None:
-        """Take the node's pods as a list has them: pods that are missing have been deleted."""
+        """Take the pods of a list: known pods that are missing have been deleted."""
         there = {pod["metadata"]["uid"] for pod in objects}
         for uid, worker in tuple(self._workers.items()):
             if uid not in there:
@@ -88,12 +89,12 @@ class NodeAgent:
         if worker is not None:
             worker.observe(item)
             return
-        place = Place(
+        location = PodLocation(
             address=self._free_address(),
             host_address=self._node.address,
             node=self._settings,
         )
-        self._workers[uid] = worker = PodWorker(item, place, self._client, self._turns)
+        self._workers[uid] = worker = PodWorker(item, location, self._client, self._turns)
         self._talk(self._tend(worker))
 
     def remove(self, item: Object) -> None:
@@ -114,10 +115,10 @@ class NodeAgent:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._talking.discard(task)
         if not task.cancelled() and (failure := task.exception()) is not None:
-            _LOG.error("a task of the kubelet failed", exc_info=failure)
+            _LOG.error("Kubelet task failed", exc_info=failure)
             self.failures.append(failure)
 
     def _free_address(self) -> str:
-        """Return the next free address; an address that became free just now is used last."""
-        taken = {worker.place.address for worker in self.workers}
+        """Return the next free address. The address that was released last is used last."""
+        taken = {worker.location.address for worker in self.workers}
         return next(each for each in itertools.islice(self._addresses, self._room) if each not in taken)

@@ -1,6 +1,6 @@
 """The kubelet as pytest fixtures; ``conftest.py`` imports them.
 
-``kubelet`` is the session's one node. A test that loses a node makes one of its own with ``kubelet_on``.
+``kubelet`` is the session's one node. A test that needs the loss of a node creates its own with ``kubelet_on``.
 """
 
 import os
@@ -15,7 +15,7 @@ from emulated_cluster.control_plane.cluster import API_SERVER, Cluster
 from emulated_cluster.kubelet.isolation.roots import Image
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 
-# Enough addresses for 1000 pods, and for as many that end while those start.
+# Enough addresses for 1000 starting pods and 1000 terminating pods.
 _BLOCKS = 8
 
 
@@ -35,10 +35,10 @@ def kubelet_on(
     images: Mapping[str, Path | Image] | None = None,
     nameserver: str | None = None,
 ) -> Iterator[ProcessKubelet]:
-    """A further node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH.
+    """Another node of the cluster, with 256 addresses in each of its blocks; ``dualmap`` is on its pods' PATH.
 
-    With ``images`` it takes every pod that is made while it is there: the scheduler knows nothing of images. Raises
-    RootsError where containers cannot have root file systems of their own.
+    With ``images``, all other nodes are cordoned meanwhile: the scheduler does not know which node has which images.
+    Raises RootsError if containers cannot have their own root file systems here.
     """
     logs = cluster.logs / node
     logs.mkdir(exist_ok=True)

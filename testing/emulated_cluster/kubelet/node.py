@@ -1,6 +1,6 @@
-"""The node a kubelet stands for: registered, ready, and heard of again and again.
+"""The kubelet's node: registers it, reports it as ready, and sends heartbeats.
 
-``agent.py`` registers it and beats its heart beside its pods.
+``agent.py`` registers it, and sends its heartbeats while the pods run.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.api.retries import CONFLICT, MERGE, NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Retries
 from emulated_cluster.kubelet.containers.status import timestamp
 
-# Far below the node-lifecycle controller's patience, also where a test shortens that.
+# Far below the node-lifecycle controller's grace period, also if a test shortens it.
 HEARTBEAT_S: Final = 2.0
 _LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 _LEASE_DURATION_S: Final = 40
@@ -25,7 +25,7 @@ class Node:
     """The Node object and its Lease."""
 
     def __init__(self, name: str, address: str, room: int, client: ApiClient) -> None:
-        """``room`` is how many pods it takes."""
+        """``room`` is the maximum number of pods."""
         self.name = name
         self.address = address
         self._capacity = {**_CAPACITY, "pods": str(room)}
@@ -34,7 +34,7 @@ class Node:
         self._ready_since = timestamp(time.time())
 
     async def register(self) -> None:
-        """Make the node exist, ready and without taints; waits for the API server as long as the caller lets it."""
+        """Create the node, ready and without taints; retry until the API server answers."""
         body = {
             "apiVersion": "v1",
             "kind": "Node",
@@ -46,7 +46,8 @@ class Node:
                 with _unless(CONFLICT):
                     await self._client.request("POST", "/api/v1/nodes", body=body)
                 await self._report()
-                # Admission taints every new node, and where the node-lifecycle controller is off nobody takes it back.
+                # Admission taints every new node. Only the node-lifecycle controller would remove the taint, and it may
+                # be off.
                 await self._client.request("PATCH", self._path, body={"spec": {"taints": None}}, content_type=MERGE)
                 return
             except ApiError as error:
@@ -54,7 +55,7 @@ class Node:
             await asyncio.sleep(RETRY_S)
 
     async def stay_ready(self) -> None:
-        """Report and renew the lease for ever; an API server that is away hears of the node when it is back."""
+        """Report the status and renew the lease until cancelled, also after outages of the API server."""
         while True:
             with contextlib.suppress(ApiError):
                 await self._report()
@@ -62,7 +63,7 @@ class Node:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def remove(self) -> None:
-        """Delete the node; its pods are left to the garbage collector."""
+        """Delete the node. The garbage collector deletes its pods."""
         with _unless(NOT_FOUND):
             await self._client.request("DELETE", self._path)
 
@@ -102,7 +103,7 @@ class Node:
 
 @contextlib.contextmanager
 def _unless(status: int) -> Iterator[None]:
-    """Let a request fail with this status: what it was to bring about is so already."""
+    """Ignore a request's failure with this status: the wanted state already exists."""
     try:
         yield
     except ApiError as error:

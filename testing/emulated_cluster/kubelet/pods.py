@@ -1,6 +1,6 @@
-"""One pod on the node: its containers run, its status is published, and at its end it is deleted.
+"""Runs one pod on the node: its containers, its published status, and its deletion at the end.
 
-``agent.py`` starts one worker per pod and tells it what the watch shows; ``status.py`` computes what is published.
+``agent.py`` starts one worker per pod and passes on the events of the watch; ``status.py`` computes the status.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.api.retries import NOT_FOUND, RETRY_S, STRATEGIC_MERGE, Retries
-from emulated_cluster.kubelet.containers.containers import Container, FakeContainer, Object, Place
+from emulated_cluster.kubelet.containers.containers import Container, FakeContainer, Object, PodLocation
 from emulated_cluster.kubelet.containers.home import PodHome
 from emulated_cluster.kubelet.containers.process_containers import ProcessContainer
 from emulated_cluster.kubelet.containers.runtimes import HostRuntime, RootedRuntime, Runtime, Started
@@ -20,7 +20,7 @@ from emulated_cluster.kubelet.containers.status import Placement, Terminated, po
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Values
 from emulated_cluster.kubelet.pod_spec.volumes import values_of
 
-# A pod with this annotation "true" has a status but no processes, so that a test can have a thousand.
+# A pod with this annotation "true" has a status but no processes, so a test can run a thousand of them.
 FAKE_ANNOTATION: Final = "kubelet.dualmap.dev/fake"
 # The grace period of containers whose pod's object no longer exists.
 _FORGOTTEN_GRACE_S: Final = 1.0
@@ -28,28 +28,28 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class PodWorker:
-    """A pod from its arrival on the node to its end. Containers run also while the API server is away."""
+    """Runs a pod from its arrival on the node to its end, also while the API server is down."""
 
-    def __init__(self, pod: Object, place: Place, client: ApiClient, turns: asyncio.Semaphore) -> None:
-        """``turns`` bounds how many workers talk to the API server at once."""
+    def __init__(self, pod: Object, location: PodLocation, client: ApiClient, turns: asyncio.Semaphore) -> None:
+        """``turns`` limits the number of workers that send requests to the API server at once."""
         metadata = pod["metadata"]
         self.namespace: str = metadata["namespace"]
         self.name: str = metadata["name"]
         self.uid: str = metadata["uid"]
-        self.place = place
+        self.location = location
         self._pod = pod
         self._path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
         self._client = client
         self._turns = turns
-        self._where = Placement(address=place.address, host_address=place.host_address, start_s=time.time())
+        self._where = Placement(address=location.address, host_address=location.host_address, start_s=time.time())
         self._changed = asyncio.Event()
         self._terminating = False
         self._gone = False
-        self._home = PodHome(pod, place, client) if _has_image(pod, place) else None
+        self._home = PodHome(pod, location, client) if _has_image(pod, location) else None
         fake = (metadata.get("annotations") or {}).get(FAKE_ANNOTATION) == "true"
         make = self._fake if fake else self._container
         self.containers: Mapping[str, Container] = {each["name"]: make(each) for each in pod["spec"]["containers"]}
-        # None of a fake's are run: it is there at once.
+        # A fake pod runs no init containers: it is ready at once.
         initial = () if fake else pod["spec"].get("initContainers") or ()
         policy = "Never" if pod["spec"].get("restartPolicy") == "Never" else "OnFailure"
         self.init_containers: Mapping[str, Container] = {each["name"]: make(each, policy) for each in initial}
@@ -78,7 +78,7 @@ class PodWorker:
         self._stop(_FORGOTTEN_GRACE_S)
 
     async def run(self) -> None:
-        """Publish every change until the pod has terminated, then delete its object. Raises what broke it."""
+        """Publish every change until the pod has terminated, then delete its object. Raises the error that ended it."""
         while True:
             self._changed.clear()
             await self._publish()
@@ -87,7 +87,7 @@ class PodWorker:
                 if self._terminating:
                     break
             await self._changed.wait()
-        # What the last container to end changed has to be said before nobody can be told.
+        # Publish the last container's end before the object is deleted.
         await self._publish()
         options = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
         await self._say("DELETE", self._path, options, "application/json")
@@ -116,17 +116,17 @@ class PodWorker:
         return FakeContainer(spec, self._changed.set)
 
     def _container(self, spec: Object, policy: str | None = None) -> Container:
-        return ProcessContainer(self._pod, spec, self.place, self._runtime(spec), self._changed.set, policy=policy)
+        return ProcessContainer(self._pod, spec, self.location, self._runtime(spec), self._changed.set, policy=policy)
 
     def _runtime(self, spec: Object) -> Runtime:
         if spec.get("restartPolicy"):
-            return _NoRuntime(f"container {spec['name']}: init containers that keep running are not known here")
+            return _NoRuntime(f"container {spec['name']}: init containers that keep running are not supported")
         if self._home is None:
-            return HostRuntime(self._pod, spec, self.place, self._values)
-        image = self.place.node.images.get(spec.get("image", ""))
+            return HostRuntime(self._pod, spec, self.location, self._values)
+        image = self.location.node.images.get(spec.get("image", ""))
         if image is None:
             return _NoRuntime(f"image {spec.get('image')} is not among the kubelet's, as others of the pod are")
-        return RootedRuntime(self._pod, spec, self.place, self._values, image=image, home=self._home)
+        return RootedRuntime(self._pod, spec, self.location, self._values, image=image, home=self._home)
 
     async def _values(self, kind: str, name: str) -> Values:
         return await values_of(self._client, self.namespace, (kind, name))
@@ -181,10 +181,10 @@ class _NoRuntime:
         raise ContainerConfigError(self._reason)
 
 
-def _has_image(pod: Object, place: Place) -> bool:
+def _has_image(pod: Object, location: PodLocation) -> bool:
     spec = pod["spec"]
     return any(
-        each.get("image") in place.node.images for each in (*(spec.get("initContainers") or ()), *spec["containers"])
+        each.get("image") in location.node.images for each in (*(spec.get("initContainers") or ()), *spec["containers"])
     )
 
 
@@ -193,12 +193,12 @@ def _version(pod: Object) -> int:
 
 
 def _by_type(status: Object) -> Object:
-    """Return a status whose conditions can be looked up: others, such as gates, stand among the published ones."""
+    """Return a status with its conditions by type: published conditions include others, such as gates."""
     return {**status, "conditions": {each["type"]: each for each in status.get("conditions") or ()}}
 
 
 def _says(published: Any, wanted: Any) -> bool:
-    """Return whether a published value contains the wanted one; empty values may be absent."""
+    """Return whether a published value contains the wanted one. Empty values may be absent."""
     if not wanted:
         return not published
     if isinstance(wanted, Mapping):

@@ -1,6 +1,6 @@
-"""A kubelet for tests that runs pods as local processes, in a thread and event loop of its own.
+"""A kubelet for tests that runs pods as local processes, in its own thread and event loop.
 
-``fixtures.py`` makes one for pytest. ``ProcessKubelet`` lists which fields of a pod it honours.
+``fixtures.py`` provides it to pytest. ``ProcessKubelet`` lists the fields of a pod that it supports.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from emulated_cluster.kubelet.pods import PodWorker
 _START_TIMEOUT_S: Final = 60.0
 _CALL_TIMEOUT_S: Final = 30.0
 _FAREWELL_TIMEOUT_S: Final = 5.0
-# A tmpfs wherever Linux runs: volumes whose medium is Memory.
+# A tmpfs on every Linux, for volumes with medium Memory.
 _MEMORY: Final = Path("/dev/shm")
 
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """A pod on the node at one moment; ``processes`` has the ids of the containers' main processes by their names."""
+    """A pod on the node at one moment. ``processes`` has the ids of the main processes by container name."""
 
     namespace: str
     name: str
@@ -47,18 +47,18 @@ class RootsError(Exception):
 
 
 class ProcessKubelet:
-    """A node whose pods are processes here; needs a network namespace in which their addresses can be bound.
+    """A node whose pods are local processes. It needs a network namespace in which their addresses can be bound.
 
-    Honoured: command, args and env with ``$(VAR)``, fieldRef, ConfigMaps and Secrets; init containers; startup,
+    Supported: command, args and env with ``$(VAR)``, fieldRef, ConfigMaps and Secrets; init containers; startup,
     liveness and readiness probes (httpGet, tcpSocket, exec, grpc); readiness gates; restartPolicy with a short
     back-off; preStop (exec, httpGet, sleep) before SIGTERM; grace periods with SIGKILL at their end; eviction and
-    deletion; an API server that goes away and comes back.
+    deletion; outages of the API server.
 
-    Of containers whose image is among ``images`` also: the root file system, volumes (emptyDir, configMap, secret,
+    For containers whose image is in ``images`` also: the root file system, volumes (emptyDir, configMap, secret,
     downwardAPI, projected), users and groups, a network namespace per pod, host names, the service account's token.
-    Others are processes of this machine and can mount nothing.
+    Other containers are processes of this machine and cannot mount volumes.
 
-    Not: postStart, resources, capabilities, init containers that keep running. A pod annotated
+    Not supported: postStart, resources, capabilities, init containers that keep running. A pod annotated
     ``kubelet.dualmap.dev/fake: "true"`` has a status and no process.
     """
 
@@ -74,11 +74,11 @@ class ProcessKubelet:
         images: Mapping[str, Path | Image] | None = None,
         nameserver: str | None = None,
     ) -> None:
-        """``networks`` are the node's own: their addresses bound its pods. Containers inherit ``environment``.
+        """``networks`` belong to this node; their size limits its number of pods. Containers inherit ``environment``.
 
-        Each container writes to a file under ``logs``, which must exist. ``images`` are root file systems by the
-        references that pods name them by. Pods of these ask ``nameserver`` for names and find the API server at
-        ``api_server``. Raises RootsError where there can be no root file systems.
+        Each container writes to a file under ``logs``, which must exist. ``images`` are root file systems by image
+        reference. Their pods use the DNS server ``nameserver`` and the API server at ``api_server``. Raises RootsError
+        if root file systems are not possible here.
         """
         reason = why_not() if images else None
         if reason is not None:
@@ -97,7 +97,7 @@ class ProcessKubelet:
         self._thread = threading.Thread(target=self._run, name=f"kubelet-{node}")
 
     def pods(self) -> tuple[PodView, ...]:
-        """Return the pods on the node, also those that end at the moment."""
+        """Return the pods on the node, including those that are terminating."""
 
         async def views() -> tuple[PodView, ...]:
             return tuple(_view(worker) for worker in self._agent.workers)
@@ -105,7 +105,7 @@ class ProcessKubelet:
         return self._call(views())
 
     def pod(self, namespace: str, name: str) -> PodView:
-        """Return a pod on the node, the newest of its name; raises LookupError."""
+        """Return the newest pod of this name on the node; raises LookupError."""
         for view in reversed(self.pods()):
             if (view.namespace, view.name) == (namespace, name):
                 return view
@@ -124,9 +124,9 @@ class ProcessKubelet:
         self._call(crash())
 
     def execute(self, pod: PodView, container: str, command: Sequence[str]) -> tuple[int, str]:
-        """Run a command in a running container as ``kubectl exec`` does; returns its exit status and what it wrote.
+        """Run a command in a running container, like ``kubectl exec``; return its exit status and output.
 
-        Raises LookupError, or ProcessLookupError where the container does not run.
+        Raises LookupError, or ProcessLookupError if the container does not run.
         """
 
         async def run(log: Path) -> int:
@@ -140,16 +140,16 @@ class ProcessKubelet:
             return self._call(run(log)), log.read_text(errors="replace")
 
     def log(self, pod: PodView) -> str:
-        """Return what a pod's containers, their probes and their hooks wrote, also after the pod's end."""
+        """Return the output of a pod's containers, probes and hooks, also after the pod's end."""
         written = sorted(self._logs.glob(log_name(pod.name, pod.uid, "*")))
         return "".join(each.read_text(errors="replace") for each in written)
 
     def freeze_node(self) -> None:
-        """Cut the node off from the API server for good; its processes continue."""
+        """Disconnect the node from the API server permanently; its processes continue."""
         self._call(self._agent.freeze())
 
     def lose_node(self) -> None:
-        """Switch the node off for good: no heartbeats, and its processes are killed."""
+        """Switch the node off permanently: its heartbeats stop, and its processes are killed."""
         self._call(self._agent.lose())
 
     def __enter__(self) -> Self:
@@ -164,7 +164,7 @@ class ProcessKubelet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Kill all processes and delete the node; raise the kubelet's error unless the test has failed already."""
+        """Kill all processes and delete the node; raise the kubelet's error unless the test has already failed."""
         loop, agent = self._running.result()
         assert self._stop is not None
         loop.call_soon_threadsafe(self._stop.set)
@@ -184,7 +184,7 @@ class ProcessKubelet:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # whatever it is belongs to the thread that waits for the start
+        except BaseException as error:  # passed on to the thread that waits for the start
             if self._running.done():
                 raise
             self._running.set_exception(error)
@@ -221,7 +221,7 @@ class ProcessKubelet:
                 async with asyncio.timeout(_FAREWELL_TIMEOUT_S):
                     await agent.remove_node()
             except (ApiError, TimeoutError):
-                pass  # The cluster may have been stopped first.
+                pass  # The cluster may have stopped first.
             await client.close()
 
 
@@ -230,7 +230,7 @@ def _view(worker: PodWorker) -> PodView:
         namespace=worker.namespace,
         name=worker.name,
         uid=worker.uid,
-        address=worker.place.address,
+        address=worker.location.address,
         ready=worker.ready,
         processes={name: each.pid for name, each in worker.containers.items() if each.pid is not None},
     )

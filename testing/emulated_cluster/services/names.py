@@ -1,7 +1,7 @@
 """The names of a cluster's DNS server, and the DNS messages.
 
-``services.py`` follows Services and EndpointSlices and serves this to pods. Rules: Kubernetes' DNS-based service
-discovery, without SRV and PTR; messages: RFC 1035, questions of one name, answers of A and CNAME.
+``services.py`` follows Services and EndpointSlices and serves the names to pods. Rules: Kubernetes' DNS-based service
+discovery, without SRV and PTR. Messages: RFC 1035, one question per message, answers A and CNAME.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Final
 Object = Mapping[str, Any]
 
 DOMAIN: Final = "cluster.local"
-# The label by which an EndpointSlice says whose it is.
+# The label of an EndpointSlice that names its Service.
 SERVICE_LABEL: Final = "kubernetes.io/service-name"
 _UDP_BYTES: Final = 512
-# As CoreDNS for Services: what changes is seen soon.
+# As with CoreDNS for Services: clients see changes soon.
 _TTL_S: Final = 5
 _A, _CNAME, _INTERNET = 1, 5, 1
 _NO_ERROR, _NO_SUCH_NAME = 0, 3
@@ -30,7 +30,7 @@ _RECORD: Final = struct.Struct("!2HIH")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a name resolves to: addresses, or another name (``alias``) and its addresses."""
+    """The result of a lookup: addresses, or another name (``alias``) and its addresses."""
 
     addresses: tuple[str, ...] = ()
     alias: str = ""
@@ -38,7 +38,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question: ``end`` is where it ends in the message, which begins the answer too."""
+    """One question. ``end`` is its end in the message: the answer begins with the same bytes."""
 
     number: int
     name: str
@@ -48,7 +48,7 @@ class Question:
 
 
 def ready_addresses(slices: Iterable[Object], *, hostname: str | None = None) -> tuple[str, ...]:
-    """Return the addresses of a Service's ready endpoints, or of those with a host name.
+    """Return the addresses of a Service's ready endpoints, or only of those with this host name.
 
     Endpoints of a Service that publishes addresses before they are ready are all ready in its slices.
     """
@@ -63,9 +63,9 @@ def ready_addresses(slices: Iterable[Object], *, hostname: str | None = None) ->
 
 
 def resolve(name: str, services: Mapping[str, Object], slices: Mapping[str, Sequence[Object]]) -> Found | None:
-    """Return what a full name resolves to, None for an unknown name.
+    """Resolve a full name; return None for an unknown name.
 
-    ``services`` are by ``namespace/name``, and so are the ``slices`` of each.
+    ``services``, and the ``slices`` of each, are keyed by ``namespace/name``.
     """
     labels = name.lower().removesuffix(".").split(".")
     if labels[-3:] != ["svc", *DOMAIN.split(".")] or len(labels) not in {5, 6}:
@@ -88,7 +88,7 @@ def resolve(name: str, services: Mapping[str, Object], slices: Mapping[str, Sequ
 
 
 def read_question(message: bytes) -> Question | None:
-    """Return the question of a message, None for a message that is not a question of one name."""
+    """Return the question of a message, or None if the message is not a single question."""
     try:
         number, flags, questions, *_ = _HEADER.unpack_from(message)
         if flags & _RESPONSE or questions != 1:
@@ -110,7 +110,7 @@ def read_question(message: bytes) -> Question | None:
 
 
 def write_answer(message: bytes, question: Question, found: Found | None, *, udp: bool) -> bytes:
-    """Return the answer to a question; over UDP a too long answer is empty and has the flag TC."""
+    """Return the answer to a question. Over UDP, an answer that is too long is empty and has the flag TC."""
     records = []
     if found is not None:
         owner = question.name

@@ -1,7 +1,7 @@
-"""Names and cluster addresses of Services, which the nodes of a real cluster provide.
+"""Names and cluster addresses of Services. In a real cluster the nodes provide them.
 
 A DNS server for pods (``names.py`` has the names) and a proxy for every port of every cluster address, both following
-the API server. ``netns.sh`` makes the addresses local; ``kubelet/`` tells its pods of the name server.
+the API server. ``netns.sh`` makes the addresses local; ``kubelet/`` configures the name server in its pods.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SLICES: Final = "/apis/discovery.k8s.io/v1/endpointslices"
 
 
 class Services:
-    """A context in which names of Services resolve and cluster addresses accept connections.
+    """A context in which names of Services resolve, and cluster addresses accept connections.
 
-    It runs in a thread of its own, so that a test that blocks its event loop does not stop the traffic.
+    It runs in its own thread: a test that blocks its event loop does not stop the traffic.
     """
 
     nameserver: Final = NAMESERVER
@@ -115,7 +115,7 @@ class _State:
                     self.known.set()
 
     def answer(self, message: bytes, *, udp: bool) -> bytes | None:
-        """Return the answer to a DNS message, None to what is no question."""
+        """Return the answer to a DNS message, or None if the message is not a question."""
         question = read_question(message)
         if question is None:
             return None
@@ -151,20 +151,20 @@ class _State:
                 if address != "None" and port.get("protocol", "TCP") == "TCP" and endpoints:
                     wanted[address, int(port["port"])] = endpoints
         for gone in self._proxies.keys() - wanted.keys():
-            # What flows through it goes on, as in a cluster.
+            # Open connections continue, as in a cluster.
             self._proxies[gone].close()
         for where, endpoints in wanted.items():
             await self._proxies.setdefault(where, _Proxy(where)).lead_to(endpoints)
 
     def _endpoints(self, key: str, port: Object) -> tuple[Address, ...]:
         if key == "default/kubernetes":
-            # The API server has been told to publish none: with them it would forget a test's own.
+            # Configured without endpoints: otherwise the API server would remove the endpoints that a test adds.
             return (API_SERVER,)
         return _endpoints(self._of_service.get(key, ()), port.get("name", ""))
 
 
 def _endpoints(slices: Sequence[Object], port: str) -> tuple[Address, ...]:
-    """Return the endpoints of a Service's port: the ready ones, or without any those that still serve."""
+    """Return the ready endpoints of a Service's port, or if there are none, those that still serve."""
     found = [
         (endpoint.get("conditions", {}), (address, int(each["port"])))
         for slice_ in slices
@@ -204,7 +204,7 @@ class _Proxy:
         """Abort the open connections."""
         for side in tuple(self._open):
             side.transport.abort()
-        # What aborting has to tell comes with the loop's next turn.
+        # The event loop calls connection_lost in its next iteration.
         await asyncio.sleep(0)
 
     def _accept(self) -> _Side:
@@ -226,7 +226,7 @@ class _Side(asyncio.Protocol):
         connect: Callable[[_Side], Awaitable[_Side]] | None = None,
         other: _Side | None = None,
     ) -> None:
-        """The side that was accepted makes the other by ``connect``; each is among ``open_`` as long as it is open."""
+        """The accepted side creates the other one with ``connect``. Each is in ``open_`` while it is open."""
         self.transport: asyncio.Transport
         self._open = open_
         self._connect = connect
@@ -286,7 +286,7 @@ class _Side(asyncio.Protocol):
 
 @asynccontextmanager
 async def _name_server(state: _State) -> AsyncGenerator[None, None]:
-    """Answer questions by UDP and TCP."""
+    """Run a DNS server on UDP and TCP."""
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -313,14 +313,14 @@ async def _name_server(state: _State) -> AsyncGenerator[None, None]:
 
 
 class _Datagrams(asyncio.DatagramProtocol):
-    """Questions by UDP."""
+    """The DNS server's UDP side."""
 
     def __init__(self, state: _State) -> None:
         self._state = state
         self._transport: asyncio.DatagramTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # asyncio's own is no subclass of what it is documented to be.
+        # asyncio's transport class is not a subclass of the documented DatagramTransport.
         self._transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:

@@ -8,11 +8,11 @@ from emulated_cluster import fixtures
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Provide the fixtures `cluster` and `kubelet`, of which a session has one each."""
+    """Provide the fixtures `cluster` and `kubelet`, one of each per session."""
     if not config.pluginmanager.is_registered(fixtures):
         config.pluginmanager.register(fixtures)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here."""
+    """Skip the tests that cannot run here."""
     fixtures.prepare(items, Path(__file__).parent)

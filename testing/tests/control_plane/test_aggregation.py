@@ -1,4 +1,4 @@
-"""The API server forwards an API group to a server of the tests, which metrics adapters need.
+"""The API server forwards an API group to a test's server. Metrics adapters depend on this.
 
 The group's Service is an ExternalName for localhost, because the control plane has no Service network.
 """
@@ -92,5 +92,5 @@ def api_service(cluster: Cluster, namespace: str, port: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # One that does not answer would hinder everybody's discovery, and the deletion of namespaces.
+        # An unavailable API service would break API discovery and the deletion of namespaces for other tests.
         cluster.kubectl("delete", "apiservice", f"v1.{GROUP}")

@@ -43,7 +43,7 @@ def test_objects_survive_a_restart_of_the_api_server(cluster: Cluster) -> None:
     cluster.start_apiserver()
 
     assert read(cluster, namespace, "survivor") == {"colour": "green"}
-    # Its controllers came through as well: a new namespace is one only with the account they make.
+    # The controllers also survived: `namespace` waits for the service account that they create.
     assert cluster.namespace() != namespace
 
 

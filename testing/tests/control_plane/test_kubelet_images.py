@@ -17,18 +17,18 @@ from emulated_cluster.kubelet.isolation.network import interface_of
 from emulated_cluster.kubelet.isolation.roots import Image
 from emulated_cluster.kubelet.process_kubelet import PodView, ProcessKubelet
 from emulated_cluster.waiting import until
-from team import (
+from namespaces import (
     IMAGE,
     PYTHON,
     RESTRICTED,
     WITHIN_S,
-    Team,
+    Namespace,
     busybox,
     busybox_root,
     container_status,
+    new_namespace,
     pod,
     restricted,
-    team_on,
     this_machine,
 )
 
@@ -52,15 +52,15 @@ def _kubelet(cluster: Cluster, root: Path) -> Iterator[ProcessKubelet]:
         yield kubelet
 
 
-@pytest_asyncio.fixture(name="team")
-async def _team(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Team]:
-    async with team_on(cluster) as team:
-        team.kubectl("label", "namespace", team.namespace, f"{ENFORCE}=restricted")
-        yield team
+@pytest_asyncio.fixture(name="namespace")
+async def _namespace(cluster: Cluster, kubelet: ProcessKubelet) -> AsyncIterator[Namespace]:
+    async with new_namespace(cluster) as namespace:
+        namespace.kubectl("label", "namespace", namespace.name, f"{ENFORCE}=restricted")
+        yield namespace
 
 
 async def test_restricted_pod_has_user_read_only_root_and_volumes(
-    team: Team, kubelet: ProcessKubelet, root: Path
+    namespace: Namespace, kubelet: ProcessKubelet, root: Path
 ) -> None:
     before = files_of(root)
     script = (
@@ -70,10 +70,12 @@ async def test_restricted_pod_has_user_read_only_root_and_volumes(
     scratch = {"name": "scratch", "emptyDir": {"medium": "Memory"}}
     mounts = [{"name": "work", "mountPath": "/work", "readOnly": True}, {"name": "scratch", "mountPath": "/scratch"}]
     container = busybox(f"{script}; {FOREVER}", volumeMounts=mounts, workingDir="/srv/here")
-    team.apply(restricted("user", container, volumes=[work, scratch], security={"runAsUser": 1000, "fsGroup": 2000}))
-    ready = await team.until_ready("user")
+    namespace.apply(
+        restricted("user", container, volumes=[work, scratch], security={"runAsUser": 1000, "fsGroup": 2000})
+    )
+    ready = await namespace.until_ready("user")
 
-    said = await team.log(kubelet, "user", "done\n")
+    said = await namespace.log(kubelet, "user", "done\n")
 
     assert "uid=1000(web) gid=1001 groups=1001,2000" in said
     assert "/srv/here\nuser\n/home/web\n" in said
@@ -84,17 +86,21 @@ async def test_restricted_pod_has_user_read_only_root_and_volumes(
     assert files_of(root) == before
 
 
-async def test_writable_root_belongs_to_one_container(team: Team, kubelet: ProcessKubelet, root: Path) -> None:
+async def test_writable_root_belongs_to_one_container(
+    namespace: Namespace, kubelet: ProcessKubelet, root: Path
+) -> None:
     writable = {**RESTRICTED, "readOnlyRootFilesystem": False}
-    team.apply(restricted("writer", busybox(f"cd /tmp; echo mine > it; cat it; {FOREVER}", securityContext=writable)))
-    await team.until_ready("writer")
+    namespace.apply(
+        restricted("writer", busybox(f"cd /tmp; echo mine > it; cat it; {FOREVER}", securityContext=writable))
+    )
+    await namespace.until_ready("writer")
 
-    assert await team.log(kubelet, "writer", "\n") == "mine\n"
+    assert await namespace.log(kubelet, "writer", "\n") == "mine\n"
     assert root / "tmp" / "it" not in files_of(root)
 
 
-async def test_volume_files_follow_their_objects(team: Team, kubelet: ProcessKubelet) -> None:
-    team.apply(config("settings", {"a": "1", "b": "2"}), secret("keys", {"tls.key": "k1", "tls.crt": "c1"}))
+async def test_volume_files_follow_their_objects(namespace: Namespace, kubelet: ProcessKubelet) -> None:
+    namespace.apply(config("settings", {"a": "1", "b": "2"}), secret("keys", {"tls.key": "k1", "tls.crt": "c1"}))
     volumes = [
         {"name": "settings", "configMap": {"name": "settings"}},
         {"name": "keys", "secret": {"secretName": "keys", "defaultMode": 0o400, "items": [
@@ -106,9 +112,9 @@ async def test_volume_files_follow_their_objects(team: Team, kubelet: ProcessKub
     mounts = [{"name": each["name"], "mountPath": f"/mnt/{each['name']}"} for each in volumes]
     mounts.append({"name": "settings", "mountPath": "/fixed/a", "subPath": "a"})
     container = busybox(FOREVER, volumeMounts=mounts)
-    team.apply(restricted("reader", container, volumes=volumes, security={"runAsUser": 1000, "fsGroup": 2000}))
-    await team.until_ready("reader")
-    view = kubelet.pod(team.namespace, "reader")
+    namespace.apply(restricted("reader", container, volumes=volumes, security={"runAsUser": 1000, "fsGroup": 2000}))
+    await namespace.until_ready("reader")
+    view = kubelet.pod(namespace.name, "reader")
 
     def run(script: str) -> str:
         return kubelet.execute(view, "main", ["sh", "-c", script])[1]
@@ -121,8 +127,8 @@ async def test_volume_files_follow_their_objects(team: Team, kubelet: ProcessKub
     assert run("stat -L -c '%a %g' /mnt/keys/private/key /mnt/keys/crt") == "440 2000\n440 2000\n"
     before = run("readlink /mnt/settings/..data")
 
-    team.apply(config("settings", {"a": "3", "c": "4"}))
-    team.label_pod("reader", "colour=red")
+    namespace.apply(config("settings", {"a": "3", "c": "4"}))
+    namespace.label_pod("reader", "colour=red")
 
     async def changed() -> bool:
         return run("cd /mnt/settings && ls && cat a c") == "a\nc\n34"
@@ -137,58 +143,58 @@ async def test_volume_files_follow_their_objects(team: Team, kubelet: ProcessKub
     assert run("cat /fixed/a") == "1"
 
 
-async def test_container_waits_for_a_missing_secret(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_container_waits_for_a_missing_secret(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     source = {"secretKeyRef": {"name": "late", "key": "password"}}
     container = busybox(
         f"echo $PASSWORD; cat /mnt/password; {FOREVER}", env=[{"name": "PASSWORD", "valueFrom": source}]
     )
     container["volumeMounts"] = [{"name": "late", "mountPath": "/mnt"}]
-    team.apply(restricted("waits", container, volumes=[{"name": "late", "secret": {"secretName": "late"}}]))
+    namespace.apply(restricted("waits", container, volumes=[{"name": "late", "secret": {"secretName": "late"}}]))
 
     async def says_why() -> bool:
-        states = (await team.pod("waits"))["status"].get("containerStatuses") or [{"state": {}}]
+        states = (await namespace.pod("waits"))["status"].get("containerStatuses") or [{"state": {}}]
         return 'secret "late" not found' in states[0]["state"].get("waiting", {}).get("message", "")
 
     await until(says_why, "the reason", timeout_s=WITHIN_S)
-    team.apply(secret("late", {"password": "word"}))
-    await team.until_ready("waits")
+    namespace.apply(secret("late", {"password": "word"}))
+    await namespace.until_ready("waits")
 
-    assert await team.log(kubelet, "waits", "word\nword") == "word\nword"
+    assert await namespace.log(kubelet, "waits", "word\nword") == "word\nword"
 
 
-async def test_container_uses_the_config_of_its_image(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_container_uses_the_config_of_its_image(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     container = {"name": "main", "image": WEB, "args": [f"id -un; pwd; echo $FROM; {FOREVER}"]}
-    team.apply(restricted("web", {**container, "securityContext": RESTRICTED}))
+    namespace.apply(restricted("web", {**container, "securityContext": RESTRICTED}))
 
-    assert await team.log(kubelet, "web", "image\n") == "web\n/run\nimage\n"
+    assert await namespace.log(kubelet, "web", "image\n") == "web\n/run\nimage\n"
 
 
-async def test_pod_calls_the_api_as_its_service_account(team: Team, cluster: Cluster) -> None:
+async def test_pod_calls_the_api_as_its_service_account(namespace: Namespace, cluster: Cluster) -> None:
     script = (
         "from kubernetes import client, config; config.load_incluster_config();"
         "review = client.AuthenticationV1Api().create_self_subject_review({});"
         "print(review.status.user_info.username, flush=True); import time; time.sleep(3600)"
     )
-    team.kubectl("label", "namespace", team.namespace, f"{ENFORCE}-")
+    namespace.kubectl("label", "namespace", namespace.name, f"{ENFORCE}-")
     with kubelet_on(cluster, "python", images={PYTHON: this_machine()}) as kubelet:
-        team.apply(pod("client", {"name": "main", "image": PYTHON, "args": ["-c", script]}))
-        said = await team.log(kubelet, "client", "system:")
+        namespace.apply(pod("client", {"name": "main", "image": PYTHON, "args": ["-c", script]}))
+        said = await namespace.log(kubelet, "client", "system:")
 
-    assert said == f"system:serviceaccount:{team.namespace}:default\n"
-    mounted = (await team.pod("client"))["spec"]["volumes"]
+    assert said == f"system:serviceaccount:{namespace.name}:default\n"
+    mounted = (await namespace.pod("client"))["spec"]["volumes"]
     assert [each["name"].rpartition("-")[0] for each in mounted] == ["kube-api-access"]
 
 
-async def test_every_pod_has_its_own_network(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_every_pod_has_its_own_network(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     server = "mkdir /www/{0} && echo {0} > /www/name && exec httpd -f -p 8000 -h /www"
     probe = {"exec": {"command": ["wget", "-q", "-O", "-", "http://127.0.0.1:8000/name"]}, "periodSeconds": 1}
     volumes = [{"name": "www", "emptyDir": {}}]
     mounts = [{"name": "www", "mountPath": "/www"}]
     for name in ("left", "right"):
         container = busybox(server.format(name), volumeMounts=mounts, readinessProbe={**probe, "timeoutSeconds": 5})
-        team.apply(restricted(name, container, volumes=volumes))
-    addresses = [(await team.until_ready(name))["status"]["podIP"] for name in ("left", "right")]
-    left = kubelet.pod(team.namespace, "left")
+        namespace.apply(restricted(name, container, volumes=volumes))
+    addresses = [(await namespace.until_ready(name))["status"]["podIP"] for name in ("left", "right")]
+    left = kubelet.pod(namespace.name, "left")
 
     said = [
         kubelet.execute(left, "main", ["wget", "-q", "-O", "-", f"http://{address}:8000/name"])
@@ -198,32 +204,34 @@ async def test_every_pod_has_its_own_network(team: Team, kubelet: ProcessKubelet
     assert said == [(0, "left\n"), (0, "right\n"), (0, "left\n")]
 
 
-async def test_init_containers_run_in_order_and_share_files(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_init_containers_run_in_order_and_share_files(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "shared", "mountPath": "/shared"}]
     first = busybox("sleep 0.2; echo first >> /shared/log", volumeMounts=mounts, name="first")
-    # Fails once: what it leaves in its volume tells the second attempt.
+    # Fails once: a file in its volume marks the second attempt.
     again = "test -e /shared/tried || { touch /shared/tried; exit 1; }; echo second >> /shared/log"
     second = busybox(again, volumeMounts=mounts, name="second")
     main = busybox(f"cat /shared/log; {FOREVER}", volumeMounts=mounts)
     volumes = [{"name": "shared", "emptyDir": {}}]
-    team.apply(restricted("staged", main, volumes=volumes, initContainers=[first, second]))
-    staged = await team.until_ready("staged")
+    namespace.apply(restricted("staged", main, volumes=volumes, initContainers=[first, second]))
+    staged = await namespace.until_ready("staged")
 
-    assert (await team.log(kubelet, "staged", "second\n")).startswith("first\nsecond\n")
+    assert (await namespace.log(kubelet, "staged", "second\n")).startswith("first\nsecond\n")
     assert [each["restartCount"] for each in staged["status"]["initContainerStatuses"]] == [0, 1]
 
 
-async def test_init_container_failed_fails_a_pod_without_restarts(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_init_container_failed_fails_a_pod_without_restarts(
+    namespace: Namespace, kubelet: ProcessKubelet
+) -> None:
     failing = busybox("exit 3", name="failing")
-    team.apply(restricted("failed", busybox("true"), initContainers=[failing], restartPolicy="Never"))
+    namespace.apply(restricted("failed", busybox("true"), initContainers=[failing], restartPolicy="Never"))
 
-    status = (await until_phase(team, "failed", "Failed"))["status"]
+    status = (await until_phase(namespace, "failed", "Failed"))["status"]
 
     assert status["initContainerStatuses"][0]["state"]["terminated"]["exitCode"] == 3
     assert "waiting" in status["containerStatuses"][0]["state"]
 
 
-async def test_job_succeeds_after_a_failed_container(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_job_succeeds_after_a_failed_container(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     mounts = [{"name": "state", "mountPath": "/state"}]
     script = "test -e /state/tried && exit 0; touch /state/tried; exit 1"
     template = restricted("", busybox(script, volumeMounts=mounts), volumes=[{"name": "state", "emptyDir": {}}])["spec"]
@@ -234,27 +242,27 @@ async def test_job_succeeds_after_a_failed_container(team: Team, kubelet: Proces
         "metadata": {"name": "once"},
         "spec": {"backoffLimit": 3, "template": {"spec": template}},
     }
-    team.apply(job, restricted("single", busybox("exit 4"), restartPolicy="Never"))
+    namespace.apply(job, restricted("single", busybox("exit 4"), restartPolicy="Never"))
 
-    team.kubectl("wait", "job/once", "--for=condition=Complete", "--timeout=50s")
-    single = await until_phase(team, "single", "Failed")
+    namespace.kubectl("wait", "job/once", "--for=condition=Complete", "--timeout=50s")
+    single = await until_phase(namespace, "single", "Failed")
 
     assert container_status(single)["state"]["terminated"]["exitCode"] == 4
-    (ended,) = json.loads(team.kubectl("get", "pods", "-l", "job-name=once", "-o", "json"))["items"]
+    (ended,) = json.loads(namespace.kubectl("get", "pods", "-l", "job-name=once", "-o", "json"))["items"]
     assert ended["status"]["phase"] == "Succeeded"
     assert container_status(ended)["restartCount"] == 1
 
 
-async def test_pod_deleted_leaves_no_files_and_interfaces(team: Team, kubelet: ProcessKubelet) -> None:
+async def test_pod_deleted_leaves_no_files_and_interfaces(namespace: Namespace, kubelet: ProcessKubelet) -> None:
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
     container = busybox(f"trap 'echo term; exit' TERM; echo up; {FOREVER}", lifecycle=hook)
-    team.apply(restricted("leaver", container, security={"runAsUser": 1000}))
-    await team.until_ready("leaver")
-    view = kubelet.pod(team.namespace, "leaver")
-    await team.log(kubelet, "leaver", "up")
+    namespace.apply(restricted("leaver", container, security={"runAsUser": 1000}))
+    await namespace.until_ready("leaver")
+    view = kubelet.pod(namespace.name, "leaver")
+    await namespace.log(kubelet, "leaver", "up")
     was_there = traces(view)
-    team.delete_pod("leaver")
-    await team.until_gone("leaver")
+    namespace.delete_pod("leaver")
+    await namespace.until_gone("leaver")
 
     assert kubelet.log(view).split() == ["up", "hook", "term"]
     assert was_there == [f"dualmap-kubelet-/{view.uid}", interface_of(view.address)]
@@ -262,7 +270,7 @@ async def test_pod_deleted_leaves_no_files_and_interfaces(team: Team, kubelet: P
 
 
 def traces(view: PodView) -> list[str]:
-    """Return the folders and network interfaces of a pod on this machine."""
+    """Return a pod's folders and network interfaces on this machine."""
     folders = [
         f"dualmap-kubelet-/{each.name}" for each in Path(tempfile.gettempdir()).glob(f"dualmap-kubelet-*/{view.uid}")
     ]
@@ -283,11 +291,11 @@ def secret(name: str, data: dict[str, str]) -> Object:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": encoded}
 
 
-async def until_phase(team: Team, name: str, phase: str) -> Object:
+async def until_phase(namespace: Namespace, name: str, phase: str) -> Object:
     said: list[Object] = []
 
     async def there() -> bool:
-        said.append(await team.pod(name))
+        said.append(await namespace.pod(name))
         return bool(said[-1]["status"]["phase"] == phase)
 
     await until(there, f"{name} is {phase}", timeout_s=WITHIN_S)

@@ -16,22 +16,22 @@ from emulated_cluster.kubelet.isolation.roots import Image
 from emulated_cluster.kubelet.process_kubelet import ProcessKubelet
 from emulated_cluster.services.services import Services
 from emulated_cluster.waiting import until
-from team import (
+from namespaces import (
     IMAGE,
     PYTHON,
     WITHIN_S,
-    Team,
+    Namespace,
     busybox,
     busybox_root,
+    new_namespace,
     pod,
     restricted,
-    team_on,
     this_machine,
 )
 
 Object = dict[str, Any]
 
-# Addresses of this machine beside the control plane's: endpoints that are no pods.
+# Addresses of this machine next to the control plane's, for endpoints that are not pods.
 NEAR, FAR = "10.244.255.11", "10.244.255.12"
 
 
@@ -41,32 +41,32 @@ def _services(cluster: Cluster) -> Iterator[Services]:
         yield services
 
 
-@pytest_asyncio.fixture(name="team")
-async def _team(cluster: Cluster, services: Services) -> AsyncIterator[Team]:
-    async with team_on(cluster) as team:
-        yield team
+@pytest_asyncio.fixture(name="namespace")
+async def _namespace(cluster: Cluster, services: Services) -> AsyncIterator[Namespace]:
+    async with new_namespace(cluster) as namespace:
+        yield namespace
 
 
-async def test_connections_go_to_ready_endpoints_in_turn(team: Team) -> None:
+async def test_connections_go_to_ready_endpoints_in_turn(namespace: Namespace) -> None:
     async with answering(NEAR, b"near"), answering(FAR, b"far"):
-        team.apply(service("turns", ports=[{"name": "http", "port": 80, "targetPort": 8000}]))
-        where = cluster_address(team, "turns")
+        namespace.apply(service("turns", ports=[{"name": "http", "port": 80, "targetPort": 8000}]))
+        where = cluster_address(namespace, "turns")
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(where, 80)
 
-        team.apply(endpoints("turns", {NEAR: True, FAR: True}))
+        namespace.apply(endpoints("turns", {NEAR: True, FAR: True}))
         await until_reached(where)
         said = [await ask(where) for _ in range(4)]
         assert sorted(said[:2]) == [b"far", b"near"]
         assert said[2:] == said[:2]
 
-        team.apply(endpoints("turns", {NEAR: False, FAR: True}))
+        namespace.apply(endpoints("turns", {NEAR: False, FAR: True}))
 
         async def only_far() -> bool:
             return [await ask(where) for _ in range(2)] == [b"far", b"far"]
 
         await until(only_far, "only the ready endpoint is asked", timeout_s=WITHIN_S)
-        team.kubectl("delete", "service", "turns")
+        namespace.kubectl("delete", "service", "turns")
 
         async def refused() -> bool:
             try:
@@ -78,23 +78,23 @@ async def test_connections_go_to_ready_endpoints_in_turn(team: Team) -> None:
         await until(refused, "the Service is gone", timeout_s=WITHIN_S)
 
 
-async def test_stream_outlives_its_endpoint_and_half_closes(team: Team) -> None:
+async def test_stream_outlives_its_endpoint_and_half_closes(namespace: Namespace) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(65536):
             writer.write(piece)
-        # What is said after the client has ended its half.
+        # The response after the client has closed its half.
         writer.write(b"the end")
         writer.close()
 
     async with await asyncio.start_server(echo, NEAR, 8000):
-        team.apply(service("long", ports=[{"name": "http", "port": 80}]), endpoints("long", {NEAR: True}))
-        where = cluster_address(team, "long")
+        namespace.apply(service("long", ports=[{"name": "http", "port": 80}]), endpoints("long", {NEAR: True}))
+        where = cluster_address(namespace, "long")
         await until_reached(where)
         reader, writer = await asyncio.open_connection(where, 80)
         writer.write(b"one")
         assert await reader.readexactly(3) == b"one"
 
-        team.apply(endpoints("long", {NEAR: False}))
+        namespace.apply(endpoints("long", {NEAR: False}))
 
         async def refused() -> bool:
             try:
@@ -105,7 +105,7 @@ async def test_stream_outlives_its_endpoint_and_half_closes(team: Team) -> None:
             return False
 
         await until(refused, "the Service has no endpoint", timeout_s=WITHIN_S)
-        # More than any buffer on the way holds.
+        # More than all buffers on the path hold.
         much = bytes(1 << 24)
         writer.write(much)
         writer.write_eof()
@@ -114,7 +114,9 @@ async def test_stream_outlives_its_endpoint_and_half_closes(team: Team) -> None:
         writer.close()
 
 
-async def test_pod_resolves_names_of_services(team: Team, cluster: Cluster, services: Services, tmp_path: Path) -> None:
+async def test_pod_resolves_names_of_services(
+    namespace: Namespace, cluster: Cluster, services: Services, tmp_path: Path
+) -> None:
     labels = {"app": "web"}
     server = busybox("mkdir /www/d; hostname > /www/name; exec httpd -f -p 8000 -h /www")
     server["volumeMounts"] = [{"name": "www", "mountPath": "/www"}]
@@ -148,29 +150,29 @@ async def test_pod_resolves_names_of_services(team: Team, cluster: Cluster, serv
         "print(json.dumps(found), flush=True)\n"
         "import time; time.sleep(3600)"
     )
-    ns = team.namespace
+    ns = namespace.name
     names = ["web", f"web.{ns}", f"web.{ns}.svc.cluster.local", "members", "web-1.members", "other", "nowhere"]
     images: dict[str, Path | Image] = {
         IMAGE: busybox_root(tmp_path),
         PYTHON: this_machine(),
     }
-    team.apply(
+    namespace.apply(
         service("web", ports=ports, selector=labels),
         service("members", ports=ports, selector=labels, clusterIP="None"),
         service("other", type="ExternalName", externalName=f"web.{ns}.svc.cluster.local"),
     )
     with kubelet_on(cluster, "names", images=images, nameserver=services.nameserver) as kubelet:
-        team.apply(workload)
+        namespace.apply(workload)
 
         async def served() -> bool:
-            return len(await team.ready_endpoints("members")) == 2
+            return len(await namespace.ready_endpoints("members")) == 2
 
         await until(served, "two endpoints", timeout_s=WITHIN_S)
-        team.apply(pod("asker", {"name": "main", "image": PYTHON, "args": ["-c", script, *names]}))
-        found = json.loads(await said_by(team, kubelet, "asker"))
+        namespace.apply(pod("asker", {"name": "main", "image": PYTHON, "args": ["-c", script, *names]}))
+        found = json.loads(await said_by(namespace, kubelet, "asker"))
         members = {each: kubelet.pod(ns, each).address for each in ("web-0", "web-1")}
 
-    address = cluster_address(team, "web")
+    address = cluster_address(namespace, "web")
     assert found == {
         "web": [address],
         f"web.{ns}": [address],
@@ -209,7 +211,7 @@ def endpoints(service: str, ready: Mapping[str, bool]) -> Object:
 
 @asynccontextmanager
 async def answering(address: str, word: bytes) -> AsyncIterator[None]:
-    """A server that sends a word on every connection."""
+    """A server that sends one word on every connection."""
 
     async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(word)
@@ -239,9 +241,9 @@ async def until_reached(address: str) -> None:
     await until(reached, f"{address} is proxied", timeout_s=WITHIN_S)
 
 
-async def said_by(team: Team, kubelet: ProcessKubelet, name: str) -> str:
-    return await team.log(kubelet, name, "}\n")
+async def said_by(namespace: Namespace, kubelet: ProcessKubelet, name: str) -> str:
+    return await namespace.log(kubelet, name, "}\n")
 
 
-def cluster_address(team: Team, name: str) -> str:
-    return team.kubectl("get", "service", name, "-o", "jsonpath={.spec.clusterIP}")
+def cluster_address(namespace: Namespace, name: str) -> str:
+    return namespace.kubectl("get", "service", name, "-o", "jsonpath={.spec.clusterIP}")

@@ -1,4 +1,4 @@
-"""The emulated parts' client of the API server, and the loop by which they follow a collection."""
+"""The emulated cluster's API client, and the loop that follows a collection."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ async def answering(answer: web.Response, seen: list[web.Request]) -> AsyncItera
 
 @asynccontextmanager
 async def following(api: KubeApi) -> AsyncIterator[list[Mapping[str, Any]]]:
-    """Every state of the pods that ``follow`` passes on, the newest last."""
+    """Records every state of the pods that ``follow`` passes on, the newest last."""
     client = ApiClient.from_kubeconfig(api.kubeconfig)
     states: list[Mapping[str, Any]] = []
     task = asyncio.create_task(follow(client, PODS, Mirror(states.append)))
@@ -81,8 +81,8 @@ async def test_request_with_token_sends_query_body_and_token(tmp_path: Path) -> 
     [
         (lambda: web.json_response({"kind": "Status", "message": "not yours"}, status=403), 403, "403 not yours"),
         (lambda: web.Response(text="busy", status=503), 503, "503 busy"),
-        (lambda: web.Response(text="no JSON"), 0, "no JSON object"),
-        (lambda: web.json_response([]), 0, "no JSON object"),
+        (lambda: web.Response(text="no JSON"), 0, "the answer is not a JSON object"),
+        (lambda: web.json_response([]), 0, "the answer is not a JSON object"),
     ],
 )
 async def test_request_failed_raises_status_and_message(answer: Any, status: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The emulated cluster does not import the product, and its rooms import downwards only."""
+"""The emulated cluster does not import the product, and its packages import downwards only."""
 
 import ast
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "emulated_cluster"
-# Each room and the rooms that it may import, besides itself.
-ROOMS = {
+# Each package and the packages that it may import, besides itself.
+PACKAGES = {
     "waiting": (),
     "api": (),
     "control_plane": ("api",),
@@ -20,7 +20,7 @@ ROOMS = {
     "fixtures": ("control_plane", "kubelet"),
 }
 PRODUCT = ("dualmap", "controlplane", "harness")
-# The list-watch loop is the product's own, which operator and router run, too.
+# The list-watch loop is the product's own, which the operator and the router also run.
 LOOP = ("api/follow.py", "dualmap_edge.kube.")
 
 
@@ -33,21 +33,21 @@ def imports_of(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
-def room_of(name: str) -> str:
-    """Return the room of a module's dotted name below the package."""
+def package_of(name: str) -> str:
+    """Return the subpackage of a module's dotted name."""
     parts = name.split(".")
     deepest = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next(each for each in deepest if each in ROOMS)
+    return next(each for each in deepest if each in PACKAGES)
 
 
 def violations(path: Path, source: str) -> list[str]:
-    """Return the imports of a module that its room does not allow."""
-    room = room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+    """Return the imports of a module that its package does not allow."""
+    package = package_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
     found = []
     for name in imports_of(source):
         if name.startswith("emulated_cluster."):
-            other = room_of(name.removeprefix("emulated_cluster."))
-            if other not in (room, *ROOMS[room]):
+            other = package_of(name.removeprefix("emulated_cluster."))
+            if other not in (package, *PACKAGES[package]):
                 found.append(name)
         elif name.startswith(PRODUCT) and not (path == PACKAGE / LOOP[0] and name.startswith(LOOP[1])):
             found.append(name)
@@ -55,7 +55,7 @@ def violations(path: Path, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_module_imports_only_what_its_room_allows(path: Path) -> None:
+def test_module_imports_only_what_its_package_allows(path: Path) -> None:
     if path != PACKAGE / "__init__.py":
         assert violations(path, path.read_text()) == []
 

@@ -1,4 +1,4 @@
-"""Processes of the kubelet: probes, restarts, hooks, and no process left over."""
+"""Processes of the kubelet: probes, restarts and hooks; none remains after the end."""
 
 import asyncio
 import os
@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from emulated_cluster.kubelet.containers.actions import Surroundings, perform
-from emulated_cluster.kubelet.containers.containers import NodeSettings, Place
+from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
+from emulated_cluster.kubelet.containers.containers import NodeSettings, PodLocation
 from emulated_cluster.kubelet.containers.probes import Probe, Tally
 from emulated_cluster.kubelet.containers.process_containers import ProcessContainer
 from emulated_cluster.kubelet.containers.runtimes import HostRuntime
@@ -54,7 +54,7 @@ async def test_http_probe_succeeds_on_redirect_and_fails_on_error() -> None:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = runner.addresses[0][1]
-        where = surroundings(http=port)
+        where = action_target(http=port)
         header = {"httpHeaders": [{"name": "X-Probe", "value": "yes"}]}
         answers = [
             await perform({"httpGet": {"port": "http", "path": f"/{status}", **header}}, where, timeout_s=10)
@@ -80,7 +80,7 @@ async def test_grpc_probe_checks_its_service() -> None:
     server.start()
     try:
         answers = [
-            await perform({"grpc": {"port": port, "service": service}}, surroundings(), timeout_s=10)
+            await perform({"grpc": {"port": port, "service": service}}, action_target(), timeout_s=10)
             for service in ("up", "down", "unknown")
         ]
     finally:
@@ -90,7 +90,7 @@ async def test_grpc_probe_checks_its_service() -> None:
 
 
 async def test_exec_probe_hanging_is_killed(tmp_path: Path) -> None:
-    where = surroundings(log=tmp_path / "log")
+    where = action_target(log=tmp_path / "log")
     script = f"echo $$ > {tmp_path}/pid; {FOREVER}"
 
     assert await perform({"exec": {"command": [*SHELL, "exit 0"]}}, where, timeout_s=10)
@@ -102,7 +102,7 @@ async def test_exec_probe_hanging_is_killed(tmp_path: Path) -> None:
 
 
 async def test_child_processes_end_with_their_command(tmp_path: Path) -> None:
-    where = surroundings(log=tmp_path / "log")
+    where = action_target(log=tmp_path / "log")
     script = f"( {FOREVER} ) & echo $! > {tmp_path}/child"
 
     assert await perform({"exec": {"command": [*SHELL, script]}}, where, timeout_s=10)
@@ -209,15 +209,15 @@ async def running(spec: Mapping[str, Any], folder: Path, *, policy: str = "Alway
         folder=folder,
         memory=folder,
     )
-    place = Place(address="127.0.0.1", host_address="127.0.0.1", node=node)
+    location = PodLocation(address="127.0.0.1", host_address="127.0.0.1", node=node)
     whole = pod(restartPolicy=policy)
     engine = {"name": "engine", **spec}
 
     async def lookup(kind: str, name: str) -> Values:
         return None
 
-    runtime = HostRuntime(whole, engine, place, lookup)
-    container = ProcessContainer(whole, engine, place, runtime, on_change=ignored)
+    runtime = HostRuntime(whole, engine, location, lookup)
+    container = ProcessContainer(whole, engine, location, runtime, on_change=ignored)
     life = asyncio.create_task(container.run())
     try:
         yield container
@@ -231,15 +231,15 @@ def ignored() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def surroundings(*, log: Path = Path(os.devnull), **ports: int) -> Surroundings:
+def action_target(*, log: Path = Path(os.devnull), **ports: int) -> ActionTarget:
     async def execute(command: Sequence[str]) -> int:
         return await run(command, environment={"PATH": os.environ["PATH"]}, log=log)
 
-    return Surroundings(address="127.0.0.1", ports=ports, execute=execute)
+    return ActionTarget(address="127.0.0.1", ports=ports, execute=execute)

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from emulated_cluster.api.client import ApiClient, ApiError
 from emulated_cluster.api.retries import Retries
-from emulated_cluster.kubelet.containers.containers import NodeSettings, Place
+from emulated_cluster.kubelet.containers.containers import NodeSettings, PodLocation
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 from emulated_cluster.kubelet.pod_spec.volumes import persistently
 from emulated_cluster.kubelet.pods import FAKE_ANNOTATION, PodWorker
@@ -78,8 +78,8 @@ async def test_pod_status_rejected_is_sent_again_and_logged_once(
             folder=tmp_path,
             memory=tmp_path,
         )
-        place = Place(address="10.244.0.2", host_address="10.244.0.1", node=node)
-        worker = PodWorker(POD, place, client, asyncio.Semaphore(1))
+        location = PodLocation(address="10.244.0.2", host_address="10.244.0.1", node=node)
+        worker = PodWorker(POD, location, client, asyncio.Semaphore(1))
         running = asyncio.create_task(worker.run())
 
         await until(lambda: refusing.taken == ["PATCH"])

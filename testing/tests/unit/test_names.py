@@ -1,4 +1,4 @@
-"""Names of a cluster as its DNS server resolves them."""
+"""The names of a cluster, resolved by its DNS server."""
 
 import struct
 

@@ -1,6 +1,6 @@
 """The actions of probes and preStop hooks: HTTP request, connection, command, gRPC health check, sleep.
 
-``probes.py`` repeats them, ``process_containers.py`` runs one before SIGTERM.
+``probes.py`` repeats an action, ``process_containers.py`` runs one before SIGTERM.
 """
 
 import asyncio
@@ -15,44 +15,44 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """The container of an action: its address and ports, and how a command runs in it."""
+class ActionTarget:
+    """The container that an action targets: its address, its ports, and a function that runs a command in it."""
 
     address: str
     ports: Mapping[str, int]
     execute: Callable[[Sequence[str]], Awaitable[int]]
 
     def port(self, port: int | str) -> int:
-        """Return a port given by number or by its name in the container; raises LookupError for an unknown name."""
+        """Return the port with this number or name in the container; raises LookupError for an unknown name."""
         return port if isinstance(port, int) else self.ports[port]
 
 
-async def perform(handler: Mapping[str, Any], where: Surroundings, *, timeout_s: float | None) -> bool:
+async def perform(handler: Mapping[str, Any], target: ActionTarget, *, timeout_s: float | None) -> bool:
     """Run the action of a probe or lifecycle handler; return whether it succeeded within ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             if "exec" in handler:
-                return await where.execute(handler["exec"]["command"]) == 0
+                return await target.execute(handler["exec"]["command"]) == 0
             if "httpGet" in handler:
-                return await _http_get(handler["httpGet"], where)
+                return await _http_get(handler["httpGet"], target)
             if "tcpSocket" in handler:
-                return await _connects(handler["tcpSocket"], where)
+                return await _connects(handler["tcpSocket"], target)
             if "grpc" in handler:
-                return await _serves(handler["grpc"], where, timeout_s=timeout_s)
+                return await _serves(handler["grpc"], target, timeout_s=timeout_s)
             if "sleep" in handler:
                 await asyncio.sleep(handler["sleep"]["seconds"])
                 return True
     except (OSError, aiohttp.ClientError, TimeoutError, LookupError):
         return False
-    raise ValueError(f"an action of an unknown kind: {dict(handler)}")
+    raise ValueError(f"unknown kind of action: {dict(handler)}")
 
 
-async def _http_get(action: Mapping[str, Any], where: Surroundings) -> bool:
+async def _http_get(action: Mapping[str, Any], target: ActionTarget) -> bool:
     scheme = action.get("scheme", "HTTP").lower()
-    host = action.get("host") or where.address
-    url = f"{scheme}://{host}:{where.port(action['port'])}{action.get('path', '/')}"
+    host = action.get("host") or target.address
+    url = f"{scheme}://{host}:{target.port(action['port'])}{action.get('path', '/')}"
     headers = {each["name"]: each["value"] for each in action.get("httpHeaders") or ()}
-    # Like the kubelet, without a check of the server's certificate.
+    # The kubelet does not verify the server's certificate, either.
     trusting = ssl.create_default_context()
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
@@ -63,17 +63,17 @@ async def _http_get(action: Mapping[str, Any], where: Surroundings) -> bool:
         return 200 <= answer.status < 400
 
 
-async def _connects(action: Mapping[str, Any], where: Surroundings) -> bool:
-    _, writer = await asyncio.open_connection(action.get("host") or where.address, where.port(action["port"]))
+async def _connects(action: Mapping[str, Any], target: ActionTarget) -> bool:
+    _, writer = await asyncio.open_connection(action.get("host") or target.address, target.port(action["port"]))
     writer.close()
     return True
 
 
-async def _serves(action: Mapping[str, Any], where: Surroundings, *, timeout_s: float | None) -> bool:
-    """Check in a thread: grpc.aio supports one event loop per process, and the test has one already."""
+async def _serves(action: Mapping[str, Any], target: ActionTarget, *, timeout_s: float | None) -> bool:
+    """Check in a thread: grpc.aio supports one event loop per process, and the test already uses it."""
 
     def check() -> bool:
-        with grpc.insecure_channel(f"{where.address}:{action['port']}") as channel:
+        with grpc.insecure_channel(f"{target.address}:{action['port']}") as channel:
             request = health_pb2.HealthCheckRequest(service=action.get("service") or "")
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)

@@ -1,6 +1,6 @@
 """The interface of a pod's containers, and a fake container that has a status only.
 
-``pods.py`` holds the containers of a pod, reads their views and stops them; ``process_containers.py`` has real ones.
+``pods.py`` runs the containers of a pod and reads their views. ``process_containers.py`` has the real containers.
 """
 
 import asyncio
@@ -18,11 +18,12 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What all pods of a node share.
+    """The settings that all pods of a node share.
 
-    Processes of this machine inherit ``environment``; each container writes to a file under ``logs``. Containers whose
-    image is among ``images`` run in its root file system; their pods' volumes lie under ``folder``, and under
-    ``memory`` those whose medium is Memory; they ask ``nameserver``, and reach the API server at ``api_server``.
+    Processes of this machine inherit ``environment``. Each container writes to a file under ``logs``. A container whose
+    image is in ``images`` runs in the root file system of this image. The volumes of its pod are under ``folder``,
+    those with medium Memory under ``memory``. It uses the DNS server ``nameserver`` and reaches the API server at
+    ``api_server``.
     """
 
     environment: Mapping[str, str]
@@ -35,8 +36,8 @@ class NodeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a pod's containers run."""
+class PodLocation:
+    """The addresses of a pod and its host, and the settings of its node."""
 
     address: str
     host_address: str
@@ -55,20 +56,21 @@ class Container(Protocol):
         """The ID of the main process while it runs."""
 
     async def run(self) -> None:
-        """Run the container, with restarts, until its final end. Cancelled, it leaves no process."""
+        """Run the container, with restarts, until its final end. On cancellation, no process remains."""
 
     def stop(self, grace_s: float) -> None:
         """Begin to stop the container for good; a second call can only shorten the grace period."""
 
     def crash(self) -> None:
-        """Kill the main process, like a crash; raises ProcessLookupError where none runs."""
+        """Kill the main process, like a crash; raises ProcessLookupError if none runs."""
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
-        """Run a command beside the main process, writing to ``log``; raises ProcessLookupError where nothing runs."""
+        """Run a command in the container, writing to ``log``; raises ProcessLookupError if the container does not
+        run."""
 
 
 class FakeContainer:
-    """A container without a process: its status is running and ready."""
+    """A container without a process. Its status is running and ready."""
 
     def __init__(self, spec: Object, on_change: Callable[[], None]) -> None:
         self._spec = spec
@@ -78,7 +80,7 @@ class FakeContainer:
 
     @property
     def view(self) -> ContainerView:
-        """The state that it reports."""
+        """The fake state."""
         running = isinstance(self._state, Running)
         return ContainerView(
             name=self._spec["name"],
@@ -98,11 +100,11 @@ class FakeContainer:
         return None
 
     async def run(self) -> None:
-        """Wait until it is stopped."""
+        """Wait until the container is stopped."""
         await self._stopping.wait()
 
     def stop(self, grace_s: float) -> None:
-        """End at once: what does nothing needs no grace."""
+        """End at once: there is no process to wait for."""
         if isinstance(self._state, Running):
             now_s = time.time()
             self._state = Terminated(exit_code=0, started_s=self._state.started_s, finished_s=now_s)
@@ -110,14 +112,14 @@ class FakeContainer:
             self._on_change()
 
     def crash(self) -> None:
-        """There is nothing to kill."""
+        """Raise ProcessLookupError: there is no process."""
         raise ProcessLookupError(f"container {self._spec['name']} is a fake")
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
-        """There is nothing to run it in."""
+        """Raise ProcessLookupError: there is no process."""
         raise ProcessLookupError(f"container {self._spec['name']} is a fake")
 
 
 def log_name(pod: str, uid: str, container: str) -> str:
-    """Return the name of a container's log file; a pod of the same name that came later has another."""
+    """Return the name of a container's log file, which differs between pods of the same name."""
     return f"{pod}_{uid[:8]}_{container}.log"

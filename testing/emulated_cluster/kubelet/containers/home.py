@@ -1,6 +1,6 @@
-"""What the containers of a pod that runs from images share: network, volumes, the files every container is given.
+"""What the containers of a pod with images share: network, volumes, and files such as /etc/hosts.
 
-``pods.py`` makes one for such a pod and closes it at the pod's end; ``runtimes.py`` starts containers in it.
+``pods.py`` creates one per pod and closes it at the pod's end. ``runtimes.py`` starts containers in it.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from emulated_cluster.api.client import ApiClient
-from emulated_cluster.kubelet.containers.containers import Object, Place
+from emulated_cluster.kubelet.containers.containers import Object, PodLocation
 from emulated_cluster.kubelet.isolation.network import PodNetwork
 from emulated_cluster.kubelet.isolation.roots import Mount
 from emulated_cluster.kubelet.pod_spec.environment import Field, expand
@@ -20,52 +20,52 @@ _DOMAIN: Final = "cluster.local"
 
 
 class PodHome:
-    """Made when its first container asks (``prepare``); belongs to one event loop."""
+    """A pod's network, volumes and files, created by the first ``prepare``. Belongs to one event loop."""
 
-    def __init__(self, pod: Object, place: Place, client: ApiClient) -> None:
+    def __init__(self, pod: Object, location: PodLocation, client: ApiClient) -> None:
         metadata = pod["metadata"]
         self.hostname: str = pod["spec"].get("hostname") or metadata["name"]
         self._pod = pod
-        self._place = place
+        self._location = location
         self._client = client
-        self._folder = place.node.folder / metadata["uid"]
+        self._folder = location.node.folder / metadata["uid"]
         self._volumes = Volumes(
-            Field(pod=pod, address=place.address, host_address=place.host_address),
+            Field(pod=pod, address=location.address, host_address=location.host_address),
             client,
             Owner.of(pod),
             folder=self._folder / "volumes",
-            memory=place.node.memory / metadata["uid"],
+            memory=location.node.memory / metadata["uid"],
         )
         self._network: PodNetwork | None = None
         self._turn = asyncio.Lock()
 
     @property
     def network(self) -> int:
-        """The descriptor of the pod's network namespace, once prepared."""
+        """The file descriptor of the pod's network namespace; call ``prepare`` first."""
         assert self._network is not None, "prepare first"
         return self._network.namespace
 
     async def prepare(self) -> None:
-        """Make what is not made yet; raises ContainerConfigError where a volume's object is missing."""
+        """Create what does not exist yet; raises ContainerConfigError if a volume's object is missing."""
         async with self._turn:
             if self._network is None:
-                self._network = await PodNetwork.make(self._place.address)
+                self._network = await PodNetwork.make(self._location.address)
                 self._folder.mkdir(parents=True)
                 self._write_files()
             await self._volumes.prepare()
 
     async def services(self) -> list[Object]:
-        """Return the Services of the pod's namespace as they are now."""
+        """Return the current Services of the pod's namespace."""
         namespace = self._pod["metadata"]["namespace"]
         listed = await persistently(self._client, "GET", f"/api/v1/namespaces/{namespace}/services")
         return [] if listed is None else list(listed["items"])
 
     def observe(self, pod: Object) -> None:
-        """Take in what the API server shows of the pod."""
+        """Take a new version of the pod's object."""
         self._volumes.observe(pod)
 
     def mounts(self, container: Object, variables: dict[str, str]) -> list[Mount]:
-        """Return what the container has mounted; raises ContainerConfigError for a volume the pod has not."""
+        """Return the container's mounts; raises ContainerConfigError for a volume that the pod does not have."""
         files = [
             Mount(source=str(self._folder / name), target=f"/etc/{name}", read_only=False)
             for name in ("hosts", "hostname", "resolv.conf")
@@ -73,13 +73,13 @@ class PodHome:
         return [*files, *(self._mount(each, variables) for each in container.get("volumeMounts") or ())]
 
     def scratch(self, container: str) -> Path:
-        """Return an empty folder for a container's mounts, which nobody else sees."""
+        """Return an empty folder for the container's root file system, not visible to other containers."""
         path: Path = self._folder / "roots" / container
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     async def close(self) -> None:
-        """Remove everything, the containers' processes being gone."""
+        """Remove everything. The containers' processes must have ended."""
         async with self._turn:
             await self._volumes.close()
             if self._network is not None:
@@ -109,13 +109,13 @@ class PodHome:
         if spec.get("subdomain"):
             names = f"{self.hostname}.{spec['subdomain']}.{namespace}.svc.{_DOMAIN} {self.hostname}"
         aliases = [f"{each['ip']} {' '.join(each['hostnames'])}" for each in spec.get("hostAliases") or ()]
-        hosts = ("127.0.0.1 localhost", "::1 localhost", f"{self._place.address} {names}", *aliases)
+        hosts = ("127.0.0.1 localhost", "::1 localhost", f"{self._location.address} {names}", *aliases)
         (self._folder / "hosts").write_text("\n".join(hosts) + "\n")
         (self._folder / "hostname").write_text(f"{self.hostname}\n")
         resolver = ""
-        if self._place.node.nameserver is not None:
+        if self._location.node.nameserver is not None:
             resolver = (
-                f"nameserver {self._place.node.nameserver}\n"
+                f"nameserver {self._location.node.nameserver}\n"
                 f"search {namespace}.svc.{_DOMAIN} svc.{_DOMAIN} {_DOMAIN}\n"
                 "options ndots:5\n"
             )

@@ -1,6 +1,6 @@
-"""A container's probes: how often they ask, and how many answers in a row decide (core/v1 Probe).
+"""A container's probes: their period, and how many equal answers in a row make a verdict (core/v1 Probe).
 
-``containers.py`` acts on the verdicts; ``actions.py`` does the asking.
+``process_containers.py`` acts on the verdicts; ``actions.py`` runs the checks.
 """
 
 import asyncio
@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from emulated_cluster.kubelet.containers.actions import Surroundings, perform
+from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One probe as its container declares it; ``grace_s`` is its own grace period for the restart it causes."""
+    """One probe as its container declares it. ``grace_s`` is the grace period of the restart that it causes."""
 
     handler: Mapping[str, Any]
     initial_delay_s: float
@@ -25,7 +25,7 @@ class Probe:
 
     @classmethod
     def read(cls, container: Mapping[str, Any], kind: str) -> Self | None:
-        """Return the container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``; None where it has none."""
+        """Return the container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``, or None."""
         spec = container.get(kind)
         if spec is None:
             return None
@@ -41,7 +41,7 @@ class Probe:
 
 
 class Tally:
-    """Answers in a row. A verdict falls once there are as many alike as the probe's threshold says."""
+    """Counts equal answers in a row. The verdict is reached at the probe's threshold."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -49,20 +49,20 @@ class Tally:
         self._alike = 0
 
     def add(self, success: bool) -> bool | None:
-        """Count one answer; returns the verdict it makes, None where it makes none yet."""
+        """Count one answer; return the verdict, or None if it is not reached yet."""
         self._alike = self._alike + 1 if success is self._last else 1
         self._last = success
         needed = self._probe.success_threshold if success else self._probe.failure_threshold
         return success if self._alike >= needed else None
 
 
-async def verdicts(probe: Probe, where: Surroundings) -> AsyncGenerator[bool, None]:
-    """Ask from now on, once per period; yields every verdict, also one that only confirms the last."""
+async def verdicts(probe: Probe, target: ActionTarget) -> AsyncGenerator[bool, None]:
+    """Run the probe once per period and yield every verdict, also if it equals the last one."""
     tally = Tally(probe)
     await asyncio.sleep(probe.initial_delay_s)
     while True:
         next_s = asyncio.get_running_loop().time() + probe.period_s
-        verdict = tally.add(await perform(probe.handler, where, timeout_s=probe.timeout_s))
+        verdict = tally.add(await perform(probe.handler, target, timeout_s=probe.timeout_s))
         if verdict is not None:
             yield verdict
         await asyncio.sleep(next_s - asyncio.get_running_loop().time())

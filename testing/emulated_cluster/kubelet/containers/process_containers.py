@@ -1,6 +1,6 @@
-"""One container of a pod: a process at a time, watched by its probes, started again as the restart policy says.
+"""One container of a pod: runs one process at a time, probes it, and restarts it by the restart policy.
 
-``pods.py`` starts and stops it; ``probes.py`` asks how it is, ``runtimes.py`` starts its process.
+``pods.py`` starts and stops it, ``probes.py`` checks it, ``runtimes.py`` starts its process.
 """
 
 import asyncio
@@ -10,20 +10,20 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from emulated_cluster.kubelet.containers.actions import Surroundings, perform
-from emulated_cluster.kubelet.containers.containers import Object, Place, log_name
+from emulated_cluster.kubelet.containers.actions import ActionTarget, perform
+from emulated_cluster.kubelet.containers.containers import Object, PodLocation, log_name
 from emulated_cluster.kubelet.containers.probes import Probe, verdicts
 from emulated_cluster.kubelet.containers.runtimes import Runtime, Started
 from emulated_cluster.kubelet.containers.status import ContainerView, Running, State, Terminated, Waiting
 from emulated_cluster.kubelet.isolation.processes import Process
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 
-# A process that has had its preStop gets SIGTERM and this much, also when the grace period is over (kubelet's minimum).
+# After preStop, a process has at least this time between SIGTERM and SIGKILL, as with a real kubelet.
 MINIMUM_GRACE_S: Final = 2.0
-# The kubelet waits ten times as long before it starts a crashed container again; tests have no minutes to spare.
+# A real kubelet waits ten times as long before it restarts a crashed container. Tests need shorter waits.
 BACK_OFF_S: Final = 1.0
 BACK_OFF_LIMIT_S: Final = 30.0
-# What a container lacks, such as a Secret, may come.
+# Missing objects, such as a Secret, may be created later.
 _CONFIG_RETRY_S: Final = 0.5
 
 
@@ -34,20 +34,20 @@ class ProcessContainer:
         self,
         pod: Object,
         spec: Object,
-        place: Place,
+        location: PodLocation,
         runtime: Runtime,
         on_change: Callable[[], None],
         *,
         policy: str | None = None,
     ) -> None:
-        """``policy`` says whether it starts again after its end, the pod's restartPolicy unless told otherwise."""
+        """``policy`` decides on restarts; default: the pod's restartPolicy."""
         self._pod = pod
         self._runtime = runtime
         self._policy = policy or pod["spec"].get("restartPolicy", "Always")
         self._spec = spec
-        self._place = place
+        self._location = location
         self._on_change = on_change
-        self.log = place.node.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
+        self.log = location.node.logs / log_name(pod["metadata"]["name"], pod["metadata"]["uid"], spec["name"])
         self._probes = {kind: Probe.read(spec, f"{kind}Probe") for kind in ("startup", "liveness", "readiness")}
         self._process: Process | None = None
         self._started_as: Started | None = None
@@ -84,7 +84,8 @@ class ProcessContainer:
         return self._process.pid if self._process is not None and isinstance(self._state, Running) else None
 
     async def run(self) -> None:
-        """Start the process, and again after its end, until it is stopped or its restart policy lets it be."""
+        """Run the process, and restart it after its end, until ``stop`` or until the restart policy forbids a
+        restart."""
         try:
             await self._live_again_and_again()
         finally:
@@ -92,18 +93,19 @@ class ProcessContainer:
             self._on_change()
 
     def stop(self, grace_s: float) -> None:
-        """Run preStop, send SIGTERM, and SIGKILL ``grace_s`` from now at the latest."""
+        """Run preStop, send SIGTERM, and send SIGKILL after ``grace_s`` at the latest."""
         self._stopping.set()
         self._shorten(grace_s)
 
     def crash(self) -> None:
-        """Kill the process and what it started."""
+        """Kill the process and its children."""
         if self._process is None or not isinstance(self._state, Running):
             raise ProcessLookupError(f"container {self._spec['name']} does not run")
         self._process.kill()
 
     async def execute(self, command: Sequence[str], *, log: Path) -> int:
-        """Run a command beside the main process, writing to ``log``; raises ProcessLookupError where nothing runs."""
+        """Run a command in the container, writing to ``log``; raises ProcessLookupError if the container does not
+        run."""
         if self._started_as is None or not isinstance(self._state, Running):
             raise ProcessLookupError(f"container {self._spec['name']} does not run")
         return await self._started_as.execute(command, log)
@@ -132,17 +134,17 @@ class ProcessContainer:
             self._started.clear()
             self._ready = False
             self._become(Running(started_s=started_s))
-            await self._until_it_ends(process, self._surroundings(started))
+            await self._until_it_ends(process, self._action_target(started))
         finally:
             process.kill()
             exit_code = await process.wait()
             self._become(Terminated(exit_code=exit_code, started_s=started_s, finished_s=time.time()))
         return exit_code
 
-    async def _until_it_ends(self, process: Process, where: Surroundings) -> None:
-        """Return when the process has ended: by itself, or since its probes or ``stop`` wanted it to."""
-        readiness = asyncio.create_task(self._follow_readiness(where))
-        unhealthy = asyncio.create_task(self._until_unhealthy(where))
+    async def _until_it_ends(self, process: Process, target: ActionTarget) -> None:
+        """Wait for the end of the process. A failed probe or ``stop`` ends it."""
+        readiness = asyncio.create_task(self._follow_readiness(target))
+        unhealthy = asyncio.create_task(self._until_unhealthy(target))
         ended = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -153,22 +155,22 @@ class ProcessContainer:
                 readiness.result()
             unhealthy.cancel()
             if not ended.done():
-                await self._end(process, where)
+                await self._end(process, target)
         finally:
             await _cancelled(readiness, unhealthy, ended, stopping)
             self._deadline_s = self._deadline_s if self._stopping.is_set() else float("inf")
 
-    async def _end(self, process: Process, where: Surroundings) -> None:
-        """Run preStop and send SIGTERM; returns when the process has ended or its time is over."""
+    async def _end(self, process: Process, target: ActionTarget) -> None:
+        """Run preStop and send SIGTERM; return when the process has ended or its grace period is over."""
         handler = self._spec.get("lifecycle", {}).get("preStop")
         if handler is not None:
-            await self._within(self._deadline_s, perform(handler, where, timeout_s=None), process.wait())
+            await self._within(self._deadline_s, perform(handler, target, timeout_s=None), process.wait())
         process.terminate()
         least_s = asyncio.get_running_loop().time() + MINIMUM_GRACE_S
         await self._within(max(self._deadline_s, least_s), process.wait())
 
     async def _within(self, deadline_s: float, *work: Coroutine[Any, Any, object]) -> None:
-        """Await what comes first: the end of one of ``work``, or ``deadline_s``, which ``stop`` may move."""
+        """Wait until one of ``work`` ends, or until ``deadline_s``, which ``stop`` may change."""
         tasks = [asyncio.create_task(each) for each in work]
         try:
             async with asyncio.timeout_at(deadline_s) as self._grace:
@@ -187,32 +189,32 @@ class ProcessContainer:
         if self._grace is not None and not self._grace.expired():
             self._grace.reschedule(deadline_s)
 
-    async def _until_unhealthy(self, where: Surroundings) -> float:
-        """Return the grace period of the restart that a failing startup or liveness probe demands."""
+    async def _until_unhealthy(self, target: ActionTarget) -> float:
+        """Wait until a startup or liveness probe fails; return the grace period of the restart."""
         startup = self._probes["startup"]
         if startup is not None:
-            async with contextlib.aclosing(verdicts(startup, where)) as answers:
+            async with contextlib.aclosing(verdicts(startup, target)) as answers:
                 if not await anext(answers):
                     return self._grace_s(startup)
         self._started.set()
         self._on_change()
         liveness = self._probes["liveness"]
         if liveness is not None:
-            async with contextlib.aclosing(verdicts(liveness, where)) as answers:
+            async with contextlib.aclosing(verdicts(liveness, target)) as answers:
                 async for alive in answers:
                     if not alive:
                         return self._grace_s(liveness)
         await asyncio.Event().wait()
         raise AssertionError("nothing sets that event")
 
-    async def _follow_readiness(self, where: Surroundings) -> None:
-        """Keep ``ready`` as the readiness probe says, to the process' last moment."""
+    async def _follow_readiness(self, target: ActionTarget) -> None:
+        """Update ``ready`` by the readiness probe until the process ends."""
         await self._started.wait()
         readiness = self._probes["readiness"]
         if readiness is None:
             self._set_ready(True)
         else:
-            async with contextlib.aclosing(verdicts(readiness, where)) as answers:
+            async with contextlib.aclosing(verdicts(readiness, target)) as answers:
                 async for ready in answers:
                     self._set_ready(ready)
         await asyncio.Event().wait()
@@ -230,7 +232,7 @@ class ProcessContainer:
         return self._policy == "Always" or (self._policy == "OnFailure" and exit_code != 0)
 
     async def _back_off(self) -> None:
-        """Wait before the next start: not at all at first, then ever longer; ``stop`` ends the wait."""
+        """Wait before the next start: zero at first, then ever longer. ``stop`` ends the wait."""
         if self._restarts:
             delay_s = min(BACK_OFF_LIMIT_S, BACK_OFF_S * 2 ** (self._restarts - 1))
             self._become(Waiting(reason="CrashLoopBackOff", message=f"back-off {delay_s:g} s"))
@@ -248,17 +250,17 @@ class ProcessContainer:
         self._state = state
         self._on_change()
 
-    def _surroundings(self, started: Started) -> Surroundings:
+    def _action_target(self, started: Started) -> ActionTarget:
         named = {each["name"]: each["containerPort"] for each in self._spec.get("ports") or () if "name" in each}
 
         async def execute(command: Sequence[str]) -> int:
             return await started.execute(command, self.log)
 
-        return Surroundings(address=self._place.address, ports=named, execute=execute)
+        return ActionTarget(address=self._location.address, ports=named, execute=execute)
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel what still runs and wait for its end; what went wrong in one of them goes on to the caller."""
+    """Cancel the running tasks and wait for their end; raise the error of a failed task."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

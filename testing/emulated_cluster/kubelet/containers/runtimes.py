@@ -1,6 +1,6 @@
-"""How a container's commands run: as processes of this machine, or in the root file system of their image.
+"""Runs a container's commands: as processes of this machine, or in the root file system of their image.
 
-``process_containers.py`` starts its container by one of these; ``pods.py`` chooses which.
+``pods.py`` chooses a runtime; ``process_containers.py`` starts its container with it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from emulated_cluster.kubelet.containers.containers import Object, Place
+from emulated_cluster.kubelet.containers.containers import Object, PodLocation
 from emulated_cluster.kubelet.containers.home import PodHome
 from emulated_cluster.kubelet.isolation import roots
 from emulated_cluster.kubelet.isolation.processes import Process, run
@@ -24,17 +24,17 @@ from emulated_cluster.kubelet.pod_spec.environment import (
 )
 from emulated_cluster.kubelet.pod_spec.identity import identity
 
-# Where admission mounts the service account's token; a process of this machine does without.
+# Admission mounts the service account's token here. Processes of this machine do not get it.
 _TOKEN: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# Gives what a ConfigMap or Secret of the pod's namespace has, by kind and name.
+# Returns the values of a ConfigMap or Secret of the pod's namespace, by kind and name.
 Lookup = Callable[[str, str], Awaitable[Values]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A main process, and how a further command runs beside it, writing to a log, to its exit status."""
+    """A main process, and a function that runs another command in its container and returns the exit status."""
 
     process: Process
     execute: Callable[[Sequence[str], Path], Awaitable[int]]
@@ -48,12 +48,12 @@ class Runtime(Protocol):
 
 
 class HostRuntime:
-    """Runs a container's command as a process of this machine, which has no volumes."""
+    """Runs a container's command as a process of this machine, without volumes."""
 
-    def __init__(self, pod: Object, spec: Object, place: Place, lookup: Lookup) -> None:
+    def __init__(self, pod: Object, spec: Object, location: PodLocation, lookup: Lookup) -> None:
         self._pod = pod
         self._spec = spec
-        self._place = place
+        self._location = location
         self._lookup = lookup
 
     async def start(self, log: Path) -> Started:
@@ -66,8 +66,8 @@ class HostRuntime:
                 )
         variables = environment(
             self._spec,
-            _fields(self._pod, self._place),
-            base=self._place.node.environment,
+            _fields(self._pod, self._location),
+            base=self._location.node.environment,
             objects=await _looked_up(self._spec, self._lookup),
         )
         argv = command_line(self._spec, variables)
@@ -82,10 +82,12 @@ class HostRuntime:
 class RootedRuntime:
     """Runs a container in the root file system of its image, with the volumes and the network of its pod."""
 
-    def __init__(self, pod: Object, spec: Object, place: Place, lookup: Lookup, *, image: Image, home: PodHome) -> None:
+    def __init__(
+        self, pod: Object, spec: Object, location: PodLocation, lookup: Lookup, *, image: Image, home: PodHome
+    ) -> None:
         self._pod = pod
         self._spec = spec
-        self._place = place
+        self._location = location
         self._lookup = lookup
         self._image = image
         self._home = home
@@ -94,7 +96,7 @@ class RootedRuntime:
         """Start it, writing on in ``log``; raises ContainerConfigError."""
         await self._home.prepare()
         who = identity(self._pod, self._spec, root=self._image.root, image_user=self._image.user)
-        host, port = self._place.node.api_server
+        host, port = self._location.node.api_server
         base = {
             **(service_links(await self._home.services()) if self._pod["spec"].get("enableServiceLinks", True) else {}),
             "PATH": _PATH,
@@ -107,7 +109,7 @@ class RootedRuntime:
         }
         variables = environment(
             self._spec,
-            _fields(self._pod, self._place),
+            _fields(self._pod, self._location),
             base=base,
             objects=await _looked_up(self._spec, self._lookup),
         )
@@ -139,12 +141,12 @@ class RootedRuntime:
         return Started(process=process, execute=execute)
 
 
-def _fields(pod: Object, place: Place) -> Field:
-    return Field(pod=pod, address=place.address, host_address=place.host_address)
+def _fields(pod: Object, location: PodLocation) -> Field:
+    return Field(pod=pod, address=location.address, host_address=location.host_address)
 
 
 async def _looked_up(container: Object, lookup: Lookup) -> Callable[[str, str], Values]:
-    """Ask for every object the container's variables come from; returns what gives them."""
+    """Fetch every object that the container's variables refer to; return a lookup for their values."""
     found: Mapping[tuple[str, str], Values] = {
         (kind, name): await lookup(kind, name) for kind, name in references(container)
     }

@@ -1,4 +1,4 @@
-"""A pod's status as a kubelet reports it, computed from what its containers do. Pure: the time is given.
+"""A pod's status as a kubelet reports it, computed from the states of its containers. Pure: callers pass the time.
 
 ``pods.py`` publishes it. Conditions, phases and reasons are those of core/v1 PodStatus.
 """
@@ -15,7 +15,7 @@ _TRUE: Final = "True"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Not running, and not over: to be started, perhaps again."""
+    """Waiting for its first start or a restart."""
 
     reason: str
     message: str = ""
@@ -30,7 +30,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminated:
-    """Over: ``exit_code`` is 128 + N after signal N."""
+    """Terminated: ``exit_code`` is 128 + N after signal N."""
 
     exit_code: int
     started_s: float
@@ -42,7 +42,7 @@ State = Waiting | Running | Terminated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerView:
-    """One container at one moment. ``last`` is how its life before this one ended; ``over``, that none follows."""
+    """One container at one moment: ``last`` is the end of its previous run, ``over`` means that no run follows."""
 
     name: str
     image: str
@@ -57,7 +57,7 @@ class ContainerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a pod runs and since when (seconds since 1970)."""
+    """The addresses of a pod and its host, and the pod's start time (seconds since 1970)."""
 
     address: str
     host_address: str
@@ -72,7 +72,7 @@ def pod_status(
     now_s: float,
     init_containers: Sequence[ContainerView] = (),
 ) -> dict[str, Any]:
-    """Return the status to publish; conditions that say what ``pod`` says already keep their transition times."""
+    """Return the status to publish. Conditions that ``pod`` already has unchanged keep their transition times."""
     phase = _phase(pod, init_containers, containers)
     unfinished = [each.name for each in init_containers if not _succeeded(each)]
     return {
@@ -131,7 +131,8 @@ def _conditions(
 
 
 def _condition(kind: str, failing: tuple[str, str] | None) -> dict[str, Any]:
-    """Return a condition that is True, or False for a reason and message; null takes back what a patch left there."""
+    """Return a condition that is True, or False with a reason and message. A null removes a field of an earlier
+    patch."""
     reason, message = failing or (None, None)
     return {"type": kind, "status": _TRUE if failing is None else "False", "reason": reason, "message": message}
 

@@ -1,9 +1,9 @@
-"""Starts a container's main process in a root file system of its own, or a further process in a running container.
+"""Starts a container's main process in its own root file system, or another process in a running container.
 
-A script of the standard library alone, run by ``roots.py`` as root: ``launch.py PLAN REPORT``, two inherited file
-descriptors. The plan is JSON (``roots.Plan`` writes it). What goes wrong before the program runs is written to the
-report, which is closed once it runs. This process stays, outside the container's process namespace: it hands on
-signals and ends as the program does.
+Standard library only; ``roots.py`` runs it as root: ``launch.py PLAN REPORT``, two inherited file descriptors. The plan
+is JSON (``roots.Plan`` writes it). Errors before the program's start are written to the report, which is closed at the
+start. This process stays outside the container's process namespace. It forwards signals and exits with the program's
+status.
 """
 
 import ctypes
@@ -27,17 +27,17 @@ _BIND = 4096
 _RECURSIVE = 16384
 _PRIVATE = 1 << 18
 _DETACH = 2
-# What a mount forbids already has to be said again when it becomes read-only: nosuid, nodev, noexec.
+# A remount as read-only must repeat the mount's existing restrictions: nosuid, nodev, noexec.
 _KEPT = 2 | 4 | 8
 
 _DEATH_SIGNAL = 1
 _NO_NEW_PRIVILEGES = 38
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# How a shell and a container runtime tell an end by a signal, and a program that could not be run.
+# Exit status of shells and container runtimes: 128 + N after signal N, 127 if the program cannot be run.
 _SIGNALLED = 128
 _NOT_RUN = 127
 
-# Where the machine's own file system is while the container's is made.
+# Mount point of the machine's file system during the setup of the container's root file system.
 _HOST = "/.host"
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
@@ -47,7 +47,7 @@ _LIBC.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctype
 
 
 def main(plan_fd: int, report: int) -> int:
-    """Do what the plan says; returns the program's exit status."""
+    """Run the plan's program; return its exit status."""
     with os.fdopen(plan_fd) as file:
         plan = json.load(file)
     os.set_inheritable(report, False)
@@ -56,7 +56,7 @@ def main(plan_fd: int, report: int) -> int:
             _make_namespaces(plan)
         else:
             _join(plan["join"])
-        # Until there is somebody to hand them on to, and somebody who does.
+        # Signals stay blocked until the child exists and this process forwards them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         child = os.fork()
         if child == 0:
@@ -69,7 +69,7 @@ def main(plan_fd: int, report: int) -> int:
 
 
 def _make_namespaces(plan: Mapping[str, Any]) -> None:
-    """Go into new namespaces and a writable layer over the root file system, which itself is never written."""
+    """Enter new namespaces, and a writable overlay over the root file system, which stays unchanged."""
     _check(_LIBC.setns(plan["network"], _NEW_NETWORK), "the pod's network namespace")
     os.close(plan["network"])
     _check(_LIBC.unshare(_NEW_MOUNTS | _NEW_PIDS | _NEW_NAME | _NEW_IPC), "new namespaces")
@@ -89,7 +89,7 @@ def _make_namespaces(plan: Mapping[str, Any]) -> None:
 
 
 def _join(process: int) -> None:
-    """Go into the namespaces and the root file system of a container, by the process that launched it."""
+    """Enter the namespaces and the root file system of a container, found by the process that launched it."""
     root = os.open(f"/proc/{process}/root", os.O_PATH | os.O_DIRECTORY)
     kinds = {flag: os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind, flag in _KINDS.items()}
     for flag, namespace in kinds.items():
@@ -99,13 +99,13 @@ def _join(process: int) -> None:
 
 
 def _become(plan: Mapping[str, Any], report: int) -> NoReturn:
-    """Turn into the plan's program; where that fails, say why and end."""
+    """Replace this process by the plan's program; on failure, report the reason and exit."""
     try:
         if plan["join"] is None:
             _furnish(plan)
         os.chdir(plan["directory"])
         for stream in (1, 2):
-            # A program may open /dev/stdout by its name.
+            # A program may open /dev/stdout, which requires ownership.
             os.fchown(stream, plan["uid"], plan["gid"])
         os.setgroups(plan["groups"])
         os.setgid(plan["gid"])
@@ -114,7 +114,7 @@ def _become(plan: Mapping[str, Any], report: int) -> NoReturn:
         if plan["no_new_privileges"]:
             _check(_LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
-            # This interpreter ignores them, which its programs would inherit.
+            # Python ignores these signals, and the program would inherit that.
             signal.signal(ignored, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         os.umask(0o022)
@@ -126,13 +126,13 @@ def _become(plan: Mapping[str, Any], report: int) -> NoReturn:
 
 
 def _furnish(plan: Mapping[str, Any]) -> None:
-    """Put /proc, /sys, /dev and the pod's volumes into the root file system, and take the machine's away."""
+    """Mount /proc, /sys, /dev and the pod's volumes in the root file system, and unmount the machine's."""
     for folder in ("/proc", "/sys", "/dev"):
         os.makedirs(folder, exist_ok=True)
     try:
         _mount("proc", "/proc", kind="proc")
     except PermissionError:
-        # In a user namespace of a machine that hides parts of its own.
+        # Not permitted in a user namespace if the machine masks parts of /proc, as in a container.
         _mount(f"{_HOST}/proc", "/proc", flags=_BIND | _RECURSIVE)
     _mount(f"{_HOST}/sys", "/sys", flags=_BIND | _RECURSIVE)
     _mount("tmpfs", "/dev", kind="tmpfs", data="mode=755")
@@ -152,7 +152,7 @@ def _furnish(plan: Mapping[str, Any]) -> None:
 
 
 def _bind(source: str, target: str, *, read_only: bool = False) -> None:
-    """Mount a file or folder of the machine at ``target``, which is made where it is not there."""
+    """Mount a file or folder of the machine at ``target``, which is created if missing."""
     if os.path.isdir(_HOST + source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -172,7 +172,7 @@ def _make_read_only(target: str) -> None:
 
 
 def _outlive(child: int) -> int:
-    """Hand on signals until the program ends; returns its exit status, 128 + N after signal N."""
+    """Forward signals until the program ends; return its exit status, 128 + N after signal N."""
     for number in _FORWARDED:
         signal.signal(number, lambda received, _: os.kill(child, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
@@ -187,7 +187,7 @@ def _mount(source: str, target: str, *, kind: str = "none", flags: int = 0, data
 
 
 def _check(answer: int, what: str) -> None:
-    """Raise OSError for a call of the C library that failed."""
+    """Raise OSError if a call of the C library failed."""
     if answer != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,8 +1,8 @@
-"""A pod's own network namespace, so that two pods may listen on the same port of every address.
+"""A pod's own network namespace. Two pods may listen on the same port of all addresses.
 
-``home.py`` makes one for each pod that runs from images. A pair of virtual interfaces joins it to the namespace of the
-tests (``netns.sh``), which hands packets on between pods. What runs there, a DNS server or the API server, answers pods
-on any address that is local there.
+``home.py`` creates one for each pod that runs from images. A pair of virtual interfaces connects it to the namespace of
+the tests (``netns.sh``), which forwards packets. Servers in that namespace (DNS, API server) are reachable for pods at
+every address that is local there.
 """
 
 import asyncio
@@ -11,11 +11,10 @@ import ipaddress
 import os
 from typing import Final, Self
 
-# What pods send their packets to; `ADVERTISED` and others of this block are taken by the control plane.
+# The gateway of all pods. The control plane uses other addresses of this block, such as `ADVERTISED`.
 GATEWAY: Final = "10.244.255.254"
-# In the pod: $1 is its address, $2 the gateway. The first line says that the namespace is there, the second asks for
-# the interface to be brought up. As container runtimes do, everybody may listen on ports below 1024, where /proc/sys
-# can be written at all.
+# In the pod: $1 is its address, $2 the gateway. `echo` reports that the namespace exists; `read` waits for the
+# interface. As with container runtimes, every user may listen on ports below 1024, if /proc/sys is writable.
 _INSIDE: Final = """
 echo; read -r _
 set -e
@@ -27,7 +26,7 @@ ip route add default via "$2"
 echo 0 2>/dev/null >/proc/sys/net/ipv4/ip_unprivileged_port_start || :
 """
 # Outside: $1 and $2 as above, $3 the interface's name here, $4 a process in the pod's namespace. The pods' whole
-# network is local here (netns.sh), so the way to one pod has to stand in the same table.
+# network is local here (netns.sh), so the route to each pod must be in the same table.
 _OUTSIDE: Final = """
 set -e
 ip link add "$3" type veth peer name eth0 netns "$4"
@@ -38,11 +37,11 @@ ip route replace "$1/32" dev "$3" table local
 
 
 class NetworkError(Exception):
-    """A pod's network could not be made; the message is what the tools said."""
+    """A pod's network could not be created. The message has the tools' output."""
 
 
 class PodNetwork:
-    """One pod's network namespace, which lives until ``close`` and the end of the processes in it."""
+    """One pod's network namespace. It exists until ``close`` and the end of the processes in it."""
 
     def __init__(self, namespace: int, interface: str) -> None:
         self.namespace = namespace
@@ -50,7 +49,7 @@ class PodNetwork:
 
     @classmethod
     async def make(cls, address: str) -> Self:
-        """Make a namespace that has ``address``, reachable from here; raises NetworkError."""
+        """Create a namespace with ``address``, reachable from here; raises NetworkError."""
         interface = interface_of(address)
         inside = await asyncio.create_subprocess_exec(
             "unshare", "--net", "sh", "-c", _INSIDE, "sh", address, GATEWAY,
@@ -79,14 +78,14 @@ class PodNetwork:
         return made
 
     async def close(self) -> None:
-        """Take the interface away and let go of the namespace."""
+        """Delete the interface and release the namespace."""
         with contextlib.suppress(NetworkError):
             await _run("ip", "link", "delete", self._interface)
         os.close(self.namespace)
 
 
 def interface_of(address: str) -> str:
-    """Return the name here of the interface of the pod that has this address."""
+    """Return the name of the outer interface for the pod with this address."""
     return f"pod{int(ipaddress.IPv4Address(address)):08x}"
 
 

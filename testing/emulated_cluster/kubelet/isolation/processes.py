@@ -1,6 +1,6 @@
-"""A local process as a container holds it: a group of its own, a log file, signals by id.
+"""A local process of a container: its own process group, a log file, signals by id.
 
-``containers.py`` runs a container's command by it, ``actions.py`` the commands of probes and preStop.
+``runtimes.py`` runs a container's command with it, and the commands of probes and preStop.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-# Where the thread that started a process ends without stopping it, the kernel does.
+# If the thread that started a process ends first, the kernel kills the process.
 _TIED_TO_US: Final = ("setpriv", "--pdeathsig", "KILL", "--")
-# How a shell and a container runtime tell an end by a signal.
+# Exit status of shells and container runtimes after signal N: 128 + N.
 _SIGNALLED: Final = 128
 
 
 class Process:
-    """One running process and whatever it starts. A container's end is its main process' end."""
+    """One running process and its children. A container ends with its main process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -27,9 +27,9 @@ class Process:
     async def start(
         cls, argv: Sequence[str], *, environment: Mapping[str, str], log: Path, descriptors: Sequence[int] = ()
     ) -> Self:
-        """Start ``argv``, writing on in ``log`` and inheriting ``descriptors``.
+        """Start ``argv``, which appends to ``log`` and inherits ``descriptors``.
 
-        A program that does not exist shows as exit status 127.
+        A missing program gives exit status 127.
         """
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -47,11 +47,11 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The main process' id, which is its group's too."""
+        """The id of the main process and of its process group."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """Return the main process' exit status, 128 + N after signal N; what it started is killed with it."""
+        """Wait for the main process and kill its children; return its exit status, 128 + N after signal N."""
         status = await self._process.wait()
         self.kill()
         return status if status >= 0 else _SIGNALLED - status
@@ -69,7 +69,7 @@ class Process:
 
 
 async def run(argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> int:
-    """Run ``argv`` to its end and return its exit status; who gives up waiting kills it."""
+    """Run ``argv`` to its end and return its exit status; cancellation kills it."""
     process = await Process.start(argv, environment=environment, log=log)
     try:
         return await process.wait()

@@ -1,6 +1,6 @@
-"""Containers in root file systems of their own, without a container engine: namespaces, an overlay, chroot.
+"""Containers with their own root file systems, without a container engine: namespaces, an overlay, chroot.
 
-``runtimes.py`` writes a plan for each process; ``launch.py``, run as a process of its own, carries it out.
+``runtimes.py`` describes each process; a ``launch.py`` process starts it.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError
 from emulated_cluster.kubelet.pod_spec.identity import Identity
 
 _LAUNCH: Final = str(Path(__file__).with_name("launch.py"))
-# As many users as images and pods name: a user namespace made for one user alone has no others.
+# The number of users that images and pods need. A user namespace created for a single user has no others.
 _USERS: Final = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A root file system folder, never written, and what a container engine would know from the image's configuration.
+    """A root file system folder, never modified, and the image's configuration.
 
-    ``entrypoint`` is run for a container that gives no command, with the container's args; ``environment`` lies under
-    the container's own; ``user`` is ``uid[:gid]`` or a name of the image's /etc/passwd.
+    ``entrypoint`` runs with the container's args if the container has no command. The container's variables override
+    ``environment``. ``user`` is ``uid[:gid]`` or a name in the image's /etc/passwd.
     """
 
     root: Path
@@ -40,7 +40,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """A file or folder of this machine as a container has it."""
+    """A file or folder of this machine, mounted in a container."""
 
     source: str
     target: str
@@ -49,7 +49,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program as a container runs it: the main one and those of probes and hooks."""
+    """A program in a container: the main program, or the command of a probe or hook."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
@@ -60,7 +60,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surface:
-    """What a main process finds around it; ``network`` is a namespace's descriptor, ``scratch`` an empty folder."""
+    """The environment of a main process. ``network`` is the descriptor of a namespace, ``scratch`` an empty folder."""
 
     network: int
     root: Path
@@ -71,23 +71,23 @@ class Surface:
 
 
 def why_not() -> str | None:
-    """Return why containers cannot have root file systems of their own here, None where they can."""
+    """Return why containers cannot have their own root file systems here, or None."""
     if os.geteuid() != 0:
-        return "containers with root file systems of their own need root, or netns.sh's user namespace"
+        return "containers with their own root file systems need root, or netns.sh's user namespace"
     lines = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     if sum(int(line[2]) for line in lines) < _USERS:
-        return "this user namespace has too few users for containers that run as others: run as root"
+        return "this user namespace has too few users to run containers as other users: run as root"
     command = ["unshare", "--mount", "--pid", "--fork", "--net", "--uts", "--ipc", "true"]
     tried = subprocess.run(command, capture_output=True, text=True)
     if tried.returncode:
-        return f"containers need namespaces of their own: {tried.stderr.strip()}"
+        return f"containers need their own namespaces: {tried.stderr.strip()}"
     if Path("/proc/sys/net/ipv4/ip_forward").read_text().strip() != "1":
         return "pods cannot reach each other: net.ipv4.ip_forward is 0 and netns.sh may not change it"
     return None
 
 
 async def start(command: Command, surface: Surface, *, log: Path) -> Process:
-    """Start a container's main process; raises ContainerConfigError with the reason where it cannot run."""
+    """Start a container's main process; raises ContainerConfigError with the reason if it cannot run."""
     plan = {
         **_told(command),
         "join": None,
@@ -95,7 +95,7 @@ async def start(command: Command, surface: Surface, *, log: Path) -> Process:
         "root": str(surface.root),
         "scratch": str(surface.scratch),
         "hostname": surface.hostname,
-        # A folder's mount comes before those within it.
+        # Mount a folder before the mounts inside it.
         "mounts": [asdict(each) for each in sorted(surface.mounts, key=lambda each: each.target)],
         "read_only": surface.read_only,
     }
@@ -103,7 +103,7 @@ async def start(command: Command, surface: Surface, *, log: Path) -> Process:
 
 
 async def run(command: Command, container: Process, *, log: Path) -> int:
-    """Run a further program in a running container to its end; returns its exit status."""
+    """Run another program in a running container to its end; return its exit status."""
     try:
         process = await _launch({**_told(command), "join": container.pid}, log=log)
     except ContainerConfigError as error:
@@ -149,7 +149,7 @@ async def _launch(plan: Mapping[str, object], *, log: Path, descriptors: Sequenc
 
 
 async def _read(descriptor: int) -> str:
-    """Return everything that comes until the other end is closed."""
+    """Read until the other end is closed."""
     reader = asyncio.StreamReader()
     with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)) as pipe:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(

@@ -1,4 +1,4 @@
-"""What a pod's spec means on this node: environment, users, volumes and their files.
+"""Interprets a pod's spec on this node: environment, users, volumes and their files.
 
 May import: `api`.
 """

@@ -1,6 +1,6 @@
-"""What a container's process is told: its environment, and ``$(VAR)`` in its command line. Pure.
+"""The environment of a container's process, and ``$(VAR)`` in its command line. Pure.
 
-``runtimes.py`` asks for it before each start. The rules are Kubernetes' (core/v1 EnvVar, Container.command).
+``runtimes.py`` computes it before each start. The rules are those of Kubernetes (core/v1 EnvVar, Container.command).
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 Object = Mapping[str, Any]
-# A ConfigMap's values, or a Secret's, by their keys; None for an object that is not there.
+# The values of a ConfigMap or Secret by key; None for a missing object.
 Values = Mapping[str, bytes] | None
 
 _REFERENCE: Final = re.compile(r"\$\$|\$\(([^)]*)\)")
@@ -19,12 +19,12 @@ _WHOLE_SOURCES: Final = {"configMapRef": "configMap", "secretRef": "secret"}
 
 
 class ContainerConfigError(Exception):
-    """A container asks for something that this kubelet cannot give; the message says for what and where."""
+    """A container needs something that this kubelet cannot provide. The message names it and its place in the spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """What of a pod can be told to it; ``address`` is the pod's, which its status need not show yet."""
+    """The fields of a pod for fieldRef. ``address`` is the pod's, which may not be in its status yet."""
 
     pod: Object
     address: str
@@ -32,7 +32,7 @@ class Field:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace each ``$(VAR)`` of a known variable; an unknown one stays as it is, and ``$$`` becomes ``$``."""
+    """Replace each ``$(VAR)`` of a known variable. An unknown one stays unchanged, and ``$$`` becomes ``$``."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -42,7 +42,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def references(container: Object) -> frozenset[tuple[str, str]]:
-    """Return kind and name of the ConfigMaps and Secrets that the container's variables come from."""
+    """Return kind and name of the ConfigMaps and Secrets that the container's variables refer to."""
     single = [
         (kind, variable["valueFrom"][source]["name"])
         for variable in container.get("env") or ()
@@ -61,9 +61,9 @@ def references(container: Object) -> frozenset[tuple[str, str]]:
 def environment(
     container: Object, fields: Field, *, base: Mapping[str, str], objects: Callable[[str, str], Values]
 ) -> dict[str, str]:
-    """Return the variables of ``container`` over ``base``; each value may refer to those before it.
+    """Return ``base`` with the variables of ``container`` added. Each value may refer to earlier variables.
 
-    ``objects`` gives the values of a ConfigMap or Secret by kind and name. Raises ContainerConfigError.
+    ``objects`` returns the values of a ConfigMap or Secret by kind and name. Raises ContainerConfigError.
     """
     own = _from_whole_objects(container, objects)
     for variable in container.get("env") or ():
@@ -79,7 +79,7 @@ def environment(
 
 
 def service_links(services: Iterable[Object]) -> dict[str, str]:
-    """Return the variables by which a pod is told of its namespace's Services (core/v1 PodSpec enableServiceLinks)."""
+    """Return the variables that describe the Services of the pod's namespace (core/v1 PodSpec enableServiceLinks)."""
     told = {}
     for service in services:
         host = service["spec"].get("clusterIP") or "None"
@@ -102,9 +102,9 @@ def service_links(services: Iterable[Object]) -> dict[str, str]:
 
 
 def command_line(container: Object, variables: Mapping[str, str], *, entrypoint: Sequence[str] = ()) -> list[str]:
-    """Return the program and its arguments; ``entrypoint`` is the image's, for a container without ``command``.
+    """Return the program and its arguments. ``entrypoint`` is the image's, used for a container without ``command``.
 
-    Raises ContainerConfigError where there is neither.
+    Raises ContainerConfigError if there is neither.
     """
     command = container.get("command") or entrypoint
     if not command:
@@ -115,7 +115,7 @@ def command_line(container: Object, variables: Mapping[str, str], *, entrypoint:
 
 
 def field_value(path: str, fields: Field, where: str) -> str:
-    """Return a field of the pod as a fieldRef names it; raises ContainerConfigError for one that is not known."""
+    """Return the field of the pod that a fieldRef names; raises ContainerConfigError for an unsupported field."""
     metadata, spec = fields.pod["metadata"], fields.pod["spec"]
     known = {
         "status.podIP": fields.address,
@@ -134,7 +134,7 @@ def field_value(path: str, fields: Field, where: str) -> str:
         return "".join(f'{key}="{value}"\n' for key, value in sorted(values.items()))
     keyed = _KEYED_FIELD.fullmatch(path)
     if keyed is None:
-        raise ContainerConfigError(f"{where}: fieldPath {path} is not known here, only {', '.join(sorted(known))}")
+        raise ContainerConfigError(f"{where}: fieldPath {path} is not supported, only {', '.join(sorted(known))}")
     return str((metadata.get(keyed[1]) or {}).get(keyed[2], ""))
 
 
@@ -157,7 +157,7 @@ def _from_whole_objects(container: Object, objects: Callable[[str, str], Values]
 
 
 def _value_from(source: Object, fields: Field, objects: Callable[[str, str], Values], where: str) -> str | None:
-    """Return the value, None for an optional one that is not there."""
+    """Return the value, or None if it is optional and missing."""
     if "fieldRef" in source:
         return field_value(source["fieldRef"]["fieldPath"], fields, where)
     for name, kind in _KEY_SOURCES.items():
@@ -170,4 +170,4 @@ def _value_from(source: Object, fields: Field, objects: Callable[[str, str], Val
                 f'{where}: {kind} "{wanted["name"]}" has no key {wanted["key"]}, or is not there'
             )
         return None if value is None else value.decode()
-    raise ContainerConfigError(f"{where}: valueFrom.{'/'.join(source)} is not known here")
+    raise ContainerConfigError(f"{where}: valueFrom.{'/'.join(source)} is not supported")

@@ -1,6 +1,6 @@
-"""Whom a container runs as, and to whom the files of its pod's volumes belong (core/v1 SecurityContext).
+"""The user of a container, and the owners of the files in its pod's volumes (core/v1 SecurityContext).
 
-``runtimes.py`` starts processes as that user; ``volumes.py`` gives files away.
+``runtimes.py`` starts processes as that user; ``volumes.py`` sets the owners of files.
 """
 
 import os
@@ -17,7 +17,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """A user by numbers, with the home folder that the image's /etc/passwd gives it."""
+    """User and group ids, with the home folder from the image's /etc/passwd."""
 
     uid: int
     gid: int
@@ -27,14 +27,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Whose a pod's volumes are: ``group`` is its fsGroup, ``user`` the one that all its containers run as."""
+    """The owner of a pod's volumes: ``group`` is its fsGroup, ``user`` the common user of all its containers."""
 
     user: int | None
     group: int | None
 
     @classmethod
     def of(cls, pod: Object) -> Self:
-        """Read it from a pod."""
+        """Return the owner for a pod."""
         spec = pod["spec"]
         containers = (*(spec.get("initContainers") or ()), *spec["containers"])
         users = {_of_container(spec, each, "runAsUser") for each in containers}
@@ -43,14 +43,14 @@ class Owner:
         )
 
     def own_writable_folder(self, path: Path) -> None:
-        """Have everybody write there, and files made there belong to the group."""
+        """Make a folder writable for all users; new files in it belong to the group."""
         path.chmod(0o777)
         if self.group is not None:
             os.chown(path, -1, self.group)
             path.chmod(0o2777)
 
     def own_file(self, path: Path, file: File) -> None:
-        """Give a file its mode; the group may read it, and a token nobody else but its user."""
+        """Set a file's mode and owner. The group may read it; otherwise only the user may read a token."""
         mode = file.mode
         if file.token and (self.user is not None or self.group is not None):
             mode = 0o600
@@ -62,9 +62,9 @@ class Owner:
 
 
 def identity(pod: Object, container: Object, *, root: Path, image_user: str) -> Identity:
-    """Return whom a container runs as; ``image_user`` is the image's USER, ``uid[:gid]`` or a name of its passwd.
+    """Return the user of a container. ``image_user`` is the image's USER: ``uid[:gid]`` or a name in its passwd.
 
-    Raises ContainerConfigError for a user the image does not know, and for root where the pod forbids it.
+    Raises ContainerConfigError for a user that the image does not have, and for root if the pod forbids it.
     """
     spec = pod["spec"]
     wanted = _of_container(spec, container, "runAsUser")

@@ -1,7 +1,7 @@
-"""The files of a volume that is made of objects: ConfigMaps, Secrets, the pod itself, a service account's token. Pure.
+"""The files of a volume from Kubernetes objects: ConfigMaps, Secrets, the pod itself, a service account's token. Pure.
 
-``volumes.py`` fetches the objects and writes the files. The four kinds of volume are read as one: a list of sources,
-as in a projected volume (core/v1 ProjectedVolumeSource).
+``volumes.py`` fetches the objects and writes the files. All four kinds of volume become a list of sources, as in a
+projected volume (core/v1 ProjectedVolumeSource).
 """
 
 import base64
@@ -12,7 +12,7 @@ from typing import Any, Final
 from emulated_cluster.kubelet.pod_spec.environment import ContainerConfigError, Field, field_value
 
 Object = Mapping[str, Any]
-# A ConfigMap's or Secret's kind and name; the namespace is the pod's.
+# Kind and name of a ConfigMap or Secret in the pod's namespace.
 Reference = tuple[str, str]
 
 COLLECTIONS: Final = {"configMap": "configmaps", "secret": "secrets"}
@@ -21,7 +21,7 @@ _DEFAULT_MODE: Final = 0o644
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """One file of a volume; ``token`` says that it lets its reader act as the service account."""
+    """One file of a volume. ``token`` means that its content is a service account's token."""
 
     content: bytes
     mode: int
@@ -30,7 +30,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A volume made of objects: its sources as a projected volume has them, and the mode of its files."""
+    """A volume from Kubernetes objects: its sources, as in a projected volume, and the mode of its files."""
 
     name: str
     sources: Sequence[Object]
@@ -38,7 +38,7 @@ class Payload:
 
     @property
     def references(self) -> frozenset[Reference]:
-        """The ConfigMaps and Secrets it is made of."""
+        """The ConfigMaps and Secrets among its sources."""
         return frozenset(
             (kind, source[kind]["name"]) for source in self.sources for kind in COLLECTIONS if kind in source
         )
@@ -49,7 +49,7 @@ class Payload:
         return next((each["serviceAccountToken"] for each in self.sources if "serviceAccountToken" in each), None)
 
     def files(self, objects: Mapping[Reference, Object | None], fields: Field, token: str) -> dict[str, File]:
-        """Return the files by their paths; raises ContainerConfigError for an object or key that is not there."""
+        """Return the files by path; raises ContainerConfigError for a missing object or key."""
         files: dict[str, File] = {}
         for source in self.sources:
             for kind in COLLECTIONS:
@@ -57,7 +57,7 @@ class Payload:
                     files |= self._keys(kind, source[kind], objects[kind, source[kind]["name"]])
             for item in source.get("downwardAPI", {}).get("items") or ():
                 if "fieldRef" not in item:
-                    raise ContainerConfigError(f"volume {self.name}: {item['path']}: only fieldRef is known here")
+                    raise ContainerConfigError(f"volume {self.name}: {item['path']}: only fieldRef is supported")
                 value = field_value(item["fieldRef"]["fieldPath"], fields, f"volume {self.name}")
                 files[item["path"]] = File(content=value.encode(), mode=item.get("mode", self.mode))
             if "serviceAccountToken" in source:
@@ -84,7 +84,7 @@ class Payload:
 
 
 def read_payload(volume: Object) -> Payload | None:
-    """Return what a pod's volume is made of; None for one that is not made of objects."""
+    """Return the payload of a pod's volume; None for a volume that has no objects as sources."""
     name = volume["name"]
     if "projected" in volume:
         projected = volume["projected"]

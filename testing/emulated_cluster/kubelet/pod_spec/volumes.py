@@ -1,8 +1,8 @@
-"""A pod's volumes: folders of this machine that its containers have mounted, and that follow the objects they show.
+"""A pod's volumes: folders of this machine that its containers mount. Their files follow the volume's objects.
 
-``home.py`` holds them for a pod; ``payloads.py`` says which files a volume made of objects has. Such a volume changes
-as a kubelet's does: the files lie in a folder of their own, ``..data`` is a link to it, and renaming a new link over
-``..data`` changes all of them at once. Who watches for moved files sees it.
+``home.py`` holds the volumes of a pod; ``payloads.py`` computes the files of a volume from objects. A volume from
+objects changes as with a kubelet. The files are in their own folder, and ``..data`` is a link to it. Renaming a new
+link over ``..data`` changes all files at once. A watcher for moved files sees the change.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ from emulated_cluster.kubelet.pod_spec.payloads import (
     read_payload,
 )
 
-# As a kubelet renews a token: when a fifth of its time is left.
+# Like a kubelet, renews a token when a fifth of its lifetime is left.
 _RENEWED_AT: Final = 0.8
 _TOKEN_LIFETIME_S: Final = 3600
 
 
 class Volumes:
-    """All volumes of one pod. Belongs to one event loop; ``close`` ends what follows their objects."""
+    """All volumes of one pod. Belongs to one event loop; ``close`` ends the watches of their objects."""
 
     def __init__(self, fields: Field, client: ApiClient, owner: Owner, *, folder: Path, memory: Path) -> None:
-        """Volumes lie in ``folder``, and in ``memory``, a folder of a tmpfs, where their medium says so."""
+        """Volumes are in ``folder``, those with medium Memory in ``memory``, a folder of a tmpfs."""
         self._source = _Objects(fields.pod["metadata"]["namespace"], client)
         self._fields = fields
         self._client = client
@@ -51,29 +51,29 @@ class Volumes:
         self._keeping: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
-        """Make every volume; may be asked again after a failure. Raises ContainerConfigError."""
+        """Create every volume; may be called again after a failure. Raises ContainerConfigError."""
         for volume in self._fields.pod["spec"].get("volumes") or ():
             if volume["name"] not in self._paths:
                 await self._make(volume)
 
     def path(self, name: str) -> Path:
-        """Return a volume's folder; raises ContainerConfigError for one the pod has not."""
+        """Return a volume's folder; raises ContainerConfigError for a volume that the pod does not have."""
         if name not in self._paths:
             raise ContainerConfigError(f"volumeMounts: the pod has no volume {name}")
         return self._paths[name]
 
     def read_only(self, name: str) -> bool:
-        """Whether nobody may write to it, however it is mounted."""
+        """Whether the volume is always read-only, however it is mounted."""
         return name in self._payloads
 
     def observe(self, pod: Object) -> None:
-        """Take in what the API server shows of the pod: its labels and annotations may be in files."""
+        """Take a new version of the pod: its labels and annotations may be in files."""
         self._fields = replace(self._fields, pod=pod)
         for volume in self._payloads.values():
             volume.changed.set()
 
     async def close(self) -> None:
-        """Stop following objects; the folders are left to the caller, but for those in memory."""
+        """Stop following objects and remove the folders in memory; the caller removes the others."""
         self._source.close()
         for task in self._keeping:
             task.cancel()
@@ -92,7 +92,7 @@ class Volumes:
         payload = read_payload(volume)
         if payload is None:
             kind = next((key for key in volume if key != "name"), "nothing")
-            raise ContainerConfigError(f"volume {name}: {kind} is not known here")
+            raise ContainerConfigError(f"volume {name}: {kind} is not supported")
         path = self._folder / name
         path.mkdir(parents=True, exist_ok=True)
         made = _PayloadVolume(payload, path, self._owner)
@@ -106,7 +106,7 @@ class Volumes:
     async def _keep(self, volume: "_PayloadVolume", token: "_Token") -> None:
         """Write the volume again whenever an object of it changes, or its token has to be renewed."""
         while True:
-            # Not wait_for, which in Python 3.11 loses a cancellation that comes together with the change.
+            # Not wait_for: in Python 3.11 it loses a cancellation at the moment of the change.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(token.good_for_s):
                     await volume.changed.wait()
@@ -115,13 +115,12 @@ class Volumes:
             try:
                 volume.write(volume.payload.files(objects, self._fields, await token.get()))
             except ContainerConfigError:
-                # Something that has been deleted leaves the files as they were, as with a kubelet; a token that was
-                # refused is asked for again.
+                # Like a kubelet, keep the files of a deleted object, and retry a rejected token request.
                 await asyncio.sleep(RETRY_S)
 
 
 class _PayloadVolume:
-    """The folder of a volume made of objects. ``changed`` is set when one of them may have."""
+    """The folder of a volume from objects. ``changed`` is set when an object may have changed."""
 
     def __init__(self, payload: Payload, folder: Path, owner: Owner) -> None:
         self.payload = payload
@@ -131,7 +130,7 @@ class _PayloadVolume:
         self._written: Mapping[str, File] | None = None
 
     def write(self, files: Mapping[str, File]) -> None:
-        """Have the folder show exactly these files, all at once."""
+        """Replace the files in the folder by these, all at once."""
         if files == self._written:
             return
         version = Path(tempfile.mkdtemp(prefix=f"..{datetime.now(UTC):%Y_%m_%d_%H_%M_%S}.", dir=self._folder))
@@ -160,7 +159,7 @@ class _PayloadVolume:
 
 
 class _Objects:
-    """The ConfigMaps and Secrets of one namespace that a pod's volumes show, each followed by a watch."""
+    """The ConfigMaps and Secrets of one namespace that a pod's volumes use, each with its watch."""
 
     def __init__(self, namespace: str, client: ApiClient) -> None:
         self._namespace = namespace
@@ -171,11 +170,11 @@ class _Objects:
         self.tasks: list[asyncio.Task[None]] = []
 
     def add_listener(self, volume: _PayloadVolume) -> None:
-        """Tell this volume of changes."""
+        """Notify this volume of changes."""
         self._listeners.append(volume)
 
     async def get(self, references: frozenset[Reference]) -> dict[Reference, Object | None]:
-        """Return objects as they are, None for one that is not there; from now on they are followed."""
+        """Return the current objects, None for a missing one, and follow them from now on."""
         for reference in references:
             if reference not in self._known:
                 self._known[reference] = asyncio.Event()
@@ -184,7 +183,7 @@ class _Objects:
         return {each: next(iter(self._found[each].values()), None) for each in references}
 
     def close(self) -> None:
-        """Follow nothing any more; ``tasks`` end."""
+        """Stop following; cancels ``tasks``."""
         for task in self.tasks:
             task.cancel()
 
@@ -204,7 +203,8 @@ class _Objects:
 
 
 class _Token:
-    """A token of the pod's service account, by the TokenRequest API; bound to the pod, renewed before it expires."""
+    """A token of the pod's service account from the TokenRequest API, bound to the pod and renewed before it
+    expires."""
 
     def __init__(self, source: Object | None, pod: Object, client: ApiClient) -> None:
         self._source = source
@@ -215,11 +215,11 @@ class _Token:
 
     @property
     def good_for_s(self) -> float | None:
-        """How long the token needs no renewal; None where there is none."""
+        """Seconds until the token needs renewal; None without a token."""
         return None if self._source is None else max(0.0, self._renew_at_s - asyncio.get_running_loop().time())
 
     async def get(self) -> str:
-        """Return a token that is good for a while, "" where none was asked for; waits for the API server."""
+        """Return a valid token, "" if the volume has none; waits for the API server."""
         if self._source is None or self.good_for_s:
             return self._token
         lifetime_s = self._source.get("expirationSeconds", _TOKEN_LIFETIME_S)
@@ -243,7 +243,7 @@ class _Token:
 
 
 async def values_of(client: ApiClient, namespace: str, reference: Reference) -> Mapping[str, bytes] | None:
-    """Return what a ConfigMap or Secret has now, by its keys; None where it is not there."""
+    """Return the current values of a ConfigMap or Secret by key; None if it does not exist."""
     kind, name = reference
     path = f"/api/v1/namespaces/{namespace}/{COLLECTIONS[kind]}/{name}"
     found = await persistently(client, "GET", path)
@@ -251,9 +251,10 @@ async def values_of(client: ApiClient, namespace: str, reference: Reference) -> 
 
 
 async def persistently(client: ApiClient, method: str, path: str, *, body: object = None) -> Mapping[str, Any] | None:
-    """Ask until the API server answers; None for what is not there. Raises ContainerConfigError when it refuses.
+    """Repeat a request until the API server answers; None if the object does not exist. Raises ContainerConfigError if
+    the server rejects it.
 
-    It does so in a namespace that is being deleted, until the pods there have been told to end.
+    The server rejects requests in a namespace that is being deleted, while its pods still run.
     """
     while True:
         try:

@@ -29,7 +29,7 @@ WITHIN_S = 60.0
 GATE = "example.com/in-ring"
 IMAGE = "registry.example/busybox:1"
 PYTHON = "registry.example/python:1"
-# What Kubernetes' Pod Security Standard `restricted` demands, and a root file system nobody writes to.
+# The security context that the Pod Security Standard `restricted` requires, with a read-only root file system.
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -40,35 +40,35 @@ RESTRICTED = {
 
 
 @asynccontextmanager
-async def team_on(cluster: Cluster) -> AsyncIterator[Team]:
-    """Yield a team with a new namespace, and remove the namespace afterwards."""
+async def new_namespace(cluster: Cluster) -> AsyncIterator[Namespace]:
+    """Create a namespace, yield it, and remove it afterwards."""
     client = cluster.client()
     try:
-        team = Team(cluster, client)
-        yield team
-        cluster.remove_namespace(team.namespace)
+        namespace = Namespace(cluster, client)
+        yield namespace
+        cluster.remove_namespace(namespace.name)
     finally:
         await client.close()
 
 
-class Team:
-    """One namespace, as the tests read and write it."""
+class Namespace:
+    """One namespace of the cluster: applies objects, and waits for states of pods and endpoints."""
 
     def __init__(self, cluster: Cluster, client: ApiClient) -> None:
-        self.namespace = cluster.namespace()
+        self.name = cluster.namespace()
         self._cluster = cluster
         self._client = client
-        self.pods = f"/api/v1/namespaces/{self.namespace}/pods"
-        self.slices = f"/apis/discovery.k8s.io/v1/namespaces/{self.namespace}/endpointslices"
+        self.pods = f"/api/v1/namespaces/{self.name}/pods"
+        self.slices = f"/apis/discovery.k8s.io/v1/namespaces/{self.name}/endpointslices"
 
     def apply(self, *objects: Mapping[str, Any]) -> None:
         """Apply objects of this namespace."""
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
-        self._cluster.kubectl("apply", "-n", self.namespace, "-f", "-", input=document)
+        self._cluster.kubectl("apply", "-n", self.name, "-f", "-", input=document)
 
     def kubectl(self, *args: str) -> str:
         """Run kubectl in this namespace as the administrator; returns what it prints."""
-        return self._cluster.kubectl("-n", self.namespace, *args)
+        return self._cluster.kubectl("-n", self.name, *args)
 
     def label_pod(self, name: str, label: str) -> None:
         """Give a pod a label, ``key=value``."""
@@ -76,11 +76,11 @@ class Team:
 
     def delete_pod(self, name: str, *flags: str) -> None:
         """Delete a pod without waiting for its end."""
-        self._cluster.kubectl("delete", "pod", name, "-n", self.namespace, "--wait=false", *flags)
+        self._cluster.kubectl("delete", "pod", name, "-n", self.name, "--wait=false", *flags)
 
     def scale(self, name: str, replicas: int) -> None:
         """Scale a StatefulSet."""
-        self._cluster.kubectl("scale", "statefulset", name, "-n", self.namespace, f"--replicas={replicas}")
+        self._cluster.kubectl("scale", "statefulset", name, "-n", self.name, f"--replicas={replicas}")
 
     async def pod(self, name: str) -> Object:
         """Return a pod's object."""
@@ -97,9 +97,9 @@ class Team:
 
     async def until_ready(self, name: str) -> Object:
         """Return a pod once it is ready."""
-        return await self.until_says(name, Ready="True")
+        return await self.until_conditions(name, Ready="True")
 
-    async def until_says(self, name: str, **conditions: str) -> Object:
+    async def until_conditions(self, name: str, **conditions: str) -> Object:
         """Return a pod once its conditions have these statuses."""
         said: list[Object] = []
 
@@ -107,7 +107,7 @@ class Team:
             said.append(await self.pod(name))
             return all(condition(said[-1], kind) == status for kind, status in conditions.items())
 
-        await until(there, f"{name} says {conditions}", timeout_s=WITHIN_S)
+        await until(there, f"{name} has {conditions}", timeout_s=WITHIN_S)
         return said[-1]
 
     async def until_gone(self, name: str) -> list[Object]:
@@ -127,12 +127,12 @@ class Team:
 
         async def written() -> bool:
             try:
-                return words in kubelet.log(kubelet.pod(self.namespace, name))
+                return words in kubelet.log(kubelet.pod(self.name, name))
             except LookupError:
                 return False
 
         await until(written, f"{name} writes {words!r}", timeout_s=WITHIN_S)
-        return kubelet.log(kubelet.pod(self.namespace, name))
+        return kubelet.log(kubelet.pod(self.name, name))
 
     async def set_gate(self, name: str, status: str) -> None:
         """Patch a pod's readiness gate, as an operator does."""
@@ -181,7 +181,7 @@ def statefulset(
 
 
 def pod(name: str, container: Mapping[str, Any], **spec: Any) -> Object:
-    """Return a pod of one container; ``spec`` is laid beside it."""
+    """Return a pod of one container; ``spec`` adds fields to its spec."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -191,7 +191,7 @@ def pod(name: str, container: Mapping[str, Any], **spec: Any) -> Object:
 
 
 def shell(script: str) -> Object:
-    """Return a container of no image that runs a script."""
+    """Return a container without an image that runs a script."""
     return {"name": "main", "image": "any", "command": ["sh", "-c", script]}
 
 
@@ -203,13 +203,13 @@ def busybox(script: str, **more: Any) -> Object:
 def restricted(name: str, container: Object, *, security: Object | None = None, **spec: Any) -> Object:
     """Return a pod that satisfies the standard `restricted`; ``security`` is its security context."""
     user = {"runAsUser": 1000} if container["image"] == IMAGE else {}
-    # What is no init of its own and runs as process 1 does not hear SIGTERM.
+    # As process 1, a program without its own handler ignores SIGTERM.
     grace = {"terminationGracePeriodSeconds": 1}
     return pod(name, container, securityContext={**user, **(security or {})}, **grace, **spec)
 
 
 def busybox_root(folder: Path) -> Path:
-    """Make a root file system of busybox alone in an empty folder and return it; skips the test where that cannot be.
+    """Create a root file system with only busybox in an empty folder and return it; skip the test if impossible.
 
     It has a user ``web`` (1000, group 1001).
     """
@@ -218,24 +218,24 @@ def busybox_root(folder: Path) -> Path:
         pytest.skip(reason)
     busybox = shutil.which("busybox")
     if busybox is None:
-        pytest.skip("there is no busybox: apt-get install busybox-static")
+        pytest.skip("busybox not found: apt-get install busybox-static")
     for name in ("bin", "etc", "run", "tmp", "var"):
         (folder / name).mkdir()
     (folder / "tmp").chmod(0o1777)
-    # As in Debian's images: what is mounted below goes into the image, not to this machine's /run.
+    # As in Debian's images: mounts below it go into the image, not into this machine's /run.
     (folder / "var" / "run").symlink_to("/run")
     (folder / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
     shutil.copy(busybox, folder / "bin" / "busybox")
     installed = subprocess.run(["chroot", str(folder), "/bin/busybox", "--install", "-s", "/bin"], capture_output=True)
     if installed.returncode:
-        pytest.skip("busybox needs libraries: apt-get install busybox-static")
+        pytest.skip("busybox is not static: apt-get install busybox-static")
     return folder
 
 
 def this_machine() -> Image:
     """Return an image of this machine's own files, which has Python; skip the test where that is impossible.
 
-    It runs as root: Python may lie where only root can read.
+    It runs as root: Python may be in a folder that only root can read.
     """
     reason = why_not()
     if reason is not None:
@@ -246,7 +246,7 @@ def this_machine() -> Image:
 
 
 def condition(document: Mapping[str, Any], kind: str) -> str | None:
-    """Return the status of a pod's or node's condition, None where it is absent."""
+    """Return the status of a pod's or node's condition, or None."""
     conditions = {each["type"]: each["status"] for each in document["status"].get("conditions") or ()}
     return conditions.get(kind)
 
