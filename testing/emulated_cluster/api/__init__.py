@@ -1,4 +1,5 @@
 """What the emulated parts share as clients of the API server: which errors pass, and following a collection.
 
-May import: aiohttp, nothing of the other rooms.
+May import: aiohttp, and in ``follow`` the product's list-watch loop (``dualmap_edge.kube``); nothing of the
+other rooms.
 """
