@@ -1,8 +1,8 @@
 """The order of writes: every version of a pool and its StatefulSet, from a watch of the API server.
 
 One etcd counts the versions of all objects, so that the version tells whether a pool's status or its StatefulSet was
-written first. A poll would miss some of the versions, and so would ``emulated_cluster.api.follow``: it lists again after
-a broken watch. This watch continues from the last version seen, unless the API server has dropped that one.
+written first. A poll would miss some of the versions, and so would ``emulated_cluster.api.follow``: it lists again
+after a broken watch. This watch continues from the last version seen, unless the API server has dropped that one.
 """
 
 import asyncio

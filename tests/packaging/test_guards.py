@@ -26,6 +26,7 @@ PLANTED = [
     ("core/dualmap/policies/situation.py", "import dualmap.prompts.prompt", "Policies see keys and pools"),
     ("core/dualmap/policies/situation.py", "import dualmap.replicas.update", "Policies see keys and pools"),
     ("core/dualmap/objects/pods.py", "import dualmap.fleet.fleet", "Kubernetes objects are read"),
+    ("core/dualmap/objects/pods.py", "import dualmap.keys.rings", "Kubernetes objects are read"),
     ("edge/dualmap_edge/kube/client.py", "import dualmap.requests", "Kubernetes objects are read"),
     ("core/dualmap/scaling/scaling.py", "import dualmap.queue.request_queue", "Scaling is computed"),
     ("core/dualmap/router.py", "import dualmap_extproc.names", "The core knows nobody"),
@@ -83,7 +84,7 @@ PLANTED = [
         "import dualmap_extproc.envoy.config.settings",
         "Discovery imports the generator",
     ),
-    ("extproc/dualmap_extproc/pools/file.py", "import dualmap_extproc.autoscaling.demand", "Only telemetry imports"),
+    ("extproc/dualmap_extproc/pools/file.py", "import dualmap_extproc.autoscaling.demand", "Only app and telemetry"),
     ("extproc/dualmap_extproc/store/exchange.py", "import dualmap_extproc.request.picker", "The store, pools, Envoy's"),
     (
         "extproc/dualmap_extproc/envoy/config/bootstrap.py",
