@@ -1,7 +1,8 @@
 """The order of writes: every version of a pool and its StatefulSet, from a watch of the API server.
 
 etcd numbers the versions of all objects together: the versions show whether a pool's status or its StatefulSet was
-written first. Polling would miss versions.
+written first. Polling would miss versions, and so would ``emulated_cluster.api.follow``: it lists again
+after a broken watch. This watch continues from the last version seen, unless the API server has dropped that one.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 """The router: an Envoy endpoint picker (ext_proc) over one or more pools.
 
 Rooms import downwards only: app; transport, telemetry, envoy, store, pools; autoscaling; request; wire, settings,
-errors; names. An import contract in pyproject.toml orders them.
+errors; names. Only app and telemetry import autoscaling. Import contracts in pyproject.toml enforce this.
 """

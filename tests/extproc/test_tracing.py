@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from typing import get_args
 
 import pytest
@@ -22,7 +23,7 @@ from dualmap_extproc.request.picked import Picked, Waiting
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry import tracing as tracing_module
-from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, Tracing, tracing_to
+from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, Tracing, clock_offset_ns, tracing_to
 from extproc.envoy_messages import (
     MODES,
     Conversation,
@@ -77,7 +78,8 @@ def test_span_of_a_decision_has_the_receipt_and_parent(collector):
     desk = Desk(collector)
 
     before = time.time_ns()
-    picked = desk.ask(traceparent=SAMPLED, tracestate="vendor=1")
+    now = (before - clock_offset_ns()) / 1e9 + 0.25
+    picked = desk.ask(now=now, traceparent=SAMPLED, tracestate="vendor=1")
 
     (span,) = desk.spans()
     receipt = picked.decision.receipt
@@ -240,6 +242,29 @@ def tell(tracing: Tracing, spans: int, **headers: str) -> None:
     for _ in range(spans):
         arrival = Arrival(at_s=0.0, headers=headers)
         observations.report(Rejected(now=0.0, pool="", refused=no_endpoint(""), arrival=arrival))
+
+
+def test_tracing_reads_the_clock_offset_at_start_and_per_export(monkeypatch):
+    monkeypatch.setattr(tracing_module, "_BATCH_SPANS", 1)
+
+    class Keeping(SpanExporter):
+        def __init__(self) -> None:
+            self.ends_ns: list[int | None] = []
+            self.exported = threading.Event()
+
+        def export(self, spans) -> SpanExportResult:
+            self.ends_ns += [span.end_time for span in spans]
+            self.exported.set()
+            return SpanExportResult.SUCCESS
+
+    keeping = Keeping()
+    tracing = Tracing(keeping, replica_id="r", version="1", offset_ns=count(1000, 4000).__next__)
+    tell(tracing, 1)
+    assert keeping.exported.wait(60.0)
+    tell(tracing, 1)
+    tracing.close()
+    # Both requests are decided at the monotonic clock's 0; the wall clock jumps in between.
+    assert keeping.ends_ns == [1000, 5000]
 
 
 def test_export_close_waits_a_bounded_time(monkeypatch):

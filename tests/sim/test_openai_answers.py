@@ -1,14 +1,12 @@
 """Response bodies and SSE chunks, against the fields vLLM 0.32 was recorded to send."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from dualmap_sim.errors import ApiError
 from dualmap_sim.openai_answers import DONE, Answer, error_body, output_text
-
-RECORDED = Path("/work/shared/fixtures/vllm/stream_include_usage.http")
+from shared_data import shared_file
 
 
 def answer(*, chat: bool = True, output_tokens: int = 4) -> Answer:
@@ -51,9 +49,7 @@ def skeleton(value: object) -> object:
 
 
 def test_streamed_chat_answer_has_vllm_fields() -> None:
-    if not RECORDED.exists():
-        pytest.skip(f"{RECORDED} is not here")
-    recorded = events(RECORDED.read_bytes())
+    recorded = events(shared_file("fixtures/vllm/stream_include_usage.http").read_bytes())
     del recorded[-1]["system_fingerprint"]  # names vLLM's own build
 
     assert skeleton(events(whole_stream(answer()))) == skeleton(recorded)

@@ -1,14 +1,12 @@
 """Mooncake's JSONL: what is read, and what is refused in which words."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from dualmap_sim.workloads.mooncake import TraceError, parse_mooncake, read_mooncake
 from dualmap_sim.workloads.statistics import measure
-
-CONVERSATION = Path("/work/shared/traces/mooncake_conversation.jsonl")
+from shared_data import shared_file
 
 
 def line(**changes) -> str:
@@ -86,10 +84,9 @@ def test_unreadable_file_is_refused(tmp_path):
         read_mooncake(tmp_path / "binary.jsonl")
 
 
-@pytest.mark.skipif(not CONVERSATION.exists(), reason="needs the Conversation trace of /work/shared")
 def test_conversation_trace_matches_the_paper():
     """A.2.1, table 1: 12,035 input and 343 output tokens on average, about 40 % of it reusable."""
-    facts = measure(read_mooncake(CONVERSATION))
+    facts = measure(read_mooncake(shared_file("traces/mooncake_conversation.jsonl")))
 
     assert facts.requests == 12_031
     assert facts.input_tokens_mean == pytest.approx(12_035, abs=1)

@@ -1,4 +1,4 @@
 """The members of a pool as one router knows them: load, speed, prefix index, suspension, and the other replicas' load.
 
-``Fleet`` is the facade. May import queue, requests, policies, keys, replicas, pools and prompts.
+``Fleet`` is the facade. May import queue and what queue may import.
 """

@@ -1,4 +1,4 @@
 """Request bodies to prompts: the fields that count, their canonical text, and the hashes of its blocks.
 
-May import ``dualmap.errors`` and xxhash. Any other room of the core may import this one.
+May import ``dualmap.errors`` and xxhash.
 """

@@ -13,11 +13,11 @@ class KubeMetrics:
     def __init__(self, registry: CollectorRegistry, pools_refused: Callable[[], None]) -> None:
         self.pools_refused = pools_refused
         self._registry = registry
-        self._lists = Counter("dualmap_kube_lists", "Times all objects were listed.", ("resource",), registry=registry)
+        self._lists = Counter("dualmap_kube_lists", "Lists of all objects.", ("resource",), registry=registry)
         self._errors = Counter(
-            "dualmap_kube_errors", "Lists and watches that failed.", ("resource", "kind"), registry=registry
+            "dualmap_kube_errors", "Failed lists and watches.", ("resource", "kind"), registry=registry
         )
-        self._refused = Gauge("dualmap_kube_pools_refused", "Pools refused as they are now.", registry=registry)
+        self._refused = Gauge("dualmap_kube_pools_refused", "Pools that are invalid or in conflict.", registry=registry)
 
     def show_ages(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
         """Export the seconds since the last answer, by resource; ``ages_s`` is called in any thread."""
@@ -45,7 +45,9 @@ class _Ages(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the one metric family (prometheus_client's Collector)."""
         family = GaugeMetricFamily(
-            "dualmap_kube_watch_age_seconds", "Since the API server last spoke.", labels=("resource",)
+            "dualmap_kube_watch_age_seconds",
+            "Time since the last message of the API server, in seconds.",
+            labels=("resource",),
         )
         for resource, age_s in self._ages_s().items():
             family.add_metric((resource,), age_s)

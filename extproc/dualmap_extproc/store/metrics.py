@@ -14,17 +14,21 @@ class StoreMetrics:
     """Implements ``exchange.StoreObserver``. The metrics are exported only if there is a store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._up = Gauge("dualmap_store_up", "1 while news is exchanged with other routers.", registry=registry)
-        errors = Counter("dualmap_store_errors", "Exchanges that failed.", ("kind",), registry=registry)
+        self._up = Gauge("dualmap_store_up", "1 while replication updates are exchanged, else 0.", registry=registry)
+        errors = Counter("dualmap_store_errors", "Failed exchanges.", ("kind",), registry=registry)
         self._errors = {failure: errors.labels(failure.value) for failure in Failure}
         self._exchange = Histogram(
             "dualmap_store_exchange_seconds",
-            "Time of an exchange that succeeded.",
+            "Time of successful exchanges, in seconds.",
             buckets=_EXCHANGE_BUCKETS_S,
             registry=registry,
         )
-        self._unreadable = Counter("dualmap_store_unreadable_entries", "Entries that are no news.", registry=registry)
-        self._dropped = Counter("dualmap_store_dropped_news", "Pieces of news given up.", registry=registry)
+        self._unreadable = Counter(
+            "dualmap_store_unreadable_entries",
+            "Entries and bindings that no router of this version wrote.",
+            registry=registry,
+        )
+        self._dropped = Counter("dualmap_store_dropped_news", "Replication updates dropped.", registry=registry)
 
     def exchanged(self, seconds: float) -> None:
         """Count an exchange that succeeded (StoreObserver)."""

@@ -42,20 +42,35 @@ FLUSH_S: Final = 3.0
 _log = get_logger(__name__)
 
 
+def clock_offset_ns() -> int:
+    """Return the wall clock's lead over the monotonic clock, in nanoseconds."""
+    return time.time_ns() - time.monotonic_ns()
+
+
 class Tracing:
     """Makes spans of observations and exports them in a thread; only ``close`` waits for the collector.
 
-    ``shown`` names the collector in log lines.
+    ``shown`` names the collector in log lines. Spans are on the wall clock, observations on the monotonic one:
+    ``offset_ns`` returns their difference. It is read at the start and again at each export, never for a span, so spans
+    follow a jump of the wall clock from the next batch on.
     """
 
-    def __init__(self, exporter: SpanExporter, *, replica_id: str, version: str, shown: str = "") -> None:
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        *,
+        replica_id: str,
+        version: str,
+        shown: str = "",
+        offset_ns: Callable[[], int] = clock_offset_ns,
+    ) -> None:
         # The library logs several lines for each batch that fails; _Exports logs one.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create(
             {"service.name": "dualmap-router", "service.instance.id": replica_id, "service.version": version}
         )
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._exports = _Exports(exporter, shown, queue_spans=QUEUE_SPANS)
+        self._exports = _Exports(exporter, shown, queue_spans=QUEUE_SPANS, offset_ns=offset_ns)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exports,
@@ -107,8 +122,7 @@ class Tracing:
         attributes = attributes_of()
         if queued_s is not None:
             attributes["dualmap.held_s"] = round(queued_s, 6)
-        # Spans are on the wall clock, observations on the monotonic one.
-        end_ns = time.time_ns()
+        end_ns = self._exports.offset_ns + int(now * 1e9)
         start_ns = end_ns - int((now - arrival.at_s) * 1e9)
         span = self._tracer.start_span(SPAN, context=context, attributes=attributes, start_time=start_ns)
         if failed:
@@ -145,10 +159,13 @@ class _Exports(SpanExporter):
     counts the queued ones, the export thread the exported ones.
     """
 
-    def __init__(self, exporter: SpanExporter, shown: str, *, queue_spans: int) -> None:
+    def __init__(self, exporter: SpanExporter, shown: str, *, queue_spans: int, offset_ns: Callable[[], int]) -> None:
         self._exporter = exporter
         self._shown = shown
         self._queue_spans = queue_spans
+        self._read_offset_ns = offset_ns
+        # Adding it to a monotonic time gives the wall clock's. The export thread keeps it up to date.
+        self.offset_ns = offset_ns()
         self._failing = False
         self._behind = False
         self._came = 0
@@ -168,6 +185,7 @@ class _Exports(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self._taken += len(spans)
+        self.offset_ns = self._read_offset_ns()
         try:
             result = self._exporter.export(spans)
         except Exception:  # noqa: BLE001  # The library would drop the spans without a log line.

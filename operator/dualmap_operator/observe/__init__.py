@@ -1,4 +1,5 @@
 """Observe: what the API server, the routers and the engines report, gathered for one reconcile.
 
-May import ``api``, ``decide`` (values only), aiohttp for HTTP requests, and ``dualmap_edge`` for the Kubernetes client.
+May import ``api``, ``decide`` (never its ``plan``), aiohttp for HTTP requests, and ``dualmap_edge`` for
+the Kubernetes client.
 """

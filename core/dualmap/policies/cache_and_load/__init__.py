@@ -1,4 +1,4 @@
 """Policies of other systems that trade cached prefixes against load over all members.
 
-May import policies and keys.
+May import what ``policies`` may, ``situation`` and ``migration``; neither ``pair`` nor ``single_signal``.
 """

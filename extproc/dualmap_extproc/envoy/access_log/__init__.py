@@ -1,4 +1,4 @@
 """Envoy's access log: the gRPC service (``sink``), and its entries read into values (``entry``, without gRPC).
 
-May import ``request`` and ``wire``.
+May import ``request`` (how requests ended) and the rooms below it.
 """

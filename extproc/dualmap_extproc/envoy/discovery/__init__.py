@@ -1,4 +1,4 @@
 """Envoy's discovery services (xDS): endpoints, clusters and routes of the pools, pushed as they change.
 
-May import ``envoy.config`` and ``wire``; gRPC in ``service`` only.
+May import ``envoy.config`` and the rooms below ``request``; gRPC in ``service`` only.
 """
