@@ -23,7 +23,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[1]
 PLACES: Final = {
     "logs": "log messages",
-    "errors": "errors, and other text that programs print",
+    "errors": "errors that programs raise, print or answer",
     "conditions": "the operator's conditions and Events",
     "alerts": "alerts and Grafana panels",
     "metrics": "help texts of metrics",
@@ -52,6 +52,9 @@ _WORD: Final = re.compile(r"[A-Za-z]{2}")
 _FEWEST_WORDS: Final = 3
 _SHORT: Final = ("logs", "conditions", "metrics", "alerts", "tests", "dashboard")
 _LOG_CALLS: Final = ("debug", "info", "warning", "error", "exception", "critical")
+# What makes an error: an exception, the answer to a rejected request, click's and sys's ways to end a command.
+_ERROR_CALL: Final = re.compile(r"(Error|Refused|Rejection|Invalid)$|\b(fail|sys\.exit|BadParameter|UsageError)$")
+_EXPRESSION: Final = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -168,8 +171,10 @@ def _of_python(file: str, text: str) -> Iterator[Sentence]:
     yield from _of_comments("comments", file, text, "#")
     tree = ast.parse(text)
     # Users read no other strings of tests. The panels in helm/grafana.py are read in the file that it writes.
-    unread = file.startswith(("tests/", "e2e/", "helm/grafana.py"))
-    others = "conditions" if file.startswith("operator/") else "errors"
+    unread = file.startswith(("tests/", "e2e/", "testing/tests/", "helm/grafana.py"))
+    others = (
+        "conditions" if file.startswith("operator/") else "dashboard" if file.endswith("/dashboard/verdict.py") else ""
+    )
     of_metrics = any(isinstance(each, ast.ImportFrom) and each.module == "prometheus_client" for each in tree.body)
     places: dict[ast.AST, str] = {}
     for node in ast.walk(tree):
@@ -183,11 +188,15 @@ def _of_python(file: str, text: str) -> Iterator[Sentence]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             words = node.name.removeprefix("test_").replace("_", " ")
             yield Sentence("tests", file, node.lineno, words)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOG_CALLS:
-            if "log" in ast.unparse(node.func.value).lower():
+        if isinstance(node, ast.Call):
+            if _is_log(node):
                 places.update(dict.fromkeys(node.args, "logs"))
-        elif isinstance(node, ast.Raise):
-            places.update(dict.fromkeys(ast.walk(node), "errors"))
+            elif _is_error(node) and not unread:
+                places.update(_said(node))
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and not unread:
+            places.update(_said(node.exc))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
+            places[node.value] = "" if unread else "errors"
         elif isinstance(node, ast.Expr):
             # Below an attribute, whose docstring it is. A module's, class's or function's was visited before it.
             places.setdefault(node.value, "docstrings")
@@ -199,8 +208,28 @@ def _of_python(file: str, text: str) -> Iterator[Sentence]:
         place = places.get(node, "" if unread else "metrics" if of_metrics else others)
         if place and isinstance(node, ast.Constant | ast.JoinedStr):
             literal = _literal(node)
-            if place != others or _is_prose(literal):
+            if place not in (others, "errors") or _is_prose(literal):
                 yield from _split(place, file, node.lineno, literal)
+
+
+def _is_log(call: ast.Call) -> bool:
+    """Return whether a call writes a log message."""
+    method = call.func
+    return (
+        isinstance(method, ast.Attribute) and method.attr in _LOG_CALLS and "log" in ast.unparse(method.value).lower()
+    )
+
+
+def _said(call: ast.Call) -> dict[ast.AST, str]:
+    """Return the places of an error's texts. A third argument is what would be accepted, a part of another sentence."""
+    arguments = [*call.args[:2], *(each.value for each in call.keywords)]
+    return {node: "errors" for argument in arguments for node in ast.walk(argument)}
+
+
+def _is_error(call: ast.Call) -> bool:
+    """Return whether a call makes an error, ends a command with one, or prints one to stderr."""
+    to_stderr = any(ast.unparse(each) in ("err=True", "file=sys.stderr") for each in call.keywords)
+    return to_stderr or _ERROR_CALL.search(ast.unparse(call.func)) is not None
 
 
 def _literal(node: ast.Constant | ast.JoinedStr) -> str:
@@ -219,8 +248,8 @@ def _is_prose(literal: str) -> bool:
 
 
 def _words(text: str) -> int:
-    """Return how many words a text has; a name with underscores or dots is one, and code in backticks is none."""
-    return sum(_WORD.search(each) is not None for each in re.sub(r"`[^`]*`", "", text).split())
+    """Return how many words a text has: a name with underscores or dots is one, code in backticks or braces none."""
+    return sum(_WORD.search(each) is not None for each in _EXPRESSION.sub("", re.sub(r"`[^`]*`", "", text)).split())
 
 
 def _split(place: str, file: str, line: int, text: str) -> Iterator[Sentence]:

@@ -32,6 +32,20 @@ def serve(port: int) -> None:
 
 
 def test_server_without_port_refuses() -> None: ...
+
+
+HEADING = "requests of each kind, in seconds"
+SCRIPT = "while true; do sleep one; done"
+
+
+def check(path: str, rate: float) -> None:
+    """Check the rate."""
+    click.echo(f"no rate is known: {path}", err=True)
+    click.echo(f"the rate of each kind: {path}")
+    if rate < 0:
+        raise PoolError("spec.rate", rate, "a number of requests, at least 0")
+    message = "The rate was too high; try again"
+    raise Refused(status=429, message=message, detail=f"{rate} of {', '.join(path)}: {path}")
 '''
 MARKDOWN = """\
 # The first heading here
@@ -55,7 +69,10 @@ def test_python_file_gives_a_sentence_for_each_place() -> None:
     assert found("extproc/dualmap_extproc/page.py", PYTHON) == [
         ("comments", 5, "A comment that goes on for two lines."),
         ("docstrings", 3, "It has two sentences of its own."),
+        ("docstrings", 26, "Check the rate."),
         ("errors", 15, "port: {port} is not free; give another one"),
+        ("errors", 27, "no rate is known: {path}"),
+        ("errors", 31, "The rate was too high; try again"),
         ("help", 11, "Port to listen on."),
         ("help", 13, "Serve the page."),
         ("logs", 14, "Store lost"),

@@ -21,7 +21,7 @@ PLACEMENT_HASHES_MAX: Final = 8192
 """The most block hashes per entry (64 KiB): ten million prompt tokens per second, at 128 per block."""
 BINDINGS_MAX: Final = 1024
 LOADS_INTERVAL_S: Final = 0.25
-"""The interval at which changing loads are sent; a shorter one gained nothing (bench/results/replicas.md)."""
+"""The interval at which changing loads are sent. Loads are most of the written bytes (bench/results/replicas.md)."""
 HEARTBEAT_S: Final = 1.0
 """The interval at which unchanged loads are sent; other routers drop one that is silent for 3 s
 (dualmap.replicas.peers)."""
