@@ -131,7 +131,7 @@ def _series(run: Run) -> dict[str, Any]:
     return {
         "series": {
             "at_s": [sync.at_s for sync in syncs],
-            "asked": [sync.asked for sync in syncs],
+            "asked": [sync.requested for sync in syncs],
             "serving": [sync.serving for sync in syncs],
             "attainment": [[at_s, share] for at_s, share in met],
         }

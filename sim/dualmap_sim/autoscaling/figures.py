@@ -46,7 +46,11 @@ def figures(run: Run, *, slo_ttft_s: float, warmup_s: float) -> Figures:
     counted = [record for record in run.records if record.arrival.at_s >= warmup_s]
     lifetimes_s = [(run.ended_s if pod.gone_s is None else pod.gone_s) - pod.created_s for pod in run.pods]
     syncs = [sync for sync in run.syncs if sync.at_s >= warmup_s]
-    steps = [later.asked - earlier.asked for earlier, later in pairwise(syncs) if later.asked != earlier.asked]
+    steps = [
+        later.requested - earlier.requested
+        for earlier, later in pairwise(syncs)
+        if later.requested != earlier.requested
+    ]
     return Figures(
         summary=summarise(counted, slo_ttft_s=slo_ttft_s),
         worst_minute=min(share for _, share in attainment(counted, slo_ttft_s=slo_ttft_s)),
@@ -74,7 +78,7 @@ def lag(syncs: Sequence[Sync], *, since_s: float, enough: int) -> Lag:
     """Return the seconds from ``since_s`` until that many instances were requested, and were serving."""
     later = [sync for sync in syncs if sync.at_s >= since_s]
     return Lag(
-        asked_s=next((sync.at_s - since_s for sync in later if sync.asked >= enough), None),
+        asked_s=next((sync.at_s - since_s for sync in later if sync.requested >= enough), None),
         serving_s=next((sync.at_s - since_s for sync in later if sync.serving >= enough), None),
     )
 

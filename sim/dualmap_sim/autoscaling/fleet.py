@@ -14,9 +14,9 @@ from dualmap.pools.pool import Member, MemberState
 
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75), (30.0, 100))
 """A joining member's weight from so many seconds on; with the last it is Active."""
-LOOK_S: Final = 0.5
+IDLE_CHECK_S: Final = 0.5
 """Seconds between two looks at a member that drains."""
-_LOOKS: Final = 2
+_IDLE_CHECKS: Final = 2
 _PORT: Final = 8000
 
 
@@ -34,7 +34,7 @@ class Pod:
     joined_s: float | None = None
     gone_s: float | None = None
     draining: bool = False
-    idle_looks: int = 0
+    idle_checks: int = 0
 
     @property
     def id(self) -> str:
@@ -49,7 +49,7 @@ class Pod:
     @property
     def drained(self) -> bool:
         """Whether it has been found idle often enough in a row."""
-        return self.draining and self.idle_looks >= _LOOKS
+        return self.draining and self.idle_checks >= _IDLE_CHECKS
 
 
 class Fleet:
@@ -57,7 +57,7 @@ class Fleet:
 
     def __init__(self, replicas: int, *, start_s: float) -> None:
         self._start_s = start_s
-        self.asked = replicas
+        self.requested = replicas
         """``spec.replicas``."""
         self.pods: list[Pod] = []
         self._alive: list[Pod] = []
@@ -81,7 +81,7 @@ class Fleet:
 
     def scale(self, now: float, replicas: int) -> None:
         """Have ``replicas`` pods from now on: create those that lack, take back or drain those there are."""
-        self.asked = replicas
+        self.requested = replicas
         while len(self._alive) < replicas:
             self._create(now, serves_s=now + self._start_s, joined_s=None)
         for pod in self._alive:
@@ -90,21 +90,21 @@ class Fleet:
                 # It is warm, so it needs no ramp.
                 pod.joined_s = -inf
             if leaves != pod.draining:
-                pod.draining, pod.idle_looks = leaves, 0
+                pod.draining, pod.idle_checks = leaves, 0
         self._shrink(now)
 
-    def looked(self, now: float, idle: Collection[str]) -> None:
+    def check_idle(self, now: float, idle: Collection[str]) -> None:
         """Record which draining pods are idle at this check, and remove those that are drained."""
         for pod in self._alive:
             if pod.draining:
-                pod.idle_looks = pod.idle_looks + 1 if pod.id in idle else 0
+                pod.idle_checks = pod.idle_checks + 1 if pod.id in idle else 0
         self._shrink(now)
 
     def members(self, now: float) -> tuple[Member, ...]:
         """Return the current ring; pods that have started join it."""
         members = []
         for pod in self._alive:
-            if pod.joined_s is None and pod.serves_s <= now and pod.number < self.asked:
+            if pod.joined_s is None and pod.serves_s <= now and pod.number < self.requested:
                 pod.joined_s = now
             if pod.joined_s is not None and not pod.drained:
                 members.append(_member(pod, now - pod.joined_s))
@@ -112,7 +112,7 @@ class Fleet:
 
     def next_change_s(self, now: float) -> float | None:
         """Return when time alone will change the ring; None when it will not."""
-        due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.asked]
+        due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.requested]
         due += [
             pod.joined_s + step_s
             for pod in self._alive
@@ -135,11 +135,11 @@ class Fleet:
 
     def _shrink(self, now: float) -> None:
         """Let the last pods go, as soon as all that are to go are drained or were never in the ring."""
-        leaving = self._alive[self.asked :]
+        leaving = self._alive[self.requested :]
         if all(pod.drained or not pod.draining for pod in leaving):
             for pod in leaving:
                 pod.gone_s = now
-            del self._alive[self.asked :]
+            del self._alive[self.requested :]
 
 
 def _member(pod: Pod, age_s: float) -> Member:

@@ -14,7 +14,7 @@ from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.autoscaling.fleet import LOOK_S, Fleet, Pod
+from dualmap_sim.autoscaling.fleet import IDLE_CHECK_S, Fleet, Pod
 from dualmap_sim.autoscaling.hpa import SYNC_S, Hpa, HpaSpec
 from dualmap_sim.autoscaling.meters import OnSlo, Scaler
 from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
@@ -51,8 +51,8 @@ class Sync:
     """The fleet after a sync: desired (None without a metric or a scaler), requested and present replicas."""
 
     at_s: float
-    wish: float | None
-    asked: int
+    desired: float | None
+    requested: int
     present: int
     serving: int
 
@@ -136,22 +136,24 @@ class _Loop:
     def _sample(self, every_s: float) -> None:
         if self._meter is not None:
             self._timeline.at(self.now_s + every_s, self._sample, every_s, ticks=True)
-            self._meter.looked([router.status() for router in self._routers])
+            self._meter.sample([router.status() for router in self._routers])
 
     def _sync(self, every_s: float) -> None:
         now, fleet = self.now_s, self.fleet
         self._timeline.at(now + every_s, self._sync, every_s, ticks=True)
-        wish = None
+        desired = None
         if self._meter is not None:
             began_s, ended_s = self._config.blind_s
-            seen = self._meter.wish(now, [router.status() for router in self._routers])
-            wish = None if began_s <= now < ended_s else seen
-            asked = self._hpa.sync(now, wish, asked=fleet.asked, present=fleet.present)
-            if asked != fleet.asked:
-                fleet.scale(now, asked)
+            seen = self._meter.desired_replicas(now, [router.status() for router in self._routers])
+            desired = None if began_s <= now < ended_s else seen
+            requested = self._hpa.sync(now, desired, requested=fleet.requested, present=fleet.present)
+            if requested != fleet.requested:
+                fleet.scale(now, requested)
                 self._refresh()
-                self._look_again()
-        self.syncs.append(Sync(at_s=now, wish=wish, asked=fleet.asked, present=fleet.present, serving=fleet.serving))
+                self._schedule_idle_check()
+        self.syncs.append(
+            Sync(at_s=now, desired=desired, requested=fleet.requested, present=fleet.present, serving=fleet.serving)
+        )
 
     def _refresh(self) -> None:
         """Publish the ring where it has changed, and again when time changes it."""
@@ -172,12 +174,12 @@ class _Loop:
             self._changes_s = inf
             self._refresh()
 
-    def _look_again(self) -> None:
+    def _schedule_idle_check(self) -> None:
         if self.fleet.draining and not self._is_looking:
             self._is_looking = True
-            self._timeline.at(self.now_s + LOOK_S, self._look, self.fleet, ticks=True)
+            self._timeline.at(self.now_s + IDLE_CHECK_S, self._check_idle, self.fleet, ticks=True)
 
-    def _look(self, fleet: Fleet) -> None:
+    def _check_idle(self, fleet: Fleet) -> None:
         """See which of those that drain have nothing to do at any router."""
         self._is_looking = False
         busy = {
@@ -186,6 +188,6 @@ class _Loop:
             for endpoint in router.status().endpoints
             if endpoint.in_flight + endpoint.held
         }
-        fleet.looked(self.now_s, [member for member in fleet.draining if member not in busy])
+        fleet.check_idle(self.now_s, [member for member in fleet.draining if member not in busy])
         self._refresh()
-        self._look_again()
+        self._schedule_idle_check()

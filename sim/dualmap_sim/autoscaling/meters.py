@@ -32,10 +32,10 @@ class Meter(Protocol):
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         """Count a first token."""
 
-    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
+    def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
         """Look at the routers, once a second."""
 
-    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
+    def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         """Return the desired instances, which the caller rounds up at each sync."""
 
 
@@ -74,7 +74,7 @@ class _Slo:
     def __init__(self, pool: Pool, routers: int) -> None:
         self._scalings = tuple(Scaling(pool) for _ in range(routers))
         # The last desired replicas of each router, as the others know them.
-        self._wishes = [0.0] * routers
+        self._desired = [0.0] * routers
 
     def adopt(self, pool: Pool) -> None:
         for scaling in self._scalings:
@@ -93,25 +93,25 @@ class _Slo:
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
 
-    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
+    def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
         """The rule's input is updated at the sync."""
 
-    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
+    def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
         for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
             others = tuple(
-                OtherRouter(desired_replicas=wish, first_tokens=came)
-                for other, (wish, came) in enumerate(zip(self._wishes, first_tokens, strict=True))
+                OtherRouter(desired_replicas=desired, first_tokens=came)
+                for other, (desired, came) in enumerate(zip(self._desired, first_tokens, strict=True))
                 if other != number
             )
-            self._wishes[number] = scaling.signals(now, status, others=others).desired_replicas
-        return sum(self._wishes)
+            self._desired[number] = scaling.signals(now, status, others=others).desired_replicas
+        return sum(self._desired)
 
 
 class _Queue:
     def __init__(self, requests: float) -> None:
         self._requests = requests
-        self._looks: list[int] = []
+        self._samples: list[int] = []
 
     def adopt(self, pool: Pool) -> None:
         """The requests under way are counted whatever the pool is."""
@@ -128,10 +128,10 @@ class _Queue:
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         """A request is under way until it ends."""
 
-    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
+    def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
         in_flight = sum(endpoint.in_flight for status in statuses for endpoint in status.endpoints)
-        self._looks.append(in_flight + sum(status.held for status in statuses))
+        self._samples.append(in_flight + sum(status.held for status in statuses))
 
-    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
-        looks, self._looks = self._looks, []
-        return sum(looks) / len(looks) / self._requests if looks else 0.0
+    def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
+        samples, self._samples = self._samples, []
+        return sum(samples) / len(samples) / self._requests if samples else 0.0
