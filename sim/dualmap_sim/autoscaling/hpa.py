@@ -1,4 +1,4 @@
-"""A HorizontalPodAutoscaler as Kubernetes 1.36 has it: one external metric, target AverageValue 1, and ``behavior``.
+"""A HorizontalPodAutoscaler as in Kubernetes 1.36: one external metric, target AverageValue 1, and ``behavior``.
 
 Computes the replicas at each sync from the metric, the current replicas and earlier decisions
 (https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). ``loop`` calls it and ``fleet``
@@ -15,12 +15,15 @@ SYNC_S: Final = 15.0
 """Seconds between two syncs (kube-controller-manager's default)."""
 _TOLERANCE: Final = 0.1
 _SLACK: Final = 1e-9
-"""Sums of shares that are whole in decimals are not always so in binary."""
+"""Tolerates rounding: sums that are whole in decimals may not be whole in binary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """At most ``pods`` replicas, or ``percent`` of those there were, within any ``period_s``; the other one is 0."""
+    """Limits the change within any ``period_s`` to a number of ``pods`` or to a percentage.
+
+    ``percent`` refers to the replicas at the period's start. Of ``pods`` and ``percent`` one is 0.
+    """
 
     pods: int = 0
     percent: float = 0.0
@@ -29,7 +32,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """One direction's ``behavior``: of several policies the one that allows most holds (selectPolicy Max)."""
+    """One direction's ``behavior``: of several policies the most permissive one holds (selectPolicy Max)."""
 
     stabilization_s: float
     policies: tuple[Policy, ...]
@@ -59,15 +62,14 @@ class Hpa:
     def __init__(self, spec: HpaSpec) -> None:
         self._spec = spec
         self._recommendations: deque[tuple[float, int]] = deque()
-        # When so many replicas were added, and taken away.
+        # The times and numbers of replicas added and removed.
         self._added: deque[tuple[float, int]] = deque()
         self._removed: deque[tuple[float, int]] = deque()
 
     def sync(self, now: float, metric: float | None, *, requested: int, present: int) -> int:
-        """Return the replicas to ask for; the same as before while there is no metric.
+        """Return the replicas to request; unchanged while there is no metric.
 
-        ``requested`` is the target's ``spec.replicas``. ``present`` is its ``status.replicas``, which is larger during a
-        drain.
+        ``requested`` is the target's ``spec.replicas``. ``present`` is its ``status.replicas``, larger during a drain.
         """
         if metric is None:
             return requested
@@ -91,7 +93,7 @@ class Hpa:
         return min(max(requested, least), most)
 
     def _limited(self, now: float, desired: int, requested: int) -> int:
-        """Keep to the policies, and between the least and the most replicas."""
+        """Limit the replicas by the policies, the minimum and the maximum."""
         spec = self._spec
         if desired > requested:
             desired = min(desired, max(requested, *(self._most(now, each, requested) for each in spec.up.policies)))
@@ -108,7 +110,7 @@ class Hpa:
         return floor(began * (1 - policy.percent / 100) + _SLACK) - policy.pods
 
     def _began(self, now: float, policy: Policy, requested: int) -> int:
-        """Return with how many replicas a policy's period began."""
+        """Return the number of replicas at the beginning of a policy's period."""
         since_s = now - policy.period_s
         return requested - _since(self._added, since_s) + _since(self._removed, since_s)
 
