@@ -1,4 +1,4 @@
-"""Whatever ends the demo, none of its processes outlives it. The children here are small Python programs."""
+"""However the demo ends, none of its processes outlives it. The children here are small Python programs."""
 
 import asyncio
 import os
@@ -138,7 +138,7 @@ async def test_run_timeout_leaves_no_process(tmp_path):
         with pytest.raises(ChildError, match="did not end within"):
             await children.run("fake", python(code), into=tmp_path / "out", within_s=1.0)
 
-    # Unless it was ended before it could say who it is.
+    # Unless the child was ended before it could print its name.
     assert all(wait_until_gone(int(pid)) for pid in (tmp_path / "out").read_text().split())
 
 
@@ -161,14 +161,14 @@ asyncio.run(_interruptible(work()))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_signal_to_the_demo_ends_its_children(tmp_path: Path, number: signal.Signals):
-    """Also SIGKILL, after which the demo cannot stop anything itself."""
+    """Including SIGKILL, after which the demo cannot stop its children itself."""
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(number)
         if number is not signal.SIGKILL:
-            parent.send_signal(number)  # an impatient second one must not spoil the clean-up
+            parent.send_signal(number)  # a second signal must not stop the clean-up
         parent.wait(GONE_WITHIN_S)
 
     assert all(wait_until_gone(pid) for pid in pids)

@@ -1,4 +1,4 @@
-"""One folder, one demo: a second one is refused while the first runs, and let in afterwards."""
+"""One folder, one demo: a second demo is rejected while the first runs, and accepted afterwards."""
 
 import pytest
 from click.testing import CliRunner

@@ -1,4 +1,4 @@
-"""What the demo sets out to do: its load, the pool its router gets, and what it refuses."""
+"""The demo's plan: its load, the pool of its router, and the options it rejects."""
 
 import json
 from pathlib import Path

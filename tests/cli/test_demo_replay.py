@@ -1,4 +1,4 @@
-"""The load generator against a small server that answers as told."""
+"""The load generator against a small server with scripted answers."""
 
 import asyncio
 import json
@@ -96,7 +96,7 @@ async def test_replay_takes_first_body_byte_as_first_token():
 
 
 async def test_replay_is_open_loop():
-    """The second request leaves although the first is not answered; the first is answered only then."""
+    """The second request is sent before the first is answered; the first is answered only then."""
     second = asyncio.Event()
 
     async def handler(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The demo's sums on outcomes made by hand, and how they are shown."""
+"""The demo's report on hand-made outcomes: its figures and their output."""
 
 import json
 import struct

@@ -1,7 +1,7 @@
 """Every `dualmap` and `make` command of the documents is run as it stands there; kubectl's and helm's by e2e.
 
-Names that the documents take for granted (pool.yaml, /certs, redis) are there; long runs are given fewer requests.
-Routers run in a network namespace of their own, where their ports are free, until they say that they are ready.
+The files and hosts that the documents assume (pool.yaml, /certs, redis) exist; long runs have fewer requests. Routers
+run in their own network namespace, where their ports are free, until their ready line.
 """
 
 import json
@@ -32,9 +32,9 @@ status:
     - {id: qwen-1, address: 10.0.0.13, port: 8000}
 """
 REQUEST = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
-# They run until they are stopped: routers are started below, `demo --serve` in e2e/test_demo.py.
+# These commands run until they are stopped: routers are started below, `demo --serve` in e2e/test_demo.py.
 LASTING = ("router", "demo")
-# Appended: the document's own would take minutes.
+# Appended, because the document's number of requests would take minutes.
 SHORTER = {
     "simulate": ["--requests", "60", "--qps", "3"],
     "goodput": ["--requests", "60", "--tolerance", "0.5"],
@@ -60,7 +60,7 @@ def _folder(tmp_path: Path) -> Path:
 
 
 def typed(command: Command, folder: Path) -> list[str]:
-    """Return the words of the command as they are run here, without its redirections."""
+    """Return the command's words for this machine, without its redirections."""
     line = command.line.replace("/certs", f"{folder}/certs").replace("/run/secrets/redis", f"{folder}/redis-password")
     words = shlex.split(re.split(r" [<>|] ", line, maxsplit=1)[0])
     return [sys.executable, "-m", "dualmap_cli", *words[1:], *SHORTER.get(words[1], [])]
@@ -108,7 +108,7 @@ def test_documented_router_command_starts_and_stops(command: Command, folder: Pa
                 pytest.fail("".join(lines))
         finally:
             router.send_signal(signal.SIGTERM)
-        # To the end: test_stderr.py covers a router whose stderr nobody reads.
+        # Read stderr to its end; test_stderr.py covers a router whose stderr has no reader.
         lines += [line.decode() for line in router.stderr]
     assert router.returncode == 0, "".join(lines)
 

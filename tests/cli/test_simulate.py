@@ -1,4 +1,4 @@
-"""The simulation commands: equal results whatever the machine does, what people see, and clean ends."""
+"""The simulation commands: reproducible results, their output, and clean ends."""
 
 import json
 import os
@@ -330,7 +330,7 @@ def test_failed_run_exits_1_with_its_traceback(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_command_and_its_workers(number: signal.Signals) -> None:
-    """The workers inherit stderr: reading it to its end takes until the last one is gone."""
+    """The workers inherit stderr, so reading it to its end waits for the last worker."""
     rates = ",".join(f"{1 + number / 100}" for number in range(2000))
     command = [sys.executable, "-m", "dualmap_cli", "simulate", *FEW, "--qps", rates, "--processes", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""From options to experiments: what each becomes, and the engine's parameters by their names."""
+"""Turns options into experiments: the effect of each, and the engine's parameters by name."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def plan(**options: Any) -> Plan:
 
 
 def numbers_of(config: EngineConfig) -> dict[str, float | None]:
-    """Every number of an engine, by the name that --set gives it."""
+    """Every number of an engine, by its name for --set."""
     decode = config.decode
     assert decode is not None
     return {

@@ -1,4 +1,4 @@
-"""Long-running commands end with their own exit status, whatever becomes of their stderr."""
+"""Long-running commands keep their exit status when stderr fails."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 from redis_server import free_port
 
-# Python then writes each line at once and keeps none back, which hides what is tested here.
+# With PYTHONUNBUFFERED Python writes each line at once, which would hide the fault tested here.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 POOL = """
 apiVersion: serving.dualmap.dev/v1alpha1

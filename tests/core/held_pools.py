@@ -1,4 +1,4 @@
-"""Pools of slow members, where requests soon wait, and short ways to ask them: for the tests of held requests."""
+"""Pools of slow members, where requests soon wait, with helpers: for the tests of queued requests."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Asking a pool's router and adding up its books in short, for the tests of the router."""
+"""Helpers that call a pool's router and sum its state, for the tests of the router."""
 
 from builders import request
 from dualmap.requests import Decision

@@ -1,4 +1,4 @@
-"""A pool's state and its traffic in short, for the tests of the rule for desired replicas."""
+"""Helpers for a pool's state and traffic, for the tests of the rule for desired replicas."""
 
 import builders
 from dualmap.pools.pool import Engine, MemberState, Pool

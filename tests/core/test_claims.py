@@ -1,4 +1,4 @@
-"""Who has a model name that several pools claim."""
+"""Which pool serves a model name that several pools claim."""
 
 from dualmap.pools.claims import Claimant, LostClaim, lost_claims
 from dualmap.pools.pool import Model, Pool

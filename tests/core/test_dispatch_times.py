@@ -1,4 +1,4 @@
-"""The heap of times at which time alone releases queued requests: equal to asking every load."""
+"""The heap of times at which queued requests are released without an event: equal to checking every load."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""How many requests wait in the router and how long, also where a pool has no member yet."""
+"""The limits of queued requests, by number and time, also in a pool without members."""
 
 from dataclasses import replace
 

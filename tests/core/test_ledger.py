@@ -30,7 +30,7 @@ def entry(
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Any order of events, wrong and repeated ones too: the sums are those of the live requests, always."""
+    """For any order of events, even wrong and repeated ones, the sums are those of the live requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,14 +119,15 @@ def test_the_queue_shrinks_while_its_head_is_computed() -> None:
     load = ledger.loads["a"]
     assert load.queue_s(0.0, 3.0) == 2.0
     assert load.queue_s(0.4, 3.0) == 1.6
-    # The head is late: its own second is spent, the other's is still to come.
+    # The head is late: its own second has passed, the other's is still ahead.
     assert load.queue_s(2.0, 3.0) == 1.0
     ledger.first_token(2.0, "1")
     assert load.queue_s(2.0, 3.0) == 1.0
 
 
 def test_a_decode_stall_adds_the_time_without_a_completed_prefill() -> None:
-    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head may take its own time first.
+    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head's own prefill time comes
+    # first.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     load = ledger.loads["a"]
@@ -154,7 +155,7 @@ def test_an_abort_of_the_head_lets_the_next_begin() -> None:
 
 
 def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
-    # An answer that comes whole shows no first token: while it is decoded, its member must not look stalled.
+    # An answer without streaming shows no first token; while it is decoded, its member must not count as stalled.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("2", "a", 0.0, streamed=False))
@@ -211,7 +212,7 @@ class TestLostReports:
         ledger.first_token(3.0, "2")
         assert (load.prefills.tokens, load.queue_s(3.0, 3.0)) == (1000, 1.0)
         assert load.in_flight == load.working == 4
-        # Those that were passed teach nothing when they are heard of after all.
+        # Skipped requests do not change the speed estimate when their first tokens are reported later.
         assert ledger.first_token(3.5, "0") is not None
         assert load.speed.current == before
 
@@ -256,7 +257,7 @@ class TestLostReports:
         assert late is not None
         assert late.prefilled
         assert ledger.first_token(SILENT_PREFILL_S + 5.0, "0") is None
-        # The other has only now begun, and nothing was learnt of the stall.
+        # The other has only now begun, and the stall changed no estimate.
         assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
         assert load.speed.current == before
 

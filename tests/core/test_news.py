@@ -1,4 +1,4 @@
-"""What router replicas of one pool tell each other, and what comes of it."""
+"""Updates between router replicas of one pool, and their effects."""
 
 from dataclasses import replace
 
@@ -227,7 +227,7 @@ def key_blocks(router: PoolRouter, now: float, id: str) -> int:
 
 
 def test_a_prefix_between_the_thresholds_has_one_length_everywhere() -> None:
-    # Split when hot, and not merged before it is cold: what has happened decides, not what can be counted now.
+    # Split when hot, and merged only when cold: the decision follows past events, not the present counts.
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     ask_share(warm, 0.09, began=1000, count=1200, router_s=30.0)

@@ -84,7 +84,7 @@ class TestNodeLost:
 
     @pytest.mark.parametrize("gate", ["True", "False"])
     def test_readiness_taken_away_by_the_node_controller(self, gate: str) -> None:
-        """Our closing the gate, because the pod is lost, must not make it look found again."""
+        """Closing the gate because the pod is lost must not count as a sign that it returned."""
         assert not pod_facts(self.unready(45, gate=gate)).serving
 
     @pytest.mark.parametrize("gate", ["True", "False"])

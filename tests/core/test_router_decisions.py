@@ -1,4 +1,4 @@
-"""What the router of a pool decides: pairs, spilling, hotness, subsets, refusals, and the receipt that says why."""
+"""The decisions of a pool's router: pairs, spilling, hotness, subsets, rejections, and their receipts."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The router when its pool changes: members that come, drain, restart or go, and other engine settings."""
+"""The router when its pool changes: members join, drain, restart or leave, and engine settings change."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The rule for desired replicas in single situations: what arrives and what waits. Attainment has a file of its own."""
+"""The rule for desired replicas in single situations: arrivals and queues."""
 
 import tracemalloc
 from dataclasses import replace
@@ -32,11 +32,11 @@ class TestArrivals:
         assert desired(scaling, 300, status(beside_others=SPEED / 2)) == desired(scaling, 300, status())
 
     def test_a_wish_that_is_asked_for_often_remembers_no_more(self) -> None:
-        """KEDA, Prometheus, the dashboard and the other routers all ask, as often as they like."""
+        """KEDA, Prometheus, the dashboard and the other routers all read it, as often as they like."""
         often, seldom, before = Scaling(pool()), Scaling(pool()), Scaling(pool())
         for scaling in (often, seldom, before):
             steady(scaling, rate=10, since=0, until=300)
-        # What the first of many asks has allocated once and for all is not counted.
+        # Memory that the first call allocates once is not counted.
         for n in range(2000):
             desired(before, 300 + n / 200, status(waiting=5))
         tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The rule for desired replicas: what is added for missing the SLO, and given up again."""
+"""The rule for desired replicas: replicas added for a missed SLO, and their removal."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class TestAttainment:
         first_tokens: int = 10,
         others: Sequence[OtherRouter] = (),
     ) -> list[float]:
-        """What is desired every 15 s for ten minutes, while that share of first tokens is in time."""
+        """The desired replicas every 15 s for ten minutes, with this share of first tokens in time."""
         scaling = Scaling(pool())
         asked = []
         for second in range(600):
@@ -50,7 +50,7 @@ class TestAttainment:
 
     def test_a_fleet_as_large_as_wished_that_misses_the_slo_is_too_small(self) -> None:
         asked = self.asked(share_met=0.5, members=5)
-        assert asked[3] == pytest.approx(4.12, rel=0.01)  # Not before a window has passed since the members came.
+        assert asked[3] == pytest.approx(4.12, rel=0.01)  # No window has passed since the members joined.
         assert 5.5 < asked[-1] < 7
 
     def test_a_fleet_larger_than_the_arrivals_ask_for_is_too_small_too(self) -> None:
@@ -67,7 +67,7 @@ class TestAttainment:
         assert 2 * share[4] == pytest.approx(alone[4], rel=0.02)
 
     def test_one_that_has_all_of_the_traffic_asks_for_all_of_it(self) -> None:
-        """Its peers have none: an Envoy keeps its connection to one router."""
+        """Its peers have no traffic: an Envoy keeps its connection to one router."""
         assert self.asked(share_met=0.5, members=12, peers=3) == self.asked(share_met=0.5, members=12)
 
     def test_so_do_many_of_whom_none_has_enough_first_tokens_to_tell(self) -> None:

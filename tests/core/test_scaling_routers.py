@@ -1,4 +1,4 @@
-"""The rule for desired replicas where several routers have the traffic: what they add for a missed SLO, together."""
+"""The rule for desired replicas with several routers: the replicas they add together for a missed SLO."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ ASKED_S = 5
 
 
 class Routers:
-    """Routers that share a pool's traffic and hear of each other's wishes as they were when last asked."""
+    """Routers that share a pool's traffic and read each other's desired replicas from the last update."""
 
     def __init__(self, number: int, *, tokens: Sequence[int] = ()) -> None:
         self.scalings = [Scaling(pool()) for _ in range(number)]
@@ -24,10 +24,10 @@ class Routers:
     def run(
         self, seconds: int, *, shares: Sequence[float], members: int, met: float, hear: bool = True, asked: int = 1
     ) -> list[float]:
-        """Have traffic of RATE go to each by its share, ``met`` of it in time; return the sum of the wishes every 5 s.
+        """Send traffic of RATE, divided by ``shares``, ``met`` of it in time; return the sums of desired replicas.
 
-        Each is ``asked`` so many times before the others come to know of it. Unless they ``hear`` of each other, they
-        know that they do not.
+        The sums are taken every 5 s. Each router is read ``asked`` times before the others receive its value. Without
+        ``hear`` they know that they do not receive each other's values.
         """
         sums = []
         for _ in range(seconds):
@@ -68,7 +68,7 @@ def test_together_they_ask_for_what_one_would(shares: Sequence[float]) -> None:
 
 
 def test_what_one_added_is_not_asked_for_again_by_those_to_whom_its_traffic_goes() -> None:
-    """An Envoy that connects anew takes its requests elsewhere."""
+    """An Envoy that reconnects sends its requests to another router."""
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.05, 0.95), (0.95, 0.05))):

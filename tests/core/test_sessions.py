@@ -1,4 +1,4 @@
-"""Sessions: keys rooted in them, bindings, EAR's move rule, and what replicas agree on."""
+"""Sessions: session keys, bindings, EAR's move rule, and agreement between replicas."""
 
 from dataclasses import replace
 

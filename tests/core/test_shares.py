@@ -1,4 +1,4 @@
-"""One number per pool: what several routers report, added up, and what a router that goes leaves behind."""
+"""One number per pool: the sum of several routers' reports, and the effect of a router that leaves."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ class TestSums:
 
 
 class TestElsewhere:
-    """What a router adds for a missed SLO it adds knowing what the others wish for."""
+    """A router that adds replicas for a missed SLO knows the others' desired replicas."""
 
     def test_it_is_what_each_said(self) -> None:
         peers = PeerShares()
@@ -91,7 +91,8 @@ class TestARouterThatGoes:
             peers.add_report(float(now), "stays", report(Share(desired_replicas=4.0 + 2.0 * moved)))
             peers.expire(float(now))
             total = peers.total(float(now), Share(desired_replicas=4.0 + 2.0 * moved))
-            # While it is silent but not given up it counts itself: then the sum is 12 and what has moved by then.
+            # While the router is silent but not yet removed it counts itself: the sum is 12 plus the traffic that has
+            # moved.
             assert 12.0 <= total.desired_replicas <= 12.0 + 4.0 * PEER_TTL_S / REMEMBERED_S
             assert total.held == (2 if now < REMEMBERED_S else 0)
 
@@ -101,14 +102,14 @@ class TestARouterThatGoes:
         assert peers.live(PEER_TTL_S, Share(desired_replicas=8.0)).desired_replicas == 8.0
 
     def test_one_that_restarts_is_not_counted_twice(self) -> None:
-        """Its new life measures what the old one did; the sum is what it was, not more."""
+        """After its restart it measures what it did before; the sum is the same, not more."""
         peers = PeerShares()
         peers.add_report(0.0, "router-1", report(Share(desired_replicas=6.0), Share(desired_replicas=12.0)))
         peers.add_report(5.0, "router-2", report(Share(desired_replicas=6.0)))
         assert peers.total(5.0, Share(desired_replicas=6.0)).desired_replicas == 12.0
 
     def test_a_router_that_starts_hears_what_its_predecessor_knew(self) -> None:
-        """It has seen no traffic yet: the only one there is now, or the only one that is asked."""
+        """It has had no traffic yet: it is the only router, or the only one that is read."""
         peers = PeerShares()
         peers.add_report(-20.0, "before", report(Share(desired_replicas=5.0, in_flight=40)))
         assert peers.total(0.0, NO_SHARE) == Share(desired_replicas=5.0, in_flight=40)

@@ -1,4 +1,4 @@
-"""How fast an instance is by itself, as a router learns it that is not the only one to send there."""
+"""The speed of an instance by itself, as learnt by a router that shares it with others."""
 
 from itertools import count
 
@@ -76,7 +76,7 @@ def test_news_of_a_prefill_that_was_over_before_ours_began_hides_nothing() -> No
 
 
 def test_what_another_router_holds_disturbs_nobody() -> None:
-    """In overload all hold something all of the time."""
+    """In overload all routers have requests at it all of the time."""
     prefills, holds = Prefills(), SharedLoad(pending_prefill_tokens=TOKENS, held_s=0.4)
     for _ in range(30):
         prefills.run(0.4, other_from_s=0.1, other=holds)

@@ -1,4 +1,4 @@
-"""``cache_salt``: tenants share nothing, whatever they have in common."""
+"""``cache_salt``: tenants share no cache and no key, even with equal prompts."""
 
 from dataclasses import replace
 

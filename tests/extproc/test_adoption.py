@@ -1,4 +1,4 @@
-"""Who is told of new pools when: Envoys first, and no pick for an endpoint that they cannot know yet."""
+"""The order of adopting new pools: Envoys first, and no pick for an endpoint that they cannot know yet."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ from extproc.envoy_messages import chat, crowded_pool, pool
 
 
 class Adopted:
-    """What adopts pools, and when Envoys were told of which."""
+    """The adoption of pools, and the times at which Envoys got them."""
 
     def __init__(self, *pools: Pool) -> None:
         self.demand = Demand()
@@ -56,7 +56,7 @@ async def test_who_waits_for_the_first_member_is_sent_there_when_envoys_have_hea
 
     adopted.adoption.adopt((replace(crowded_pool(members=1), ring_version=7),))
     assert adopted.members() == set()
-    # Who asks which version is applied (GET /pools) hears of the one by which requests are picked.
+    # GET /pools shows the version by which requests are picked.
     assert adopted.versions() == [crowded_pool(members=0).ring_version]
 
     assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)
@@ -70,7 +70,7 @@ async def test_the_newest_pools_count_and_others_do_not_put_them_off(monkeypatch
     adopted.hold()
 
     adopted.adoption.adopt((crowded_pool(members=1),))
-    # Not later for being told again: pools that change all the time would keep requests waiting.
+    # Repeated changes do not delay the release; otherwise pools that change all the time would keep requests waiting.
     monkeypatch.setattr(adoption, "NOTICE_S", 3600.0)
     adopted.adoption.adopt((crowded_pool(members=3), pool("other", model="o")))
 

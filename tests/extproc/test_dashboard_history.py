@@ -1,4 +1,4 @@
-"""The dashboard's recent past: what is counted in which window, and that it is bounded."""
+"""The dashboard's history: which window counts what, and its bounds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The dashboard of a router at work: it says what the router no longer hears of."""
+"""The dashboard of a running router reports what the router no longer receives."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def test_a_redis_that_hangs_is_called_that(tmp_path: Path) -> None:
 
 
 async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str = "\n") -> None:
-    """Wait for a snapshot whose problems have the one words and not the others."""
+    """Wait for a snapshot whose problems contain some words and lack others."""
     async for line in events.content:
         if line.startswith(b"data: "):
             problems = json.loads(line.removeprefix(b"data: "))["pool"]["verdict"]["problems"]

@@ -1,4 +1,4 @@
-"""The dashboard's first lines: whether the SLO is kept, and what is said to be wrong."""
+"""The dashboard's first lines: whether the SLO is met, and the problems found."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap: what each setting changes in it, and that the real Envoy takes it."""
+"""Envoy's generated bootstrap: the effect of each setting, and that a real Envoy accepts it."""
 
 import itertools
 import warnings
@@ -222,7 +222,7 @@ def test_the_script_is_written_line_by_line(tmp_path: Path) -> None:
 
 
 def test_no_filter_collects_or_parses_responses(tmp_path: Path) -> None:
-    """What stands between ext_proc and the router must neither crash on an answer nor wait for its end (ADR 6)."""
+    """Filters between ext_proc and the router must neither crash on an answer nor wait for its end (ADR 6)."""
     filters = manager(config("--pool", pool_file(tmp_path)))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == ["ext_proc", "lua", "router"]
     script = filters[1]["typed_config"]["default_source_code"]["inline_string"]

@@ -1,4 +1,4 @@
-"""What no bootstrap of Envoy is generated from: addresses, choices and settings that Envoy could not run with."""
+"""Rejected inputs of the bootstrap: addresses, choices and settings that Envoy could not run with."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Refusals as their clients see them."""
+"""Error responses as clients see them."""
 
 import json
 from math import inf

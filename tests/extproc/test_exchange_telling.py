@@ -1,4 +1,4 @@
-"""The exchange between a router and the store: what is told to whom, when, and what a replica that joins hears."""
+"""The exchange between a router and the store: updates sent, their times, and the replay for a joining replica."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ NO_LOADS = replace(QUIET, loads={})
 
 
 class Refusing(MemoryStore):
-    """Tells what it knows and takes nothing."""
+    """Sends what it has and receives nothing."""
 
     refuses = True
 
@@ -144,7 +144,7 @@ class TestWhatIsTold:
             told_s += [clock.now for entry in answer.loads if entry.age_s == 0.0]
             clock.now += 1 / 16
         assert told_s == [1000.0 + LOADS_INTERVAL_S * number for number in range(16)]
-        # What is new is told every time.
+        # New data is sent every time.
         await other.exchange.exchange()
         assert other.replica.requests == 64
 

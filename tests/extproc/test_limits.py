@@ -1,4 +1,4 @@
-"""docs/limits.md says what the code says, and every limit has the test it names."""
+"""docs/limits.md agrees with the code, and every limit has the test it names."""
 
 import re
 from importlib import import_module

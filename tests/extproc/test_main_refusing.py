@@ -1,4 +1,4 @@
-"""``dualmap router`` where it cannot start: what is wrong is said, and what is accepted, with an exit status."""
+"""``dualmap router`` with options that keep it from starting: the error, the accepted values, and the exit status."""
 
 import asyncio
 import socket
@@ -55,7 +55,7 @@ def test_what_keeps_it_from_starting_is_said_and_has_an_exit_status(tmp_path, co
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--health-port", "--metrics-port", "--als-port"])
 async def test_a_port_in_use_is_said_in_one_line_that_names_its_option(tmp_path, monkeypatch, option):
-    # As at a user's: gRPC may say what it wants.
+    # As for a user: gRPC may log what it wants.
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     ports = {f"--{name}-port": "0" for name in ("grpc", "health", "metrics", "als")}
     with socket.create_server(("127.0.0.1", 0)) as taken:

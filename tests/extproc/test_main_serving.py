@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process: what its ports serve, what a changed pool file does, and how a signal ends it."""
+"""``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ async def test_a_refused_change_is_counted_and_the_last_good_pools_serve_on(tmp_
 
 
 async def test_deadlines_are_kept_while_it_serves(tmp_path, monkeypatch):
-    """Else requests of which nothing is heard would stay in the books for ever."""
+    """Otherwise requests without any report would stay in the books for ever."""
     kept: asyncio.Queue[object] = asyncio.Queue()
 
     async def keep(picker: object) -> None:

@@ -1,4 +1,4 @@
-"""What a router counts, and that it goes when what it was counted for goes."""
+"""A router's counters, and their removal with the things they count."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -140,7 +140,7 @@ class TestCounting:
         assert made.traffic(POOL).refused == 1
 
     def test_a_pool_that_holds_nothing_says_so(self) -> None:
-        """A gauge that is absent cannot be told from a router that is."""
+        """An absent gauge looks the same as an absent router."""
         assert (
             samples(metrics(), PoolRouter(builders.pool(2)).status())[f"dualmap_pool_held_requests{{pool={POOL}}}"] == 0
         )

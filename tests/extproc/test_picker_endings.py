@@ -1,4 +1,4 @@
-"""How requests end at the picker: each once, by whatever is heard first, with its usage measured once."""
+"""How requests end at the picker: each once, by the first report, with its usage measured once."""
 
 import pytest
 

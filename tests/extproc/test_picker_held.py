@@ -1,4 +1,4 @@
-"""Requests that wait at the picker: what resumes them, in which order, and what they are told where nothing does."""
+"""Queued requests at the picker: the events that release them, their order, and the answers at their limits."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LONG = chat("long " * 10_000)
 
 
 class Queue(Desk):
-    """A desk whose only engine is busy; what is asked for now waits."""
+    """A desk whose only engine is busy; new requests wait."""
 
     def __init__(self, *pools, **queue) -> None:
         super().__init__(*(pools or (crowded_pool(**queue),)))
@@ -65,7 +65,7 @@ def test_whatever_makes_room_resumes_who_waits_once(event):
 
 
 def test_a_request_that_makes_another_move_does_not_lose_it():
-    """Room that comes by time alone is first seen when somebody else asks."""
+    """Capacity freed by time alone is first seen at the next call."""
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold()
 
@@ -85,7 +85,7 @@ def test_held_requests_are_resumed_in_the_order_they_came():
 
 
 def test_who_is_resumed_may_come_back_to_the_picker_at_once():
-    """The next one in turn is given up from within the resumption of the one before: it is never resumed."""
+    """The next request is cancelled during the release of the one before, so it is never released."""
     desk = Queue(dispatch_window_s=1.0)
     asked_again = []
     others: list[str] = []
@@ -251,7 +251,7 @@ def test_news_goes_to_its_pool_and_may_make_room():
     told = dict(teller.picker.take_update(11.0))
     assert told.keys() == {"llm/qwen", "llm/other"}
 
-    # Two minutes later the prefill that is waited for should have ended, which is seen when anything is told.
+    # Two minutes later the current prefill should have ended, which is seen at the next event.
     desk.picker.on_update(10_000.0, "llm/qwen", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_update(10_000.0, "llm/gone", "teller", told["llm/qwen"], 0.0)
     desk.picker.on_bindings(10_000.0, "llm/other", ())

@@ -1,4 +1,4 @@
-"""What the picker picks: bodies to destinations, models to pools, sessions by name, and what it refuses."""
+"""The picker's picks: bodies to destinations, models to pools, sessions by name, and rejections."""
 
 import json
 
@@ -205,7 +205,7 @@ def test_the_whole_receipt_goes_to_the_debug_log(capsys):
 
 
 def sessions(monkeypatch, desk: Desk, *asked) -> list[int | None]:
-    """Ask for each (body, headers); return the sessions that the pool's router was told of."""
+    """Send each (body, headers); return the sessions that the pool's router received."""
     seen = []
     real = PoolRouter.on_request
     monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: seen.append(each) or real(self, now, each))
@@ -259,7 +259,7 @@ def test_an_endless_session_name_names_none(monkeypatch, length, known, where):
     [
         (b"[" * 100_000, "the body is not JSON: depth limit exceeded"),
         (b'{"model": "m", "tools": ' + b"[" * 2000 + b"]" * 2000 + b"}", "the body is not JSON: depth limit exceeded"),
-        # What the parser still takes, but is too deep to be spelt again.
+        # The parser accepts this, but it is too deep to be serialised again.
         (b'{"model": "m", "tools": ' + b"[" * 1000 + b"]" * 1000 + b"}", "the body is nested too deeply"),
     ],
     ids=["unclosed", "parser", "spelling"],

@@ -1,4 +1,4 @@
-"""What the log says of a reload."""
+"""Log messages of a reload."""
 
 import logging
 from dataclasses import replace

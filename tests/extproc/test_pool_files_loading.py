@@ -1,4 +1,4 @@
-"""Reading pool files: what is one, and what is refused with which words, bombs included."""
+"""Reading pool files: accepted files, and the messages for rejected ones, bombs included."""
 
 import json
 import os

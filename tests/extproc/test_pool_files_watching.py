@@ -1,4 +1,4 @@
-"""Watching pool files: changes are applied once they have settled, refusals told once, and nothing ends the watch."""
+"""Watching pool files: settled changes are applied, rejections are reported once, and nothing ends the watch."""
 
 import asyncio
 import logging
@@ -132,7 +132,7 @@ class TestWatching:
             path.unlink()
             path.mkdir()
             refusal = await watched.refusal()
-            if "directory" not in str(refusal.value):  # Caught between the two.
+            if "directory" not in str(refusal.value):  # The state between the two changes.
                 refusal = await watched.refusal()
             assert (refusal.file, refusal.field) == (path, "file")
             path.rmdir()
@@ -154,7 +154,7 @@ class TestWatching:
             return method
 
         async with watching(path) as watched:
-            # Instead of a folder without its permissions, since root may look at anything.
+            # Used instead of a folder without permissions, since root may read any folder.
             for name in ("stat", "open", "exists", "is_file"):
                 monkeypatch.setattr(Path, name, deny(getattr(Path, name)))
             assert (await watched.refusal()).value == "Permission denied"
@@ -204,10 +204,10 @@ class TestWatching:
 
 
 class TestStanding:
-    """What is refused stays so until it is mended, and each new reason is told once; looks are called by hand."""
+    """A rejected file stays rejected until it is corrected, and each new reason is reported once."""
 
     def settle(self, watcher: PoolFileWatcher) -> list[str]:
-        """Look until nothing is new; return the reasons told."""
+        """Check until nothing is new; return the reasons reported."""
         return [str(refusal) for _ in range(4) for refusal in watcher._look().refusals]
 
     def test_a_file_that_stays_bad_for_another_reason_is_told_once_for_each(
@@ -248,7 +248,7 @@ class TestStanding:
 
 
 class TestSettling:
-    """The looks are called by hand here, so that what lies between two of them is exact."""
+    """The test calls the checks itself, so that the changes between two of them are exact."""
 
     def test_a_file_caught_half_written_is_never_applied(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=8))
@@ -299,7 +299,7 @@ class TestSettling:
         assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
 
     def test_the_pace_is_within_the_contract(self) -> None:
-        """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
+        """Reloaded within 2 s: a poll, a settling check, and a second to spare for parsing."""
         assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
 
     def test_a_pipe_is_left_alone_after_loading(self) -> None:

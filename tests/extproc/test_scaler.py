@@ -1,4 +1,4 @@
-"""KEDA's scaler, asked as KEDA asks it: by gRPC, with a ScaledObject's metadata."""
+"""KEDA's scaler, called as by KEDA: by gRPC, with a ScaledObject's metadata."""
 
 import asyncio
 import json
@@ -112,7 +112,7 @@ async def router() -> AsyncIterator[Running]:
 
 
 async def next_word(stream: Any) -> bool | None:
-    """Return what a stream says next; None where it ends."""
+    """Return a stream's next message; None where it ends."""
     async with asyncio.timeout(ANSWER_S):
         word = await stream.read()
     return None if word is grpc.aio.EOF else word.result
@@ -264,7 +264,7 @@ class TestStream:
         assert await next_word(quiet) is True
 
     async def test_what_is_not_known_is_not_said(self):
-        """Older KEDAs than 2.20 take "inactive" for a reason to scale to zero."""
+        """KEDA before 2.20 scales to zero on "inactive"."""
         async with running(POOL, shares=True) as router:
             stream = router.stream(reference())
             await until(lambda: router.scaler.streams == 1)

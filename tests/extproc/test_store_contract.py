@@ -1,4 +1,4 @@
-"""What every store does, asked of each: the one in memory and the one in a real Redis server, by TCP and by socket."""
+"""The contract of every store: the one in memory and the one in a real Redis server, by TCP and by socket."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What the Redis store keeps, beyond the contract: keys and their ends, entries that are trimmed, junk, and ages."""
+"""The Redis store's data beyond the contract: keys and their expiry, entries that are trimmed, junk, and ages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +88,7 @@ class TestKeys:
                 assert admin.xlen(STREAM) == 512
                 (oldest,) = admin.xrange(STREAM, count=1)
                 await store.publish("teller", [large])
-                # Some more than what is too much, so that it is not done at every time.
+                # Slightly more than the limit, so that trimming does not run every time.
                 assert 490 < admin.xlen(STREAM) < 512
                 assert not admin.xrange(STREAM, oldest[0], oldest[0])
                 assert admin.xlen(LOADS_STREAM) == 1
@@ -224,7 +224,7 @@ class TestJunk:
 
 
 class TestAges:
-    """By the server's clock: entries are put there with the times that they shall have."""
+    """By the server's clock: entries are written with the times that they should have."""
 
     async def test_a_replica_that_joins_hears_minutes_of_news_and_seconds_of_loads(self, server):
         async with opened(server.url) as store:

@@ -1,4 +1,4 @@
-"""Who may use the Redis store and how: passwords, the documented rights, TLS, and Redis Cluster."""
+"""Access to the Redis store: passwords, the documented rights, TLS, and Redis Cluster."""
 
 import asyncio
 import contextlib

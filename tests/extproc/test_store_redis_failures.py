@@ -1,4 +1,4 @@
-"""Every way in which Redis can fail the store: gone, something else, hanging, full, read-only."""
+"""Every way in which Redis can fail the store: missing, a different server, hanging, full, read-only."""
 
 import asyncio
 import contextlib

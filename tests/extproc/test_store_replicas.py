@@ -1,4 +1,4 @@
-"""Two routers' pickers and a real Redis between them: what one has seen, the other knows."""
+"""Two routers' pickers and a real Redis between them: each learns what the other has seen."""
 
 import asyncio
 import contextlib
@@ -204,7 +204,7 @@ async def test_loads_are_summed_and_end_with_the_router_that_leaves(server):
             one.pick(prompt)
             await until(lambda: other.in_flight(prompt) == 2)
         await until(lambda: other.in_flight(prompt) == 0)
-        # What others owe is no part of what this router says of itself.
+        # Other routers' requests are no part of this router's report.
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
 
 
@@ -226,7 +226,7 @@ async def test_a_router_that_starts_says_no_less_than_the_one_before_knew(server
         for number in range(5):
             before.pick(builders.text_of(1000, f"{number}"))
         with server.admin as admin:
-            # The first report may have come before the requests; the next one, and those after it, tell of them.
+            # The first report may predate the requests; the next one and later ones contain them.
             await until(lambda: admin.xlen(reports_key(FIXED.id)) >= 3)
     async with routers(server, "after", pool=FIXED) as (after,):
         with pytest.raises(DemandUnknown):
@@ -249,7 +249,7 @@ async def test_without_the_server_nobody_knows_and_with_it_again_they_do(server)
 
 
 def _in_flight(router: Router) -> int | None:
-    """Return what a router says is in flight at all of them, None where it does not know."""
+    """Return a router's count of requests in flight at all routers, None where it does not know."""
     try:
         return router.pool_demand.total(FIXED.id).in_flight
     except DemandUnknown:

@@ -1,4 +1,4 @@
-"""Requests that a stream refuses, and odd ones that it routes: bodies, limits, encodings, empty pools."""
+"""Requests that a stream rejects, and unusual ones that it routes: bodies, limits, encodings, empty pools."""
 
 import json
 

@@ -80,7 +80,7 @@ class TestEndpoints:
         assert first.version_info != second.version_info
         assert first.nonce != second.nonce
         assert conversation.respond(changed) is None
-        # Back to what it was is a change again.
+        # A return to the earlier state is a change, too.
         assert due(conversation, of([pool(count=2)])).version_info == first.version_info
 
     def test_what_envoy_cannot_see_is_no_change(self) -> None:
@@ -132,7 +132,7 @@ class TestEndpoints:
         due(conversation, changed)
         assert conversation.on_request(request(nonce=first.nonce, error="late")) is None
         assert conversation.respond(changed) is None
-        # Had it been taken, its empty list of names would have ended the conversation.
+        # If it were accepted, its empty list of names would end the conversation.
         assert conversation.respond(of([pool(count=3)])) is not None
 
     def test_a_vanished_pool_loses_its_endpoints_and_an_unknown_one_has_none(self) -> None:
@@ -165,7 +165,7 @@ class TestEverything:
     """Clusters, endpoints and routes on one stream (ADS)."""
 
     def begun(self, snapshot: Snapshot, *names: str) -> Conversation:
-        """An Envoy that has taken up all of a snapshot."""
+        """An Envoy that has applied all of a snapshot."""
         conversation = Conversation()
         conversation.on_request(request(of=CLUSTER_TYPE))
         ack(conversation, due(conversation, snapshot))
@@ -202,7 +202,7 @@ class TestEverything:
         assert conversation.respond(whole()) is None, "it was said once"
 
     def test_endpoints_do_not_wait_for_what_nobody_has_written_yet(self) -> None:
-        """An Envoy that outlived its router has clusters, and must hear of members at once."""
+        """An Envoy that outlived its router has clusters, and must get members at once."""
         conversation = Conversation()
         for each in (request(of=CLUSTER_TYPE), request(QWEN), request(ROUTES, of=ROUTE_CONFIGURATION_TYPE)):
             conversation.on_request(each)

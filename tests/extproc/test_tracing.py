@@ -1,4 +1,4 @@
-"""Spans: what a collector gets of each decision, over the wire, and what a router without one never loads."""
+"""Spans: what a collector receives of each decision, and that a router without a collector loads no exporter."""
 
 import logging
 import os
@@ -222,7 +222,7 @@ def test_a_dead_collector_is_said_once_and_holds_nobody_up(collector, monkeypatc
 
 
 class Stuck(SpanExporter):
-    """Takes spans when it is let; ``taken`` counts them."""
+    """Accepts spans when the test allows it; ``taken`` counts them."""
 
     def __init__(self) -> None:
         self.let = threading.Event()
@@ -263,7 +263,7 @@ def test_spans_that_nobody_takes_are_dropped_beyond_a_bound_and_that_is_said_onc
     assert [record.message for record in caplog.records] == said
     stuck.let.set()
     tracing.close()
-    # What was being exported, and what waited.
+    # The spans being exported, and the waiting ones.
     assert 8 <= stuck.taken <= 4 + 8
     assert [record.message for record in caplog.records] == [*said, "Span export queue drained"]
 
