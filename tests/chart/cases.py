@@ -1,4 +1,4 @@
-"""The values that every invariant of the chart is checked with: each switch, alone and with what it may meet."""
+"""The values for checking the chart's invariants: each switch, alone and together with related ones."""
 
 from collections.abc import Mapping
 from typing import Any

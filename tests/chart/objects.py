@@ -1,4 +1,4 @@
-"""What the tests ask of rendered objects: their pods, who selects whom, and Kubernetes' own schemas."""
+"""Helpers for rendered objects: their pods, which selectors match them, and Kubernetes' own schemas."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ def pods(objects: Sequence[Object]) -> Iterator[tuple[str, Mapping[str, str], An
 
 
 def containers(spec: Any) -> list[Any]:
-    """Return a pod's containers, those first that run first."""
+    """Return a pod's containers, init containers first."""
     return [*spec.get("initContainers", ()), *spec["containers"]]
 
 
@@ -43,7 +43,7 @@ def selected(objects: Sequence[Object], labels: Mapping[str, str]) -> dict[str, 
 
 
 def complaints(thing: Object, kube_version: str) -> list[str] | None:
-    """Return what Kubernetes' schema of this version says against the object; None where it has no such kind."""
+    """Return the errors of Kubernetes' schema of this version for the object; None where it has no such kind."""
     return _complaints(json.dumps(thing, sort_keys=True), kube_version)
 
 

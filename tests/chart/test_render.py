@@ -1,6 +1,6 @@
 """The render matrix: each switch of the chart, both forms of its rights, three versions of Kubernetes.
 
-Every object is checked against Kubernetes' strict schemas, and for what must hold of it whatever the values are.
+Every object is checked against Kubernetes' strict schemas, and for invariants that hold for all values.
 """
 
 import re
@@ -30,7 +30,7 @@ ELSEWHERE = {
     "DestinationRule": "networking.istio.io/v1",
 }
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
-# Made by somebody else: by the values' names, or cert-manager.
+# Not created by the chart: named in the values, or created by cert-manager.
 SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
@@ -55,7 +55,7 @@ def test_kubernetes_accepts_every_object(objects: Sequence[Object], kube_version
 
 
 def test_the_objects_are_the_same_for_every_version_of_kubernetes() -> None:
-    """So that what is checked of one is checked of all."""
+    """So all of them are checked."""
     for case in ("defaults", "monitoring", "gaie with istio"):
         rendered = [render(CASES[case], apis=APIS, kube_version=version) for version in KUBE_VERSIONS]
         assert rendered[0] == rendered[1] == rendered[2]
@@ -134,7 +134,7 @@ def test_every_selector_selects_the_pods_of_one_workload(objects: Sequence[Objec
     for name, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
-            # A StatefulSet's controller labels its pods otherwise than a Deployment's.
+            # A StatefulSet's controller labels its pods differently from a Deployment's.
             revision = "controller-revision-hash" if name.endswith("-router") else "pod-template-hash"
             assert spread["matchLabelKeys"] == [revision]
     for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
@@ -249,7 +249,7 @@ def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | N
 
 
 def test_nothing_is_granted_beyond_what_the_programs_use(objects: Sequence[Object]) -> None:
-    """That the defaults' rights are all used, and are those of manifests/rbac, is tested where these are."""
+    """The manifests' tests check that the default rights are all used and equal manifests/rbac."""
 
     def granted(of: Sequence[Object]) -> set[str]:
         return {str(rule) for each in of if each["kind"].endswith("Role") for rule in each["rules"]}

@@ -25,10 +25,10 @@ Reply = tuple[int, Any, dict[str, str]]
 
 @dataclass(kw_only=True)
 class Peer:
-    """A small server: what it was asked, and what it answers (status, body, headers) by path."""
+    """A small server: the requests it got, and its answers (status, body, headers) by path."""
 
     answers: dict[str, Sequence[Reply]]
-    """Of several the last is given again and again."""
+    """Of several answers the last is repeated."""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)
     address: str = ""
 
@@ -155,7 +155,7 @@ class Drain:
     url: str
 
     def ended(self) -> tuple[int, str]:
-        """Wait for its end; return its exit status and what else it said."""
+        """Wait for its end; return its exit status and its remaining output."""
         _, said = self.process.communicate(timeout=ENDS_WITHIN_S)
         return self.process.returncode, said
 
@@ -192,7 +192,7 @@ class TestDrain:
         ]
 
     def test_nobody_is_told_that_it_is_over_before_it_has_begun(self, start: Callable[..., Drain]) -> None:
-        """Whoever asks cannot take a gateway out of service, and preStop cannot come too early."""
+        """A client of the port cannot take a gateway out of service, and preStop cannot come too early."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=0")

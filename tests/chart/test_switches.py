@@ -1,4 +1,4 @@
-"""What the chart's switches do: who reaches whom, TLS, Redis, CRDs, monitoring, autoscalers, and what the notes say."""
+"""The effects of the chart's switches: network access, TLS, Redis, CRDs, monitoring, autoscalers, and the notes."""
 
 import base64
 import json
@@ -45,7 +45,11 @@ def test_goldens(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> N
 
 
 def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, str]]:
-    """Yield (port, who) of what the network lets in at the pods of a component; who is a component, or a namespace."""
+    """Yield (port, peer) of the traffic that the network policies admit to a component's pods.
+
+    A peer is a component or a namespace.
+
+    """
     policy = only(objects, "NetworkPolicy", f"dualmap-{component}")
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     components = {tuple(sorted(labels.items())): name for name, labels, _ in pods(objects)}
@@ -104,7 +108,7 @@ class TestTls:
         assert ("--tls-client-ca=/etc/dualmap/tls/ca.crt" in router["args"]) is mutual
         assert {"--tls=on", "--tls-ca=/etc/dualmap/tls/ca.crt", "--tls-sds=/etc/envoy"} <= set(bootstrap["args"])
         assert ("--tls-key=/etc/dualmap/tls/tls.key" in bootstrap["args"]) is mutual
-        # A mount of a folder, not of a file in it, which would stay as it was.
+        # A mount of a folder; a mount of a single file would never be updated.
         for each in (router, container(objects, "gateway", "envoy")):
             (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
             assert mount == {"name": "tls", "mountPath": "/etc/dualmap/tls", "readOnly": True}

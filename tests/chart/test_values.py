@@ -42,7 +42,7 @@ def schema_keys(schema: Any, path: str = "") -> Iterator[str]:
 
 
 def test_every_value_has_a_default_and_a_schema() -> None:
-    # What stands in them is not ours: labels, resources.
+    # Their content is not defined by the chart: labels, resources.
     free = [path for path, each in levels(SCHEMA) if each.get("type") == "object" and "properties" not in each]
     given = {key for key in keys(VALUES) if not any(f"values.{key}".startswith(f"{path}.") for path in free)}
     assert given == set(schema_keys(SCHEMA)) - {"global"}

@@ -1,4 +1,4 @@
-"""Which pools claim one model name: whom a change wakes, who loses, and that routers decide likewise."""
+"""Pools that claim the same model name: the pools a change wakes, the losing pool, and the routers' same decision."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Looks: whom they ask and how often, and what a drain may conclude from them."""
+"""Observations: which servers they ask and how often, and what a drain may conclude from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What kopf is told: how long a deleted pool is held at the longest, and what not to watch or write."""
+"""The handlers' answers to kopf: how long a deleted pool is held at most, and what not to watch or write."""
 
 import asyncio
 import itertools
@@ -62,7 +62,7 @@ class Scene:
 
 
 class FakeStopped:
-    """kopf's word that a daemon is to end: never given."""
+    """kopf's signal that a daemon must end: never sent."""
 
     def __bool__(self) -> bool:
         return False

@@ -262,7 +262,7 @@ async def test_leader_loss_is_noticed_at_the_deadline(server: LeaseServer, hangs
 
 
 class HangingApi:
-    """Answers whatever it is asked, but a renewal never."""
+    """Answers every request except a renewal."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -296,7 +296,7 @@ async def test_leader_lease_acquired_during_stop_is_released(server: LeaseServer
 
 
 class SlowApi:
-    """Does the first write it is asked for at once, and never says so."""
+    """Carries out the first write at once, and never answers it."""
 
     def __init__(self, api: Api) -> None:
         self._api = api

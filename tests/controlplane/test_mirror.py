@@ -1,4 +1,4 @@
-"""The mirror of a collection: what the server has, and nothing that it has no more."""
+"""The mirror of a collection: it has exactly the server's objects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -153,7 +153,7 @@ async def test_mirror_age_counts_from_last_answer(scene: Scene) -> None:
 
 @pytest.fixture
 def pauses(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the mirror has slept each time; nobody really does."""
+    """The duration of each of the mirror's sleeps; the test does not really sleep."""
     slept: list[float] = []
     sleep = asyncio.sleep
 

@@ -1,4 +1,4 @@
-"""``dualmap operator`` as a process, with no API server to be found: what it says, how it ends."""
+"""``dualmap operator`` as a process without an API server: its output, and its end."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ ARGV = [sys.executable, "-m", "dualmap_cli", "operator", "--host", "127.0.0.1", 
 
 
 def kubeconfig(folder: Path) -> Path:
-    """Write a kubeconfig whose server nobody has started."""
+    """Write a kubeconfig whose server is not running."""
     file = folder / "kubeconfig"
     parts = {
         "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],

@@ -1,4 +1,4 @@
-"""What the status says: conditions, counts, Events, and that nothing changes at rest."""
+"""The pool's status: conditions, counts, Events, and no changes at rest."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Scale-down, take-back and deletion: Draining first, the StatefulSet only when nobody is served any more."""
+"""Scale-down, take-back and deletion: members drain first; the StatefulSet shrinks only when they serve no requests."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ DRAINING = (*ACTIVE[:2], member(PODS[2], MemberState.DRAINING, age_s=20))
 
 
 def draining(**changes: object) -> Observed:
-    """Three pods, of which the last drains, and what is said of it."""
+    """Three pods, of which the last drains, with the reports about it."""
     return seen(PODS, DRAINING, **changes)  # type: ignore[arg-type]  # as seen() takes them
 
 
@@ -124,7 +124,7 @@ class TestVictims:
 
 
 class TestIdle:
-    """One look: who must have said what."""
+    """One observation with the given reports."""
 
     @pytest.mark.parametrize(
         ("routers", "engine", "expected"),

@@ -1,4 +1,4 @@
-"""Who is in the ring: joining by and by, leaving at once, coming back empty, damped when it flaps."""
+"""Membership of the ring: members join step by step, leave at once, return empty, and are damped when they flap."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Who the routers are, as EndpointSlices say."""
+"""The routers' addresses, read from EndpointSlices."""
 
 from typing import Any
 

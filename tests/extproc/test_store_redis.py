@@ -88,7 +88,7 @@ class TestKeys:
                 assert admin.xlen(STREAM) == 512
                 (oldest,) = admin.xrange(STREAM, count=1)
                 await store.publish("teller", [large])
-                # Slightly more than the limit, so that trimming does not run every time.
+                # The store removes slightly more than the excess, so that it does not trim every time.
                 assert 490 < admin.xlen(STREAM) < 512
                 assert not admin.xrange(STREAM, oldest[0], oldest[0])
                 assert admin.xlen(LOADS_STREAM) == 1

@@ -15,7 +15,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_resolve(document: Path) -> None:
-    # Code is no link: regular expressions look like some.
+    # Code is not searched for links, because some regular expressions look like links.
     targets = re.findall(r"\]\(([^)#]+)", re.sub(r"`[^`\n]+`", "code", document.read_text()))
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
     assert not missing
@@ -28,7 +28,7 @@ def test_anchor_links_resolve_to_headings(document: Path) -> None:
     for target, anchor in links:
         text = (document.parent / target).read_text() if target else document.read_text()
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        # As GitHub makes them.
+        # Anchors as GitHub generates them.
         anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
         if anchor not in anchors:
             missing.append(f"{target}#{anchor}")

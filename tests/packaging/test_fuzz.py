@@ -1,4 +1,4 @@
-"""``make fuzz``: the corpus passes, a short run of every target passes, and a target that fails is told."""
+"""``make fuzz``: the corpus passes, a short run of every target passes, and a failing target is reported."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "fuzz" / "targets").glob("[!_]*.py"))
-# A target that fails as soon as an input has three exclamation marks; in branches, for coverage to lead there.
+# A target that fails when an input has three exclamation marks; in branches, which coverage can follow.
 PLANTED = '''
 """Planted."""
 
@@ -56,7 +56,7 @@ def test_fuzz_corpus_passes(fuzz, name: str) -> None:
 def test_fuzz_corpus_is_small(fuzz) -> None:
     corpora = {path: list(path.iterdir()) for path in (ROOT / "fuzz" / "corpus").iterdir()}
     assert sorted(path.name for path in corpora) == NAMES == sorted(importlib.import_module("fuzz.targets").TARGETS)
-    # What ``--minimise`` keeps, and room for inputs that once crashed something.
+    # The inputs that ``--minimise`` keeps, and room for inputs that once crashed a target.
     assert max(map(len, corpora.values())) <= importlib.import_module("fuzz.minimise").INPUTS + 20
     assert sum(path.stat().st_size for inputs in corpora.values() for path in inputs) <= 300_000
 

@@ -1,4 +1,4 @@
-"""The chart's Grafana dashboard: its queries are such as Prometheus takes, and ask for what there is."""
+"""The chart's Grafana dashboard: Prometheus accepts its queries, and their metrics exist."""
 
 import importlib.util
 import json
@@ -22,9 +22,9 @@ EXPORTED = {
     )
 }
 RECORDED = json.loads((ROOT / "tests" / "chart" / "recorded" / "series.json").read_text())["series"]
-# What Prometheus adds to every series that the chart has it scrape.
+# The labels that Prometheus adds to every series scraped by the chart's settings.
 SCRAPED = {"namespace", "pod"}
-# Of these each router knows its own share.
+# Each router exports only its own part of these.
 SHARES = (
     "dualmap_endpoint_pending_prefill_tokens",
     "dualmap_endpoint_in_flight_requests",

@@ -1,4 +1,4 @@
-"""Traps of this layout, each of which has bitten somebody."""
+"""Known traps of this repository's layout."""
 
 import operator
 import warnings
@@ -19,7 +19,7 @@ LONG_LINES = 600
 
 
 def warn_of_long_files(folder: Path) -> None:
-    """Warn of each module that is longer than most subjects need; generated ones are left out."""
+    """Warn about each long module; generated ones are left out."""
     for path in sorted(folder.rglob("*.py")):
         lines = len(path.read_text().splitlines())
         if lines > LONG_LINES and not path.name.endswith("_pb2.py"):

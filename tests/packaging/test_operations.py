@@ -1,4 +1,4 @@
-"""docs/operations.md names a test for every fault, and every fault that is tested."""
+"""docs/operations.md names a test for every fault, and lists every tested fault."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Pages that are made from something else in the repository are what it makes."""
+"""Generated pages equal the output of their generators."""
 
 import importlib.util
 from pathlib import Path

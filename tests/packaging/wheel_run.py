@@ -33,7 +33,7 @@ def main() -> None:
         python = here / "venv" / "bin" / "python"
         constraints = ROOT / "constraints.txt"
         run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints, f"{wheel}[dev]", cwd=here)
-        # From another folder, with the tree's packages out of reach: what is tested is what was installed.
+        # Run from another folder, with the tree's packages out of reach, so the tests use the installed wheel.
         tests = [ROOT / "tests" / name for name in ("core", "edge", "controlplane", "extproc", "sim")]
         tests.append(ROOT / "testing" / "tests" / "unit")
         run(

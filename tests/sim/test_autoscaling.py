@@ -61,7 +61,8 @@ class TestHpa:
         assert follow(Hpa(hasty), [1] * 18, requested=10)[::4] == [8, 8, 6, 6, 4]
 
     def test_draining_pod_counts_for_the_tolerance(self) -> None:
-        # Nine are there, eight are asked for: 8.2 is within a tenth of what is there, which Kubernetes then asks for.
+        # Nine pods are present, eight are requested: 8.2 is within a tenth of the present number, which Kubernetes then
+        # requests.
         assert Hpa(AT_ONCE).sync(0, 8.2, requested=8, present=9) == 9
 
 
@@ -181,7 +182,7 @@ ALL_S = 2400.0
 
 @pytest.fixture(name="step", scope="module")
 def _step() -> Run:
-    """Load that triples and then ends, on a pool that begins with what the first of it takes."""
+    """Load that triples and then ends, on a pool that begins with the instances for the first load."""
     return scaled(load(*STEP), first=4, lasts_s=ALL_S)
 
 
@@ -191,7 +192,7 @@ def test_equal_autoscaling_runs_agree(step: Run) -> None:
 
 
 def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
-    # With an HPA that remembers nothing, so that the fleet is what the load before takes.
+    # With an HPA without a stabilization window, so that the fleet is the one for the load before.
     forgets = replace(HpaSpec(), down=AT_ONCE.down)
     run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
     (before,) = (sync.requested for sync in run.syncs if sync.at_s == STEP_S)
