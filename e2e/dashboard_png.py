@@ -1,4 +1,4 @@
-"""Makes docs/dashboard.png: the dashboard of a router with eight instances, one of them slow, after a minute of load.
+"""Makes docs/dashboard.png: the dashboard of a router with eight instances, one of them slow, under load.
 
 Run as ``.venv/bin/python e2e/dashboard_png.py [FILE]``; needs chromium and chromium-driver.
 """
@@ -21,7 +21,7 @@ PER_SECOND = 12.0
 
 
 def pools() -> list[Pool]:
-    """Return a pool of which an instance joins, and a second one that is well."""
+    """Return a pool with a joining instance, and a second, healthy pool."""
     members = [Member(id=f"qwen-{number}", address=f"10.0.0.{number}", port=8000) for number in range(INSTANCES)]
     members[-1] = replace(members[-1], state=MemberState.JOINING, weight=40)
     qwen = Pool(
@@ -37,7 +37,7 @@ def pools() -> list[Pool]:
 
 
 async def main(file: Path) -> None:
-    """Load the router, look at its dashboard, and write what is seen."""
+    """Load the router and write a picture of its dashboard."""
     fleet = Fleet(pools())
     fleet.speeds[fleet.pools[0].members[SLOW].endpoint] = 900.0
     with TemporaryDirectory(prefix="dualmap-") as directory:

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Installs the Debian packages that some tests need and that no pip has: buildah and mmdebstrap (the chart's images),
+# Installs the Debian packages that some tests need and pip does not have: buildah and mmdebstrap (the chart's images),
 # busybox (a small root file system), chromium and its driver (the dashboard), promtool (alert rules; unpacked into the
-# cache, for its package would start a Prometheus). Where everything is there it does nothing. Where it cannot install, it says which tests are skipped.
+# cache, because its package would start a Prometheus). It does nothing when all are present. When it cannot install, it
+# prints which tests are skipped.
 # Usage: e2e/debian.sh
 set -eu
 
@@ -17,7 +18,7 @@ lacks mmdebstrap mmdebstrap "the same"
 lacks busybox busybox-static "the kubelet's own tests of images"
 lacks chromium "chromium fonts-liberation" "the dashboard in a browser"
 lacks chromedriver chromium-driver "the same"
-promtool=there
+promtool=present
 command -v promtool >/dev/null || [ -x "$unpacked/usr/bin/promtool" ] || {
     promtool=lacking skipped="$skipped; without promtool: the alert rules"
 }
@@ -28,12 +29,12 @@ give_up() {
     exit 0
 }
 [ "$(id -u)" = 0 ] || give_up "not root"
-[ -e /etc/debian_version ] && command -v apt-get >/dev/null || give_up "not a Debian"
+[ -e /etc/debian_version ] && command -v apt-get >/dev/null || give_up "not Debian"
 
 apt() {
     DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 -o APT::Sandbox::User=root "$@" >/dev/null
 }
-echo "debian.sh: installing$lacking$([ $promtool = there ] || echo ' promtool')" >&2
+echo "debian.sh: installing$lacking$([ $promtool = present ] || echo ' promtool')" >&2
 apt update || give_up "apt-get update failed"
 # shellcheck disable=SC2086 # the packages are words
 [ -z "$lacking" ] || apt install --yes --no-install-recommends $lacking || give_up "apt-get install failed"

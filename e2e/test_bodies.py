@@ -1,4 +1,4 @@
-"""Request bodies on their way through Envoy and router: every size, framing and protocol, compared by digest."""
+"""Request bodies of all sizes, framings and protocols pass Envoy and the router unchanged, by their digest."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def test_large_bodies_arrive_whole(
     engines: SharedEngines, deployment: Deployment, size: int, chunk_bytes: int
 ) -> None:
     if deployment.mode is Mode.BUFFERED and size == LIMIT_BYTES:
-        size -= 1  # Envoy refuses to buffer as much as its buffer holds.
+        size -= 1  # Envoy rejects a body that fills its buffer.
     body = padded("scripted", size)
     reply = await deployment.ask(body, chunk_bytes=chunk_bytes)
     assert reply.status == 200
@@ -68,7 +68,7 @@ async def test_body_above_the_limit_gets_413(engines: SharedEngines, deployment:
         reply = await upload(deployment.envoy.port, CHAT, padded("scripted", size), chunk_bytes=chunk_bytes)
         assert reply.status == 413
         if deployment.mode is not Mode.BUFFERED or not chunk_bytes:
-            # Without a length Envoy has refused what it cannot buffer before the router could.
+            # Without a length Envoy itself rejects what it cannot buffer.
             assert error_of(reply)["code"] == "request_too_large"
     assert not engines.left.received
     assert not engines.right.received

@@ -1,4 +1,4 @@
-"""Who broke a request off, the instance or the client: as Envoy reports it, and as the router counts it."""
+"""The router counts whether the engine or the client broke off a request, as Envoy reports it."""
 
 import asyncio
 import json
@@ -21,14 +21,14 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 
 
 async def breaking_off(request: web.Request, received: Received) -> web.StreamResponse:
-    """Break the connection before anything is answered."""
+    """Break the connection before the response."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
 def breaking_off_later(gate: asyncio.Event) -> Answer:
-    """Break the connection in mid-response, once ``gate`` is set."""
+    """Break the connection during the response, once ``gate`` is set."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -45,13 +45,13 @@ async def unavailable(request: web.Request, received: Received) -> web.StreamRes
 
 
 async def outcomes(deployment: Deployment) -> dict[str, float]:
-    """Return how many requests of the pool ended how."""
+    """Return the number of the pool's ended requests by outcome."""
     ends = ("finished", "rejected", "aborted", "failed", "expired")
     return {end: await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome=end) for end in ends}
 
 
 async def change(deployment: Deployment, before: dict[str, float], count: int) -> dict[str, float]:
-    """Wait until so many requests more have ended; return how."""
+    """Wait until ``count`` more requests have ended; return their number by outcome."""
 
     async def ended() -> bool:
         return sum((await outcomes(deployment)).values()) >= sum(before.values()) + count
@@ -64,7 +64,7 @@ async def change(deployment: Deployment, before: dict[str, float], count: int) -
 async def test_failing_engine_counts_as_failed(engines: SharedEngines, deployment: Deployment, answer: Answer) -> None:
     before = await outcomes(deployment)
     engines.left.answer = engines.right.answer = answer
-    # Two: a third failure in a row would have the instance left alone, for the tests that follow as well.
+    # Two only: a third failure in a row would suspend the member, also for later tests.
     for number in range(2):
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} fails {number}", stream=True))
         assert reply.status == 503
@@ -73,7 +73,7 @@ async def test_failing_engine_counts_as_failed(engines: SharedEngines, deploymen
 
 
 async def heal(engines: SharedEngines, deployment: Deployment) -> None:
-    """Let both members succeed, which ends any row of failures."""
+    """Let both members succeed, which resets their counts of failures in a row."""
     engines.reset()
     number = 0
     while not (engines.left.received and engines.right.received):
@@ -96,7 +96,7 @@ async def test_engine_that_breaks_off_mid_response_counts_as_failed(
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
     counted = await change(deployment, before, 1)
-    # Where they do, the router's stream breaks off as when a client leaves, and the access log may come too late.
+    # In FULL_DUPLEX the router's stream ends as for a client disconnect, and the access log may arrive too late.
     assert counted == {"failed": 1} or (counted == {"aborted": 1} and deployment.mode is Mode.FULL_DUPLEX)
     await heal(engines, deployment)
 

@@ -1,4 +1,4 @@
-"""The dashboard in a real headless Chromium: of a demo under load, and of a router with a hundred instances."""
+"""The dashboard in a headless Chromium: for a demo under load, and for a router with a hundred instances."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 needs_browser = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-# Seven processes, one after another; other work may have most of the machine.
+# The demo starts seven processes in turn; other work may use most of the machine.
 DEMO_STARTS_S = 150.0
 TAB, ENTER, SPACE = "\ue004", "\ue007", " "
 HOSTILE = "<img src=x onerror=document.title='owned'>"
@@ -35,7 +35,7 @@ POOL = {
     "spec": {"model": {"name": "m"}},
     "status": {"ring": {"version": 1, "members": [{"id": "m-0", "address": "10.0.0.1", "port": 8000}]}},
 }
-# WCAG 2.2, 1.4.3: every text that is seen, against the nearest background that is painted behind it.
+# WCAG 2.2, 1.4.3: the contrast of each visible text with the nearest opaque background.
 CONTRASTS = """
 const channel = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
 const parse = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -62,7 +62,7 @@ while (walker.nextNode()) {
 }
 return poor;
 """
-# What the list of decisions says when a router that began anew gives out a number for the second time.
+# The text of the decision list when a restarted router uses a number for the second time.
 AGAIN = """
 const { Decisions } = await import("./dashboard/decisions.js");
 const [list, rules, pause, note] = ["ol", "ul", "button", "span"].map((tag) => document.createElement(tag));
@@ -87,7 +87,7 @@ async def window() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", name="fleet")
 async def _fleet() -> AsyncIterator[Fleet]:
-    """A hundred instances under load, one of them slow, one joining, one draining; and a small pool besides."""
+    """Yield a pool of a hundred instances under load, one slow, one joining and one draining, and a small pool."""
     many = builders.pool(100)
     joining = replace(many.members[40], state=MemberState.JOINING, weight=40)
     draining = replace(many.members[99], state=MemberState.DRAINING)
@@ -111,7 +111,7 @@ async def _shared_browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="module", name="browser")
 async def _browser(shared_browser: Browser, fleet: Fleet) -> Browser:
-    """The page of the hundred, with decisions on it."""
+    """Return a browser that shows the pool of a hundred instances, with decisions."""
     await shared_browser.resize(1360, 900)
     await shared_browser.colours("light")
     await shared_browser.open("about:blank")
@@ -132,7 +132,7 @@ async def test_dashboard_shows_a_running_demo_and_its_end(tmp_path: Path) -> Non
         assert await browser.run("return document.querySelectorAll('.ring1 path, .ring2 path').length") == 8
         assert "because" in await browser.text("#decisions li")
         assert "Pair: engine-" in await browser.text("#decisions li")
-        # The first tokens, the SLO and what becomes of them.
+        # First tokens, the SLO and the share of requests that meet it.
         await browser.until("/(keeps|misses) its SLO: [0-9.]+%/.test(document.getElementById('headline').textContent)")
         assert "goal" in await browser.text("#tiles")
         assert await browser.run("return document.querySelector('.plane .p90').getAttribute('d')")
@@ -148,13 +148,13 @@ async def test_dashboard_shows_a_running_demo_and_its_end(tmp_path: Path) -> Non
         assert await demo.wait(timeout_s=30) == 0
         await browser.until("/trying again/.test(document.getElementById('connection').textContent)")
         assert "lost" in await browser.text("#announcement")
-        assert await browser.run("return document.title.startsWith('?')"), "the tab says so too"
+        assert await browser.run("return document.title.startsWith('?')"), "the tab title shows it too"
 
 
 @needs_browser
 async def test_dashboard_shows_a_hundred_instances(browser: Browser) -> None:
     assert await browser.run("return document.querySelectorAll('tbody tr').length") == 100
-    assert await browser.run("return document.querySelectorAll('.ring1 path').length") == 99, "one drains"
+    assert await browser.run("return document.querySelectorAll('.ring1 path').length") == 99, "one member drains"
     assert "not on the rings: m-99 (Draining)" in await browser.text("#rings-caption")
     assert "m-40 is joining." in await browser.text("#problems")
     await browser.run("document.getElementById('troubled').click()")
@@ -176,7 +176,7 @@ async def test_dashboard_shows_hostile_names_as_text(browser: Browser) -> None:
 async def test_dashboard_works_with_the_keyboard_alone(browser: Browser) -> None:
     await browser.press(TAB)
     assert await browser.run("return document.activeElement.textContent") == "Skip to the pool"
-    assert await browser.run("return document.activeElement.getBoundingClientRect().top") >= 0, "it is seen"
+    assert await browser.run("return document.activeElement.getBoundingClientRect().top") >= 0, "the link is visible"
     await browser.press(ENTER)
     assert await browser.run("return document.activeElement.id") == "main"
     await browser.press(TAB)
@@ -187,13 +187,13 @@ async def test_dashboard_works_with_the_keyboard_alone(browser: Browser) -> None
     assert await browser.text("#shown") == "1 of 100"
     assert await browser.run("return document.querySelectorAll('.ring1 path[data-marked]').length") == 1
     await browser.run("arguments[0].value = ''; arguments[0].dispatchEvent(new Event('input'))", await active(browser))
-    # The checkbox, the scrolling table, its first button.
+    # The check box, the scrollable table, its first button.
     await browser.press(TAB, TAB, TAB)
     assert await browser.run("return document.activeElement.textContent") == "Instance"
     await browser.press(ENTER)
     await browser.until("document.querySelector('tbody th').textContent === 'm-99'")
     assert await browser.run("return document.activeElement.parentElement.getAttribute('aria-sort')") == "descending"
-    # The focus stays where it is while the numbers change.
+    # The focus does not move when the numbers change.
     told = await browser.run("return document.querySelector('#tiles').textContent")
     await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
     assert await browser.run("return document.activeElement.textContent") == "Instance"
@@ -234,7 +234,7 @@ async def test_dashboard_focused_decision_pauses_and_marks_its_pair(browser: Bro
     await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
     assert await browser.run(f"return {SEEN}", "#decisions li") == shown
     assert "paused" in await browser.text("#decisions-note")
-    # Its pair is the one on the rings, the chosen one with a dot.
+    # The rings show its pair; a dot marks the chosen member.
     chosen = await browser.run("return document.activeElement.decision.chosen")
     assert await browser.run("return document.querySelector('.chord .chosen').dataset.key") == f"end-{chosen}"
     await browser.run("document.activeElement.blur()")
@@ -260,7 +260,7 @@ async def test_dashboard_names_its_time_zone(browser: Browser) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_dashboard_text_has_enough_contrast(browser: Browser, scheme: str) -> None:
     await browser.colours(scheme)
-    # The filter leaves those with a problem, in the colours for it.
+    # The filter shows the members with a problem, in warning colours.
     await browser.run("document.getElementById('troubled').click()")
     page = await browser.run("return getComputedStyle(document.body).backgroundColor")
     assert page == {"light": "rgb(243, 245, 248)", "dark": "rgb(14, 19, 24)"}[scheme]
@@ -311,7 +311,7 @@ async def test_router_without_dashboard_serves_only_its_metrics(tmp_path: Path) 
 
 @asynccontextmanager
 async def router(directory: Path, *arguments: str, port: str = "0") -> AsyncIterator[str]:
-    """A ``dualmap router``; where its metrics port is."""
+    """Run a ``dualmap router``; yield the URL of its metrics port."""
     ports = ("--host", "127.0.0.1", "--grpc-port", "0", "--health-port", "0", "--als-port", "0", "--metrics-port", port)
     argv = dualmap_argv("router", "--pool", directory / "pool.yaml", *ports, *arguments)
     child = Child("router", argv, directory=directory)

@@ -1,4 +1,4 @@
-"""`dualmap demo` for real: engines, router and Envoy, from the command line to the chart, and its end by Ctrl-C."""
+"""`dualmap demo` with real engines, routers and Envoy: its results, and its end by a signal."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def writing_end(pipe: Path) -> int | None:
-    """Open a named pipe for writing; None while nobody reads it."""
+    """Open a named pipe for writing; return None while it has no reader."""
     try:
         return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -76,7 +76,7 @@ def test_demo_answers_every_request_under_each_policy(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_demo_leaves_no_process(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:
-        # Envoy is the last to start: from its log on, every process of the run is there.
+        # Envoy starts last: when its log exists, all processes of the run have started.
         started = tmp_path / "logs" / POLICIES[0] / "envoy.log"
         give_up_s = time.monotonic() + DONE_WITHIN_S
         while not started.exists() and demo.poll() is None and time.monotonic() < give_up_s:
@@ -98,7 +98,7 @@ def test_interrupted_demo_leaves_no_process(tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_demo_serve_runs_until_a_signal(tmp_path, number):
-    # Rounds of half a second: several have begun before the signal comes.
+    # Rounds of half a second: several start before the signal.
     arguments = ("--serve", "--requests", "5", "--rate", "1", "--speed", "10")
     with subprocess.Popen(
         command(tmp_path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -122,7 +122,7 @@ def test_demo_serve_runs_until_a_signal(tmp_path, number):
     assert progress.endswith("ended; nothing is left running.\n")
     assert len(children) >= 4
     assert all(wait_until_gone(pid) for pid in children)
-    assert not (tmp_path / "demo.json").exists(), "nothing was compared"
+    assert not (tmp_path / "demo.json").exists(), "a serving demo writes no comparison"
 
 
 def requests_routed(url: str) -> int:
@@ -142,7 +142,7 @@ def test_demo_interrupted_during_start_says_so(tmp_path):
     os.mkfifo(workload)
     arguments = command(out, "--trace", str(workload))
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as demo:
-        # The pipe has a reader from when the demo reads its workload: long before it starts anything.
+        # The pipe has a reader once the demo reads its workload, long before it starts processes.
         while (pipe := writing_end(workload)) is None and demo.poll() is None:
             time.sleep(0.01)
         demo.send_signal(signal.SIGINT)

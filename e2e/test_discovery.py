@@ -1,4 +1,4 @@
-"""An Envoy that was told of no pool (``dualmap envoy-config --discover``): pools are made and deleted while it runs."""
+"""An Envoy without configured pools (``dualmap envoy-config --discover``) discovers created and deleted pools."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def of(pool: str, engine: Upstream, **spec: Any) -> Document:
 
 
 class Gateway:
-    """Routers of one pool file, and an Envoy that asks them; each is started by the test."""
+    """Routers that read one pool file, and their Envoy; the test starts each of them."""
 
     def __init__(self, directory: Path, *arguments: str, mode: Mode = Mode.STREAMED, routers: int = 1) -> None:
         self._directory = directory
@@ -54,12 +54,12 @@ class Gateway:
         self.envoy: Envoy
 
     def write(self, *pools: Document) -> None:
-        """Write the pools that there are from now on."""
+        """Replace the pools in the file."""
         write_pool(self._file, {"apiVersion": "v1", "kind": "List", "items": list(pools)})
 
     @asynccontextmanager
     async def running(self, *pools: Document) -> AsyncIterator[None]:
-        """Run routers and Envoy."""
+        """Run the routers and Envoy with these pools."""
         self.write(*pools)
         async with self._routers():
             ports = [router.ports["grpc"] for router in self.routers]
@@ -76,7 +76,7 @@ class Gateway:
 
     @asynccontextmanager
     async def envoy_before(self, ports: Sequence[int]) -> AsyncIterator[None]:
-        """Run an Envoy that asks routers on these ports."""
+        """Run an Envoy whose routers have these ports."""
         routers = ",".join(f"127.0.0.1:{port}" for port in ports)
         arguments = ["envoy-config", "--discover", "--router", routers, *self._arguments]
         result = CliRunner().invoke(main, [*arguments, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"])
@@ -85,7 +85,7 @@ class Gateway:
             yield
 
     async def restart(self, number: int, *, ports: Mapping[str, int] | None = None) -> None:
-        """Start a router again where it was, or on given ports."""
+        """Start a router on its previous ports, or on the given ones."""
         self.routers[number] = self._router(number, ports or self.routers[number].ports)
         await self.routers[number].start()
 
@@ -94,20 +94,20 @@ class Gateway:
         return await http1(self.envoy.url + CHAT, body=json.dumps(chat(pool)).encode())
 
     async def asked(self) -> None:
-        """Wait until Envoy asks a router again, with both its workers."""
+        """Wait until both Envoy workers use a router again."""
         in_a_row = 0
 
         async def refused() -> bool:
             nonlocal in_a_row
-            # Only a router refuses a body without a model.
+            # Only a router rejects a body without a model.
             reply = await http1(self.envoy.url + CHAT, body=b"{}")
             in_a_row = in_a_row + 1 if reply.status == 400 else 0
             return in_a_row == 8
 
-        await until(refused, "Envoy asks a router", timeout_s=30.0)
+        await until(refused, "Envoy uses a router", timeout_s=30.0)
 
     async def served(self, pool: str, engine: Upstream) -> list[Reply]:
-        """Ask until an answer is the engine's; return the refusals before it."""
+        """Send requests until the engine answers one; return the error responses before it."""
         refusals: list[Reply] = []
 
         async def served() -> bool:
@@ -122,7 +122,7 @@ class Gateway:
         return refusals
 
     async def refused(self, pool: str, *codes: str) -> None:
-        """Ask until an answer is one of these refusals."""
+        """Send requests until one gets an error with one of these codes."""
 
         async def refused() -> bool:
             reply = await self.ask(pool)
@@ -131,7 +131,7 @@ class Gateway:
         await until(refused, f"{pool} is refused: {codes}", timeout_s=30.0)
 
     async def clusters(self) -> set[str]:
-        """The pools' clusters as Envoy has them."""
+        """Return the clusters of pools in Envoy."""
         page = await self.envoy.admin_json("/clusters?format=json")
         return {each["name"] for each in page["cluster_statuses"] if "/" in each["name"]}
 
@@ -161,7 +161,7 @@ async def test_pools_change_while_other_pools_are_served(mode: Mode, engines: li
         await gateway.refused("second", "model_not_found")
         gateway.write(first, second)
         refusals = await gateway.served("second", b)
-        # Between the router's knowing it and Envoy's knowing it lie milliseconds.
+        # Envoy learns of the pool some milliseconds after the router.
         assert {error_of(reply)["code"] for reply in refusals} <= {"model_not_found", "pool_not_configured"}
         assert await gateway.clusters() == {"llm/first", "llm/second"}
 
@@ -181,13 +181,13 @@ async def test_pools_change_while_other_pools_are_served(mode: Mode, engines: li
 
             await until(gone, "the deleted pool's cluster is gone")
             gate.set()
-            assert await response.read() == b"data: 1\n\ndata: 2\n\n", "what runs there ends there"
+            assert await response.read() == b"data: 1\n\ndata: 2\n\n", "the open stream ends normally"
         stop.set()
         assert set(await others) == {200}
 
 
 async def test_without_router_envoy_serves_only_a_single_pool(engines: list[Upstream], tmp_path: Path) -> None:
-    """A request that no router picked may be for any of several pools, and their tenants may be different ones."""
+    """Without a pick a request may be meant for any of several pools, possibly of different tenants."""
     a, b = engines
     gateway = Gateway(tmp_path)
     first, second = of("first", a), of("second", b)
@@ -203,7 +203,7 @@ async def test_without_router_envoy_serves_only_a_single_pool(engines: list[Upst
         await gateway.served("second", b)
         await gateway.routers[0].kill()
         await gateway.refused("first", "router_unreachable")
-        assert await gateway.clusters() == {"llm/first", "llm/second"}, "Envoy goes on with what it has"
+        assert await gateway.clusters() == {"llm/first", "llm/second"}, "Envoy keeps its clusters"
 
         gateway.write(second)
         await gateway.restart(0)
@@ -218,7 +218,7 @@ async def test_new_pool_is_discovered_from_either_router(engines: list[Upstream]
     async with gateway.running(first):
         await gateway.served("first", a)
         streams = [int(await router.metric("dualmap_discovery_streams")) for router in gateway.routers]
-        assert sorted(streams) == [0, 1], "one stream for everything"
+        assert sorted(streams) == [0, 1], "Envoy opens one discovery stream in all"
         asked = streams.index(1)
         await gateway.routers[asked].kill()
         gateway.write(first, second)
@@ -233,7 +233,7 @@ async def test_envoy_started_before_its_router_recovers(engines: list[Upstream],
     gateway = Gateway(tmp_path)
     gateway.write(of("first", engines[0]))
     router = gateway.routers[0]
-    # Its ports, which are nobody's again when it has ended.
+    # This reserves free ports, which are free again after the stop.
     await router.start()
     await router.stop()
     async with gateway.envoy_before([router.ports["grpc"]]):
@@ -252,18 +252,18 @@ async def test_router_over_tls_warns_of_max_wait_above_envoys_limit(engines: lis
     short = {"routing": {"queue": {"maxWait": "20s"}}}
     async with gateway.running(of("first", engines[0], **short), of("second", engines[1])):
         await gateway.served("second", engines[1])
-        warned = await gateway.routers[0].wait_for_line(r"a pool may hold requests for longer than Envoy waits.*")
+        warned = await gateway.routers[0].wait_for_line(r"Pool may queue requests for longer than Envoy waits.*")
         assert "llm/second" in warned[0]
-        assert "llm/first" not in gateway.routers[0].output().partition("a pool may hold")[2]
+        assert "llm/first" not in gateway.routers[0].output().partition("Pool may queue")[2]
 
 
 class Stream:
-    """What the discovery service reports, to nobody."""
+    """Ignores the reports of the discovery service, except rejections."""
 
     def discovery_streams(self, count: int) -> None: ...
     def discovery_pushed(self) -> None: ...
     def discovery_rejected(self) -> None:
-        raise AssertionError("Envoy refused what it was sent")
+        raise AssertionError("Envoy rejected a discovery response")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:betterproto2", "ignore::DeprecationWarning:envoy_data_plane")
@@ -285,7 +285,7 @@ async def test_envoy_without_pools_starts_and_refuses(engines: list[Upstream], t
             assert reply.status == 503
             assert error_of(reply)["code"] == "router_unreachable"
             stats = await gateway.envoy.stats("init_fetch_timeout")
-            assert not any(stats.values()), "it was told at once that there is nothing"
+            assert not any(stats.values()), "the service reports at once that there is no pool"
 
             discovery.publish([pool_of(engines[:1])])
             await gateway.served("qwen", engines[0])

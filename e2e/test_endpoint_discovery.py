@@ -1,4 +1,4 @@
-"""Our EDS service under the real Envoy: what it does with what it is sent, and with what it is not."""
+"""The router's discovery service with the real Envoy: how Envoy follows published endpoints."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -22,7 +22,7 @@ CLUSTER = "llm/qwen"
 
 
 class Counts:
-    """Counts what the service reports."""
+    """Counts the reports of the discovery service."""
 
     def __init__(self) -> None:
         self.streams = self.pushed = self.rejected = 0
@@ -38,7 +38,7 @@ class Counts:
 
 
 class Service:
-    """A router reduced to discovery: Envoy finds no picker there and fails open to its fallback."""
+    """A server with discovery only: Envoy finds no picker and fails open to its fallback."""
 
     def __init__(self, port: int = 0) -> None:
         self.counts = Counts()
@@ -75,7 +75,7 @@ async def engines() -> AsyncIterator[list[Upstream]]:
 
 
 def envoy_for(service: Service, *names: str, directory: Path, name: str = "envoy", workers: int = 1) -> Envoy:
-    """An Envoy with one EDS cluster per pool, all of them fetched from the service."""
+    """Return an Envoy with one EDS cluster per pool, all discovered from the service."""
     address = Address(host="127.0.0.1", port=service.port)
     settings = EnvoySettings(
         pools=tuple(pool_of([], name=pool) for pool in names),
@@ -121,7 +121,7 @@ async def test_envoy_follows_members_that_join_drain_and_leave(
 async def test_envoy_with_an_unknown_pool_serves_the_others(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
-    """Envoy would wait for it until initial_fetch_timeout before it opened its listener."""
+    """Without an answer for it, Envoy would open its listener only after initial_fetch_timeout."""
     service.discovery.publish([pool_of(engines[:1])])
     async with envoy_for(service, "qwen", "unknown", directory=tmp_path) as envoy:
         assert await served_by(envoy, 2) == {"a"}
@@ -143,7 +143,7 @@ async def test_envoy_keeps_endpoints_until_a_router_publishes(
         await again.start()
         try:
             await until(again.connected, "Envoy is connected again")
-            # Connected, and told nothing: this router has not read its pools yet.
+            # Connected without a response: this service has not published its pools yet.
             assert set(await envoy.hosts(CLUSTER)) == both
             assert await served_by(envoy, 4) == {"a", "b"}
             again.discovery.publish([pool_of(engines)])

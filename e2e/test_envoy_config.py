@@ -1,6 +1,6 @@
-"""The generated configuration in the real Envoy, a scripted picker in the router's place: Envoy's side alone.
+"""The generated configuration in the real Envoy, with a scripted picker in place of the router.
 
-Each test stands for something Envoy 1.40 does to a request when one line of the configuration is otherwise.
+Each test guards a line of the configuration without which Envoy 1.40 mishandles requests.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ async def _engines() -> AsyncIterator[list[Upstream]]:
 
 @pytest_asyncio.fixture(name="dead")
 async def _dead() -> Upstream:
-    """An address where nothing listens."""
+    """Return an address where nothing listens."""
     async with Upstream(name="dead") as engine:
         pass
     return engine
@@ -73,7 +73,7 @@ async def _picker(engines: list[Upstream]) -> AsyncIterator[Picker]:
 
 @pytest_asyncio.fixture(name="no_picker")
 async def _no_picker() -> Picker:
-    """A picker's address with no picker behind it."""
+    """Return the address of a picker that has stopped."""
     async with Picker(choose=always("", "")) as picker:
         pass
     return picker
@@ -149,7 +149,7 @@ async def test_body_stays_whole_when_the_picker_stops_mid_request(
 
             picker.choose = always(engines[0].endpoint, FIRST)
             await picker.start()
-            await until(asked_again, "Envoy asks the picker again")
+            await until(asked_again, "Envoy uses the picker again")
             picker.choose = hold
             waiting = asyncio.create_task(http1(envoy.url, body=body, chunk_bytes=chunk_bytes))
             await asyncio.wait_for(held.wait(), 10.0)
@@ -310,7 +310,7 @@ async def test_each_router_gets_all_access_log_entries_with_usage(
     async with Picker(choose=picker.choose) as other:
         settings = settings_for([pool_of([engine], name="first")], [picker, other])
         async with Envoy(settings, directory=tmp_path) as envoy:
-            # An HTTP/1 client may close at the last byte of a known length, and Envoy then flags the client as gone.
+            # An HTTP/1 client may close at the last byte of a known length; Envoy then logs a client disconnect.
             whole = await http2(envoy.port, path="/", body=b"{}")
             engine.answer = sse([b'data: {"choices": [1]}\n\n', f"data: {usage}\n\n".encode(), b"data: [DONE]\n\n"])
             streamed = await http1(envoy.url, body=b"{}")

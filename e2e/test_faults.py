@@ -1,4 +1,4 @@
-"""What happens to requests and streams when engines are dead, and when the router dies, comes back or is stopped."""
+"""Requests and streams when engines are dead, and when the router dies, restarts or is stopped."""
 
 import asyncio
 import json
@@ -27,10 +27,10 @@ MEMBERS = {"left", "right"}
 
 
 async def until_served(deployment: Deployment) -> None:
-    """Wait until requests are answered although there is no router to ask.
+    """Wait until Envoy answers requests without a router.
 
-    In the default mode and in BUFFERED Envoy fails open at once, and nothing is waited for. In FULL_DUPLEX it does
-    only once every worker knows that no router is healthy; until then requests are answered 503.
+    In the default mode and in BUFFERED Envoy fails open at once, and this does not wait. In FULL_DUPLEX it fails open
+    only once every worker knows that no router is healthy; until then requests get 503.
     """
     if deployment.mode is not Mode.FULL_DUPLEX:
         return
@@ -63,7 +63,7 @@ async def test_dead_first_candidate_is_retried_at_the_second(engines: SharedEngi
 async def test_load_moves_to_the_member_that_serves_the_retry(engines: SharedEngines, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=first, then=rest)
-    # It may be left alone for what other tests have seen of it.
+    # Other tests may have caused its suspension.
     await deployment.wait_for_metric("dualmap_endpoint_suspended", 0, pool="llm/halved", endpoint="dead")
     async with AsyncExitStack() as clients:
         chosen: list[str] = []
@@ -76,7 +76,7 @@ async def test_load_moves_to_the_member_that_serves_the_retry(engines: SharedEng
             in_flight = {name: each["in_flight"] for name, each in (await deployment.page("halved")).items()}
             return in_flight == {"left": len(chosen), "dead": 0}
 
-        await until(moved, f"all of {chosen} are in left's books")
+        await until(moved, f"all of {chosen} count as left's load")
         assert "dead" in chosen
         page = await deployment.page("halved")
         assert page["dead"]["pending_prefill_tokens"] == 0 < page["left"]["pending_prefill_tokens"]
@@ -116,7 +116,7 @@ async def test_unanswered_request_is_retried_whole_at_the_other_engine(
     tried = 0
     engines.left.answer = failing
     for number in range(40):
-        # Large and chunked, large, small and chunked, small.
+        # In turn: large and chunked, large, small and chunked, small.
         text = f"{deployment.mode} {failing.__name__} {number} " + "x" * (5_000_000 if number % 4 < 2 else 5_000)
         body = json.dumps(chat("scripted", text)).encode()
         reply = await deployment.ask(body, chunk_bytes=100_000 if number % 2 else 0)
@@ -132,12 +132,12 @@ async def test_unanswered_request_is_retried_whole_at_the_other_engine(
         reply = await deployment.ask(chat("scripted", f"{deployment.mode} back {time.monotonic()}"))
         return reply.headers[ENGINE_HEADER] == "left"
 
-    # It is left alone for a while by now; whoever comes next shall find both.
+    # It is suspended for a while; later tests need both members.
     await until(back, "the member that failed is used again", timeout_s=40.0)
 
 
 async def streams_let_go(deployment: Deployment) -> int:
-    """Return how many calls the router has ended."""
+    """Return how many ext_proc calls the router has ended."""
     return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
 
 
@@ -160,8 +160,8 @@ async def test_killed_router_cuts_no_stream_and_requests_are_answered(
         async def past_the_router() -> bool:
             return await streams_let_go(deployment) >= let_go + len(streams)
 
-        # The client may have the first event a moment before Envoy learns that the router wants no more of them.
-        await until(past_the_router, "the router has let go of the streams")
+        # The client may get the first event a moment before the router ends its ext_proc call.
+        await until(past_the_router, "the router has ended its calls for the streams")
         engines.reset()
         await deployment.kill_router()
         await until_served(deployment)
@@ -192,7 +192,7 @@ async def test_stream_before_first_token_survives_a_killed_router(
         await deployment.kill_router()
         first.set()
         if deployment.mode is Mode.FULL_DUPLEX:
-            # Envoy 1.40 never fails open on a call that is open in this mode, not even once the request is through.
+            # In this mode Envoy 1.40 never fails open during a call, even after the request has passed.
             with pytest.raises(aiohttp.ClientPayloadError):
                 await stream.read()
         else:
@@ -212,7 +212,7 @@ async def test_without_router_client_destinations_are_ignored(engines: SharedEng
         }
         replies = [await deployment.ask(chat("scripted"), headers=headers) for _ in range(8)]
         assert [reply.status for reply in replies] == [200] * 8
-        # Both members take their turns: naming one of them is not obeyed either.
+        # Both members get requests: Envoy ignores the header that names one of them.
         assert {reply.headers[ENGINE_HEADER] for reply in replies} == MEMBERS
     assert not engines.outsider.received
     for upstream in (engines.left, engines.right):
@@ -233,7 +233,7 @@ async def test_without_router_large_bodies_arrive_whole(engines: SharedEngines, 
 
 
 async def health(port: int, service: str) -> str:
-    """Ask the router's health service; returns the name of a status, UNKNOWN where nobody answers."""
+    """Return the status name from the router's health service, UNKNOWN without an answer."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -260,7 +260,7 @@ async def test_sigterm_finishes_open_requests_and_exits_0(engines: SharedEngines
         async def uploading() -> bool:
             return sum((await deployment.envoy.stats("ext_proc.streams_started$")).values()) == 2
 
-        await until(uploading, "both requests are with the router")
+        await until(uploading, "the router has both requests")
         engines.reset()
         load = asyncio.create_task(ask_until(deployment, stop))
         deployment.router.terminate()
@@ -268,13 +268,13 @@ async def test_sigterm_finishes_open_requests_and_exits_0(engines: SharedEngines
         async def unready() -> bool:
             return await health(port, "readiness") == "NOT_SERVING"
 
-        await until(unready, "readiness is gone")
+        await until(unready, "readiness is NOT_SERVING")
         assert await health(port, "liveness") == "SERVING"
         second.set()
         status, decision, _ = await half_read
         assert status == 200
-        assert decision, "a half-read request was not routed"
-        assert deployment.router.returncode is None, "the router did not wait for what was open"
+        assert decision, "the half-sent request is not routed"
+        assert deployment.router.returncode is None, "the router did not wait for open requests"
         first.set()
         status, decision, content = await prefilling
         assert (status, content) == (200, b"".join(EVENTS))
@@ -282,18 +282,18 @@ async def test_sigterm_finishes_open_requests_and_exits_0(engines: SharedEngines
         assert await deployment.router.wait() == 0
         await until_served(deployment)
         stop.set()
-        # In FULL_DUPLEX requests fail for as long as Envoy has not noticed that the port is closed.
+        # In FULL_DUPLEX requests fail until Envoy has noticed that the port is closed.
         assert set(await load) <= ({200, 503} if mode is Mode.FULL_DUPLEX else {200})
 
 
 async def read_all(url: str, body: bytes, second: asyncio.Event | None) -> tuple[int, str | None, bytes]:
-    """POST, with ``second`` in two halves; return status, decision header and body."""
+    """POST, in two halves when ``second`` is given; return status, decision header and body."""
     async with opened(url, in_halves(body, second) if second else body) as response:
         return response.status, response.headers.get("x-dualmap-decision"), await response.read()
 
 
 async def ask_until(deployment: Deployment, stop: asyncio.Event) -> list[int]:
-    """Ask one request after the other until ``stop`` is set; return the statuses."""
+    """Send requests in turn until ``stop`` is set; return their statuses."""
     statuses: list[int] = []
     while not stop.is_set():
         statuses.append((await deployment.ask(chat("scripted", f"load {len(statuses)}"))).status)

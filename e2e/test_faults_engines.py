@@ -1,7 +1,7 @@
 """Engines that die, hang, are slow or answer 503, while streamed and plain requests go on.
 
-The deployment is that of ``test_faults_routers``. A request that an engine has answered nothing of is tried at the
-second candidate; a stream that has begun cannot be.
+The system is that of ``test_faults_routers``. Envoy retries an unanswered request at the second candidate; it cannot
+retry a stream that has started.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# Nobody restarts an engine in less.
+# A limit for the engine's restart and the end of its suspension.
 RECOVERY_TIMEOUT_S = 60.0
 
 
@@ -29,7 +29,7 @@ async def unavailable(_request: web.Request, _received: Received) -> web.StreamR
 
 @asynccontextmanager
 async def sick(engines: list[Engine]) -> AsyncIterator[list[Upstream]]:
-    """Put servers that answer 503 at once in the places of engines for a while."""
+    """Replace engines by servers that answer 503 at once while the context is open."""
     async with AsyncExitStack() as stack:
         await asyncio.gather(*(engine.kill() for engine in engines))
         places = [Upstream(name=engine.name, port=engine.port, answer=unavailable) for engine in engines]
@@ -57,7 +57,7 @@ async def wait_until_used(system: ReplicatedSystem, engine: Engine) -> None:
 
 
 def left_behind(exchanges: list[Exchange]) -> int:
-    """Count the requests that took so long that their clients went on without them."""
+    """Count the requests whose clients did not wait for them."""
     return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
 
 
@@ -74,7 +74,7 @@ async def test_engine_killed_cuts_only_its_own_requests(system: ReplicatedSystem
     incident.report("one of three engines killed")
     assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}
     cut = {each.number for each in failed(incident.everyone)}
-    assert cut <= begun | {each.number for each in incident.caught}, "only what it was answering when it died"
+    assert cut <= begun | {each.number for each in incident.caught}, "only requests that it was serving"
     assert len(cut) < len(incident.caught)
 
 
@@ -84,7 +84,7 @@ async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> N
         await traffic.streaming(4)
         incident = traffic.incident()
         engine.pause()
-        # The routers see by its first tokens, which do not come, that it is busy with something.
+        # The routers see its load grow, because its first tokens do not arrive.
         await traffic.flowing(80)
         since = traffic.incident()
         await traffic.flowing(80)
@@ -93,12 +93,12 @@ async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> N
     stuck, late = left_behind(incident.everyone), left_behind(since.later)
     incident.report(f"one of three engines hung ({stuck} waited for it, {late} of them sent later)")
     assert stuck > 0
-    assert late <= len(since.later) / 10, "it draws no more requests"
+    assert late <= len(since.later) / 10, "it gets few new requests"
     assert failed(incident.everyone) == []
 
 
 async def test_hung_engine_killed_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
-    """As Kubernetes does by a liveness probe: what it has answered nothing of goes to the second candidate."""
+    """A failed liveness probe kills it so: unanswered requests go to the second candidate."""
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
@@ -114,7 +114,7 @@ async def test_hung_engine_killed_unanswered_requests_are_retried(system: Replic
         await wait_until_used(system, engine)
     incident.report(f"a hung engine is killed ({len(prefilling)} waited for it)")
     assert prefilling
-    assert tally(prefilling) == {"ok": len(prefilling)}, "they were answered elsewhere"
+    assert tally(prefilling) == {"ok": len(prefilling)}, "another engine answered them"
     assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}
     assert failed(incident.later) == []
 
@@ -130,7 +130,7 @@ async def test_one_engine_answering_503_draws_few_requests(system: ReplicatedSys
         await wait_until_used(system, system.engines[0])
     incident.report(f"one of three engines answers 503 ({drawn} requests tried there)")
     assert failed(incident.later) == []
-    assert 3 <= drawn <= len(answered) / 4, "an engine that is quick to fail draws no traffic"
+    assert 3 <= drawn <= len(answered) / 4, "a fast-failing engine draws no traffic"
 
 
 async def test_every_engine_answering_503_gets_one_retry(system: ReplicatedSystem) -> None:
@@ -142,7 +142,7 @@ async def test_every_engine_answering_503_gets_one_retry(system: ReplicatedSyste
             async def refused() -> bool:
                 return len(failed(incident.later)) >= 40
 
-            await until(refused, "40 requests are refused")
+            await until(refused, "40 requests get 503")
             tries = (sum(len(place.received) for place in places) - before) / len(incident.everyone)
             assert {each.status for each in failed(incident.later)} == {503}
             assert all('"message": "overloaded"' in each.error for each in failed(incident.later))
@@ -150,7 +150,7 @@ async def test_every_engine_answering_503_gets_one_retry(system: ReplicatedSyste
         healed = traffic.incident()
         await traffic.flowing(40)
     incident.report(f"every engine answers 503 ({tries:.1f} tries a request)")
-    assert tries <= 2, "one retry each, not a storm"
+    assert tries <= 2, "at most one retry each"
     assert tally(healed.later) == {"ok": len(healed.later)}
 
 
@@ -169,5 +169,7 @@ async def test_slow_engine_gets_fewer_requests(system: ReplicatedSystem) -> None
         share = (await sent() - before) / len(incident.later)
         await system.restart_engine(0)
     incident.report(f"one of three engines is 40 times slower ({share:.0%} of the requests went there)")
-    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}, "those it was at when it was killed"
+    assert {each.outcome for each in failed(incident.everyone)} <= {Outcome.CUT}, (
+        "only requests that the killed engine was serving"
+    )
     assert share < 1 / 3

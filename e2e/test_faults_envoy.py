@@ -1,8 +1,7 @@
 """Envoy that restarts, and its access log that is lost, while streamed and plain requests go on.
 
-The deployment is that of ``test_faults_routers``. How a stream ends after its first token the routers learn from the
-access log alone; where that is lost, they forget the request after ten minutes without news, which a jump of their
-clocks makes a moment.
+The system is that of ``test_faults_routers``. After a stream's first token the routers learn of its end from the
+access log alone. Without it they expire the request after ten minutes, which the tests skip by moving the clocks.
 """
 
 import pytest
@@ -16,12 +15,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 IN_FLIGHT = "dualmap_endpoint_in_flight_requests"
 PENDING = "dualmap_endpoint_pending_prefill_tokens"
 TEN_MINUTES_S = 600.0
-# TCP port 9 (discard) is in nobody's use here.
+# Nothing listens on TCP port 9 (discard).
 NOWHERE = "127.0.0.1:9"
 
 
 async def wait_for_in_flight(system: ReplicatedSystem, most: int) -> float:
-    """Wait until both routers together count no more than so many requests in flight; return how many."""
+    """Wait until both routers together have at most ``most`` requests in flight; return the number."""
     found = 0.0
 
     async def counted() -> bool:
@@ -34,7 +33,7 @@ async def wait_for_in_flight(system: ReplicatedSystem, most: int) -> float:
 
 
 async def forget(system: ReplicatedSystem) -> float:
-    """Have ten minutes pass for the routers; return how many requests they have given up."""
+    """Move the routers' clocks by ten minutes; return how many requests they expired."""
     routers = system.replicas.routers
     expired = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
     for number, router in enumerate(routers):
@@ -42,7 +41,7 @@ async def forget(system: ReplicatedSystem) -> float:
         await system.replicas.wait_for_metric(IN_FLIGHT, 0, of=number)
     after = [await router.metric("dualmap_completions_total", outcome="expired") for router in routers]
     for number in range(len(routers)):
-        # Clocks that never went back: the routers are started anew, rather than given the time they had.
+        # A monotonic clock must not go back, so the routers are restarted.
         await system.replicas.end_router(number)
         await system.replicas.restart_router(number)
     return sum(after) - sum(expired)
@@ -67,7 +66,7 @@ async def test_envoy_restart_loses_only_open_requests(system: ReplicatedSystem) 
     left = await wait_for_in_flight(system, cut)
     for router in replicas.routers:
         assert await router.metric(PENDING) == 0
-    # The streams whose first token had come when Envoy cut them.
+    # The streams that Envoy cut after their first token.
     assert 0 < await forget(system) <= left
 
 
@@ -84,7 +83,7 @@ async def test_lost_access_log_expires_open_streams(system: ReplicatedSystem) ->
 
     assert await wait_for_in_flight(system, streams) == streams
     for router in replicas.routers:
-        assert await router.metric(PENDING) == 0, "first tokens were seen"
+        assert await router.metric(PENDING) == 0, "the routers saw the first tokens"
         assert await router.metric("dualmap_pool_held_requests") == 0
         assert all(not endpoint["pending_prefill_tokens"] for endpoint in (await router.page(POOL)).values())
     assert await forget(system) == streams

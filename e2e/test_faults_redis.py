@@ -1,7 +1,7 @@
-"""Redis that is absent, dies, hangs, is full, slow, empty or spoilt, while streamed and plain requests go on.
+"""Redis that is absent, dead, hung, full, slow, empty or corrupted, while streamed and plain requests go on.
 
-The deployment is that of ``test_faults_routers``: two routers that tell each other through Redis. It is never asked
-while a request waits, so no fault of it may cost a request anything.
+The system is that of ``test_faults_routers``: two routers that replicate through Redis. No request waits for Redis,
+so no fault of it may fail a request.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from harness.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LOST = "shared state is out of reach"
-BACK = "shared state is back"
+LOST = "Lost shared state"
+BACK = "Shared state recovered"
 REQUESTS = 40
 
 
@@ -34,13 +34,13 @@ async def wait_for_peers(system: ReplicatedSystem) -> None:
 
 
 def lines(system: ReplicatedSystem, sentence: str) -> list[int]:
-    """Count the log lines that say a sentence, by router."""
+    """Return how often each router has logged a message."""
     return [router.output().count(sentence) for router in system.replicas.routers]
 
 
 @asynccontextmanager
 async def without_harm(system: ReplicatedSystem, fault: str) -> AsyncIterator[Traffic]:
-    """Have traffic going while Redis is broken and mended again; no client may notice, and the routers recover."""
+    """Run traffic while the context breaks and repairs Redis; no request may fail, and the routers must recover."""
     traffic = system.traffic()
     async with traffic.running():
         await wait_for_store(system, 1)
@@ -58,7 +58,7 @@ async def without_harm(system: ReplicatedSystem, fault: str) -> AsyncIterator[Tr
 async def lost_and_found(
     system: ReplicatedSystem, fault: str, kind: str, spoil: Callable[[], None], mend: Callable[[], None]
 ) -> None:
-    """Break Redis until both routers have noticed and requests have gone on without it, then mend it."""
+    """Break Redis until both routers have noticed and have routed without it, then repair it."""
     told = [lines(system, sentence) for sentence in (LOST, BACK)]
     async with without_harm(system, fault) as traffic:
         errors = [await router.metric("dualmap_store_errors_total", kind=kind) for router in system.replicas.routers]
@@ -69,7 +69,7 @@ async def lost_and_found(
             assert await router.metric("dualmap_store_errors_total", kind=kind) > before
         await asyncio.to_thread(mend)
     for sentence, counts in zip((LOST, BACK), told, strict=True):
-        assert lines(system, sentence) == [count + 1 for count in counts], "one line for each"
+        assert lines(system, sentence) == [count + 1 for count in counts], "each router logs it once"
 
 
 async def test_redis_restarted_empty_fails_no_request(system: ReplicatedSystem) -> None:
@@ -98,7 +98,7 @@ async def test_redis_absent_at_router_start_fails_no_request(system: ReplicatedS
             await replicas.end_router(number)
             await replicas.restart_router(number)
             await replicas.in_use(number)
-        # What a router's restart costs is for another test.
+        # Another test covers the restart of a router.
         incident = traffic.incident()
         await wait_for_store(system, 0)
         await asyncio.to_thread(system.redis.start)
@@ -115,7 +115,7 @@ async def test_redis_with_junk_fails_no_request(system: ReplicatedSystem) -> Non
     def spoil() -> None:
         with system.redis.admin as admin:
             streams = [key for key in admin.scan_iter() if admin.type(key) == b"stream"]
-            assert streams, "the routers have told each other nothing"
+            assert streams, "the routers have written no stream"
             for key in streams:
                 admin.delete(key)
                 admin.set(key, b"not a stream")
@@ -130,19 +130,19 @@ async def test_redis_with_junk_fails_no_request(system: ReplicatedSystem) -> Non
     before = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
     async with without_harm(system, "holds junk"):
         await asyncio.to_thread(spoil)
-        # The routers make the streams anew; then there is junk in those.
-        await until(lambda: asyncio.to_thread(add_to_streams), "the routers tell each other something again")
+        # The routers recreate the streams; then these get junk entries.
+        await until(lambda: asyncio.to_thread(add_to_streams), "the routers write streams again")
 
         async def noticed() -> bool:
             now = [await router.metric("dualmap_store_unreadable_entries_total") for router in routers]
             return all(count > old for count, old in zip(now, before, strict=True))
 
-        await until(noticed, "the junk is counted", timeout_s=30.0)
+        await until(noticed, "both routers count unreadable entries", timeout_s=30.0)
 
 
 async def test_redis_slow_fails_no_request(system: ReplicatedSystem) -> None:
     async def keep_slow(stop: asyncio.Event) -> None:
-        """Let every command wait for up to 0.3 s."""
+        """Delay every command by up to 0.3 s until ``stop`` is set."""
 
         def hold() -> None:
             with contextlib.suppress(redis.RedisError), system.redis.admin as admin:

@@ -41,7 +41,7 @@ async def test_one_router_killed_fails_no_request(system: ReplicatedSystem) -> N
     incident.report("one of two routers killed")
     assert len(incident.caught) >= 4
     assert failed(incident.everyone) == []
-    assert unrouted(incident) == 0, "the other router took what the dead one could not"
+    assert unrouted(incident) == 0, "the other router picks for every request"
     await wait_for_peers(system, 1)
 
 
@@ -57,7 +57,7 @@ async def test_both_routers_killed_fails_no_request(system: ReplicatedSystem) ->
         await asyncio.gather(*(replicas.in_use(number) for number in range(2)))
     incident.report("both routers killed")
     assert failed(incident.everyone) == []
-    assert not any(each.routed for each in alone.caught), "nobody was there to route them"
+    assert not any(each.routed for each in alone.caught), "no router was running"
 
 
 async def test_one_router_hung_fails_no_request(system: ReplicatedSystem) -> None:
@@ -72,7 +72,7 @@ async def test_one_router_hung_fails_no_request(system: ReplicatedSystem) -> Non
             stats = await replicas.envoy.stats(r"^cluster.dualmap-routers.membership_healthy$")
             return sum(stats.values()) == 1
 
-        await until(left_out, "Envoy asks only the other router", timeout_s=20.0)
+        await until(left_out, "Envoy uses only the other router", timeout_s=20.0)
         since = traffic.incident()
         await traffic.flowing(40)
         assert unrouted(since) == 0
@@ -80,7 +80,7 @@ async def test_one_router_hung_fails_no_request(system: ReplicatedSystem) -> Non
         await replicas.in_use(0)
     incident.report("one of two routers stopped")
     assert failed(incident.everyone) == []
-    assert unrouted(incident) <= 24, "only what was sent to it before Envoy knew"
+    assert unrouted(incident) <= 24, "only requests sent to it before Envoy noticed"
 
 
 async def test_rolling_router_restart_fails_no_request(system: ReplicatedSystem) -> None:
@@ -99,7 +99,7 @@ async def test_rolling_router_restart_fails_no_request(system: ReplicatedSystem)
 
 
 async def test_full_duplex_router_kill_cuts_only_its_streams(system: ReplicatedSystem, tmp_path: Path) -> None:
-    """In FULL_DUPLEX a router has every response in its hands: restarts are still free, a death cuts what it held."""
+    """In FULL_DUPLEX responses pass the router: a restart fails no request, a kill cuts the open ones."""
     async with system.another(Mode.FULL_DUPLEX, tmp_path) as replicas:
         traffic = system.traffic(of=replicas)
         async with traffic.running():
@@ -118,7 +118,7 @@ async def test_full_duplex_router_kill_cuts_only_its_streams(system: ReplicatedS
         untouched = set(restarted.everyone) - set(killed.everyone)
         assert len(untouched) >= 12
         assert failed(list(untouched)) == []
-        # Its share of what was under way, and what was sent to it before Envoy knew.
+        # Its share of the open requests, and requests sent to it before Envoy noticed.
         assert len(failed(killed.everyone)) <= 2 * len(killed.caught)
         assert failed(since.later) == []
         await replicas.wait_for_rest()
@@ -158,8 +158,8 @@ async def test_wall_clock_jump_fails_no_request(system: ReplicatedSystem, wall_s
         incident = traffic.incident()
         router.set_clock_offsets(wall_s=wall_s)
         await asyncio.gather(*(replicas.in_use(number, more=24) for number in range(2)))
-        assert await router.metric("dualmap_pool_sessions") == 1, "the session is as young as it was"
-        assert await router.metric("dualmap_pool_peers") == 1, "the other router is heard as before"
+        assert await router.metric("dualmap_pool_sessions") == 1, "the session has not expired"
+        assert await router.metric("dualmap_pool_peers") == 1, "the other router is still a peer"
         assert await router.metric("dualmap_store_up") == 1
         router.set_clock_offsets()
         await replicas.in_use(0)

@@ -1,4 +1,4 @@
-"""The chart's drain beside a real Envoy: what is open ends whole, and only then Envoy may go."""
+"""The chart's drain script with a real Envoy: Envoy stops only after its open streams have ended."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def test_drain_waits_for_the_open_stream(engines: SharedEngines, deploymen
     envoy = deployment.another_envoy("leaving")
 
     async def told_to_go() -> bool:
-        # The router refuses a body without a model.
+        # The router rejects a body without a model.
         return (await http1(envoy.url + CHAT, body=b"{}")).headers.get("connection") == "close"
 
     # Envoy is stopped at once when the drain has ended, and the deployment's books must come to rest after it: the
@@ -42,7 +42,7 @@ async def test_drain_waits_for_the_open_stream(engines: SharedEngines, deploymen
             async with opened(envoy.url + CHAT, body) as response:
                 assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
                 drain.terminate()
-                await until(told_to_go, "clients are told to close their connections")
+                await until(told_to_go, "responses ask clients to close their connections")
                 assert drain.returncode is None
                 rest.set()
                 assert await response.content.read() == EVENTS[1]

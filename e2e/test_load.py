@@ -1,4 +1,4 @@
-"""A few hundred requests at once through an Envoy with two workers: all are answered and nothing is left behind."""
+"""Hundreds of concurrent requests through an Envoy with two workers: all succeed, and no load remains."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ POOL = "llm/fast"
 
 
 def bodies(mode: str) -> list[bytes]:
-    """Conversations of a dozen shared prefixes; every other one is streamed."""
+    """Return bodies with a dozen shared prefixes; every second one asks for streaming."""
     made = []
     for number in range(REQUESTS):
         prompt = prompt_of(4 + number % 5, seed=f"{mode} prefix {number % 12}") + f" question {number}"
@@ -62,7 +62,7 @@ async def test_load_over_two_workers_is_answered_and_released(engines: SharedEng
 
 
 def cached_tokens(reply: Reply) -> int:
-    """Return what the engine reported, from the whole answer or from the last event but one."""
+    """Return the engine's cached tokens, from the whole response or its last event but one."""
     text = reply.body
     if reply.headers["content-type"].startswith("text/event-stream"):
         text = text.split(b"\n\n")[-3].removeprefix(b"data: ")

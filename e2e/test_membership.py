@@ -1,4 +1,4 @@
-"""Members that come, drain and go while requests run: pool file to router, router to Envoy by EDS."""
+"""Members that join, drain and leave under load: the pool file reaches the router, and EDS reaches Envoy."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ CLIENTS = 6
 
 
 class Load:
-    """Clients that ask without a pause, each time a new prompt; every reply is kept."""
+    """Clients that send new prompts without a pause and keep every reply."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -33,7 +33,7 @@ class Load:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Ask while the context is open; a request that fails fails the test."""
+        """Send requests while the context is open; an exception fails the test."""
         stop = asyncio.Event()
         clients = [asyncio.create_task(self._ask(stop)) for _ in range(CLIENTS)]
         try:
@@ -44,8 +44,8 @@ class Load:
         assert [result for result in results if result is not None] == []
 
     async def wait_for_more(self, requests: int) -> list[Reply]:
-        """Wait for requests that are sent from now on; return their replies."""
-        # Those on their way may have been routed before whatever the caller waited for.
+        """Wait for ``requests`` requests that start from now on; return their replies."""
+        # Open requests may have been routed before the caller's last change.
         start = len(self.replies) + CLIENTS
 
         async def answered() -> bool:
@@ -86,7 +86,7 @@ async def test_members_join_drain_and_leave_under_load(engines: SharedEngines, d
             await wait_for_states(deployment, dict.fromkeys(("left", "right", "third"), "Active"))
             await deployment.envoy.wait_for_hosts(CLUSTER, {each.endpoint for each in (left, right, third)})
             replies = await load.wait_for_more(60)
-            # It has its keys at once, but which prompts come is chance.
+            # It owns keys at once, but which prompts arrive is random.
             while "third" not in served(replies) and len(replies) < 1000:
                 replies += await load.wait_for_more(60)
             assert served(replies) == {"left", "right", "third"}
@@ -101,7 +101,7 @@ async def test_members_join_drain_and_leave_under_load(engines: SharedEngines, d
                 await wait_for_states(deployment, {"left": "Active", "right": "Active", "third": "Draining"})
                 assert served(await load.wait_for_more(40)) == {"left", "right"}
                 page = await deployment.page("changing")
-                assert page["third"]["in_flight"] == 1, "the stream that is still running there"
+                assert page["third"]["in_flight"] == 1, "the open stream"
                 assert (await deployment.envoy.hosts(CLUSTER))[third.endpoint] == "DRAINING"
                 gate.set()
                 assert await running == b"".join(EVENTS)
@@ -110,20 +110,20 @@ async def test_members_join_drain_and_leave_under_load(engines: SharedEngines, d
                 in_flight: int = (await deployment.page("changing"))["third"]["in_flight"]
                 return in_flight == 0
 
-            await until(idle, "nothing is left on the draining member")
+            await until(idle, "the draining member is idle")
             deployment.write("changing", document("changing", everyone[:2], version=4))
             await deployment.envoy.wait_for_hosts(CLUSTER, {left.endpoint, right.endpoint})
             assert served(await load.wait_for_more(40)) == {"left", "right"}
         assert {reply.status for reply in load.replies} == {200}
-        # A pick may reach Envoy some milliseconds before the member it names does; such a request is served elsewhere.
+        # A pick may reach Envoy some milliseconds before its member does; another member serves such a request.
         elsewhere = [each for each in load.replies if receipt(each)["chosen"] != each.headers[ENGINE_HEADER]]
         assert {receipt(each)["chosen"] for each in elsewhere} <= {"third"}
         picked = [each for each in load.replies if receipt(each)["chosen"] == "third"]
-        assert len(elsewhere) < len(picked) / 2, "the new member was not reachable for long"
+        assert len(elsewhere) < len(picked) / 2, "Envoy learned of the new member too late"
 
 
 def slow_streams(stream: Answer) -> Answer:
-    """Answer with ``stream`` where streaming is asked for, and else at once."""
+    """Return an answer: ``stream`` for requests with streaming, else a plain one at once."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return await (stream if b'"stream": true' in received.body else plain)(request, received)
@@ -133,7 +133,7 @@ def slow_streams(stream: Answer) -> Answer:
 
 @asynccontextmanager
 async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["asyncio.Task[bytes]"]:
-    """Open streams until one is at this engine; the context's value is a task that reads it to its end."""
+    """Open streams until this engine serves one; yield a task that reads it to its end."""
     for number in range(60):
         body = json.dumps(chat("changing", f"stream {number}", stream=True)).encode()
         async with opened(deployment.envoy.url + CHAT, body) as response:
@@ -150,7 +150,7 @@ async def test_pool_becomes_empty_and_recovers(engines: SharedEngines, deploymen
     refused = await deployment.ask(chat("changing"))
     assert refused.status == 503
     assert error_of(refused)["code"] == "no_endpoint"
-    assert (await deployment.ask(chat("scripted"))).status == 200, "other pools are not concerned"
+    assert (await deployment.ask(chat("scripted"))).status == 200, "other pools still serve"
 
     draining = [member_of(engines.left, state="Draining"), member_of(engines.right, state="Draining")]
     deployment.write("changing", document("changing", draining, version=6))

@@ -1,4 +1,4 @@
-"""Requests that wait in the router, through the real Envoy: in which order they go, who is refused, who gives up."""
+"""Requests that queue in the router behind the real Envoy: order, rejection and client disconnect."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 
 @asynccontextmanager
 async def busy(engines: SharedEngines, deployment: Deployment, pool: str, *, seed: str) -> AsyncIterator[asyncio.Event]:
-    """Keep the pool's engine prefilling a long prompt until the event is set; the client stays to the end."""
+    """Keep the pool's engine busy with a long prompt until the event is set; the client reads to the end."""
     gate = asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=gate)
     body = json.dumps(chat(pool, prompt_of(100, seed=seed), stream=True)).encode()
@@ -36,27 +36,27 @@ async def busy(engines: SharedEngines, deployment: Deployment, pool: str, *, see
 
 
 async def served(deployment: Deployment, body: bytes) -> int:
-    """Ask and read the answer to its end; return its status."""
+    """Send a request and read its response to the end; return the status."""
     async with opened(deployment.envoy.url + CHAT, body) as response:
         await response.read()
         return response.status
 
 
 def short(pool: str, *, seed: str) -> bytes:
-    """Return a body whose prompt shares nothing with another seed's."""
+    """Return a body whose prompt shares no prefix with another seed's."""
     return json.dumps(chat(pool, prompt_of(2, seed=seed))).encode()
 
 
 async def held(deployment: Deployment, pool: str, count: int) -> None:
-    """Wait until the pool holds so many requests, by its gauge."""
+    """Wait until the pool's gauge shows ``count`` queued requests."""
     await deployment.wait_for_metric("dualmap_pool_held_requests", count, pool=f"llm/{pool}")
 
 
 async def in_a_row(deployment: Deployment, pool: str, bodies: list[bytes]) -> list[asyncio.Task[Reply]]:
-    """Ask one after the other, each when the one before is known to be held."""
+    """Send requests in turn, each once the previous one is queued."""
     tasks = []
     for body in bodies:
-        # Whole and in chunks by turns.
+        # Every second one is chunked.
         tasks.append(asyncio.create_task(deployment.ask(body, chunk_bytes=500 * (len(tasks) % 2))))
         await held(deployment, pool, len(tasks))
     return tasks
@@ -159,7 +159,7 @@ async def test_first_member_of_empty_pool_serves_queued_requests(
     deployment.write("awaited", document("awaited", [member_of(engines.right)], version=2, **queue(holdWhenEmpty=True)))
     replies = await asyncio.gather(*tasks)
 
-    # At once, too: Envoy must know the member before any of them is sent there.
+    # No request may be dispatched before Envoy knows the member.
     assert [reply.status for reply in replies] == [200] * 4
     assert {receipt(reply)["chosen"] for reply in replies} == {"right"}
     assert {each.body for each in engines.right.received} == set(bodies)

@@ -1,7 +1,7 @@
-"""The engine model beside a real vLLM that is started here: what tests/sim/fixtures holds is made anew, in short.
+"""The engine model compared with a new recording of a real vLLM, as in tests/sim/fixtures but shorter.
 
-Off unless told where a vLLM is: it needs 5.6 GB of packages and ten minutes of a core. docs/engine-model.md says how
-to install one.
+It runs only when DUALMAP_VLLM_PYTHON is set: it needs 5.6 GB of packages and ten minutes of a core.
+docs/engine-model.md describes the installation.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 PYTHON = os.environ.get("DUALMAP_VLLM_PYTHON")
 LIMIT_S = 1500.0
 ERROR_PERCENT = 25.0
-"""How far the median TTFT may be off once every group has its own rate: 2 % where the engine has a core to itself."""
+"""The largest accepted error of the median TTFT with a rate per group; it is 2 % when the engine has its own core."""
 
 pytestmark = pytest.mark.skipif(
     PYTHON is None, reason="set DUALMAP_VLLM_PYTHON to the Python of a vLLM environment (docs/engine-model.md)"
@@ -35,7 +35,7 @@ async def bench(*arguments: str | Path) -> str:
         printed, progress = await asyncio.wait_for(command.communicate(), LIMIT_S)
     finally:
         if command.returncode is None:
-            # As from a terminal: it stops the engine that it started.
+            # On SIGINT it stops the engine that it started.
             command.send_signal(signal.SIGINT)
             await command.wait()
     assert command.returncode == 0, progress.decode()[-4000:]

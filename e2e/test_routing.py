@@ -1,4 +1,4 @@
-"""Where requests go through the real Envoy and router: the pick, its receipt, refusals, what clients may not say."""
+"""Routing through the real Envoy and router: picks, receipts, rejections, and ignored client headers."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ async def test_engine_receipt_header_is_replaced(engines: SharedEngines, deploym
 
 
 def spoofed(target: Upstream, cluster: str) -> dict[str, str]:
-    """Everything a client could say to be sent where it wants."""
+    """Return all headers by which a client could try to choose its destination."""
     return {
         DESTINATION: target.endpoint,
         f"{DESTINATION}-served": target.endpoint,
@@ -141,7 +141,7 @@ async def test_model_and_alias_select_their_pool(engines: SharedEngines, deploym
 
 
 def with_subset(config: str) -> str:
-    """Put a filter in front that hints at the subset which the header ``x-test-subset`` lists, as a gateway would."""
+    """Add a filter that sets a gateway's subset hint from the header ``x-test-subset``."""
     document: dict[str, Any] = yaml.safe_load(config)
     (listener,) = document["static_resources"]["listeners"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]

@@ -1,4 +1,4 @@
-"""Responses on their way back: event streams byte by byte, what the router learns from them, and clients that leave."""
+"""Responses through Envoy: unchanged event streams, their effect on the router, and client disconnects."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_event_passes_as_soon_as_it_is_sent(engines: SharedEngines, deploy
 
     engines.left.answer = engines.right.answer = answer
     async with opened(deployment.envoy.url + CHAT, json.dumps(chat("scripted", stream=True)).encode()) as response:
-        # The headers are there before the first token, as the engine sent them.
+        # The headers arrive before the first token, as the engine sent them.
         for gate, event in zip(gates, events, strict=True):
             gate.set()
             assert await response.content.readexactly(len(event)) == event
@@ -92,7 +92,7 @@ async def test_first_event_releases_prefill_and_access_log_the_rest(
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
     finished = await deployment.metric("dualmap_completions_total", pool="llm/scripted", outcome="finished")
-    # Nobody's prefix, so that all of it is to be computed.
+    # A new prefix: the engine must compute all of it.
     body = json.dumps(chat("scripted", f"{deployment.mode} new", stream=True)).encode()
     async with opened(deployment.envoy.url + CHAT, body) as response:
         await deployment.wait_for_load("scripted", "a prefill is pending", lambda flying, tokens: flying == 1 < tokens)
@@ -105,7 +105,7 @@ async def test_first_event_releases_prefill_and_access_log_the_rest(
 
 
 async def engine_sample(engines: SharedEngines, name: str, **labels: str) -> float:
-    """Return a sample of the slow engine's own metrics."""
+    """Return the sum of samples of a metric of the slow engine."""
     page = (await http1(f"http://{engines.slow.endpoint}/metrics")).body.decode()
     samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())

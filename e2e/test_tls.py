@@ -1,6 +1,6 @@
-"""TLS between Envoy and the router: certificates renewed while streams are open, mutual TLS, and who is kept out.
+"""TLS between Envoy and the router: certificates renewed while streams are open, mutual TLS, and untrusted Envoys.
 
-Whoever is kept out here is an Envoy; what its own clients see of that is a number.
+The tests observe an untrusted Envoy by the statuses that its clients get.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ modes = pytest.mark.parametrize("mode", [Mode.STREAMED, Mode.FULL_DUPLEX], ids=l
 
 
 async def shown(port: int) -> bytes:
-    """Return the certificate (DER) that a new connection is shown."""
+    """Return the certificate (DER) that the port presents to a new connection."""
 
     def shake() -> bytes:
         context = ssl.create_default_context()
@@ -49,29 +49,29 @@ async def shown(port: int) -> bytes:
 
 
 async def assert_shown(deployment: Deployment, pair: tuple[bytes, bytes]) -> None:
-    """Check that both of the router's ports show new connections this certificate."""
+    """Check that both router ports present this certificate to new connections."""
     certificate = ssl.PEM_cert_to_DER_cert(pair[1].decode())
     assert [await shown(deployment.router.ports[name]) for name in ("grpc", "als")] == [certificate] * 2
 
 
 async def outcomes(deployment: Deployment, envoy: Envoy, count: int = 8) -> Counter[tuple[int, bool]]:
-    """Ask through an Envoy; count the replies by status and by whether the router has routed them."""
+    """Send requests through an Envoy; count the replies by status and whether the router picked."""
     replies = [await deployment.ask(chat("scripted", f"request {n}"), envoy=envoy) for n in range(count)]
     return Counter((reply.status, DECISION in reply.headers) for reply in replies)
 
 
 def client_options(folder: Path) -> tuple[str, ...]:
-    """Return the options by which Envoy shows the pair in a folder."""
+    """Return the options with which Envoy presents the pair in a folder."""
     return "--tls", "on", "--tls-cert", str(folder / "tls.crt"), "--tls-key", str(folder / "tls.key")
 
 
 async def all_started(stack: AsyncExitStack, envoys: Iterable[Envoy]) -> None:
-    """Start Envoys at once: those that are kept out wait five seconds for endpoints before they listen."""
+    """Start Envoys concurrently: an untrusted one waits five seconds for endpoints before it listens."""
     await asyncio.gather(*(stack.enter_async_context(envoy) for envoy in envoys))
 
 
 def scripted(engines: SharedEngines) -> dict[str, dict[str, Any]]:
-    """Return the pool of the upstreams; nothing is held back behind answers that a test keeps waiting."""
+    """Return the pool of the upstreams; no request queues behind a delayed response."""
     members = [member_of(engines.left), member_of(engines.right)]
     return {"scripted": document("scripted", members, routing={"queue": {"dispatchWindow": "Unlimited"}})}
 
@@ -91,7 +91,7 @@ async def test_streams_continue_across_a_certificate_change(engines: SharedEngin
         mode=mode,
         directory=tmp_path,
         router_arguments=("--tls", str(folder)),
-        # Envoy's health checks open connections of their own, so it must trust the new certificate before it is there.
+        # Envoy's health checks open new connections, so it must trust the new certificate in advance.
         envoy_arguments=trusting("both.crt", before.pem + after.pem),
     ) as deployment:
         async with AsyncExitStack() as clients:
@@ -114,7 +114,7 @@ async def test_streams_continue_across_a_certificate_change(engines: SharedEngin
                 await all_started(envoys, (newcomer, outdated))
                 assert await outcomes(deployment, newcomer) == {(200, True): 8}
                 assert await outcomes(deployment, outdated) == {(503, False): 8}
-            # What Envoy has open goes on too, for requests that are new.
+            # Envoy's open connections also serve new requests.
             assert await outcomes(deployment, deployment.envoy) == {(200, True): 8}
             first.set()
             for stream in streams:
@@ -187,20 +187,22 @@ async def test_mutual_tls_admits_only_trusted_clients(engines: SharedEngines, mo
             for options, envoy in kept_out.items():
                 found = await outcomes(deployment, envoy)
                 if "--static-endpoints" not in options:
-                    # Without a router Envoy knows no engine to send a request to.
+                    # Without a router Envoy has no endpoints.
                     assert found == {(503, False): 8}, options
                 elif mode is Mode.STREAMED:
-                    # It fails open: round robin, as with a router that is dead.
+                    # It fails open to round robin, as with a dead router.
                     assert found == {(200, False): 8}, options
                 else:
-                    # As in STREAMED once it knows that no router is to be had, which takes it a moment.
+                    # As in STREAMED once Envoy has noticed that no router is healthy.
                     assert found.keys() <= {(200, False), (503, False)}, options
         for port in ("grpc", "als"):
             answer = await raw(deployment.router.ports[port], HTTP2_PREFACE)
             assert not answer.startswith(b"\x00"), "the router answers HTTP/2 in plain text on its TLS port"
         assert await outcomes(deployment, deployment.envoy) == {(200, True): 8}
         await deployment.wait_for_metric("dualmap_access_log_entries_total", 16, picked="yes")
-        assert await deployment.metric("dualmap_access_log_entries_total") == 16, "entries of those kept out"
+        assert await deployment.metric("dualmap_access_log_entries_total") == 16, (
+            "the router accepted entries of an untrusted Envoy"
+        )
 
 
 async def test_envoy_uses_renewed_client_certificate_without_restart(engines: SharedEngines, tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ async def test_envoy_uses_renewed_client_certificate_without_restart(engines: Sh
         client_ca.write_bytes(new.pem)
         async with deployment.another_envoy("newcomer") as newcomer:
             assert await outcomes(deployment, newcomer) == {(200, True): 8}
-        # A certificate is shown to new connections only, and a new router has no others.
+        # Only a new connection presents the new certificate; a restarted router has only new ones.
         await deployment.kill_router()
         await deployment.restart_router()
         assert await outcomes(deployment, deployment.envoy) == {(200, True): 8}

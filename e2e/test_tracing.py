@@ -1,4 +1,4 @@
-"""Traces through the real Envoy and router: headers to the engine as they came, spans to a collector."""
+"""Traces through the real Envoy and router: unchanged headers to the engine, spans to a collector."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -57,7 +57,7 @@ async def test_decision_span_joins_the_client_trace(
 
         unknown = await deployment.ask(chat("nobody"), headers=HEADERS)
         assert unknown.status == 404
-        # What has not gone out yet does when the router ends.
+        # The router exports the remaining spans when it ends.
         await deployment.router.stop()
         assert [values(each.attributes).get("http.response.status_code") for each in collector.spans] == [None, 404]
 

@@ -1,4 +1,4 @@
-"""Token usage out of responses (``envoy/usage.lua``): what is read, what is not, and that no response suffers."""
+"""Token usage from responses (``envoy/usage.lua``): which responses it reads; it changes and delays none."""
 
 import asyncio
 import json
@@ -24,18 +24,18 @@ EVENTS = "text/event-stream"
 USAGE = b'{"prompt_tokens":10,"total_tokens":13,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}'
 LAST_EVENTS = b'data: {"choices":[],"usage":' + USAGE + b"}\n\ndata: [DONE]\n\n"
 FOUND = {names.TAG_PROMPT_TOKENS: "10", names.TAG_COMPLETION_TOKENS: "3", names.TAG_CACHED_TOKENS: "8"}
-# A line of the script, where tests make it fail.
+# The line of the script where tests insert an error.
 LOOP = "for chunk in handle:bodyChunks() do"
 POOL = names.cluster_name("llm", "qwen")
 SCALARS = [b"data: null\n\n", b'data: "text"\n\n', b"data: 5\n\n", b"data: true\n\n", b"data:\n\n", b"data: {\n\n"]
 
 
 def quoted(text: bytes) -> bytes:
-    """Return an answer whose content is a text, as a JSON string."""
+    """Return a response body whose content is ``text`` as a JSON string."""
     return b'{"choices":[{"text":' + json.dumps(text.decode()).encode() + b"}]}"
 
 
-# Name -> content type, body, tags expected.
+# Name -> content type, body, expected tags.
 READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "whole, written by json.dumps": (JSON, json.dumps({"choices": [], "usage": json.loads(USAGE)}).encode(), FOUND),
     "whole, indented": (JSON, json.dumps({"usage": json.loads(USAGE), "z": [1]}, indent=4).encode(), FOUND),
@@ -86,7 +86,7 @@ READ: dict[str, tuple[str, bytes, dict[str, str]]] = {
 
 
 def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
-    """Answer with a body at once."""
+    """Return an answer of one whole body."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         return web.Response(body=body, headers={"content-type": content_type, **headers})
@@ -95,7 +95,7 @@ def whole(body: bytes, content_type: str = JSON, **headers: str) -> Answer:
 
 
 class InPieces:
-    """Answers piece by piece, the next one once ``passed`` is set: each is a chunk of its own for Envoy."""
+    """Answers in pieces, the next one once ``passed`` is set, so that Envoy gets each as a chunk."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
@@ -111,7 +111,7 @@ class InPieces:
         return response
 
     async def read(self, envoy: Envoy) -> None:
-        """Ask through Envoy: every piece must come before the engine has sent the next."""
+        """Send a request through Envoy; each piece must arrive before the engine sends the next."""
         async with opened(envoy.url, b"{}") as response:
             for piece in self.pieces:
                 assert await response.content.readexactly(len(piece)) == piece
@@ -133,7 +133,7 @@ async def _picker(engine: Upstream) -> AsyncIterator[Picker]:
 
 @pytest_asyncio.fixture(name="envoy")
 async def _envoy(engine: Upstream, picker: Picker, tmp_path: Path) -> AsyncIterator[Envoy]:
-    """One Envoy, whose script must not have failed once."""
+    """Yield an Envoy; its script must not fail."""
     async with Envoy(settings_for([pool_of([engine])], [picker]), directory=tmp_path) as envoy:
         yield envoy
         assert envoy.child.returncode is None, envoy.child.output()[-4000:]
@@ -141,14 +141,14 @@ async def _envoy(engine: Upstream, picker: Picker, tmp_path: Path) -> AsyncItera
 
 
 async def logged(picker: Picker, number: int) -> list[dict[str, str]]:
-    """Return the usage tags of so many responses, in their order."""
+    """Return the usage tags of the first ``number`` responses in order."""
     await picker.wait_for_entries(number)
     tags = [dict(entry.common_properties.custom_tags) for entry in picker.entries]
     return [{tag: found[tag] for tag in FOUND if found.get(tag, "-") != "-"} for found in tags]
 
 
 async def ask_by_http2(deployment: Deployment) -> Reply:
-    """Ask as a client that keeps its connection: one that closes at the last byte is logged as gone before the end."""
+    """Send a request over HTTP/2: a client that closes at the last byte would be logged as a disconnect."""
     return await http2(deployment.envoy.port, path=CHAT, body=json.dumps(chat("scripted")).encode())
 
 
@@ -186,7 +186,7 @@ async def test_usage_is_kept_when_the_client_leaves_at_the_end(engine: Upstream,
 
 
 class TestThroughTheRouter:
-    """What the router makes of it, in each message mode."""
+    """The router's use of the usage tags, in each message mode."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -256,5 +256,5 @@ class TestThroughTheRouter:
                 assert (reply.status, reply.body) == (200, body)
             assert sum((await envoy.stats(r"lua\.errors$")).values()) == 2
             assert "broken" in envoy.child.output()
-            # Envoy writes its access log in batches, and drops the last one when it is stopped.
+            # Envoy sends its access log in batches, and drops the last one when it stops.
             await deployment.wait_for_rest()

@@ -1,7 +1,7 @@
-"""A headless Chromium by WebDriver (W3C), spoken over HTTP: what the dashboard's tests look through.
+"""A headless Chromium that the dashboard tests control by WebDriver (W3C) over HTTP.
 
-Debian's ``chromium`` and ``chromium-driver``; ``missing`` says which is not there. Everything that the browser asked
-for and everything it complained of is kept, since what it must not do is as much looked at as what it shows.
+Needs Debian's ``chromium`` and ``chromium-driver``; ``missing`` names the absent one. The browser records its requests
+and console messages, so that tests can assert what the page must not do.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ _FLAGS: Final = (
 )
 _STARTS: Final = 5
 _NO_PORT: Final = "IPv4 port not available"
-_ELEMENT: Final = "element-6066-11e4-a52e-4f735466cecf"  # By which WebDriver names a reference to an element.
+_ELEMENT: Final = "element-6066-11e4-a52e-4f735466cecf"  # WebDriver's key of an element reference.
 
 
 def missing() -> str | None:
-    """Return what is not installed, in words for a skipped test."""
+    """Return which program is not installed, as the reason for a skipped test."""
     for program, package in (("chromium", "chromium"), ("chromedriver", "chromium-driver")):
         if shutil.which(program) is None:
             return f"{program} is not installed; on Debian: apt-get install {package}"
@@ -45,7 +45,7 @@ def missing() -> str | None:
 
 
 class Browser:
-    """One window. The profile is new and empty, in ``directory``."""
+    """One browser window with an empty profile in ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -65,7 +65,7 @@ class Browser:
             answer = (await response.json())["value"]
             assert response.status == 200, answer
         self._session = f"{driver}/session/{answer['sessionId']}"
-        # What the browser's own first page asks for is none of ours.
+        # The requests of the browser's start page do not count.
         await self.open("about:blank")
         await self.requested()
         self._requested.clear()
@@ -83,7 +83,7 @@ class Browser:
     async def _start_driver(self) -> int:
         """Start chromedriver and return its port.
 
-        It takes a free port of IPv6 and then wants the same of IPv4, which somebody may have: then it is started anew.
+        It takes a free IPv6 port and then needs the same IPv4 port. When that one is in use, this starts it again.
         """
         for _ in range(_STARTS):
             before = len(self._driver.output())
@@ -99,21 +99,21 @@ class Browser:
         await self._command("url", {"url": url})
 
     async def resize(self, width: int, height: int) -> None:
-        """Have the page so many CSS pixels to itself."""
+        """Set the size of the page in CSS pixels."""
         await self.cdp(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
     async def colours(self, scheme: str) -> None:
-        """Have the page told that its reader prefers ``light`` or ``dark``."""
+        """Set the preferred colour scheme, ``light`` or ``dark``."""
         await self.cdp("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def run(self, script: str, *arguments: object) -> Any:
-        """Run JavaScript in the page (``arguments``, ``return``) and return what it returns."""
+        """Run JavaScript in the page (``arguments``, ``return``) and return its result."""
         return await self._command("execute/sync", {"script": script, "args": list(arguments)})
 
     async def until(self, script: str, *arguments: object, timeout_s: float = 60.0) -> Any:
-        """Run an expression again and again until it is truthy; return it."""
+        """Evaluate an expression repeatedly until it is truthy; return its value."""
         found: Any = None
 
         async def holds() -> bool:
@@ -125,11 +125,11 @@ class Browser:
         return found
 
     async def text(self, selector: str) -> str:
-        """Return the text of the first element that a CSS selector finds."""
+        """Return the text of the first element that matches a CSS selector."""
         return str(await self.run("return document.querySelector(arguments[0]).textContent", selector))
 
     async def press(self, *keys: str) -> None:
-        """Press keys one after another (WebDriver's code points for those without a character)."""
+        """Press keys in turn (WebDriver's code points for keys without a character)."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         await self._command("actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
 
@@ -142,16 +142,16 @@ class Browser:
         await self._command("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
 
     async def screenshot(self) -> bytes:
-        """Return what the page looks like, all of it and not only what is in the window, as a PNG."""
+        """Return a PNG of the whole page, beyond the window too."""
         shot = await self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 
     async def complaints(self) -> list[str]:
-        """Return what the console says: errors, warnings and violations of the Content-Security-Policy."""
+        """Return the console's messages: errors, warnings and violations of the Content-Security-Policy."""
         return [entry["message"] for entry in await self._command("se/log", {"type": "browser"})]
 
     async def requested(self) -> Sequence[str]:
-        """Return the URLs of everything asked for so far, pages included."""
+        """Return the URLs of all requests so far, pages included."""
         for entry in await self._command("se/log", {"type": "performance"}):
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
@@ -159,7 +159,7 @@ class Browser:
         return self._requested
 
     async def cdp(self, command: str, **parameters: object) -> Any:
-        """Give a command of Chrome's own protocol."""
+        """Run a command of the Chrome DevTools Protocol."""
         return await self._command("goog/cdp/execute", {"cmd": command, "params": parameters})
 
     async def _command(self, name: str, body: dict[str, object]) -> Any:

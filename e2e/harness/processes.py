@@ -1,4 +1,4 @@
-"""Child processes of the end-to-end tests: started with a log file, waited for by what they print, stopped by id."""
+"""Child processes of the end-to-end tests: each has a log file, is awaited by its output, and is stopped by its id."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,13 @@ from typing import Self
 
 from harness.waiting import until
 
-# Several start at once, and other work may have most of the machine.
+# Several start at once, and other work may use most of the machine.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 
 
 class Child:
-    """One child process. Its output goes to ``log``; leaving the context stops it, by SIGKILL where it must."""
+    """One child process. Its output goes to ``log``; leaving the context stops it, with SIGKILL if necessary."""
 
     def __init__(self, name: str, argv: Sequence[str | Path], *, directory: Path) -> None:
         self.name = name
@@ -35,14 +35,14 @@ class Child:
         return self._running().returncode
 
     async def start(self) -> None:
-        """Start the process; a restarted child writes on in the same log."""
+        """Start the process; a restarted child appends to the same log."""
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self.argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     async def wait_for_line(self, pattern: str, *, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:
-        """Wait until the log, from character ``after`` on, matches; fails at once if the child ends without."""
+        """Wait until the log from character ``after`` on matches; fails at once when the child exits before."""
         found: re.Match[str] | None = None
 
         async def printed() -> bool:
@@ -57,7 +57,7 @@ class Child:
         return found
 
     def output(self) -> str:
-        """Return what the child wrote so far."""
+        """Return the child's output so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def terminate(self) -> None:
@@ -66,30 +66,30 @@ class Child:
             self._running().terminate()
 
     def pause(self) -> None:
-        """Have it hang (SIGSTOP): its ports take connections and nothing answers."""
+        """Stop it (SIGSTOP): its ports accept connections and nothing answers."""
         self._running().send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on after ``pause``."""
+        """Continue it after ``pause``."""
         with contextlib.suppress(ProcessLookupError):
             self._running().send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:
-        """Send SIGKILL and wait for the end."""
+        """Send SIGKILL and wait until the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._running().kill()
         await self._running().wait()
 
     async def wait(self, *, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Wait for the end; returns the exit status."""
+        """Wait until the process has ended; return its exit status."""
         return await asyncio.wait_for(self._running().wait(), timeout_s)
 
     async def stop(self) -> int:
-        """Ask the child to end, then make it; returns the exit status."""
+        """Send SIGTERM, then SIGKILL after a timeout; return the exit status."""
         if self._process is None:
             return 0
         self.terminate()
-        # One that was left paused would not see the signal.
+        # A paused process handles no signal.
         self.resume()
         try:
             return await self.wait()
@@ -112,10 +112,10 @@ class Child:
 
 
 def dualmap_argv(*arguments: str | Path) -> list[str]:
-    """Return the command line of a ``dualmap`` subcommand, run by this very interpreter."""
+    """Return the command line of a ``dualmap`` subcommand with this interpreter."""
     return python_argv("-m", "dualmap_cli", *arguments)
 
 
 def python_argv(*arguments: str | Path) -> list[str]:
-    """Return the command line of this very interpreter with these arguments."""
+    """Return the command line of this interpreter with these arguments."""
     return [sys.executable, *map(str, arguments)]

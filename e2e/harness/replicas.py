@@ -1,7 +1,7 @@
-"""Several routers behind one Envoy in front of the same engines, as production has it.
+"""Several routers behind one Envoy in front of the same engines, as in production.
 
-``deployment`` is one router and one Envoy; here each router has pool files of its own, so that they may differ, and
-processes of every kind can be killed, paused and brought back where they were.
+``deployment`` is one router and one Envoy. Here each router has its own pool files, so that they may differ, and
+tests can kill, pause and restart every process on its ports.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from harness.stack import Router, write_pool
 from harness.waiting import until
 
 REST_TIMEOUT_S = 30.0
-# A router takes up to 25 s by itself.
+# A router drains for up to 25 s.
 DRAIN_TIMEOUT_S = 40.0
 GAUGES = (
     "dualmap_endpoint_in_flight_requests",
@@ -35,7 +35,7 @@ Document = Mapping[str, Any]
 
 
 class Replicas:
-    """Routers and an Envoy; ``pools`` are documents by pool name, the engines are somebody else's."""
+    """Routers and one Envoy in front of the caller's engines; ``pools`` maps pool names to documents."""
 
     def __init__(
         self,
@@ -58,19 +58,19 @@ class Replicas:
         self.envoy: Envoy
 
     def write(self, pool: str, document: Document, *, only: int | None = None) -> None:
-        """Write a pool's file anew for every router, or for ``only`` one of them."""
+        """Replace a pool's file for every router, or for router number ``only``."""
         folders = self._directory.glob("router-?") if only is None else [self._directory / f"router-{only}"]
         for folder in folders:
             write_pool(folder / f"{pool}.json", document)
 
     async def start(self) -> None:
-        """Start the routers, then Envoy; returns once all of them work."""
+        """Start the routers, then Envoy; return once all are ready."""
         await asyncio.gather(*(router.start() for router in self.routers))
         self.envoy = self.another_envoy("envoy")
         await self.envoy.start()
 
     async def stop(self) -> None:
-        """Stop everything."""
+        """Stop Envoy and the routers."""
         await self.envoy.child.stop()
         await asyncio.gather(*(router.stop() for router in self.routers))
 
@@ -81,7 +81,7 @@ class Replicas:
         await self.routers[number].start()
 
     async def heal(self) -> None:
-        """Bring back whatever a test has left paused or dead."""
+        """Resume or restart every process that a test left paused or dead."""
         for number, router in enumerate(self.routers):
             router.resume()
             if router.returncode is not None:
@@ -90,19 +90,19 @@ class Replicas:
             await self.envoy.start()
 
     async def end_router(self, number: int) -> None:
-        """Ask a router to end (SIGTERM) and wait until it has drained; fails if it does not exit by 0."""
+        """Send SIGTERM to a router and wait until it has drained; fails unless it exits with 0."""
         self.routers[number].terminate()
         assert await self.routers[number].wait(timeout_s=DRAIN_TIMEOUT_S) == 0
 
     async def in_use(self, number: int, *, more: int = 8) -> None:
-        """Wait until a router is asked: so many more requests than it has routed by now."""
+        """Wait until a router has routed ``more`` further requests."""
         router = self.routers[number]
         before = await router.metric("dualmap_requests_total")
 
         async def asked() -> bool:
             return await router.metric("dualmap_requests_total") >= before + more
 
-        await until(asked, f"{router.name} is asked", timeout_s=REST_TIMEOUT_S)
+        await until(asked, f"{router.name} routes requests", timeout_s=REST_TIMEOUT_S)
 
     async def wait_for_metric(self, name: str, value: float, *, of: int, **labels: str) -> None:
         """Wait until a router's metric has this value."""
@@ -114,7 +114,7 @@ class Replicas:
         await until(has, f"{router.name}: {name}{labels or ''} is {value}", timeout_s=REST_TIMEOUT_S)
 
     async def wait_for_rest(self) -> None:
-        """Wait until nothing is in flight, pending or held in any router that runs, nor open in Envoy."""
+        """Wait until no running router has load or queued requests, and Envoy has no open request."""
         for router in self.routers:
             if router.returncode is not None:
                 continue
@@ -132,17 +132,17 @@ class Replicas:
         await until(quiet, "Envoy has no request", timeout_s=REST_TIMEOUT_S)
 
     def resources(self) -> dict[str, ProcessResources]:
-        """Return what each process that runs holds, by name."""
+        """Return the resources of each running process, by name."""
         return {name: resources_of(pid) for name, pid in self._pids().items()}
 
     async def wait_for_release(self, before: Mapping[str, ProcessResources]) -> None:
-        """Wait until no process holds more than it, or the one it replaces, did before."""
+        """Wait until no process holds clearly more than it, or the process it replaced, did before."""
         await wait_for_release(before, self._pids())
 
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # whatever kept it from starting, nothing may be left running
+        except BaseException:  # after any failed start no process may be left
             await asyncio.gather(*(router.stop() for router in self.routers))
             raise
         return self
@@ -165,11 +165,11 @@ class Replicas:
             name=name,
             arguments=self._router_arguments,
             ports=ports,
-            movable_clocks=True,
+            with_movable_clocks=True,
         )
 
     def another_envoy(self, name: str, *, access_log: str | None = None) -> Envoy:
-        """Return an Envoy over all routers, not started; ``access_log`` is where it sends that (None: to them)."""
+        """Return an Envoy of all routers, not started; ``access_log`` is its log's address (None: the routers)."""
         arguments = ["envoy-config", "--mode", self._mode.value]
         arguments += [part for pool in self._pools for part in ("--pool", f"{self._directory}/router-0/{pool}.json")]
         arguments += ["--router", self._addresses("grpc"), "--als", access_log or self._addresses("als")]

@@ -1,7 +1,7 @@
-"""What faults are played on: three engines, two routers that share a Redis, one Envoy, and steady traffic.
+"""The system of the fault tests: three engines, two routers that share a Redis, one Envoy, and steady traffic.
 
-Started once per session: every fault is one that the deployment has to recover from by itself, so that the next test
-finds it whole. ``replicas`` holds routers and Envoy, ``traffic`` the clients, ``resources`` looks for leaks.
+It starts once per session: it must recover from every fault by itself, so that the next test finds it healthy.
+``replicas`` runs routers and Envoy, ``traffic`` the clients, and ``resources`` finds leaks.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from redis_server import RedisServer
 
 POOL = "fleet"
 ENGINES = 3
-# Twice as fast as life: a request of the traffic takes about half a second.
+# Twice real time: a request of the traffic takes about half a second.
 SPEED = "2"
 PREFIXES = 12
 
 
 class ReplicatedSystem:
-    """Engines, Redis, and ``replicas``; ``before`` is what its processes held when nothing had happened yet."""
+    """Engines, Redis, and ``replicas``; ``before`` holds the resources of its processes after the start."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
@@ -44,18 +44,18 @@ class ReplicatedSystem:
         return document(POOL, [engine.member for engine in engines], version=version, slo={"ttft": "2s"})
 
     def traffic(self, *, of: Replicas | None = None, envoy: Envoy | None = None, session: str = "") -> Traffic:
-        """Return clients that ask through an Envoy: prompts of a dozen shared prefixes, all of one ``session``."""
+        """Return clients of an Envoy that send prompts of a dozen shared prefixes, all in one ``session``."""
         asked = envoy or (of or self.replicas).envoy
         return Traffic(lambda: asked.url, lambda number: body(number, session))
 
     @asynccontextmanager
     async def another(self, mode: Mode, directory: Path) -> AsyncIterator[Replicas]:
-        """Start routers and an Envoy of another message mode over the same engines, without Redis."""
+        """Run routers and an Envoy of another message mode with the same engines, without Redis."""
         async with Replicas({POOL: self.document(*self.engines)}, directory=directory, mode=mode) as replicas:
             yield replicas
 
     async def heal(self) -> None:
-        """Bring back whatever a failed test has left broken."""
+        """Repair what a failed test has left broken."""
         for engine in self.engines:
             engine.resume()
             if engine.returncode is not None:
@@ -63,14 +63,14 @@ class ReplicatedSystem:
         await self.replicas.heal()
 
     async def wait_for_rest(self) -> None:
-        """Wait until nothing is left of what was asked: no gauge above zero, no request open, nothing leaked."""
+        """Wait until all load gauges are zero, no request is open, and no resource is leaked."""
         await self.replicas.wait_for_rest()
         await self.replicas.wait_for_release(self.before)
 
     async def __aenter__(self) -> Self:
         try:
             await self._start()
-        except BaseException:  # whatever kept it from starting, nothing may be left running
+        except BaseException:  # after any failed start no process may be left
             await self._stack.aclose()
             raise
         return self
@@ -81,7 +81,7 @@ class ReplicatedSystem:
         await self._stack.aclose()
 
     async def restart_engine(self, number: int, *, speed: str = SPEED) -> None:
-        """Kill an engine and start it where it was, as fast as ``engine-sim --speed`` says."""
+        """Kill an engine and start it on its port with the given ``engine-sim --speed``."""
         port = self.engines[number].port
         await self.engines[number].kill()
         self.engines[number] = self._engine(number, speed, port=port)
@@ -111,7 +111,7 @@ class ReplicatedSystem:
 
 
 def body(number: int, session: str) -> dict[str, Any]:
-    """Return a chat completions body: one of a dozen prefixes, and a question of its own."""
+    """Return a chat completions body: one of a dozen prefixes and a distinct question."""
     prompt = prompt_of(3, seed=f"prefix {number % PREFIXES}") + f" question {number}"
     return {"model": f"{POOL}-model", "messages": [{"role": "user", "content": prompt}], "max_tokens": 30} | (
         {"session_id": session} if session else {}

@@ -1,4 +1,4 @@
-"""What a process holds, from /proc: a leak is a number that does not come back."""
+"""Resources of a process from /proc; a leak is a number that stays higher than before."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.waiting import until
 
-# Connections and helper threads that come and go; a leak would show once per request, and tests send dozens.
+# Connections and helper threads vary; a leak would add one per request, and tests send dozens.
 SLACK = 8
 SETTLE_TIMEOUT_S = 30.0
 
@@ -19,12 +19,12 @@ class ProcessResources:
     threads: int
 
     def exceeds(self, before: "ProcessResources") -> bool:
-        """Whether this is clearly more than there was before."""
+        """Return whether this is clearly more than ``before``."""
         return self.descriptors > before.descriptors + SLACK or self.threads > before.threads + SLACK
 
 
 def resources_of(pid: int) -> ProcessResources:
-    """Look at a process that is running."""
+    """Return the resources of a running process."""
     process = Path(f"/proc/{pid}")
     return ProcessResources(
         descriptors=len(list((process / "fd").iterdir())), threads=len(list((process / "task").iterdir()))
@@ -32,13 +32,13 @@ def resources_of(pid: int) -> ProcessResources:
 
 
 def resident_mib(pid: int) -> float:
-    """Return how much memory a running process has resident, in MiB."""
+    """Return the resident memory of a running process, in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 async def wait_for_release(before: Mapping[str, ProcessResources], pids: Mapping[str, int]) -> None:
-    """Wait until no process holds more than the one of its name did before, which may have been another one."""
+    """Wait until no process holds clearly more than the process of the same name did before."""
 
     async def released() -> bool:
         return not any(resources_of(pid).exceeds(before[name]) for name, pid in pids.items())

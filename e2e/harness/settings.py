@@ -1,4 +1,4 @@
-"""Settings for an Envoy in front of controlled engines and scripted pickers; every port of Envoy's own is free."""
+"""Settings for an Envoy in front of scripted engines and pickers; Envoy chooses its own ports."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from harness.upstream import Upstream
 
 
 def pool_of(engines: Sequence[Upstream], *, name: str = "qwen", draining: Sequence[Upstream] = ()) -> Pool:
-    """Describe a pool whose members are these engines, by their names."""
+    """Return a pool whose members are these engines, by name."""
     states = [(engine, MemberState.ACTIVE) for engine in engines]
     states += [(engine, MemberState.DRAINING) for engine in draining]
     members = [Member(id=engine.name, address=engine.host, port=engine.port, state=state) for engine, state in states]
@@ -19,7 +19,7 @@ def pool_of(engines: Sequence[Upstream], *, name: str = "qwen", draining: Sequen
 def settings_for(
     pools: Sequence[Pool], pickers: Sequence[Picker], *, mode: Mode = Mode.STREAMED, static_endpoints: bool = True
 ) -> EnvoySettings:
-    """Describe an Envoy for these pools that asks these pickers and logs to each of them."""
+    """Return settings of an Envoy that uses these pickers and logs to each of them."""
     routers = tuple(Address(host="127.0.0.1", port=picker.port) for picker in pickers)
     anywhere = Address(host="127.0.0.1", port=0)
     return EnvoySettings(

@@ -1,7 +1,7 @@
 """The engines that the end-to-end tests share, and one deployment per message mode over all of them.
 
-Started once per session and used by every test that leaves it as it found it: processes take seconds to start, so
-several pools in one router stand for the several situations that tests need.
+Tests share them for a session and restore what they change, because processes take seconds to start. Each situation
+that a test needs is a pool of its own in one router.
 """
 
 import asyncio
@@ -19,20 +19,20 @@ from harness.upstream import Upstream, plain
 
 FAST = "50"
 SLOW = "0.05"
-# No prompt of a test is too long for such a pool, so that a new one may go to either of its pair.
-# An engine so slow, as its router is told, that one long prompt keeps whatever comes after it waiting.
+# No prompt of a test is too long for such a pool, so a new prompt may go to either member of its pair.
+# The router assumes so slow an engine that later requests queue behind one long prompt.
 BUSY: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 100}}
 PATIENT: Mapping[str, Any] = {"engine": {"prefillTokensPerSecond": 1_000_000}, "slo": {"ttft": "10m"}}
 
 
 class SharedEngines:
-    """Engines and deployments.
+    """Engines, and deployments in front of them.
 
-    Pools, by name: ``scripted`` has two upstreams whose answers the test decides, and takes what no router picked;
-    ``fast`` and ``slow`` have simulated engines, two quick ones and one that needs minutes for a long prompt;
-    ``halved`` has a member where nothing listens; ``empty`` has none; ``changing`` is for tests that change members.
-    ``queued`` and ``hasty`` have one upstream that is handed one prompt at a time: in ``queued`` three more may wait,
-    in order, in ``hasty`` none for long. ``awaited`` has no member, and requests wait for the first.
+    Pools, by name: ``scripted`` has two upstreams whose answers the test sets, and gets requests without a pick;
+    ``fast`` has two fast simulated engines, ``slow`` has one that needs minutes for a long prompt;
+    ``halved`` has one member where nothing listens; ``empty`` has no member; tests change the members of ``changing``.
+    ``queued`` and ``hasty`` have one upstream that gets one prompt at a time: ``queued`` queues three more in order,
+    ``hasty`` has a short maximum wait. ``awaited`` has no member, and requests queue for the first.
     The model of pool X is ``X-model``, its alias ``X``.
     """
 
@@ -40,7 +40,7 @@ class SharedEngines:
         self._directory = directory
         self.left = Upstream(name="left")
         self.right = Upstream(name="right")
-        # In no pool: whoever reaches it followed a header that a client made up.
+        # In no pool: a request reaches it only when Envoy follows a header that the client sent.
         self.outsider = Upstream(name="outsider")
         self.fast = [self._engine(f"fast-{number}", "fast-model", FAST) for number in range(2)]
         self.slow = self._engine("slow", "slow-model", SLOW)
@@ -49,11 +49,11 @@ class SharedEngines:
 
     @property
     def upstreams(self) -> tuple[Upstream, ...]:
-        """Every upstream, the outsider too."""
+        """Every upstream, including the outsider."""
         return self.left, self.right, self.outsider
 
     async def deployment(self, mode: Mode) -> Deployment:
-        """Return the mode's deployment, started when it is first asked for; its router is running."""
+        """Return the mode's deployment with a running router; start it on the first call."""
         deployment = self._deployments.get(mode)
         if deployment is None:
             directory = self._directory / mode.value
@@ -66,9 +66,9 @@ class SharedEngines:
         return deployment
 
     def documents(self) -> dict[str, dict[str, Any]]:
-        """Return every pool's document; the first takes what no router picked."""
+        """Return every pool's document; the first pool gets requests without a pick."""
         scripted = [member_of(self.left), member_of(self.right)]
-        # TCP port 9 (discard) is in nobody's use here.
+        # Nothing listens on TCP port 9 (discard).
         dead = PoolMember(id="dead", address="127.0.0.1", port=9)
         return {
             "scripted": document("scripted", scripted),
@@ -83,7 +83,7 @@ class SharedEngines:
         }
 
     def reset(self) -> None:
-        """Let every upstream answer plainly and forget what it received."""
+        """Reset every upstream's answer and forget what it received."""
         for upstream in self.upstreams:
             upstream.answer = plain
             upstream.received.clear()

@@ -1,4 +1,4 @@
-"""The product's own processes: ``dualmap router`` and ``dualmap engine-sim``, and the pool files they read."""
+"""Processes of the product, ``dualmap router`` and ``dualmap engine-sim``, and the pool files they read."""
 
 import json
 import os
@@ -11,12 +11,13 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness import movable_clocks
 from harness.processes import Child, dualmap_argv, python_argv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMember:
-    """A member as a pool file writes it."""
+    """A member as a pool file lists it."""
 
     id: str
     address: str
@@ -34,7 +35,7 @@ def pool_document(
     version: int = 1,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return an InferencePool object; ``spec`` is merged over the model alone."""
+    """Return an InferencePool object; ``spec`` adds to the model or replaces it."""
     listed = [{"id": m.id, "address": m.address, "port": m.port, "state": m.state, "weight": m.weight} for m in members]
     return {
         "apiVersion": "serving.dualmap.dev/v1alpha1",
@@ -46,7 +47,7 @@ def pool_document(
 
 
 def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
-    """Write a pool file at once (JSON is YAML), by rename as editors and ConfigMaps do."""
+    """Write a pool file atomically by rename, as editors and ConfigMaps do (JSON is YAML)."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(json.dumps(document, indent=2))
     fresh.rename(path)
@@ -54,9 +55,9 @@ def write_pool(path: Path, document: Mapping[str, Any]) -> Path:
 
 
 class Router(Child):
-    """A ``dualmap router`` on free ports of 127.0.0.1, or on given ones to come back where it was.
+    """A ``dualmap router`` on free ports of 127.0.0.1, or on the given ones after a restart.
 
-    With ``movable_clocks`` a test may move its clocks.
+    With ``with_movable_clocks`` a test may move its clocks.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Router(Child):
         name: str = "router",
         arguments: Sequence[str] = (),
         ports: Mapping[str, int] | None = None,
-        movable_clocks: bool = False,
+        with_movable_clocks: bool = False,
     ) -> None:
         fixed = ports or {}
         argv = ["router", "--host", "127.0.0.1", "--replica-id", name, *arguments]
@@ -75,17 +76,17 @@ class Router(Child):
         for port in ("grpc", "health", "metrics", "als"):
             argv += [f"--{port}-port", str(fixed.get(port, 0))]
         self._offsets = directory / f"{name}.clocks"
-        run = python_argv(movable_clocks.__file__, self._offsets, *argv) if movable_clocks else dualmap_argv(*argv)
+        run = python_argv(movable_clocks.__file__, self._offsets, *argv) if with_movable_clocks else dualmap_argv(*argv)
         super().__init__(name, run, directory=directory)
         self.ports: dict[str, int] = {}
 
     def set_clock_offsets(self, *, wall_s: float = 0.0, monotonic_s: float = 0.0) -> None:
-        """Move its clocks to so many seconds off the machine's."""
+        """Set how many seconds its clocks differ from the machine's."""
         self._offsets.write_text(json.dumps({"wall_s": wall_s, "monotonic_s": monotonic_s}))
         os.kill(self.pid, signal.SIGUSR1)
 
     async def start(self) -> None:
-        """Start and wait for the ready line, which says the ports."""
+        """Start and wait for the ready line, which names the ports."""
         before = len(self.output())
         await super().start()
         line = await self.wait_for_line(r"dualmap router ready (.*)", after=before)
@@ -93,12 +94,12 @@ class Router(Child):
         self.ports = {kind: int(address.rpartition(":")[2]) for kind, address in pairs}
 
     def keep_ports(self) -> None:
-        """Have its next start listen where it does now."""
+        """Use the current ports for the next start."""
         for kind, port in self.ports.items():
             self.argv[self.argv.index(f"--{kind}-port") + 1] = str(port)
 
     async def page(self, pool: str) -> dict[str, dict[str, Any]]:
-        """Return what ``GET /pools/llm/POOL`` says of the endpoints, by member id."""
+        """Return the endpoints of ``GET /pools/llm/POOL`` by member id."""
         async with aiohttp.ClientSession() as session, session.get(f"{self._status}/pools/llm/{pool}") as response:
             document = await response.json()
         return {endpoint["id"]: endpoint for endpoint in document["endpoints"]}
@@ -118,7 +119,7 @@ class Router(Child):
 
 
 class Engine(Child):
-    """A ``dualmap engine-sim`` on a free port or on a given one; started again, it comes back where it was."""
+    """A ``dualmap engine-sim`` on a free or a given port; a restart uses the same port."""
 
     def __init__(
         self, *, directory: Path, name: str, host: str = "127.0.0.1", port: int = 0, arguments: Sequence[str] = ()
@@ -138,7 +139,7 @@ class Engine(Child):
         return PoolMember(id=self.name, address=self.host, port=self.port)
 
     async def start(self) -> None:
-        """Start and wait for the ready line, which says the port."""
+        """Start and wait for the ready line, which names the port."""
         before = len(self.output())
         self.argv = dualmap_argv("engine-sim", "--host", self.host, "--port", str(self.port), *self._arguments)
         await super().start()

@@ -1,7 +1,7 @@
-"""Steady load through Envoy: so many streamed and so many plain requests at any time, and what became of each.
+"""Steady load through Envoy with a fixed number of concurrent streamed and plain requests, and each outcome.
 
-``replicas`` is what it runs against. A fault is judged by counting: a test marks a moment, breaks something, and asks
-what became of the requests that were open at that moment and of those that came later.
+A fault test counts: it marks a moment, breaks something, and counts the outcomes of the requests that were open at
+that moment and of the later ones.
 """
 
 import asyncio
@@ -20,37 +20,37 @@ from harness.upstream import ENGINE_HEADER
 from harness.waiting import until
 
 END_OF_STREAM = b"data: [DONE]\n\n"
-# A client that was told to go away does not come back at once.
+# A rejected client waits before its next request.
 RETRY_PAUSE_S = 0.05
 PATIENCE_S = 30.0
-# Beside a request that takes longer than any should the client begins its next, so that hanging ones take no load away.
+# A client starts its next request beside one that takes longer than this, so that hung requests do not reduce the load.
 NEXT_AFTER_S = 3.0
 
 
 class Kind(StrEnum):
-    """How an answer is asked for."""
+    """How a request asks for its response."""
 
     STREAM = "stream"
     PLAIN = "plain"
 
 
 class Outcome(StrEnum):
-    """What a client got."""
+    """How a request ended for its client."""
 
     OK = "ok"
     REFUSED = "refused"
     """An error status, with a body."""
     CUT = "cut"
-    """A status of 200 and an answer that broke off."""
+    """A status of 200 and an incomplete response."""
     LOST = "lost"
-    """No status: the connection was refused or broken."""
+    """No status: the connection failed."""
     STUCK = "stuck"
-    """Nothing until the test lost its patience."""
+    """No response until the test's timeout."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Exchange:
-    """One request as its client saw it; ``outcome`` is None while it is open, ``began`` says that a body byte came."""
+    """One request as its client saw it; ``outcome`` is None while it is open, ``began`` marks a body byte."""
 
     kind: Kind
     number: int
@@ -66,7 +66,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """The requests around a fault: those ``caught`` under way when it happened, and those begun ``later``."""
+    """The requests around a fault: those ``caught`` open when it happened, and those started ``later``."""
 
     _exchanges: list[Exchange]
     _mark: int
@@ -74,12 +74,12 @@ class Incident:
 
     @property
     def later(self) -> list[Exchange]:
-        """Requests begun after the fault."""
+        """Requests started after the fault."""
         return self._exchanges[self._mark :]
 
     @property
     def everyone(self) -> list[Exchange]:
-        """Both."""
+        """The caught and the later requests."""
         return [*self.caught, *self.later]
 
     def report(self, fault: str) -> None:
@@ -96,7 +96,7 @@ Body = Callable[[int], Mapping[str, Any]]
 
 
 class Traffic:
-    """Clients that ask without a pause; ``body`` makes the request of a number, ``url`` tells where Envoy is."""
+    """Clients that send requests without a pause; ``body`` makes request number N, ``url`` returns Envoy's address."""
 
     def __init__(self, url: Callable[[], str], body: Body, *, streams: int = 8, plain: int = 4) -> None:
         self._url = url
@@ -108,7 +108,7 @@ class Traffic:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Ask while the context is open, then let every request end; one that does not is ``STUCK``."""
+        """Send requests while the context is open, then wait for the open ones; one without end is ``STUCK``."""
         self._stop.clear()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
@@ -132,15 +132,15 @@ class Traffic:
 
     @property
     def open(self) -> list[Exchange]:
-        """The requests that are under way."""
+        """The requests that have not ended."""
         return [each for each in self.exchanges if each.outcome is None]
 
     def incident(self) -> Incident:
-        """Mark this moment, at which something is broken."""
+        """Mark the moment of a fault."""
         return Incident(self.exchanges, len(self.exchanges), self.open)
 
     async def flowing(self, requests: int = 24, *, timeout_s: float = 60.0) -> None:
-        """Wait until so many requests that begin from now on have been answered well."""
+        """Wait until ``requests`` requests that start from now on have succeeded."""
         mark = len(self.exchanges)
 
         async def answered() -> bool:
@@ -149,7 +149,7 @@ class Traffic:
         await until(answered, f"{requests} more requests are answered", timeout_s=timeout_s)
 
     async def streaming(self, streams: int) -> None:
-        """Wait until so many open streams have brought a first token."""
+        """Wait until ``streams`` open streams have received a first token."""
 
         async def begun() -> bool:
             return sum(each.began for each in self.open) >= streams
@@ -157,7 +157,7 @@ class Traffic:
         await until(begun, f"{streams} streams are under way", timeout_s=PATIENCE_S)
 
     async def _client(self, session: aiohttp.ClientSession, kind: Kind) -> None:
-        """Ask one request after the other; one that takes too long goes on beside the next."""
+        """Send requests in turn; one that takes too long continues beside the next."""
         while not self._stop.is_set():
             number = len(self.exchanges)
             exchange = Exchange(kind=kind, number=number, started_s=asyncio.get_running_loop().time())
@@ -200,12 +200,12 @@ class Traffic:
 
 
 def tally(exchanges: list[Exchange]) -> Counter[str]:
-    """Count requests by what became of them: ``ok``, ``cut``..., a refused one by its status (``503``)."""
+    """Count requests by outcome: ``ok``, ``cut``..., and a rejected one by its status (``503``)."""
     return Counter(_name(each) for each in exchanges)
 
 
 def failed(exchanges: list[Exchange]) -> list[Exchange]:
-    """Return those that ended without their answer."""
+    """Return the requests that ended without a complete response."""
     return [each for each in exchanges if each.outcome not in (None, Outcome.OK)]
 
 
@@ -221,6 +221,6 @@ def _whole(kind: Kind, last: bytes) -> bool:
     try:
         json.loads(last)
     except ValueError:
-        # Long answers are known by their end only.
+        # Of a long response only the end is kept.
         return last.rstrip().endswith(b"}")
     return True

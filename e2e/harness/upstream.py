@@ -1,4 +1,4 @@
-"""An engine stand-in whose every answer the test decides; it reports what it received, by digest."""
+"""A scripted engine: the test sets each answer, and the response reports the received body's digest."""
 
 import asyncio
 import hashlib
@@ -12,13 +12,13 @@ from aiohttp import web
 BODY_LIMIT = 1 << 30
 DIGEST_HEADER = "x-request-sha256"
 ENGINE_HEADER = "x-engine"
-# The digest of the body a request brought, kept with the request for the signature on its answer.
+# The digest of a request's body, kept for the header of its response.
 _SHA256 = web.RequestKey("sha256", str)
 
 
 @dataclass(slots=True, kw_only=True)
 class Received:
-    """One request as the upstream saw it."""
+    """One request as the upstream received it."""
 
     method: str
     path: str
@@ -34,13 +34,13 @@ Answer = Callable[[web.Request, Received], Awaitable[web.StreamResponse]]
 
 
 async def plain(request: web.Request, received: Received) -> web.StreamResponse:
-    """Answer as an engine does to a request that is not streamed."""
+    """Answer like an engine to a request without streaming."""
     usage = {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
     return web.json_response({"object": "chat.completion", "choices": [], "usage": usage})
 
 
 def sse(events: list[bytes], *, first_after: asyncio.Event | None = None, then: asyncio.Event | None = None) -> Answer:
-    """Answer with these events: the first after ``first_after``, the others after ``then``, where they are given."""
+    """Return an answer of these events: the first after ``first_after``, the others after ``then``, if given."""
 
     async def answer(request: web.Request, received: Received) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -58,7 +58,7 @@ def sse(events: list[bytes], *, first_after: asyncio.Event | None = None, then: 
 
 @dataclass(slots=True, kw_only=True)
 class Upstream:
-    """One controlled upstream on its own loopback address; ``endpoint`` is how a destination names it."""
+    """One scripted upstream on a loopback port; ``endpoint`` is its name in a destination."""
 
     name: str
     host: str = "127.0.0.1"
@@ -88,7 +88,7 @@ class Upstream:
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
-            # Connections that were just accepted become the runner's within a few turns of the loop; it closes those.
+            # The runner owns newly accepted connections after a few loop turns; it closes those it owns.
             for _ in range(5):
                 await asyncio.sleep(0)
             await self._runner.cleanup()

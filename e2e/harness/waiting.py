@@ -1,4 +1,4 @@
-"""Waits for what another process does; the same function as in the tests of the emulated cluster."""
+"""Polls for the effect of another process; the function of the emulated cluster's tests."""
 
 from emulated_cluster.waiting import until
 

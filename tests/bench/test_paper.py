@@ -121,13 +121,13 @@ def test_sections_state_claims_without_results(bench: Bench, tmp_path: Path) -> 
             assert all(each.says for each in section.claims(results, extent))
 
 
-def test_unknown_section_is_refused_with_known_names(bench: Bench) -> None:
+def test_unknown_section_is_rejected_with_known_names(bench: Bench) -> None:
     done = CliRunner().invoke(bench("command").paper, ["--section", "goodputs"])
     assert done.exit_code == 2
     assert "'goodputs' is not accepted; give some of goodput, ttft" in done.output
 
 
-def test_unused_policy_is_refused_with_known_names(bench: Bench) -> None:
+def test_unused_policy_is_rejected_with_known_names(bench: Bench) -> None:
     done = CliRunner().invoke(bench("command").paper, ["--section", "goodput", "--policies", "dualmap,dual_map"])
     assert done.exit_code == 2
     assert "--policies" in done.output
@@ -135,7 +135,7 @@ def test_unused_policy_is_refused_with_known_names(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("text", "told"), [(None, "No such file"), ("{}\n{", "trace.jsonl:1: ")])
-def test_named_unreadable_trace_is_refused(bench: Bench, tmp_path: Path, text: str | None, told: str) -> None:
+def test_named_unreadable_trace_is_rejected(bench: Bench, tmp_path: Path, text: str | None, told: str) -> None:
     trace = tmp_path / "trace.jsonl"
     if text is not None:
         trace.write_text(text)
@@ -195,7 +195,7 @@ def test_two_choices_balance_like_four_and_beat_one(bench: Bench) -> None:
     assert deviations[2] - deviations[4] < 2
 
 
-def test_rule_of_several_takes_warm_one_while_fast_enough(bench: Bench) -> None:
+def test_rule_of_several_takes_the_cached_member_if_fast_enough(bench: Bench) -> None:
     settings, choices = bench("settings"), bench("sections.choices")
     from dualmap_sim.experiment import run_experiment
     from dualmap_sim.workloads.catalog import Workload

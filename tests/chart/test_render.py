@@ -45,7 +45,7 @@ def template(spec: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("kube_version", KUBE_VERSIONS)
-def test_kubernetes_accepts_every_object(objects: Sequence[Object], kube_version: str) -> None:
+def test_render_every_object_is_valid_for_kubernetes(objects: Sequence[Object], kube_version: str) -> None:
     for each in objects:
         found = complaints(each, kube_version)
         if found is None:
@@ -54,14 +54,14 @@ def test_kubernetes_accepts_every_object(objects: Sequence[Object], kube_version
             assert not found, f"{each['kind']} {each['metadata']['name']}"
 
 
-def test_the_objects_are_the_same_for_every_version_of_kubernetes() -> None:
-    """So all of them are checked."""
+def test_render_is_the_same_for_every_kubernetes_version() -> None:
+    """So that what is checked of one is checked of all."""
     for case in ("defaults", "monitoring", "gaie with istio"):
         rendered = [render(CASES[case], apis=APIS, kube_version=version) for version in KUBE_VERSIONS]
         assert rendered[0] == rendered[1] == rendered[2]
 
 
-def test_each_object_is_there_once_has_our_labels_and_says_its_namespace(objects: Sequence[Object]) -> None:
+def test_render_objects_are_unique_labelled_and_namespaced(objects: Sequence[Object]) -> None:
     keys = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
     assert len(set(keys)) == len(keys)
     for kind, namespace, name in keys:
@@ -76,7 +76,7 @@ def test_each_object_is_there_once_has_our_labels_and_says_its_namespace(objects
             }
 
 
-def test_every_pod_may_run_where_security_is_restricted(objects: Sequence[Object]) -> None:
+def test_pod_meets_the_restricted_security_standard(objects: Sequence[Object]) -> None:
     for _, _, spec in pods(objects):
         assert spec["securityContext"]["runAsNonRoot"] is True
         # Without one, OpenShift chooses.
@@ -94,7 +94,7 @@ def test_every_pod_may_run_where_security_is_restricted(objects: Sequence[Object
             assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret"}
 
 
-def test_every_image_says_which_it_is_and_every_container_what_it_needs(objects: Sequence[Object]) -> None:
+def test_container_has_image_tag_and_resource_requests(objects: Sequence[Object]) -> None:
     for _, _, spec in pods(objects):
         for container in containers(spec):
             assert re.fullmatch(r"[^@]+(?::(?!latest$)[^:/@]+|@sha256:[0-9a-f]{64})", container["image"])
@@ -102,7 +102,7 @@ def test_every_image_says_which_it_is_and_every_container_what_it_needs(objects:
             assert "memory" in container["resources"]["limits"]
 
 
-def test_only_who_asks_the_api_server_has_a_token(objects: Sequence[Object]) -> None:
+def test_pod_has_a_token_only_if_it_uses_the_api_server(objects: Sequence[Object]) -> None:
     bound = {
         subject["name"] for each in objects if each["kind"].endswith("RoleBinding") for subject in each["subjects"]
     }
@@ -126,7 +126,7 @@ def selectors(objects: Sequence[Object]) -> Iterator[tuple[Object, Any]]:
             yield each, spec["selector"]["matchLabels"]
 
 
-def test_every_selector_selects_the_pods_of_one_workload(objects: Sequence[Object]) -> None:
+def test_selector_matches_the_pods_of_one_workload(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (name,) = selected(objects, labels)
         # The routers have a second Service, which gives each a name.
@@ -146,7 +146,7 @@ def test_every_selector_selects_the_pods_of_one_workload(objects: Sequence[Objec
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= offered
 
 
-def test_every_port_is_named_and_there(objects: Sequence[Object]) -> None:
+def test_port_is_named_and_declared(objects: Sequence[Object]) -> None:
     for each, labels in selectors(objects):
         (spec,) = selected(objects, labels).values()
         has, asked = set(ports(spec)), set()
@@ -168,7 +168,7 @@ def test_every_port_is_named_and_there(objects: Sequence[Object]) -> None:
                 assert hook["httpGet"]["port"] in ports(spec).values()
 
 
-def test_every_volume_is_mounted_and_made_by_somebody(objects: Sequence[Object]) -> None:
+def test_volume_is_mounted_and_has_a_source(objects: Sequence[Object]) -> None:
     made = {(each["kind"], each["metadata"]["name"]) for each in objects}
     for _, _, spec in pods(objects):
         volumes = {each["name"]: each for each in spec.get("volumes", ())}
@@ -195,7 +195,7 @@ def arguments(objects: Sequence[Object]) -> Iterator[tuple[str, list[str]]]:
                 yield name, container["args"]
 
 
-def test_our_programs_accept_their_arguments(objects: Sequence[Object]) -> None:
+def test_program_arguments_are_accepted(objects: Sequence[Object]) -> None:
     seen = set()
     for name, given in arguments(objects):
         seen.add(name)
@@ -210,7 +210,7 @@ def test_our_programs_accept_their_arguments(objects: Sequence[Object]) -> None:
     assert {"operator", "router"} <= seen
 
 
-def test_pods_have_longer_to_end_than_their_programs_take(objects: Sequence[Object]) -> None:
+def test_pod_grace_period_exceeds_the_program_shutdown(objects: Sequence[Object]) -> None:
     for name, _, spec in pods(objects):
         grace_s = spec.get("terminationGracePeriodSeconds", 30)
         if name.endswith("-router"):
@@ -223,7 +223,7 @@ def test_pods_have_longer_to_end_than_their_programs_take(objects: Sequence[Obje
 
 
 @pytest.mark.parametrize(("case", "kind", "where"), [("defaults", "Cluster", None), ("namespaced", "", "llm")])
-def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | None) -> None:
+def test_rbac_covers_the_namespaces_of_the_pools(case: str, kind: str, where: str | None) -> None:
     objects = render(CASES[case])
     granted = {
         (each["kind"], each["metadata"]["name"], each["metadata"].get("namespace"))
@@ -248,8 +248,8 @@ def test_the_rights_are_where_the_pools_are(case: str, kind: str, where: str | N
             assert subject["namespace"] == NAMESPACE
 
 
-def test_nothing_is_granted_beyond_what_the_programs_use(objects: Sequence[Object]) -> None:
-    """The manifests' tests check that the default rights are all used and equal manifests/rbac."""
+def test_rbac_grants_only_what_programs_use(objects: Sequence[Object]) -> None:
+    """That the defaults' rights are all used, and are those of manifests/rbac, is tested where these are."""
 
     def granted(of: Sequence[Object]) -> set[str]:
         return {str(rule) for each in of if each["kind"].endswith("Role") for rule in each["rules"]}
@@ -260,7 +260,7 @@ def test_nothing_is_granted_beyond_what_the_programs_use(objects: Sequence[Objec
 
 
 @pytest.mark.parametrize("release", ["d" * 53, f"dualmap-{'d' * 45}"])
-def test_names_are_short_enough_for_what_kubernetes_adds(release: str) -> None:
+def test_names_leave_room_for_suffixes_of_kubernetes(release: str) -> None:
     """A StatefulSet's pods carry its name, a dash and a hash of ten characters in a label, which has 63 at most."""
     for each in render(release=release):
         if each["kind"] == "StatefulSet":
@@ -269,7 +269,7 @@ def test_names_are_short_enough_for_what_kubernetes_adds(release: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["123", "true", "0x10"])
-def test_names_that_yaml_has_another_meaning_for_stay_names(word: str) -> None:
+def test_names_with_a_yaml_meaning_stay_strings(word: str) -> None:
     """A namespace may well be called by a team's number."""
     placed = {"priorityClassName": word, "topologySpread": {"topologyKeys": [word]}}
     pool = {"pool": word, "namespace": word, "maxReplicas": 2}

@@ -78,7 +78,7 @@ class TestChatRequest:
             command = [sys.executable, CHART / "files" / "chat_request.py", f"--url=http://{gateway.address}", *more]
             return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
 
-    def test_a_good_answer_is_shown_with_its_decision(self) -> None:
+    def test_smoke_good_response_is_shown_with_its_decision(self) -> None:
         gateway = Peer(answers={"/v1/chat/completions": [(200, ANSWER, DECISION)]})
         done = self.run(gateway, "--model=qwen")
         assert (done.returncode, done.stderr) == (0, "")
@@ -87,7 +87,7 @@ class TestChatRequest:
         ((method, _, body),) = gateway.asked
         assert (method, body["model"], body["messages"][0]["role"]) == ("POST", "qwen", "user")
 
-    def test_without_a_model_it_takes_the_first_that_is_listed(self) -> None:
+    def test_smoke_without_model_uses_the_first_listed(self) -> None:
         gateway = Peer(
             answers={
                 "/v1/models": [(200, {"data": [{"id": "listed"}]}, {})],
@@ -97,7 +97,7 @@ class TestChatRequest:
         assert self.run(gateway).returncode == 0
         assert gateway.asked[1][2]["model"] == "listed"
 
-    def test_a_pool_that_still_starts_is_asked_again(self) -> None:
+    def test_smoke_starting_pool_is_retried(self) -> None:
         replies: list[Reply] = [(503, {"error": {"message": "no endpoint"}}, {}), (200, ANSWER, DECISION)]
         done = self.run(Peer(answers={"/v1/chat/completions": replies}), "--model=qwen")
         assert done.returncode == 0
@@ -105,13 +105,13 @@ class TestChatRequest:
         assert "no endpoint" in done.stderr
 
     @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-    def test_a_model_that_still_thinks_has_answered(self, key: str) -> None:
+    def test_smoke_reasoning_only_response_counts(self, key: str) -> None:
         thinking = {"choices": [{"message": {"content": None, key: "Okay, the user"}}]}
         done = self.run(Peer(answers={"/v1/chat/completions": [(200, thinking, DECISION)]}), "--model=qwen")
         assert done.returncode == 0
         assert "answered 'Okay, the user'" in done.stdout
 
-    def test_an_answer_that_breaks_off_is_asked_for_again(self) -> None:
+    def test_smoke_broken_response_is_retried(self) -> None:
         replies: list[Reply] = [(200, ANSWER, {**DECISION, "content-length": "999"}), (200, ANSWER, DECISION)]
         done = self.run(Peer(answers={"/v1/chat/completions": replies}), "--model=qwen")
         assert done.returncode == 0
@@ -127,13 +127,13 @@ class TestChatRequest:
             ((200, "[]", DECISION), "is not a JSON object"),
         ],
     )
-    def test_what_is_not_good_is_said_and_fails(self, reply: Reply, said: str) -> None:
+    def test_smoke_bad_response_is_shown_and_fails(self, reply: Reply, said: str) -> None:
         done = self.run(Peer(answers={"/v1/chat/completions": [reply]}), "--model=qwen", "--timeout=1")
         assert done.returncode == 1
         assert said in done.stderr
         assert "no successful answer within 1 s" in done.stderr
 
-    def test_a_gateway_that_is_not_there_is_said(self) -> None:
+    def test_smoke_unreachable_gateway_is_named(self) -> None:
         command = [sys.executable, CHART / "files" / "chat_request.py", "--url=http://127.0.0.1:9", "--timeout=1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
         assert done.returncode == 1
@@ -175,7 +175,7 @@ class TestDrain:
 
             yield start
 
-    def test_it_waits_until_no_request_is_open_and_none_has_come_meanwhile(self, start: Callable[..., Drain]) -> None:
+    def test_drain_waits_until_no_request_is_open_or_new(self, start: Callable[..., Drain]) -> None:
         envoy = Peer(
             answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(2), active(0), active(1), active(0)]}
         )
@@ -191,8 +191,8 @@ class TestDrain:
             *[("GET", STATS)] * 5,
         ]
 
-    def test_nobody_is_told_that_it_is_over_before_it_has_begun(self, start: Callable[..., Drain]) -> None:
-        """A client of the port cannot take a gateway out of service, and preStop cannot come too early."""
+    def test_drain_server_does_not_answer_before_sigterm(self, start: Callable[..., Drain]) -> None:
+        """A request cannot take a gateway out of service, and an early preStop call has to wait."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=60", "--least=0")
@@ -202,14 +202,14 @@ class TestDrain:
             drain.process.send_signal(signal.SIGTERM)
             assert drain.ended()[0] == 0
 
-    def test_requests_that_take_too_long_are_given_up(self, start: Callable[..., Drain]) -> None:
+    def test_drain_long_requests_are_abandoned_at_the_limit(self, start: Callable[..., Drain]) -> None:
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(1)]})
         with serving(envoy):
             drain = start(envoy.address, "--timeout=1", "--least=0")
             drain.process.send_signal(signal.SIGTERM)
             assert drain.ended() == (0, "requests are open after 1 s\n")
 
-    def test_it_waits_a_little_even_where_nothing_is_open(self, start: Callable[..., Drain]) -> None:
+    def test_drain_without_requests_waits_briefly(self, start: Callable[..., Drain]) -> None:
         """Load balancers learn late that a pod is on its way out."""
         envoy = Peer(answers={"/healthcheck/fail": [(200, "OK\n", {})], STATS: [active(0)]})
         with serving(envoy):
@@ -219,7 +219,7 @@ class TestDrain:
                 urllib.request.urlopen(drain.url, timeout=1.5)
             assert ("POST", "/healthcheck/fail", None) in envoy.asked
 
-    def test_an_envoy_that_fails_to_answer_once_is_asked_again(self, start: Callable[..., Drain]) -> None:
+    def test_drain_single_envoy_failure_is_retried(self, start: Callable[..., Drain]) -> None:
         refusal: Reply = (503, "busy", {})
         envoy = Peer(
             answers={
@@ -234,14 +234,14 @@ class TestDrain:
         assert (status, said.splitlines()[-1]) == (0, "nothing is open")
         assert [path for _, path, _ in envoy.asked] == ["/healthcheck/fail"] * 2 + [STATS] * 7
 
-    def test_an_envoy_that_is_gone_is_not_waited_for(self, start: Callable[..., Drain]) -> None:
+    def test_drain_gone_envoy_ends_the_wait(self, start: Callable[..., Drain]) -> None:
         drain = start("127.0.0.1:9", "--timeout=60")
         drain.process.send_signal(signal.SIGTERM)
         status, said = drain.ended()
         assert status == 0
         assert "Envoy at 127.0.0.1:9 does not answer" in said
 
-    def test_other_paths_are_not_there(self, start: Callable[..., Drain]) -> None:
+    def test_drain_server_unknown_path_is_404(self, start: Callable[..., Drain]) -> None:
         drain = start("127.0.0.1:9", "--timeout=60")
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(drain.url.replace("/drained", "/"), timeout=ENDS_WITHIN_S)

@@ -38,7 +38,7 @@ def container(objects: Sequence[Object], component: str, name: str) -> Any:
         ("monitors", "monitoring", [("ServiceMonitor", "dualmap-router"), ("PodMonitor", "dualmap-gateway")]),
     ],
 )
-def test_goldens(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
+def test_render_equals_the_golden_files(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
     objects = render(CASES[case], apis=APIS)
     shown = [only(objects, kind, name) for kind, name in wanted]
     assert shown == list(yaml.safe_load_all((GOLDENS / f"{golden}.yaml").read_text()))
@@ -67,7 +67,7 @@ def reached(objects: Sequence[Object], component: str) -> Iterator[tuple[str, st
                     yield port["port"], peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
 
 
-def test_only_who_needs_it_reaches_a_port() -> None:
+def test_network_policy_allows_only_required_peers() -> None:
     objects = render()
     assert set(reached(objects, "router")) == {
         ("grpc", "gateway"),
@@ -81,7 +81,7 @@ def test_only_who_needs_it_reaches_a_port() -> None:
     assert set(reached(objects, "redis")) == {("redis", "router")}
 
 
-def test_without_the_bundled_envoy_only_who_is_named_reaches_the_routers() -> None:
+def test_network_policy_external_envoy_must_be_named() -> None:
     objects = render({"gateway": {"mode": "none"}, "networkPolicy": {"gatewayFrom": GATEWAYS, "kedaFrom": []}})
     assert {each for each in reached(objects, "router") if each[0] in ("grpc", "als")} == {
         ("grpc", "gateways"),
@@ -92,7 +92,7 @@ def test_without_the_bundled_envoy_only_who_is_named_reaches_the_routers() -> No
     assert set(reached(nobody, "operator")) == set()
 
 
-def test_the_security_page_lists_every_port() -> None:
+def test_security_page_lists_every_port() -> None:
     rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
     listed = {int(port) for row in rows for port in row.split(", ")}
     assert listed == {port for _, _, spec in pods(render()) for port in ports(spec).values()}
@@ -100,7 +100,7 @@ def test_the_security_page_lists_every_port() -> None:
 
 class TestTls:
     @pytest.mark.parametrize("case", [case for case in CASES if "tls" in case and "keda" not in case])
-    def test_both_sides_speak_it_and_read_renewed_files(self, case: str) -> None:
+    def test_tls_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
         objects = render(CASES[case], apis=APIS)
         mutual = "mutual" in case
         router, bootstrap = container(objects, "router", "router"), container(objects, "gateway", "bootstrap")
@@ -116,7 +116,7 @@ class TestTls:
         protocols = {port["name"]: port["appProtocol"] for port in service["spec"]["ports"]}
         assert protocols == {"grpc": "http2", "als": "http2", "health": "kubernetes.io/h2c", "metrics": "http"}
 
-    def test_envoy_never_sees_the_routers_key(self) -> None:
+    def test_tls_router_key_is_not_mounted_in_envoy(self) -> None:
         def secret(case: str, component: str) -> Any:
             pod = workload(render(CASES[case], apis=APIS), component)
             (volume,) = [each for each in pod["spec"]["template"]["spec"]["volumes"] if each["name"] == "tls"]
@@ -129,7 +129,7 @@ class TestTls:
         assert secret("mutual tls from secrets", "gateway") == {"secretName": "envoys"}
         assert secret("mutual tls from secrets", "router") == {"secretName": "routers"}
 
-    def test_self_signed_certificates_are_of_one_authority_and_name_the_service(self) -> None:
+    def test_tls_self_signed_certificates_share_a_ca(self) -> None:
         objects = render(CASES["self-signed tls"])
         secrets = {
             name: {key: base64.b64decode(value) for key, value in only(objects, "Secret", name)["data"].items()}
@@ -146,7 +146,7 @@ class TestTls:
         names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert "dualmap-router.dualmap-system.svc" in names.get_values_for_type(x509.DNSName)
 
-    def test_without_it_everything_is_plain_text(self) -> None:
+    def test_tls_disabled_is_plain_text(self) -> None:
         objects = render()
         assert not named(objects, "Secret")
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
@@ -154,7 +154,7 @@ class TestTls:
 
 
 class TestRedis:
-    def test_an_external_one_has_its_credentials_from_a_secret_and_none_in_the_arguments(self) -> None:
+    def test_redis_external_credentials_come_from_a_secret(self) -> None:
         objects = render(CASES["redis elsewhere, with everything"])
         router = container(objects, "router", "router")
         assert {
@@ -167,7 +167,7 @@ class TestRedis:
         ]
         assert "dualmap-redis" not in named(objects, "Deployment")
 
-    def test_without_one_routers_are_told_of_none(self) -> None:
+    def test_redis_disabled_adds_no_router_arguments(self) -> None:
         objects = render(CASES["no redis"])
         assert not [arg for arg in container(objects, "router", "router")["args"] if "redis" in arg]
         assert not [each["metadata"]["name"] for each in objects if "redis" in each["metadata"]["name"]]
@@ -175,7 +175,7 @@ class TestRedis:
 
 class TestPlacement:
     @pytest.mark.parametrize("component", ["operator", "router", "gateway", "redis"])
-    def test_every_component_runs_where_it_is_told_to(self, component: str) -> None:
+    def test_placement_values_apply_to_every_component(self, component: str) -> None:
         template = workload(render(CASES["placed"]), component)["spec"]["template"]
         assert PLACED_ALONE.items() <= template["spec"].items()
         if component != "redis":
@@ -186,14 +186,14 @@ class TestPlacement:
             )
             assert template["metadata"]["annotations"].items() >= PLACED["podAnnotations"].items()
 
-    def test_the_test_runs_where_routers_may(self) -> None:
+    def test_placement_of_the_test_is_that_of_routers(self) -> None:
         spec = only(render(CASES["placed"]), "Pod", "dualmap-test")["spec"]
         assert (spec["nodeSelector"], spec["tolerations"]) == (PLACED["nodeSelector"], PLACED["tolerations"])
         # It would have the test keep away from what routers keep away from.
         assert "affinity" not in spec
 
 
-def test_an_envoy_that_hangs_goes_at_once_and_each_says_which_it_is() -> None:
+def test_envoy_probe_grace_period_is_10_s_and_pod_name_is_set() -> None:
     envoy = container(render(), "gateway", "envoy")
     for probe in ("startupProbe", "livenessProbe"):
         assert envoy[probe]["terminationGracePeriodSeconds"] == 10
@@ -201,7 +201,7 @@ def test_an_envoy_that_hangs_goes_at_once_and_each_says_which_it_is() -> None:
     assert envoy["env"] == [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
 
 
-def test_routers_have_the_environment_that_is_given_beside_what_redis_needs() -> None:
+def test_router_env_has_extra_and_redis_variables() -> None:
     assert container(render(CASES["routers' switches"]), "router", "router")["env"] == [HEADERS]
     both = {**CASES["redis elsewhere, with everything"], "router": {"extraEnv": [HEADERS]}}
     assert [each["name"] for each in container(render(both), "router", "router")["env"]] == [
@@ -212,18 +212,16 @@ def test_routers_have_the_environment_that_is_given_beside_what_redis_needs() ->
 
 class TestOpenShift:
     @pytest.mark.parametrize(("case", "user"), [("defaults", 65532), ("run by another user", 1000650000)])
-    def test_every_pod_runs_as_the_user_that_is_given(self, case: str, user: int) -> None:
+    def test_pod_runs_as_the_configured_user(self, case: str, user: int) -> None:
         for _, _, spec in pods(render(CASES[case])):
             assert {spec["securityContext"].get(key) for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
 
-    def test_null_leaves_the_user_to_the_platform(self) -> None:
+    def test_pod_user_null_is_left_to_the_platform(self) -> None:
         for _, _, spec in pods(render(CASES["openshift"])):
             assert set(spec["securityContext"]) == {"runAsNonRoot", "seccompProfile"}
 
     @pytest.mark.parametrize(("case", "granted"), [("defaults", False), ("openshift", True)])
-    def test_the_right_that_owner_references_need_there_is_given_where_asked_for(
-        self, case: str, granted: bool
-    ) -> None:
+    def test_openshift_finalizers_permission_is_optional(self, case: str, granted: bool) -> None:
         rules = only(render(CASES[case]), "ClusterRole", "dualmap-operator")["rules"]
         wanted = {
             "apiGroups": ["serving.dualmap.dev"],
@@ -234,7 +232,7 @@ class TestOpenShift:
 
 
 class TestCrds:
-    def test_they_are_those_of_crds(self) -> None:
+    def test_crds_equal_the_manifests(self) -> None:
         (file,) = (ROOT / "crds").glob("*.yaml")
         wanted = yaml.safe_load(file.read_text())
         kept = only(render(), "CustomResourceDefinition", wanted["metadata"]["name"])
@@ -242,12 +240,12 @@ class TestCrds:
         assert kept == wanted
         assert only(render(CASES["crds that go"]), "CustomResourceDefinition", wanted["metadata"]["name"]) == wanted
 
-    def test_they_can_be_left_out(self) -> None:
+    def test_crds_can_be_disabled(self) -> None:
         assert not named(render(CASES["crds kept elsewhere"]), "CustomResourceDefinition")
 
 
 class TestMonitoring:
-    def test_the_rules_and_the_dashboard_are_the_files(self) -> None:
+    def test_monitoring_rules_and_dashboard_equal_the_files(self) -> None:
         objects = render(CASES["monitoring"], apis=APIS)
         rules = only(objects, "PrometheusRule", "dualmap")
         assert rules["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
@@ -258,13 +256,13 @@ class TestMonitoring:
         )
         assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 
-    def test_nothing_of_it_is_made_unasked(self) -> None:
+    def test_monitoring_is_off_by_default(self) -> None:
         kinds = {each["kind"] for each in render(apis=APIS)}
         assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ScaledObject", "HorizontalPodAutoscaler"}
 
 
 class TestAutoscalers:
-    def test_both_scale_the_pool_by_its_full_name_and_are_more_patient_going_down(self) -> None:
+    def test_autoscaler_targets_the_pool_and_scales_down_slowly(self) -> None:
         hpa = only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")
         keda = only(render(CASES["keda"], apis=APIS), "ScaledObject", "qwen")
         behavior = hpa["spec"]["behavior"]
@@ -278,16 +276,16 @@ class TestAutoscalers:
                 "name": "qwen",
             }
 
-    def test_an_entry_says_how_often_keda_asks_and_when_the_last_instance_goes(self) -> None:
+    def test_keda_entry_sets_polling_and_cooldown(self) -> None:
         entry = {**POOLS[0], "pollingInterval": 5, "cooldownPeriod": 0}
         spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
         assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
-    def test_the_hpa_is_the_one_of_the_examples(self) -> None:
+    def test_hpa_equals_the_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
         assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
 
-    def test_the_scaled_object_is_the_one_of_the_examples(self) -> None:
+    def test_scaled_object_equals_the_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "keda.yaml").read_text())
         entry = {**POOLS[0], "minReplicas": 0}
         made = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")
@@ -295,7 +293,7 @@ class TestAutoscalers:
 
 
 class TestHook:
-    def test_it_asks_the_gateway_with_our_image(self) -> None:
+    def test_helm_test_calls_the_gateway_with_our_image(self) -> None:
         objects = render(CASES["test of a model"])
         pod = only(objects, "Pod", "dualmap-test")
         assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -304,11 +302,11 @@ class TestHook:
         assert chat["args"] == ["--url=http://dualmap-gateway.dualmap-system.svc:80", "--model=qwen", "--timeout=180"]
 
     @pytest.mark.parametrize("values", [CASES["no test"], {"gateway": {"mode": "none"}}])
-    def test_there_is_none_without_a_gateway_to_ask(self, values: Mapping[str, Any]) -> None:
+    def test_helm_test_without_gateway_is_absent(self, values: Mapping[str, Any]) -> None:
         assert not named(render(values), "Pod")
 
 
-def test_the_scripts_are_the_files() -> None:
+def test_chart_scripts_equal_the_files() -> None:
     objects = render()
     for name, file in (("dualmap-gateway-scripts", "envoy_drain.py"), ("dualmap-test", "chat_request.py")):
         assert only(objects, "ConfigMap", name)["data"] == {file: (CHART / "files" / file).read_text()}
@@ -342,11 +340,11 @@ def test_the_scripts_are_the_files() -> None:
         ({**CASES["monitoring"], **CASES["nobody measures"]}, "WARNING: Prometheus may not reach the metrics"),
     ],
 )
-def test_the_notes_say_what_to_do_and_what_is_doubtful(values: Mapping[str, Any], said: str) -> None:
+def test_notes_have_next_steps_and_warnings(values: Mapping[str, Any], said: str) -> None:
     assert said in notes(values, apis=APIS)
 
 
-def test_the_notes_do_not_warn_of_what_is_well() -> None:
+def test_notes_without_problems_have_no_warning() -> None:
     external = {"redis": {"mode": "external", "external": {"url": "rediss://redis.cache:6380/0"}}}
     for values in (external, {**external, **CASES["monitoring"]}, {**external, **CASES["keda"]}):
         said = notes(values, apis=APIS)

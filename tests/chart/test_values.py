@@ -41,14 +41,14 @@ def schema_keys(schema: Any, path: str = "") -> Iterator[str]:
             yield from schema_keys(each, f"{path}{name}.")
 
 
-def test_every_value_has_a_default_and_a_schema() -> None:
-    # Their content is not defined by the chart: labels, resources.
+def test_value_has_a_default_and_a_schema() -> None:
+    # What stands in them is not ours: labels, resources.
     free = [path for path, each in levels(SCHEMA) if each.get("type") == "object" and "properties" not in each]
     given = {key for key in keys(VALUES) if not any(f"values.{key}".startswith(f"{path}.") for path in free)}
     assert given == set(schema_keys(SCHEMA)) - {"global"}
 
 
-def test_the_schema_is_closed_and_describes_every_value() -> None:
+def test_schema_is_closed_and_describes_every_value() -> None:
     for path, each in levels(SCHEMA):
         if "properties" in each:
             assert each["additionalProperties"] is False, path
@@ -56,7 +56,7 @@ def test_the_schema_is_closed_and_describes_every_value() -> None:
             assert each["description"].endswith("."), path
 
 
-def test_no_value_can_be_taken_away() -> None:
+def test_value_cannot_be_removed() -> None:
     """helm treats null as unset: a template would fail or lack the value."""
     may_be_left_out = {"values": {"global"}, "values.podSecurity": {"runAsUser"}}
     for path, each in levels(SCHEMA):
@@ -65,14 +65,14 @@ def test_no_value_can_be_taken_away() -> None:
             assert set(each.get("required", ())) == wanted, path
 
 
-def test_what_is_generated_from_the_chart_is_up_to_date() -> None:
+def test_generated_files_of_the_chart_are_current() -> None:
     """The README's table, the chart's CRD, manifests/install*.yaml."""
     helm()
     done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_chart_is_of_this_version_and_passes_the_strict_linter() -> None:
+def test_chart_has_this_version_and_passes_strict_lint() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert f'\nversion = "{chart["appVersion"]}"\n' in (ROOT / "pyproject.toml").read_text()
     done = subprocess.run([helm(), "lint", "--strict", CHART], capture_output=True, text=True)
@@ -89,7 +89,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "path", ["router", "router.tls", "router.replicas", "redis.mode", "image.registry", "networkPolicy.enabled"]
 )
-def test_a_null_is_refused_with_the_name_of_what_is_missing(path: str) -> None:
+def test_value_null_is_rejected_with_its_name(path: str) -> None:
     message = refused(nested(path, None))
     assert "values don't meet the specifications of the schema" in message
     assert path.rpartition(".")[2] in message
@@ -121,7 +121,7 @@ def test_a_null_is_refused_with_the_name_of_what_is_missing(path: str) -> None:
         ("watchNamespace", "llm,chat", "watchNamespace"),
     ],
 )
-def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value: Any, said: str) -> None:
+def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str) -> None:
     message = refused(nested(path, value))
     assert "values don't meet the specifications of the schema" in message
     assert said in message
@@ -240,7 +240,7 @@ def test_the_schema_refuses_what_it_does_not_know_and_names_it(path: str, value:
         ),
     ],
 )
-def test_values_that_contradict_each_other_are_refused_with_what_to_do(values: Mapping[str, Any], said: str) -> None:
+def test_values_in_conflict_are_rejected_with_a_remedy(values: Mapping[str, Any], said: str) -> None:
     assert said in refused(values, apis=APIS)
 
 
@@ -261,10 +261,10 @@ def test_values_that_contradict_each_other_are_refused_with_what_to_do(values: M
         ),
     ],
 )
-def test_a_switch_says_what_the_cluster_lacks(values: Mapping[str, Any], said: str) -> None:
+def test_switch_names_what_the_cluster_lacks(values: Mapping[str, Any], said: str) -> None:
     message = refused(values)
     assert f"this cluster does not serve {said}. Install" in message
 
 
-def test_a_kubernetes_that_is_too_old_is_refused() -> None:
+def test_kubernetes_too_old_is_rejected() -> None:
     assert "kubeVersion: >=1.32.0-0" in refused({}, kube_version="1.31.9")

@@ -97,6 +97,6 @@ async def test_api_without_lease_writes_nothing() -> None:
     assert scene.kube.requests == []
 
 
-def test_paths_of_collections() -> None:
+def test_api_collection_paths() -> None:
     assert collection_path("v1", "Pod", None) == "/api/v1/pods"
     assert collection_path("apps/v1", "StatefulSet", "llm") == "/apis/apps/v1/namespaces/llm/statefulsets"

@@ -79,7 +79,7 @@ class Scene:
         return [f"{request.method} {request.path}" for request in self.kube.requests if request.method != "GET"]
 
 
-async def test_the_order_is_children_status_gates_restarts_events() -> None:
+async def test_apply_order_is_children_status_gates_restarts_events() -> None:
     scene = Scene()
     applied = await scene.apply(PLAN, version="41")
 

@@ -23,17 +23,17 @@ def only(warnings: tuple[str, ...]) -> str:
     return warning
 
 
-def test_a_good_template_has_no_warnings() -> None:
+def test_template_without_faults_has_no_warnings() -> None:
     assert warned(GOOD_CONTAINER) == ()
 
 
-def test_adopted_pods_are_somebody_elses() -> None:
+def test_template_of_adopted_pods_is_not_checked() -> None:
     adopted = SelectorWorkload(selector={"matchLabels": {"app": "qwen"}})
 
     assert template_warnings(replace(pool_of({}), workload=adopted)) == ()
 
 
-def test_every_warning_names_a_path_and_what_is_better() -> None:
+def test_warning_names_a_path_and_a_remedy() -> None:
     bad = {"name": "e", "image": "i", "args": ["--port=9"], "ports": [{"containerPort": 9}]}
 
     warnings = warned(bad, terminationGracePeriodSeconds=1)
@@ -46,17 +46,17 @@ def test_every_warning_names_a_path_and_what_is_better() -> None:
 
 
 class TestGracePeriod:
-    def test_a_shorter_one_says_what_is_used_instead(self) -> None:
+    def test_grace_period_shorter_names_the_one_in_use(self) -> None:
         assert only(warned(GOOD_CONTAINER, terminationGracePeriodSeconds=30)) == (
             "spec.workload.template.spec.terminationGracePeriodSeconds: 30 is shorter than a drain "
             "(spec.drain.timeout is 600s), so 640 is used instead; give 640 or more, or a shorter spec.drain.timeout"
         )
 
     @pytest.mark.parametrize("own", [None, 640, 3600, "30", True])
-    def test_none_or_a_longer_one_is_right_and_an_odd_one_is_for_the_api_server_to_refuse(self, own: object) -> None:
+    def test_grace_period_absent_longer_or_invalid_has_no_warning(self, own: object) -> None:
         assert warned(GOOD_CONTAINER, terminationGracePeriodSeconds=own) == ()
 
-    def test_a_pre_stop_of_the_users_own_is_not_judged(self) -> None:
+    def test_grace_period_with_own_pre_stop_is_not_checked(self) -> None:
         own = engine_with(lifecycle={"preStop": {"sleep": {"seconds": 1}}})
 
         assert warned(own) == ()
@@ -80,7 +80,7 @@ class TestShutdownTimeout:
             },
         ],
     )
-    def test_vllm_without_it_aborts_streams(self, commands: dict[str, Any]) -> None:
+    def test_shutdown_timeout_absent_for_vllm_warns(self, commands: dict[str, Any]) -> None:
         assert only(warned(engine_with(**commands))) == (
             f"{ENGINE}.args: no --shutdown-timeout, which means 0: on SIGTERM vLLM aborts the streams that have not "
             "ended within it; give --shutdown-timeout 20 or more"
@@ -95,7 +95,7 @@ class TestShutdownTimeout:
             ["--shutdown-timeout=60", "--shutdown-timeout=5"],
         ],
     )
-    def test_too_little_is_named(self, args: list[str]) -> None:
+    def test_shutdown_timeout_too_short_warns(self, args: list[str]) -> None:
         warning = only(warned(engine_with(args=["--enable-prompt-tokens-details", *args])))
 
         assert warning.startswith(f"{ENGINE}.args: --shutdown-timeout 5: on SIGTERM")
@@ -108,12 +108,12 @@ class TestShutdownTimeout:
             "vllm serve m \\\n  --shutdown-timeout \\\n  0",
         ],
     )
-    def test_a_shells_script_is_read_too(self, script: str) -> None:
+    def test_shutdown_timeout_is_read_from_a_shell_script(self, script: str) -> None:
         warnings = warned(engine_with(command=["/bin/bash", "-ec", script], args=None))
 
         assert f"{ENGINE}.args: --shutdown-timeout 0: on SIGTERM" in warnings[0]
 
-    def test_zero_is_named_whatever_runs_there(self) -> None:
+    def test_shutdown_timeout_zero_warns_for_any_engine(self) -> None:
         assert "--shutdown-timeout 0:" in only(warned(engine_with(command=["/start"], args=["--shutdown-timeout=0"])))
 
     @pytest.mark.parametrize(
@@ -128,51 +128,51 @@ class TestShutdownTimeout:
             {"command": ["dualmap", "engine-sim"], "args": ["--host", "$(POD_IP)"]},
         ],
     )
-    def test_enough_or_what_cannot_be_read_here_is_left_alone(self, commands: dict[str, Any]) -> None:
+    def test_shutdown_timeout_enough_or_unreadable_has_no_warning(self, commands: dict[str, Any]) -> None:
         assert warned(engine_with(**commands)) == ()
 
     @pytest.mark.parametrize("engine", ["SGLang", "TensorRTLLM", "Generic"])
-    def test_other_engines_have_no_such_flags(self, engine: str) -> None:
+    def test_shutdown_timeout_other_engine_has_no_warning(self, engine: str) -> None:
         assert template_warnings(pool_of(template_of(engine_with(args=["--port=9"])), engine=engine)) == ()
 
 
 class TestPromptTokensDetails:
     @pytest.mark.parametrize("args", [[], ["--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"]])
-    def test_without_it_the_hit_rate_is_not_measured(self, args: list[str]) -> None:
+    def test_prompt_tokens_details_absent_warns(self, args: list[str]) -> None:
         warning = only(warned(engine_with(args=["--shutdown-timeout=20", *args])))
 
         assert warning.startswith(f"{ENGINE}.args: no --enable-prompt-tokens-details")
 
 
 class TestReadiness:
-    def test_without_a_probe_a_pod_joins_before_it_serves(self) -> None:
+    def test_readiness_probe_absent_warns(self) -> None:
         warning = only(warned(engine_with(readinessProbe=None)))
 
         assert warning.startswith(f"{ENGINE}.readinessProbe: nothing is given")
         assert "GET /health on port 8000" in warning
 
-    def test_a_start_up_probe_holds_it_back_too(self) -> None:
+    def test_readiness_startup_probe_suffices(self) -> None:
         assert warned(engine_with(readinessProbe=None, startupProbe={"tcpSocket": {"port": 8000}})) == ()
 
-    def test_only_the_engines_container_is_asked_for_one(self) -> None:
+    def test_readiness_only_the_engine_container_needs_a_probe(self) -> None:
         sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
 
         assert template_warnings(pool_of(template_of(sidecar, GOOD_CONTAINER))) == ()
 
 
 class TestPorts:
-    def test_ports_without_the_engines_are_worth_a_word(self) -> None:
+    def test_ports_without_the_engine_port_warn(self) -> None:
         ports = [{"containerPort": 8080}, {"containerPort": 9090}]
 
         assert only(warned(engine_with(ports=ports))).startswith(
             f"{ENGINE}.ports: 8080, 9090 where requests are sent to spec.engine.port 8000;"
         )
 
-    def test_no_ports_at_all_are_fine(self) -> None:
+    def test_ports_absent_have_no_warning(self) -> None:
         assert warned(engine_with(ports=None)) == ()
         assert warned(engine_with(ports=[])) == ()
 
-    def test_vllm_on_another_port_gets_no_requests(self) -> None:
+    def test_ports_vllm_on_another_port_warns(self) -> None:
         engine = engine_with(args=[*GOOD_CONTAINER["args"], "--port", "8001"])
 
         assert only(warned(engine)).startswith(f"{ENGINE}.args: --port 8001 where requests are sent to")
@@ -180,23 +180,23 @@ class TestPorts:
 
 
 @given(odd_templates())
-def test_no_template_is_too_odd(template: dict[str, Any]) -> None:
+def test_template_of_any_shape_is_checked(template: dict[str, Any]) -> None:
     assert all(isinstance(warning, str) for warning in template_warnings(pool_of(template)))
 
 
 @pytest.mark.parametrize(
     "args", ["--shutdown-timeout=0", [None, 5, ["--port=9"], {}], ["--shutdown-timeout"], ["--shutdown-timeout", "--x"]]
 )
-def test_arguments_of_the_wrong_type_are_no_arguments(args: object) -> None:
+def test_arguments_of_a_wrong_type_are_ignored(args: object) -> None:
     assert "--port" not in " ".join(warned(engine_with(args=args, command=["/start"])))
 
 
 @pytest.mark.parametrize("containers", ["engine", [None], ["engine"], [], {"engine": {}}])
-def test_without_a_container_there_is_nothing_to_warn_of(containers: object) -> None:
+def test_template_without_container_has_no_warnings(containers: object) -> None:
     assert template_warnings(pool_of({"spec": {"containers": containers}})) == ()
 
 
-def test_a_script_with_an_open_quote_is_still_read() -> None:
+def test_shell_script_with_an_open_quote_is_read() -> None:
     script = "cat <<END\nit's\nEND\nvllm serve m --shutdown-timeout 3 --enable-prompt-tokens-details"
 
     assert "--shutdown-timeout 3:" in only(warned(engine_with(command=["sh", "-c", script], args=None)))

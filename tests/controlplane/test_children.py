@@ -24,7 +24,7 @@ def container(written: dict[str, Any], place: int = 0) -> Any:
     return pod_template(pool_of(template_of(written)))["spec"]["containers"][place]
 
 
-def test_a_template_has_three_children_with_the_pools_name() -> None:
+def test_children_are_three_with_the_name_of_the_pool() -> None:
     made = children(pool_of(template_of(GOOD_CONTAINER)), replicas=3)
 
     assert [(child["apiVersion"], child["kind"]) for child in made] == [
@@ -35,7 +35,7 @@ def test_a_template_has_three_children_with_the_pools_name() -> None:
     assert {(child["metadata"]["namespace"], child["metadata"]["name"]) for child in made} == {("llm", "qwen")}
 
 
-def test_every_child_is_controlled_by_the_pool_and_says_whose_it_is() -> None:
+def test_children_have_controller_reference_and_label() -> None:
     for child in children(pool_of(template_of(GOOD_CONTAINER)), replicas=3):
         assert child["metadata"]["ownerReferences"] == [
             {
@@ -56,14 +56,14 @@ def test_every_child_is_controlled_by_the_pool_and_says_whose_it_is() -> None:
         }
 
 
-def test_adopted_pods_have_no_children() -> None:
+def test_children_of_adopted_pods_are_none() -> None:
     adopted = SelectorWorkload(selector={"matchLabels": {"app": "qwen"}})
 
     assert children(replace(pool_of({}), workload=adopted), replicas=3) == ()
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 7])
-def test_the_stateful_set_has_the_size_given_whatever_the_spec_wants(replicas: int) -> None:
+def test_statefulset_has_the_given_size_not_that_of_the_spec(replicas: int) -> None:
     spec = pool_of(template_of(GOOD_CONTAINER))
     assert spec.replicas == 4
 
@@ -80,7 +80,7 @@ def test_the_stateful_set_has_the_size_given_whatever_the_spec_wants(replicas: i
     assert template["metadata"]["labels"].items() >= {LABEL: "qwen"}.items()
 
 
-def test_the_size_is_all_that_a_change_of_replicas_changes() -> None:
+def test_statefulset_changed_replicas_change_only_the_size() -> None:
     spec = pool_of(template_of(GOOD_CONTAINER))
     before, after = children(spec, replicas=4), children(replace(spec, replicas=9, generation=4), replicas=9)
 
@@ -89,7 +89,7 @@ def test_the_size_is_all_that_a_change_of_replicas_changes() -> None:
     assert before == after
 
 
-def test_the_service_is_headless_and_names_pods_before_they_are_ready() -> None:
+def test_service_is_headless_and_publishes_unready_pods() -> None:
     assert children(pool_of(template_of(GOOD_CONTAINER)), replicas=1)[1]["spec"] == {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -98,7 +98,7 @@ def test_the_service_is_headless_and_names_pods_before_they_are_ready() -> None:
     }
 
 
-def test_one_pod_at_a_time_may_be_evicted_and_one_that_is_not_ready_always() -> None:
+def test_budget_allows_one_eviction_and_unready_pods() -> None:
     assert children(pool_of(template_of(GOOD_CONTAINER)), replicas=1)[2]["spec"] == {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -106,7 +106,7 @@ def test_one_pod_at_a_time_may_be_evicted_and_one_that_is_not_ready_always() -> 
     }
 
 
-def test_labels_and_annotations_of_the_user_stay_but_the_pools_own_label_wins() -> None:
+def test_children_keep_user_labels_except_our_own() -> None:
     template = template_of(GOOD_CONTAINER)
     template["metadata"] = {"labels": {"app": "qwen", LABEL: "another"}, "annotations": {"a": "b"}}
 
@@ -116,13 +116,13 @@ def test_labels_and_annotations_of_the_user_stay_but_the_pools_own_label_wins() 
 
 
 @pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": {"labels": None}}])
-def test_a_template_without_labels_gets_the_one_its_set_selects_by(metadata: dict[str, Any]) -> None:
+def test_template_without_labels_gets_the_selector_label(metadata: dict[str, Any]) -> None:
     made = pod_template(pool_of({**metadata, "spec": {"containers": [GOOD_CONTAINER]}}))
 
     assert made["metadata"] == {"labels": {LABEL: "qwen"}}
 
 
-def test_the_readiness_gate_joins_those_of_the_user_once() -> None:
+def test_readiness_gate_is_added_to_user_gates_once() -> None:
     own = {"conditionType": "example.com/warm"}
 
     assert pod_template(pool_of(template_of(GOOD_CONTAINER)))["spec"]["readinessGates"] == [GATE]
@@ -131,7 +131,7 @@ def test_the_readiness_gate_joins_those_of_the_user_once() -> None:
         assert made["spec"]["readinessGates"] == [own, GATE]
 
 
-def test_pods_are_spread_over_nodes_and_zones_as_far_as_there_are_any() -> None:
+def test_pods_are_spread_over_nodes_and_zones_if_possible() -> None:
     rules = pod_template(pool_of(template_of(GOOD_CONTAINER)))["spec"]["topologySpreadConstraints"]
 
     assert [rule["topologyKey"] for rule in rules] == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
@@ -142,7 +142,7 @@ def test_pods_are_spread_over_nodes_and_zones_as_far_as_there_are_any() -> None:
 
 
 @pytest.mark.parametrize("own", [[], [{"topologyKey": "rack", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"}]])
-def test_a_spread_of_the_users_own_stays(own: list[Any]) -> None:
+def test_spread_of_the_user_is_kept(own: list[Any]) -> None:
     made = pod_template(pool_of(template_of(GOOD_CONTAINER, topologySpreadConstraints=own)))
 
     assert made["spec"]["topologySpreadConstraints"] == own
@@ -158,7 +158,7 @@ def test_a_spread_of_the_users_own_stays(own: list[Any]) -> None:
         ({"terminationGracePeriodSeconds": 3600}, 600.0, 3600),
     ],
 )
-def test_the_grace_period_covers_the_drain_and_a_longer_one_stays(
+def test_grace_period_covers_the_drain_and_keeps_a_longer_one(
     pod: dict[str, Any], drain_timeout_s: float, expected: int
 ) -> None:
     spec = pool_of(template_of(GOOD_CONTAINER, **pod), drain_timeout_s=drain_timeout_s)
@@ -166,7 +166,7 @@ def test_the_grace_period_covers_the_drain_and_a_longer_one_stays(
     assert pod_template(spec)["spec"]["terminationGracePeriodSeconds"] == expected
 
 
-def test_the_grace_period_covers_a_long_shutdown_of_vllm_too() -> None:
+def test_grace_period_covers_the_shutdown_timeout_of_vllm() -> None:
     engine = engine_with(args=["--shutdown-timeout", "90"])
 
     made = pod_template(pool_of(template_of(engine), drain_timeout_s=60.0))
@@ -174,7 +174,7 @@ def test_the_grace_period_covers_a_long_shutdown_of_vllm_too() -> None:
     assert made["spec"]["terminationGracePeriodSeconds"] == 60 + 10 + 90
 
 
-def test_the_engine_gets_a_pre_stop_script_that_knows_the_pods_address() -> None:
+def test_pre_stop_script_is_set_with_the_pod_address() -> None:
     made = container(engine_with(env=[{"name": "A", "value": "b"}], lifecycle={"stopSignal": "SIGINT"}))
 
     shell, flag, script = made["lifecycle"]["preStop"]["exec"]["command"]
@@ -185,7 +185,7 @@ def test_the_engine_gets_a_pre_stop_script_that_knows_the_pods_address() -> None
     assert made["env"] == [{"name": "A", "value": "b"}, address]
 
 
-def test_the_script_can_be_read_in_kubectls_yaml() -> None:
+def test_pre_stop_script_is_readable_in_yaml() -> None:
     script = container(engine_with())["lifecycle"]["preStop"]["exec"]["command"][2]
 
     # What keeps YAML from writing a text line by line, as it stands.
@@ -194,19 +194,19 @@ def test_the_script_can_be_read_in_kubectls_yaml() -> None:
     assert script.isascii()
 
 
-def test_a_variable_of_that_name_stays() -> None:
+def test_pre_stop_variable_of_the_user_is_kept() -> None:
     own = {"name": "DUALMAP_POD_IP", "value": "10.0.0.7"}
 
     assert container(engine_with(env=[own]))["env"] == [own]
 
 
-def test_a_pre_stop_of_the_users_own_stays_and_nothing_is_added_for_it() -> None:
+def test_pre_stop_of_the_user_is_kept_unchanged() -> None:
     written = engine_with(lifecycle={"preStop": {"sleep": {"seconds": 5}}})
 
     assert container(written) == written
 
 
-def test_the_engine_is_the_container_that_has_its_port() -> None:
+def test_engine_is_the_container_with_its_port() -> None:
     sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
 
     made = pod_template(pool_of(template_of(sidecar, engine_with())))["spec"]["containers"]
@@ -215,7 +215,7 @@ def test_the_engine_is_the_container_that_has_its_port() -> None:
     assert "preStop" in made[1]["lifecycle"]
 
 
-def test_the_engine_is_the_first_container_where_none_has_its_port() -> None:
+def test_engine_without_port_is_the_first_container() -> None:
     sidecar = {"name": "proxy", "image": "envoy"}
 
     made = pod_template(pool_of(template_of(engine_with(ports=None), sidecar)))["spec"]["containers"]
@@ -224,7 +224,7 @@ def test_the_engine_is_the_first_container_where_none_has_its_port() -> None:
     assert made[1] == sidecar
 
 
-def test_whatever_else_the_user_wrote_stays() -> None:
+def test_template_other_fields_are_kept() -> None:
     written = template_of(
         GOOD_CONTAINER,
         nodeSelector={"gpu": "h200"},
@@ -239,7 +239,7 @@ def test_whatever_else_the_user_wrote_stays() -> None:
     assert made["containers"][0].items() >= GOOD_CONTAINER.items()
 
 
-def test_children_share_nothing_with_the_users_object_nor_with_each_other() -> None:
+def test_children_are_independent_copies() -> None:
     written = template_of(engine_with(env=[], lifecycle={}), readinessGates=[])
     before = copy.deepcopy(written)
     spec = pool_of(written)
@@ -255,7 +255,7 @@ def test_children_share_nothing_with_the_users_object_nor_with_each_other() -> N
 
 
 @given(odd_templates())
-def test_no_template_is_too_odd(template: dict[str, Any]) -> None:
+def test_children_of_any_template_are_built(template: dict[str, Any]) -> None:
     before = copy.deepcopy(template)
     spec = pool_of(template)
 
@@ -266,7 +266,7 @@ def test_no_template_is_too_odd(template: dict[str, Any]) -> None:
     assert children(spec, replicas=2) == made
 
 
-def test_what_cannot_be_added_to_is_left_for_the_api_server_to_refuse() -> None:
+def test_template_invalid_parts_are_left_to_the_api_server() -> None:
     odd = {
         "metadata": {"labels": ["a"]},
         "spec": {

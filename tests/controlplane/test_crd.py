@@ -115,7 +115,7 @@ def defaulted(value: Any, schema: Mapping[str, Any]) -> Any:
     return value
 
 
-def test_the_names_are_those_of_the_code() -> None:
+def test_crd_names_equal_the_code() -> None:
     names = CRD["spec"]["names"]
     assert (CRD["spec"]["group"], names["plural"], names["kind"]) == (GROUP, PLURAL, KIND)
     assert CRD["metadata"]["name"] == f"{PLURAL}.{GROUP}"
@@ -123,14 +123,14 @@ def test_the_names_are_those_of_the_code() -> None:
     assert (version["name"], version["served"], version["storage"]) == (VERSION, True, True)
 
 
-def test_every_field_is_described() -> None:
+def test_crd_every_field_has_a_description() -> None:
     assert SCHEMA["description"]
     bare = [str(each) for each in fields(SCHEMA) if not each.schema.get("description")]
     # Kubernetes describes these itself, and refuses a schema that does.
     assert bare == ["metadata", "metadata.name"]
 
 
-def test_everything_is_bounded_but_the_pods_own_fields() -> None:
+def test_crd_every_field_is_bounded_except_the_pod_template() -> None:
     bound = {"string": "maxLength", "array": "maxItems", "integer": "minimum", "number": "maximum"}
     unbounded = [
         str(each)
@@ -145,7 +145,7 @@ def test_everything_is_bounded_but_the_pods_own_fields() -> None:
     assert [str(each) for each in fields(SPEC) if "minimum" in each.schema and "maximum" not in each.schema] == []
 
 
-def test_objects_with_defaults_inside_have_one_themselves() -> None:
+def test_crd_objects_with_inner_defaults_have_a_default() -> None:
     """Otherwise nobody would fill in what is inside."""
     bare = [
         str(each)
@@ -163,7 +163,7 @@ OBJECTS = [
 
 
 @pytest.mark.parametrize("field", OBJECTS, ids=str)
-def test_objects_have_the_readers_fields_and_no_others(field: Field) -> None:
+def test_crd_objects_have_exactly_the_fields_of_the_reader(field: Field) -> None:
     document = with_value(Field((*field.path, "unknown"), {}), 1)
     with pytest.raises(PoolError) as refused:
         read_pools(document)
@@ -172,14 +172,14 @@ def test_objects_have_the_readers_fields_and_no_others(field: Field) -> None:
     assert set(known) == set(field.schema["properties"])
 
 
-def test_members_have_the_readers_fields_and_no_others() -> None:
+def test_crd_members_have_exactly_the_fields_of_the_reader() -> None:
     with pytest.raises(PoolError) as refused:
         read_pools({**POOL, "status": {"ring": {"members": [{**MEMBER, "unknown": 1}]}}})
     known = refused.value.accepted.removeprefix("one of the fields ").split(", ")
     assert set(known) == {each.path[-1] for each in MEMBER_FIELDS}
 
 
-def test_the_defaults_are_the_readers() -> None:
+def test_crd_defaults_equal_the_reader() -> None:
     document = {**POOL, "spec": defaulted(POOL["spec"], SPEC)}
     assert document["spec"] != POOL["spec"]
     assert read_pools(document) == read_pools(POOL)
@@ -190,7 +190,7 @@ def test_the_defaults_are_the_readers() -> None:
     assert {each.path for each in SPEC_FIELDS if "default" in each.schema} >= leaves - given
 
 
-def test_what_the_operator_reads_has_the_schemas_defaults() -> None:
+def test_crd_defaults_equal_those_of_the_operator() -> None:
     spec = read_spec(POOL)
     assert spec.workload == TemplateWorkload(template=TEMPLATE)
     assert spec.replicas == SPEC["properties"]["replicas"]["default"] == 1
@@ -199,7 +199,7 @@ def test_what_the_operator_reads_has_the_schemas_defaults() -> None:
 
 
 @pytest.mark.parametrize("field", NUMBERS, ids=str)
-def test_numbers_have_the_readers_bounds(field: Field) -> None:
+def test_crd_numbers_have_the_bounds_of_the_reader(field: Field) -> None:
     low, high = number_bounds(field)
     step = 1 if field.schema["type"] == "integer" else 1e-6
     read(with_value(field, low if field.path[-1] != "maxBlocks" else 2))
@@ -210,7 +210,7 @@ def test_numbers_have_the_readers_bounds(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", DURATIONS, ids=str)
-def test_durations_have_the_readers_bounds(field: Field) -> None:
+def test_crd_durations_have_the_bounds_of_the_reader(field: Field) -> None:
     low, high = duration_bounds(field)
     read(with_value(field, low))
     read(with_value(field, high))
@@ -221,7 +221,7 @@ def test_durations_have_the_readers_bounds(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", DURATIONS, ids=str)
-def test_a_durations_refusal_and_description_name_the_rules_bounds(field: Field) -> None:
+def test_crd_duration_message_and_description_name_the_bounds(field: Field) -> None:
     low, high = duration_bounds(field)
     (rule,) = field.schema["x-kubernetes-validations"]
     assert f"from {low} to {high}, such as {field.schema['default']}" in " ".join(rule["messageExpression"].split())
@@ -234,7 +234,7 @@ def test_a_durations_refusal_and_description_name_the_rules_bounds(field: Field)
     ["500ms", "5s", "1.5s", "0.5m", "10m", "1h", "600000ms", "", "5", "s", "-5s", "0s", "5 s", "5S", "1h30m", "1e3s",
      "+5s", ".5s", "5.s", "5us", "5ns", "5d"],
 )  # fmt: skip
-def test_durations_are_spelt_as_the_reader_spells_them(field: Field, text: str) -> None:
+def test_crd_duration_pattern_equals_the_reader(field: Field, text: str) -> None:
     (rule,) = field.schema["x-kubernetes-validations"]
     (pattern,) = re.findall(r"matches\('\^(.*?)\$'\)", rule["rule"])
     try:
@@ -246,7 +246,7 @@ def test_durations_are_spelt_as_the_reader_spells_them(field: Field, text: str) 
     assert len(text) <= field.schema["maxLength"]
 
 
-def test_only_the_dispatch_window_may_be_unlimited() -> None:
+def test_crd_only_the_dispatch_window_may_be_unlimited() -> None:
     unlimited = [each for each in DURATIONS if f"self == '{UNLIMITED}'" in str(each.schema)]
     assert [each.path[-1] for each in unlimited] == ["dispatchWindow"]
     for each in DURATIONS:
@@ -257,7 +257,7 @@ def test_only_the_dispatch_window_may_be_unlimited() -> None:
                 read(with_value(each, UNLIMITED))
 
 
-def test_the_enums_are_the_codes() -> None:
+def test_crd_enums_equal_the_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
         "spec.routing.policy": list(POLICIES),
@@ -268,12 +268,12 @@ def test_the_enums_are_the_codes() -> None:
     assert {str(each): each.schema["enum"] for each in ENUMS} == code
 
 
-def test_the_conditions_that_the_schema_speaks_of_are_the_operators() -> None:
+def test_crd_condition_names_equal_the_operator() -> None:
     named = re.findall(r"\b[A-Z]\w+", STATUS["properties"]["conditions"]["description"])
     assert set(ConditionType) <= set(named)
 
 
-def test_texts_are_as_long_as_the_reader_takes_them() -> None:
+def test_crd_text_lengths_equal_the_reader() -> None:
     texts = [each for each in READ_FIELDS if "minLength" in each.schema]
     assert {str(each) for each in texts} == {"spec.model.name", "status.ring.members.[].incarnation"}
     for field in texts:
@@ -313,7 +313,7 @@ def test_adapters_are_other_names_than_the_models(adapters: list[str], accepted:
     ],
     ids=["name", "header", "id"],
 )
-def test_names_are_spelt_as_the_reader_spells_them(path: tuple[str, ...], texts: list[str]) -> None:
+def test_crd_name_patterns_equal_the_reader(path: tuple[str, ...], texts: list[str]) -> None:
     schema = SCHEMA if path[0] == "metadata" else next(each.schema for each in READ_FIELDS if each.path == path)
     rules = [rule["rule"] for rule in schema.get("x-kubernetes-validations", [])]
     (pattern,) = [schema["pattern"]] if "pattern" in schema else re.findall(r"matches\('(.*?)'\)", " ".join(rules))
@@ -331,12 +331,12 @@ def test_names_are_spelt_as_the_reader_spells_them(path: tuple[str, ...], texts:
     [None, {}, {"template": TEMPLATE, "selector": {"matchLabels": {"a": "b"}}}, {"selector": {}},
      {"selector": {"matchLabels": {}}}, {"template": {}}, {"template": {"spec": {"containers": []}}}],
 )  # fmt: skip
-def test_workloads_that_the_schema_refuses_are_refused_by_the_operator_too(workload: object) -> None:
+def test_crd_rejected_workloads_are_rejected_by_the_operator(workload: object) -> None:
     with pytest.raises(PoolError, match=r"spec\.workload"):
         read_spec({**POOL, "spec": {**POOL["spec"], "workload": workload}})
 
 
-def test_the_document_lists_every_field_with_its_default() -> None:
+def test_crd_page_lists_every_field_with_its_default() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     rows = dict(re.findall(r"^\| `(spec\.[\w.]+)` \| (?:`([^`]*)`|required)", text, re.MULTILINE))
     leaves = {str(each): each.schema for each in SPEC_FIELDS if each.schema["type"] != "object"}
@@ -346,7 +346,7 @@ def test_the_document_lists_every_field_with_its_default() -> None:
         assert yaml.safe_load(default) == leaves[name].get("default"), name
 
 
-def test_the_documents_examples_are_pools_without_a_warning() -> None:
+def test_crd_page_examples_are_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
     in_a_cluster, in_a_file, adopting = examples
@@ -355,7 +355,7 @@ def test_the_documents_examples_are_pools_without_a_warning() -> None:
     read({**POOL, **adopting})
 
 
-def test_the_document_lists_every_field_of_the_status_and_every_condition() -> None:
+def test_crd_page_lists_every_status_field_and_condition() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     listed = set(re.findall(r"^\| `(status\.[\w.\[\]]+)` \|", text, re.MULTILINE))
     leaves = {

@@ -64,12 +64,12 @@ PROGRAMS: tuple[tuple[str, str, click.Command], ...] = tuple(
 )
 
 
-def test_the_readme_lists_every_file() -> None:
+def test_manifests_readme_lists_every_file() -> None:
     linked = re.findall(r"\]\(([^.)]\S+\.yaml)\)", (FOLDER / "README.md").read_text())
     assert sorted(each for each in linked if not each.startswith("examples/")) == files()
 
 
-def test_what_has_a_namespace_says_which_unless_it_is_applied_to_one() -> None:
+def test_manifests_name_their_namespace_unless_applied_to_one() -> None:
     without = {
         (file, each["kind"]) for file in files() for each in documents(file) if "namespace" not in each["metadata"]
     }
@@ -87,7 +87,7 @@ def test_what_has_a_namespace_says_which_unless_it_is_applied_to_one() -> None:
 
 class TestRights:
     @pytest.mark.parametrize("file", RBAC_FILES)
-    def test_each_role_is_bound_to_its_service_account(self, file: str) -> None:
+    def test_rights_role_is_bound_to_its_service_account(self, file: str) -> None:
         accounts = {each["metadata"]["name"] for each in every("ServiceAccount")}
         roles = {(each["kind"], each["metadata"]["name"]) for each in documents(file) if "rules" in each}
         bindings = [each for each in documents(file) if "roleRef" in each]
@@ -100,13 +100,13 @@ class TestRights:
             assert subject["name"] in accounts
 
     @pytest.mark.parametrize("file", RBAC_FILES)
-    def test_nothing_is_granted_wholesale(self, file: str) -> None:
+    def test_rights_have_no_wildcards(self, file: str) -> None:
         for _, rule in rules(file):
             granted = {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}
             assert not [each for each in granted if "*" in each]
             assert granted.isdisjoint({"secrets", "configmaps", "pods/exec", "deletecollection", "impersonate"})
 
-    def test_both_forms_grant_the_same(self) -> None:
+    def test_rights_are_equal_in_both_forms(self) -> None:
         forms = [
             {(role["metadata"]["name"], str(rule)) for role, rule in rules(file)}
             for file in ("rbac/cluster.yaml", "rbac/namespaced.yaml")
@@ -115,7 +115,7 @@ class TestRights:
         assert {name for name, _ in forms[0]} == {"dualmap-operator", "dualmap-router"}
 
     @pytest.mark.parametrize(("file", "form"), list(zip(INSTALL_FILES, ("cluster", "namespaced"), strict=True)))
-    def test_the_installation_grants_what_these_files_do(self, file: str, form: str) -> None:
+    def test_rights_equal_those_of_the_installation(self, file: str, form: str) -> None:
         def granted(*sources: str) -> list[tuple[str, str, str]]:
             return sorted(
                 (role["kind"], role["metadata"]["name"].removesuffix("-system"), str(rule))
@@ -125,7 +125,7 @@ class TestRights:
 
         assert granted(file) == granted("rbac/system.yaml", f"rbac/{form}.yaml")
 
-    def test_the_router_only_reads(self) -> None:
+    def test_rights_of_the_router_are_read_only(self) -> None:
         verbs = {
             verb
             for role, rule in rules("rbac/cluster.yaml")
@@ -134,7 +134,7 @@ class TestRights:
         }
         assert verbs == {"list", "watch"}
 
-    def test_the_lease_is_the_one_the_operator_takes(self) -> None:
+    def test_rights_cover_the_lease_of_the_operator(self) -> None:
         named = [rule for _, rule in rules("rbac/system.yaml") if "resourceNames" in rule]
         assert [rule["resourceNames"] for rule in named] == [[LeaseSettings().name]]
         assert [rule["verbs"] for rule in named] == [["get", "update"]]
@@ -154,7 +154,7 @@ class TestPrograms:
         assert container["command"] == ["dualmap", command.name]
         return command.make_context("dualmap", list(container["args"])).params
 
-    def test_the_command_line_is_accepted_and_watches_what_the_rights_are_for(
+    def test_programs_accept_their_arguments_and_watch_their_scope(
         self, file: str, name: str, command: click.Command
     ) -> None:
         options = self.parsed(file, name, command)
@@ -164,7 +164,7 @@ class TestPrograms:
         }[file]
         assert options["log_format"] == "json"
 
-    def test_its_ports_are_those_it_listens_on_and_probes_ask(
+    def test_programs_listen_on_the_declared_and_probed_ports(
         self, file: str, name: str, command: click.Command
     ) -> None:
         options = self.parsed(file, name, command)
@@ -177,7 +177,7 @@ class TestPrograms:
             else:
                 assert probe["httpGet"] == {"path": "/healthz", "port": "health"}
 
-    def test_its_pods_are_its_own_and_may_run_where_security_is_restricted(
+    def test_programs_select_their_pods_and_meet_restricted_security(
         self, file: str, name: str, command: click.Command
     ) -> None:
         spec = workload(file, name)["spec"]
@@ -199,7 +199,7 @@ class TestPrograms:
         assert not container["image"].endswith(":latest")
 
 
-def test_operators_elect_a_leader_and_know_where_they_are() -> None:
+def test_operators_elect_a_leader_and_have_their_namespace() -> None:
     spec = only("install.yaml", "Deployment", "dualmap-operator")["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     assert spec["replicas"] == 2
@@ -210,19 +210,19 @@ def test_operators_elect_a_leader_and_know_where_they_are() -> None:
 
 
 class TestRouter:
-    def test_liveness_is_not_readiness(self) -> None:
+    def test_router_liveness_is_not_readiness(self) -> None:
         """A router that drains is not ready, and must not be killed for it."""
         (container,) = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]["containers"]
         assert container["livenessProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert container["startupProbe"]["grpc"]["service"] == LIVENESS_SERVICE
         assert "service" not in container["readinessProbe"]["grpc"]
 
-    def test_it_has_time_to_drain(self) -> None:
+    def test_router_grace_period_covers_the_drain(self) -> None:
         pod = only("install.yaml", "StatefulSet", "dualmap-router")["spec"]["template"]["spec"]
         options = router.make_context("router", list(pod["containers"][0]["args"])).params
         assert pod["terminationGracePeriodSeconds"] >= options["drain_timeout"] + 10
 
-    def test_its_service_has_the_name_and_port_the_operator_looks_for(self) -> None:
+    def test_router_service_has_the_name_and_port_of_the_operator(self) -> None:
         service, deployment = (only("install.yaml", kind, "dualmap-router") for kind in ("Service", "StatefulSet"))
         pod = deployment["spec"]["template"]
         assert operator.make_context("operator", []).params["router_service"] == service["metadata"]["name"]
@@ -236,18 +236,18 @@ class TestRouter:
             "metrics": "http",
         }
 
-    def test_its_disruption_budget_is_of_its_pods(self) -> None:
+    def test_router_disruption_budget_selects_its_pods(self) -> None:
         budget = only("install.yaml", "PodDisruptionBudget", "dualmap-router")
         service = only("install.yaml", "Service", "dualmap-router")
         assert budget["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
 
 
 class TestHpa:
-    def test_it_scales_the_pool_by_its_full_name(self) -> None:
+    def test_hpa_targets_the_pool_by_its_full_name(self) -> None:
         (hpa,) = documents("examples/hpa.yaml")
         assert hpa["spec"]["scaleTargetRef"] == {"apiVersion": API_VERSION, "kind": KIND, "name": "qwen"}
 
-    def test_its_metric_is_one_the_router_exports(self) -> None:
+    def test_hpa_metric_is_exported_by_the_router(self) -> None:
         ((hpa,), made, demand) = documents("examples/hpa.yaml"), Metrics(version="1", replica_id="r"), Demand()
         made.set_pools([builders.pool(2)])
         demand.set_pools([builders.pool(2)])
@@ -256,7 +256,7 @@ class TestHpa:
         for metric in hpa["spec"]["metrics"]:
             assert f'\n{metric["external"]["metric"]["name"]}{{pool="llm/qwen"}} ' in page
 
-    def test_it_is_more_patient_going_down(self) -> None:
+    def test_hpa_scales_down_more_slowly_than_up(self) -> None:
         behavior = documents("examples/hpa.yaml")[0]["spec"]["behavior"]
         up, down = (behavior[each]["stabilizationWindowSeconds"] for each in ("scaleUp", "scaleDown"))
         assert up < 300 <= down

@@ -23,7 +23,7 @@ def page(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def test_passes_are_counted_by_their_result() -> None:
+def test_metrics_reconciles_are_counted_by_result() -> None:
     metrics = Metrics()
     metrics.reconciled("done", 0.1)
     metrics.reconciled("conflict", 0.1)
@@ -35,7 +35,7 @@ def test_passes_are_counted_by_their_result() -> None:
     assert shown["dualmap_operator_reconcile_queue"] == 1
 
 
-def test_a_ring_shows_its_version_and_members_by_state_until_its_pool_is_gone() -> None:
+def test_metrics_ring_shows_version_and_members_until_deletion() -> None:
     metrics = Metrics()
     metrics.published("llm/qwen", ring("Active", "Active", "Joining", version=4), 0.0)
 
@@ -48,7 +48,7 @@ def test_a_ring_shows_its_version_and_members_by_state_until_its_pool_is_gone() 
     assert not any("llm/qwen" in name for name in page(metrics))
 
 
-def test_a_drain_takes_from_the_state_to_the_leave() -> None:
+def test_metrics_drain_duration_is_from_state_to_removal() -> None:
     metrics = Metrics()
     began_s = read_time("2026-11-20T08:00:00Z")
     assert began_s is not None
@@ -64,7 +64,7 @@ def test_a_drain_takes_from_the_state_to_the_leave() -> None:
     assert shown["dualmap_operator_drain_seconds_sum"] == 42
 
 
-def test_ages_of_watches_are_read_at_each_scrape() -> None:
+def test_metrics_watch_ages_are_read_at_each_scrape() -> None:
     metrics = Metrics()
     ages = {"Pod": 3.0}
     metrics.watch(lambda: ages)
@@ -74,7 +74,7 @@ def test_ages_of_watches_are_read_at_each_scrape() -> None:
     assert page(metrics)['dualmap_operator_watch_age_seconds{kind="Pod"}'] == 4
 
 
-def test_leadership_and_requests() -> None:
+def test_metrics_have_leadership_and_requests() -> None:
     metrics = Metrics()
     metrics.leading(True)
     metrics.api_request("PATCH", 409)
@@ -100,7 +100,7 @@ def exported() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-def test_the_reference_lists_exactly_what_is_exported() -> None:
+def test_metrics_page_lists_exactly_the_exported_metrics() -> None:
     _, _, of_operator = DOCUMENT.read_text().partition("## Of the operator")
     rows = re.findall(r"^\| `(dualmap_\w+)` \| (\w+) \| ([^|]*)\|", of_operator, re.MULTILINE)
     assert len(rows) == len({name for name, _, _ in rows})

@@ -30,7 +30,7 @@ def invoke(*arguments: str, **environment: str | None) -> Result:
     return CliRunner().invoke(operator, arguments, env=variables)
 
 
-def test_the_defaults(told: list[Settings]) -> None:
+def test_options_defaults(told: list[Settings]) -> None:
     assert invoke().exit_code == 0
 
     (settings,) = told
@@ -38,7 +38,7 @@ def test_the_defaults(told: list[Settings]) -> None:
     assert (settings.metrics_port, settings.health_port, settings.router_service) == (9091, 9092, "dualmap-router")
 
 
-def test_flags_and_environment(told: list[Settings]) -> None:
+def test_options_are_read_from_flags_and_environment(told: list[Settings]) -> None:
     result = invoke(
         "--namespace", "llm", "--leader-election", "--router", "10.0.0.1:9090", "--router", "[fd00::1]:9091",
         POD_NAMESPACE="serving",
@@ -52,7 +52,7 @@ def test_flags_and_environment(told: list[Settings]) -> None:
     assert settings.routers == (("10.0.0.1", 9090), ("fd00::1", 9091))
 
 
-def test_two_lives_of_a_pod_are_two_candidates(told: list[Settings]) -> None:
+def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) -> None:
     invoke()
     invoke()
 
@@ -71,7 +71,7 @@ def test_two_lives_of_a_pod_are_two_candidates(told: list[Settings]) -> None:
         (["--health-port", "70000"], "70000 is not in the range"),
     ],
 )
-def test_bad_usage_says_what_is_accepted(told: list[Settings], arguments: list[str], words: str) -> None:
+def test_options_invalid_value_names_the_accepted(told: list[Settings], arguments: list[str], words: str) -> None:
     result = invoke(*arguments)
 
     assert result.exit_code == 2
@@ -79,7 +79,7 @@ def test_bad_usage_says_what_is_accepted(told: list[Settings], arguments: list[s
     assert told == []
 
 
-def test_a_bad_pod_namespace_is_named(told: list[Settings]) -> None:
+def test_options_invalid_pod_namespace_is_named(told: list[Settings]) -> None:
     result = invoke(POD_NAMESPACE="not/a/name")
 
     assert result.exit_code == 2

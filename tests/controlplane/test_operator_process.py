@@ -44,7 +44,7 @@ async def operator(kubeconfig: Path, *arguments: str) -> AsyncIterator[asyncio.s
         await process.communicate()
 
 
-async def test_without_a_kubeconfig_it_says_what_to_set(tmp_path: Path) -> None:
+async def test_operator_without_kubeconfig_names_what_to_set(tmp_path: Path) -> None:
     async with operator(tmp_path / "absent", "--health-port", "0") as process:
         _, said = await process.communicate()
 
@@ -52,7 +52,7 @@ async def test_without_a_kubeconfig_it_says_what_to_set(tmp_path: Path) -> None:
     assert re.search(r"dualmap operator: kubeconfig .*absent does not exist; set KUBECONFIG", said.decode())
 
 
-async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+async def test_operator_taken_port_is_named(tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with taken:
         port = taken.sockets[0].getsockname()[1]
@@ -65,7 +65,7 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--leader-election",)])
-async def test_with_the_api_server_away_it_waits_and_stops_when_told(tmp_path: Path, flags: tuple[str, ...]) -> None:
+async def test_operator_without_api_server_waits_and_stops_on_signal(tmp_path: Path, flags: tuple[str, ...]) -> None:
     async with operator(kubeconfig(tmp_path), "--health-port", "0", *flags) as process:
         assert process.stderr is not None
         ready = (await process.stderr.readline()).decode()

@@ -55,7 +55,7 @@ def test_conditions_keep_transition_time_until_status_changes() -> None:
     assert condition(turned, "Available").since_s == NOW_S + 20
 
 
-def test_counts() -> None:
+def test_status_counts_members_by_state() -> None:
     pods = (*PODS, starting(3))
     members = (
         *ACTIVE[:1],

@@ -33,7 +33,7 @@ def draining(**changes: object) -> Observed:
 
 
 class TestVictims:
-    def test_are_published_draining_before_anything_shrinks(self) -> None:
+    def test_victims_are_published_draining_before_the_shrink(self) -> None:
         made = plan(template_spec(1), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
         assert states(made) == {"qwen-0": "Active", "qwen-1": "Draining", "qwen-2": "Draining"}
         assert made.status.ring_version == 6
@@ -41,21 +41,21 @@ class TestVictims:
         assert {gate.pod: gate.in_ring for gate in made.gates} == {"qwen-1": False, "qwen-2": False}
         assert made.requeue_after_s <= DRAIN_INTERVAL_S
 
-    def test_stay_while_a_router_has_a_request_in_flight_there(self) -> None:
+    def test_victims_with_requests_in_flight_stay(self) -> None:
         looks = {"qwen-2": 0}
         made = plan(template_spec(2), draining(routers=[router(busy={"qwen-2": 1})], idle_checks=looks), NOW_S)
         assert size_asked(made) == 3
 
-    def test_one_idle_look_is_not_enough(self) -> None:
+    def test_victims_after_one_idle_check_stay(self) -> None:
         made = plan(template_spec(2), draining(routers=[router()], idle_checks={"qwen-2": 1}), NOW_S)
         assert size_asked(made) == 3
 
-    def test_go_after_two_idle_looks(self) -> None:
+    def test_victims_after_two_idle_checks_are_removed(self) -> None:
         made = plan(template_spec(2), draining(routers=[router()], idle_checks={"qwen-2": 2}), NOW_S)
         assert size_asked(made) == 2
         assert [event.reason for event in made.events if event.reason is EventReason.SCALED_DOWN]
 
-    def test_all_stay_while_one_is_busy(self) -> None:
+    def test_victims_all_stay_while_one_is_busy(self) -> None:
         members = (ACTIVE[0], *(member(each, MemberState.DRAINING, age_s=20) for each in PODS[1:]))
         looks = {"qwen-1": 0, "qwen-2": 9}
         made = plan(
@@ -63,45 +63,45 @@ class TestVictims:
         )
         assert size_asked(made) == 3
 
-    def test_go_when_the_drain_has_taken_its_time_and_that_is_said(self) -> None:
+    def test_victims_at_the_drain_timeout_are_removed_with_an_event(self) -> None:
         late = draining(routers=[router(busy={"qwen-2": 1})], idle_checks={"qwen-2": 0})
         made = plan(template_spec(2, drain_timeout_s=20), late, NOW_S)
         assert size_asked(made) == 2
         assert any(event.reason is EventReason.DRAIN_TIMED_OUT and event.warning for event in made.events)
 
-    def test_are_taken_back_by_a_larger_wish(self) -> None:
+    def test_victims_return_when_desired_replicas_grow(self) -> None:
         made = plan(template_spec(3), draining(routers=[router(busy={"qwen-2": 1})]), NOW_S)
         assert states(made)["qwen-2"] == "Active"
         assert made.status.ring_version == 6
         assert size_asked(made) == 3
         assert EventReason.DRAIN_CANCELLED in {event.reason for event in made.events}
 
-    def test_that_never_served_go_at_once(self) -> None:
+    def test_victims_that_never_served_are_removed_at_once(self) -> None:
         pods = (*PODS[:2], pod(2, serving=False, ready=False, in_ring=False, address=""))
         made = plan(template_spec(2), seen(pods, ACTIVE[:2], routers=[router()]), NOW_S)
         assert size_asked(made) == 2
         assert "qwen-2" not in states(made)
 
-    def test_that_stop_passing_their_probes_still_finish_what_streams(self) -> None:
+    def test_victims_that_become_unready_finish_their_streams(self) -> None:
         pods = (*PODS[:2], pod(2, serving=False, ready=False, in_ring=False))
         busy = seen(pods, DRAINING, routers=[router(busy={"qwen-2": 1})])
         made = plan(template_spec(2), busy, NOW_S)
         assert states(made)["qwen-2"] == "Draining"
         assert size_asked(made) == 3
 
-    def test_whose_sidecar_restarts_are_still_waited_for(self) -> None:
+    def test_victims_with_a_restarted_sidecar_are_waited_for(self) -> None:
         pods = (*PODS[:2], pod(2, incarnation="uid-2-1"))
         made = plan(template_spec(2), seen(pods, DRAINING, routers=[router(busy={"qwen-2": 1})]), NOW_S)
         assert states(made)["qwen-2"] == "Draining"
         assert size_asked(made) == 3
 
-    def test_that_fail_their_probes_as_they_are_scaled_away_are_waited_for(self) -> None:
+    def test_victims_unready_at_scale_down_are_waited_for(self) -> None:
         pods = (*PODS[:2], pod(2, serving=False, ready=False, in_ring=False))
         made = plan(template_spec(2), seen(pods, ACTIVE, routers=[router(busy={"qwen-2": 1})]), NOW_S)
         assert states(made)["qwen-2"] == "Draining"
         assert size_asked(made) == 3
 
-    def test_stay_until_a_pod_that_remains_takes_requests(self) -> None:
+    def test_victims_stay_until_a_remaining_pod_serves(self) -> None:
         pods = (pod(0, serving=False, ready=False, in_ring=False), *PODS[1:])
         observed = seen(pods, ACTIVE[1:], routers=[router()])
         made = plan(template_spec(1), observed, NOW_S)
@@ -114,11 +114,11 @@ class TestVictims:
             "qwen-0": "Active", "qwen-1": "Draining", "qwen-2": "Draining",
         }  # fmt: skip
 
-    def test_all_go_when_none_are_wanted(self) -> None:
+    def test_victims_are_all_pods_at_zero_replicas(self) -> None:
         made = plan(template_spec(0), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
         assert set(states(made).values()) == {"Draining"}
 
-    def test_keep_their_size_when_somebody_deletes_the_statefulset(self) -> None:
+    def test_victims_keep_the_size_of_a_deleted_statefulset(self) -> None:
         made = plan(template_spec(2), draining(routers=[router(busy={"qwen-2": 1})], size=None), NOW_S)
         assert size_asked(made) == 3
 
@@ -154,7 +154,7 @@ class TestIdle:
             "engine alone, busy",
         ],
     )  # fmt: skip
-    def test_what_was_said(self, routers: list, engine: int | None, expected: bool) -> None:  # type: ignore[type-arg]
+    def test_idle_evidence_decides_removal(self, routers: list, engine: int | None, expected: bool) -> None:  # type: ignore[type-arg]
         from dualmap_operator.decide.drain import idle
 
         observed = seen(PODS, DRAINING, routers=routers, engines={"qwen-2": engine})
@@ -162,13 +162,13 @@ class TestIdle:
 
 
 class TestDeletion:
-    def test_drains_every_member_and_touches_no_child(self) -> None:
+    def test_deletion_drains_every_member_and_keeps_children(self) -> None:
         made = plan(template_spec(3, deleting=True), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
         assert set(states(made).values()) == {"Draining"}
         assert made.children == ()
         assert not made.finished
 
-    def test_is_finished_when_all_have_drained(self) -> None:
+    def test_deletion_finishes_when_all_members_drained(self) -> None:
         members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
         looks = {each.name: 2 for each in PODS}
         made = plan(template_spec(3, deleting=True), seen(PODS, members, routers=[router()], idle_checks=looks), NOW_S)
@@ -176,17 +176,17 @@ class TestDeletion:
         busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})], idle_checks={**looks, "qwen-0": 0})
         assert not plan(template_spec(3, deleting=True), busy, NOW_S).finished
 
-    def test_never_waits_longer_than_the_timeout(self) -> None:
+    def test_deletion_waits_at_most_the_drain_timeout(self) -> None:
         members = tuple(member(each, MemberState.DRAINING, age_s=700) for each in PODS)
         busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})])
         assert plan(template_spec(3, deleting=True), busy, NOW_S).finished
 
-    def test_of_an_empty_pool_is_finished_at_once(self) -> None:
+    def test_deletion_of_an_empty_pool_finishes_at_once(self) -> None:
         assert plan(template_spec(3, deleting=True), seen((), size=None), NOW_S).finished
 
 
 class TestAdoptedPods:
-    def test_that_terminate_drain_at_once_and_leave_with_their_pod(self) -> None:
+    def test_adopted_terminating_pods_drain_until_they_are_gone(self) -> None:
         pods = (adopted("a"), adopted("b", 1, terminating=True))
         members = tuple(member(replace(each, terminating=False)) for each in pods)
         made = plan(selector_spec(), seen(pods, members, size=None), NOW_S)
@@ -196,13 +196,13 @@ class TestAdoptedPods:
         assert states(gone) == {"a": "Active"}
         assert gone.status.ring_version == 7
 
-    def test_are_not_scaled_by_us(self) -> None:
+    def test_adopted_pods_are_not_scaled(self) -> None:
         pods = tuple(adopted(name, number) for number, name in enumerate("abc"))
         made = plan(selector_spec(), seen(pods, [member(each) for each in pods], size=None), NOW_S)
         assert set(states(made).values()) == {"Active"}
 
 
-def test_a_scenario_that_cannot_be_is_refused() -> None:
+def test_scenario_that_is_impossible_is_rejected() -> None:
     with pytest.raises(InconsistentScenarioError, match="readiness gate"):
         seen([pod(0, in_ring=False)])
     with pytest.raises(InconsistentScenarioError, match="ahead of the published ring"):

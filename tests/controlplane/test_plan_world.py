@@ -23,11 +23,11 @@ def settled(world: World) -> None:
     assert (last.status, last.events, last.gates) == (world.plans[-2].status, (), ())
 
 
-def test_from_nothing_to_serving() -> None:
+def test_world_new_pool_becomes_serving() -> None:
     settled(World(spec=template_spec(3)))
 
 
-def test_a_deleted_pool_drains_and_is_done() -> None:
+def test_world_deleted_pool_drains_and_finishes() -> None:
     world = World(spec=template_spec(3))
     settled(world)
     world.busy["qwen-1"] = 1
@@ -39,7 +39,7 @@ def test_a_deleted_pool_drains_and_is_done() -> None:
     assert world.plans[-1].finished
 
 
-def test_a_roll_out_takes_one_pod_at_a_time() -> None:
+def test_world_rollout_takes_one_pod_at_a_time() -> None:
     world = World(spec=template_spec(3))
     settled(world)
     world.revision = "qwen-2"
@@ -50,7 +50,7 @@ def test_a_roll_out_takes_one_pod_at_a_time() -> None:
     settled(world)
 
 
-def test_to_nothing_and_back() -> None:
+def test_world_scale_to_zero_and_back() -> None:
     """As an autoscaler does it: the last member drains, is taken back, goes after all, and is wished for again."""
     world = World(spec=template_spec(1))
     settled(world)
@@ -104,7 +104,7 @@ happenings = st.one_of(
 
 
 @given(st.lists(happenings, max_size=25))
-def test_any_history_converges_and_keeps_the_promises(history: list[tuple[str, int]]) -> None:
+def test_world_any_history_converges_and_keeps_invariants(history: list[tuple[str, int]]) -> None:
     world = World(spec=template_spec(3))
     world.settle(5)
     for what, number in history:

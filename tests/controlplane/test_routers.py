@@ -15,7 +15,7 @@ def endpoint_slice(*endpoints: dict[str, Any], port: str = "metrics") -> dict[st
     return {"ports": [{"name": "grpc", "port": 9002}, {"name": port, "port": 9090}], "endpoints": list(endpoints)}
 
 
-def test_routers_that_take_no_requests_are_asked_too_for_they_may_have_some() -> None:
+def test_routers_unready_ones_are_listed() -> None:
     routers = read_slice(
         endpoint_slice(
             endpoint("10.0.0.1", "a", ready=True),
@@ -31,11 +31,11 @@ def test_routers_that_take_no_requests_are_asked_too_for_they_may_have_some() ->
     }
 
 
-def test_a_slice_without_a_port_named_metrics_has_none() -> None:
+def test_routers_slice_without_metrics_port_has_none() -> None:
     assert read_slice(endpoint_slice(endpoint("10.0.0.1", "a"), port="http")) == {}
 
 
-def test_a_router_with_addresses_of_two_families_is_one_router() -> None:
+def test_routers_dual_stack_router_is_one() -> None:
     routers = ServiceRouters(
         FakeKube(),  # type: ignore[arg-type]  # stands for it
         Counts(),
@@ -49,5 +49,5 @@ def test_a_router_with_addresses_of_two_families_is_one_router() -> None:
     assert routers.addresses() == (RouterAddress(host="10.0.0.1", port=9090),)
 
 
-def test_the_command_lines_routers_are_as_they_were_given() -> None:
+def test_routers_of_the_command_line_are_used_as_given() -> None:
     assert FixedRouters([("localhost", 9090)]).addresses() == (RouterAddress(host="localhost", port=9090),)

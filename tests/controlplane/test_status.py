@@ -25,7 +25,7 @@ def ids(document: dict[str, Any]) -> list[str]:
     return [member["id"] for member in document["ring"]["members"]]
 
 
-def test_the_shape_that_the_design_gives() -> None:
+def test_status_has_the_documented_shape() -> None:
     status = PoolStatus(
         observed_generation=3,
         replicas=4,
@@ -80,23 +80,23 @@ def test_the_shape_that_the_design_gives() -> None:
     }
 
 
-def test_traffic_that_is_not_known_is_left_out() -> None:
+def test_status_unknown_traffic_is_omitted() -> None:
     assert "traffic" not in status_document(PoolStatus())
     shown = TrafficStatus(cache_hit_rate="0.63")
     assert status_document(PoolStatus(traffic=shown))["traffic"] == {"cacheHitRate": "0.63"}
 
 
-def test_an_incarnation_nobody_knows_is_left_out() -> None:
+def test_status_unknown_incarnation_is_omitted() -> None:
     assert "incarnation" not in status_document(PoolStatus(members=(member("a"),)))["ring"]["members"][0]
 
 
-def test_members_are_in_the_order_of_their_numbers() -> None:
+def test_status_members_are_ordered_by_ordinal() -> None:
     mixed = ("qwen-10", "qwen-2", "7b-qwen-1", "qwen-1", "other", "qwen-02")
     document = status_document(PoolStatus(members=tuple(member(each) for each in mixed)))
     assert ids(document) == ["7b-qwen-1", "other", "qwen-1", "qwen-02", "qwen-2", "qwen-10"]
 
 
-def test_the_router_reads_what_is_written() -> None:
+def test_status_is_readable_by_the_router() -> None:
     members = (
         member("qwen-0", incarnation="6d1a57ee-0"),
         member("qwen-1", address="10.0.0.2", state=MemberState.JOINING, weight=25),
@@ -116,7 +116,7 @@ def test_the_router_reads_what_is_written() -> None:
     ]
 
 
-def test_the_schema_lets_all_of_it_through() -> None:
+def test_status_is_valid_for_the_schema() -> None:
     """What a real API server kept of a status that we wrote (recorded/README.md) is what we would write again."""
     pool = json.loads((Path(__file__).parent / "recorded" / "inferencepool.json").read_text())
     status = read_status(pool["status"])
@@ -138,7 +138,7 @@ def test_the_schema_lets_all_of_it_through() -> None:
         (NOON_S + 1, "2026-11-22T12:00:01Z"),
     ],
 )
-def test_times(time_s: float, text: str) -> None:
+def test_status_times(time_s: float, text: str) -> None:
     assert time_text(time_s) == text
 
 
@@ -185,7 +185,7 @@ STATUSES = st.builds(
 
 
 @given(status=STATUSES)
-def test_what_is_written_is_read_back(status: PoolStatus) -> None:
+def test_status_round_trip_is_lossless(status: PoolStatus) -> None:
     read = read_status(status_document(status))
     assert set(read.members) == set(status.members)
     # The order of members is the writer's; having been written once, nothing changes any more.

@@ -145,7 +145,7 @@ async def report(routers: RouterClient, port: int, *, timeout_s: float = PATIENT
 
 
 class TestRouters:
-    async def test_our_own(self, routers: RouterClient) -> None:
+    async def test_status_client_reads_our_own_program(self, routers: RouterClient) -> None:
         router = PoolRouter(builders.pool(2))
         metrics = Metrics(version="1", replica_id="router-0")
         metrics.set_pools([router.pool])
@@ -173,13 +173,13 @@ class TestRouters:
         assert traffic == asdict(metrics.traffic("llm/qwen"))
         assert (unknown, no_traffic) == (RouterReport(router=f"{HOST}:{port}", ready=False), None)
 
-    async def test_a_404_of_something_else_is_no_router_that_knows_no_pool(self, routers: RouterClient) -> None:
+    async def test_routers_404_of_another_server_is_no_report(self, routers: RouterClient) -> None:
         async with listening(saying(b"{}", status="404 Not Found")) as stranger:
             address = RouterAddress(host=HOST, port=stranger.port)
             ((report, _),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
         assert not report.heard
 
-    async def test_several_in_their_order(self, routers: RouterClient) -> None:
+    async def test_routers_are_reported_in_order(self, routers: RouterClient) -> None:
         later = saying(json.dumps({**POOL, "ring_version": 8}).encode())
         async with listening(saying(BODY)) as first, listening(later) as second, listening(saying(b"")) as third:
             ports = (second.port, third.port, first.port)
@@ -195,21 +195,21 @@ class TestRouters:
             "qwen-1": EndpointReport(in_flight=0, held=0, state="Draining"),
         }
 
-    async def test_none(self, routers: RouterClient) -> None:
+    async def test_routers_none_give_no_reports(self, routers: RouterClient) -> None:
         assert await routers.reports("llm/qwen", []) == ()
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
-    async def test_one_that_misbehaves_is_not_heard(self, routers: RouterClient, talk: Talk) -> None:
+    async def test_routers_invalid_response_is_no_report(self, routers: RouterClient, talk: Talk) -> None:
         async with listening(talk) as peer:
             assert await report(routers, peer.port) == RouterReport(router=f"{HOST}:{peer.port}", heard=False)
 
     @pytest.mark.parametrize("talk", [silent, trickling])
-    async def test_one_that_does_not_come_to_an_end_is_not_waited_for(self, routers: RouterClient, talk: Talk) -> None:
+    async def test_routers_endless_response_times_out(self, routers: RouterClient, talk: Talk) -> None:
         async with listening(talk) as peer, asyncio.timeout(PATIENT_S):
             assert not (await report(routers, peer.port, timeout_s=0.3)).heard
 
     @pytest.mark.parametrize("host", [HOST, "no such host", "", "999.1.1.1", "h" * 300, "\u2603.example"])
-    async def test_one_that_is_not_there(self, routers: RouterClient, host: str) -> None:
+    async def test_routers_unreachable_is_no_report(self, routers: RouterClient, host: str) -> None:
         ((report, _),) = await routers.reports("llm/qwen", [RouterAddress(host=host, port=9)])
         assert not report.heard
 
@@ -229,37 +229,37 @@ class TestRouters:
             {"endpoints": [{"id": 0, "in_flight": 0, "held": 0}]},
         ],
     )
-    async def test_what_may_hide_requests_in_flight_is_not_believed(
+    async def test_routers_incomplete_in_flight_counts_are_no_report(
         self, routers: RouterClient, change: dict[str, object]
     ) -> None:
         async with listening(saying(json.dumps({**POOL, **change}).encode())) as peer:
             assert not (await report(routers, peer.port)).heard
 
     @pytest.mark.parametrize("body", [b"[]", b"7", b"[" * 100_000, b'{"ring_version": ' + b"9" * 5000 + b"}"])
-    async def test_json_of_other_kinds(self, routers: RouterClient, body: bytes) -> None:
+    async def test_routers_other_json_is_no_report(self, routers: RouterClient, body: bytes) -> None:
         async with listening(saying(body)) as peer:
             assert not (await report(routers, peer.port)).heard
 
     @pytest.mark.parametrize("traffic", [None, [], 7, {}])
-    async def test_one_without_traffic_is_heard_all_the_same(self, routers: RouterClient, traffic: object) -> None:
+    async def test_routers_without_traffic_are_reported(self, routers: RouterClient, traffic: object) -> None:
         async with listening(saying(json.dumps({**POOL, "traffic": traffic}).encode())) as peer:
             address = RouterAddress(host=HOST, port=peer.port)
             ((known, counted),) = await routers.reports("llm/qwen", [address], timeout_s=PATIENT_S)
         assert (known.ring_version, counted) == (7, None)
 
-    async def test_a_thousand_endpoints(self, routers: RouterClient) -> None:
+    async def test_routers_thousand_endpoints_are_read(self, routers: RouterClient) -> None:
         many = [{**POOL["endpoints"][0], "id": f"qwen-{n}"} for n in range(1000)]
         async with listening(saying(json.dumps({**POOL, "endpoints": many}).encode())) as peer:
             assert len((await report(routers, peer.port)).endpoints) == 1000
 
-    async def test_nobody_is_asked_whom_another_names(self, routers: RouterClient) -> None:
+    async def test_routers_redirect_is_not_followed(self, routers: RouterClient) -> None:
         async with listening(saying(BODY)) as other:
             elsewhere = f"Location: http://{HOST}:{other.port}/pools/llm/qwen\r\n"
             async with listening(saying(BODY, status="302 Found", headers=elsewhere)) as peer:
                 assert not (await report(routers, peer.port)).heard
         assert other.heads == []
 
-    async def test_each_question_has_a_connection_of_its_own(self, routers: RouterClient) -> None:
+    async def test_routers_each_request_has_its_own_connection(self, routers: RouterClient) -> None:
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await saying(BODY)(reader, writer)
             await reader.read()
@@ -269,7 +269,7 @@ class TestRouters:
                 assert (await report(routers, peer.port, timeout_s=10.0)).heard
         assert [head.split(b"\r\n")[0] for head in peer.heads] == [b"GET /pools/llm/qwen HTTP/1.1"] * 2
 
-    async def test_when_all_is_done_nothing_can_be_asked(self) -> None:
+    async def test_routers_closed_client_fails(self) -> None:
         client = RouterClient()
         await client.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -302,7 +302,7 @@ async def asked(engines: EngineClient, page: bytes, engine_type: str = "vLLM") -
 
 
 class TestEngines:
-    async def test_our_own(self, engines: EngineClient) -> None:
+    async def test_status_client_reads_our_own_program(self, engines: EngineClient) -> None:
         settings = ServerSettings(
             host=HOST, port=0, model="m", config=PRESETS["7b"], speed=STANDING_STILL, api_key=None
         )
@@ -332,7 +332,7 @@ class TestEngines:
             ("TensorRTLLM", TENSORRT, b"/prometheus/metrics", 4),
         ],
     )
-    async def test_each_type(
+    async def test_engines_each_type_is_read(
         self, engines: EngineClient, engine_type: str, page: bytes, path: bytes, requests: int
     ) -> None:
         async with listening(saying(page)) as peer:
@@ -340,61 +340,61 @@ class TestEngines:
         assert peer.heads[0].split()[1] == path
 
     @pytest.mark.parametrize("engine_type", ["Generic", "Other", ""])
-    async def test_engines_whose_metrics_nobody_knows_are_not_asked(
+    async def test_engines_with_unknown_metrics_are_not_requested(
         self, engines: EngineClient, engine_type: str
     ) -> None:
         async with listening(saying(VLLM)) as peer:
             assert await engines.requests(engine_type, HOST, peer.port) is None
         assert peer.heads == []
 
-    async def test_several_engines_of_one_page_add_up(self, engines: EngineClient) -> None:
+    async def test_engines_on_one_page_add_up(self, engines: EngineClient) -> None:
         assert await asked(engines, VLLM + VLLM.replace(b'engine="0"', b'engine="1"')) == 10
 
-    async def test_labels_may_hold_anything(self, engines: EngineClient) -> None:
+    async def test_engines_labels_may_have_any_content(self, engines: EngineClient) -> None:
         assert await asked(engines, ODD_LABELS) == 16
 
-    async def test_windows_line_ends(self, engines: EngineClient) -> None:
+    async def test_engines_windows_line_ends_are_read(self, engines: EngineClient) -> None:
         assert await asked(engines, VLLM.replace(b"\n", b"\r\n")) == 5
 
     @pytest.mark.parametrize(
         "value", [b"NaN", b"-1", b"+Inf", b"-Inf", b"", b"two", b"2 3 4", b"1e308\nvllm:num_requests_running 1e308"]
     )
-    async def test_what_is_no_count_is_not_one(self, engines: EngineClient, value: bytes) -> None:
+    async def test_engines_invalid_count_is_none(self, engines: EngineClient, value: bytes) -> None:
         page = b"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
         assert await asked(engines, page) == 1
         assert await asked(engines, page + b"vllm:num_requests_running %b\n" % value) is None
 
     @pytest.mark.parametrize("name", [b"running", b"waiting"])
-    async def test_both_numbers_are_needed(self, engines: EngineClient, name: bytes) -> None:
+    async def test_engines_both_counts_are_needed(self, engines: EngineClient, name: bytes) -> None:
         lines = [line for line in VLLM.splitlines(keepends=True) if not line.startswith(b"vllm:num_requests_" + name)]
         assert await asked(engines, b"".join(lines)) is None
 
     @pytest.mark.parametrize("end", [-1, -2, -20])
-    async def test_a_page_that_was_cut(self, engines: EngineClient, end: int) -> None:
+    async def test_engines_truncated_page_is_none(self, engines: EngineClient, end: int) -> None:
         page = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:num_requests_waiting{} 12\n"
         assert await asked(engines, page) == 12
         assert await asked(engines, page[:end]) is None
 
-    async def test_part_of_an_engine_may_be_busy(self, engines: EngineClient) -> None:
+    async def test_engines_one_busy_part_counts(self, engines: EngineClient) -> None:
         assert await asked(engines, b"vllm:num_requests_running 0.2\nvllm:num_requests_waiting 0\n") == 1
 
-    async def test_a_page_of_megabytes(self, engines: EngineClient) -> None:
+    async def test_engines_page_of_megabytes(self, engines: EngineClient) -> None:
         buckets = b"".join(b'vllm:ttft_bucket{le="%d",model_name="m"} 0\n' % n for n in range(60_000))
         assert len(buckets) > 2_000_000
         assert await asked(engines, buckets + VLLM + buckets[: 1 << 20].rpartition(b"\n")[0] + b"\n") == 5
 
     @pytest.mark.parametrize("talk", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR.keys())
-    async def test_one_that_misbehaves_has_said_nothing(self, engines: EngineClient, talk: Talk) -> None:
+    async def test_engines_invalid_response_is_none(self, engines: EngineClient, talk: Talk) -> None:
         async with listening(talk) as peer:
             assert await engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S) is None
 
     @pytest.mark.parametrize("status", ["404 Not Found", "503 Service Unavailable"])
-    async def test_a_page_of_an_error_says_nothing(self, engines: EngineClient, status: str) -> None:
+    async def test_engines_error_page_is_none(self, engines: EngineClient, status: str) -> None:
         async with listening(saying(VLLM, status=status)) as peer:
             assert await engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S) is None
 
-    async def test_many_that_are_silent_do_not_take_the_others_time(self, engines: EngineClient) -> None:
-        """Requests that wait for their turn still have their full timeout then."""
+    async def test_engines_silent_ones_do_not_delay_others(self, engines: EngineClient) -> None:
+        """Those that wait for their turn have all of their own time then."""
         async with listening(silent) as mute, listening(saying(VLLM)) as peer, asyncio.timeout(PATIENT_S):
             questions = [engines.requests("vLLM", HOST, mute.port, timeout_s=0.2) for _ in range(100)]
             *unheard, heard = await asyncio.gather(

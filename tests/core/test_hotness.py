@@ -62,7 +62,7 @@ class NaiveHotness:
         return node in self.split
 
 
-def test_it_agrees_with_a_naive_reference() -> None:
+def test_hotness_agrees_with_a_naive_reference() -> None:
     lengths, merges = Counter[int](), 0
     for seed in range(25):
         chance, now = random.Random(seed), 0.0
@@ -85,7 +85,7 @@ def test_it_agrees_with_a_naive_reference() -> None:
     assert merges > 3
 
 
-def test_keys_start_at_the_initial_length_and_never_exceed_the_prompt() -> None:
+def test_key_starts_at_initial_length_within_the_prompt() -> None:
     one = tree()
     for length in range(5):
         for _ in range(200):
@@ -93,7 +93,7 @@ def test_keys_start_at_the_initial_length_and_never_exceed_the_prompt() -> None:
     assert one.key_blocks(0.0, prompt(0, 77), **SHARES) == 2
 
 
-def test_a_hot_prefix_grows_the_key_to_where_its_requests_part_within_a_window() -> None:
+def test_key_of_a_hot_prefix_grows_to_where_requests_diverge() -> None:
     one = tree()
     lengths = [one.key_blocks(0.1 * n, prompt(13, n), **SHARES) for n in range(60)]
     assert lengths[: MIN_SPLIT_REQUESTS - 1] == [2] * (MIN_SPLIT_REQUESTS - 1)
@@ -101,7 +101,7 @@ def test_a_hot_prefix_grows_the_key_to_where_its_requests_part_within_a_window()
     assert lengths[-1] == 14
 
 
-def test_a_prefix_that_turns_hot_is_noticed_although_the_window_is_full_of_other_traffic() -> None:
+def test_hot_prefix_is_detected_among_other_traffic() -> None:
     one, now = tree(), 0.0
     for n in range(1200):
         now += 0.05
@@ -116,12 +116,12 @@ def test_a_prefix_that_turns_hot_is_noticed_although_the_window_is_full_of_other
     assert now - began <= 10.0
 
 
-def test_a_nearly_empty_window_never_splits() -> None:
+def test_hotness_nearly_empty_window_splits_nothing() -> None:
     one = tree()
     assert {one.key_blocks(20.0 * n, prompt(13, n), **SHARES) for n in range(200)} == {2}
 
 
-def test_a_prefix_that_cools_is_merged_again() -> None:
+def test_hotness_cooled_prefix_is_merged() -> None:
     one = tree()
     for n in range(100):
         one.key_blocks(0.1 * n, prompt(5, n), **SHARES)
@@ -135,7 +135,7 @@ def test_a_prefix_that_cools_is_merged_again() -> None:
     assert one.key_blocks(34.0, prompt(5, 502), **SHARES) == 2
 
 
-def test_the_window_forgets() -> None:
+def test_hotness_window_drops_old_requests() -> None:
     one = tree()
     for n in range(100):
         one.key_blocks(0.1 * n, prompt(5, n), **SHARES)
@@ -143,7 +143,7 @@ def test_the_window_forgets() -> None:
     assert (one.nodes, one.split_prefixes) == (1, 0)
 
 
-def test_memory_is_bounded() -> None:
+def test_hotness_memory_is_bounded() -> None:
     one = tree()
     for n in range(MAX_NODES + 500):
         one.key_blocks(0.0, prompt(0, n, 3), **SHARES)
@@ -152,7 +152,7 @@ def test_memory_is_bounded() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 500)), min_size=50, max_size=300))
-def test_replicas_that_exchange_counts_agree_on_every_key(requests: list[tuple[int, int, int]]) -> None:
+def test_hotness_replicas_with_shared_counts_agree_on_keys(requests: list[tuple[int, int, int]]) -> None:
     replicas = [tree() for _ in range(3)]
     for to, shared, own in requests:
         replicas[to].key_blocks(1.0, prompt(shared, own), **SHARES)
@@ -167,7 +167,7 @@ def test_replicas_that_exchange_counts_agree_on_every_key(requests: list[tuple[i
     assert lengths[0] == lengths[1] == lengths[2]
 
 
-def test_counts_are_handed_out_once() -> None:
+def test_hotness_counts_are_returned_once() -> None:
     one = tree()
     one.key_blocks(0.0, prompt(4, 1), **SHARES)
     assert one.take_counts().requests == 1

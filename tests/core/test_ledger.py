@@ -112,7 +112,7 @@ LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count
 TestLedger = LedgerMachine.TestCase
 
 
-def test_the_queue_shrinks_while_its_head_is_computed() -> None:
+def test_ledger_queue_shrinks_during_a_prefill() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
@@ -125,9 +125,8 @@ def test_the_queue_shrinks_while_its_head_is_computed() -> None:
     assert load.queue_s(2.0, 3.0) == 1.0
 
 
-def test_a_decode_stall_adds_the_time_without_a_completed_prefill() -> None:
-    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head's own prefill time comes
-    # first.
+def test_ledger_decode_stall_adds_to_the_queue_time() -> None:
+    # Paper section A.7: no prefill completed for T = 3 s with a non-empty queue. The head may take its own time first.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     load = ledger.loads["a"]
@@ -137,7 +136,7 @@ def test_a_decode_stall_adds_the_time_without_a_completed_prefill() -> None:
     assert load.queue_s(5.0, 3.0) == 0.0
 
 
-def test_queueing_is_not_learnt_as_slowness() -> None:
+def test_ledger_queueing_does_not_lower_the_speed() -> None:
     ledger = Ledger(SPEED)
     for n in range(50):
         ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -146,7 +145,7 @@ def test_queueing_is_not_learnt_as_slowness() -> None:
     assert 950 < ledger.loads["a"].speed.current.tokens_per_second < 1050
 
 
-def test_an_abort_of_the_head_lets_the_next_begin() -> None:
+def test_ledger_abort_of_the_first_starts_the_next() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(0.0, entry("2", "a", 0.0))
@@ -154,8 +153,8 @@ def test_an_abort_of_the_head_lets_the_next_begin() -> None:
     assert ledger.loads["a"].queue_s(10.5, 3.0) == 0.5
 
 
-def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
-    # An answer without streaming shows no first token; while it is decoded, its member must not count as stalled.
+def test_ledger_unobserved_prefill_ends_at_the_predicted_time() -> None:
+    # An answer that comes whole shows no first token: while it is decoded, its member must not look stalled.
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0, streamed=False))
     ledger.enter(0.0, entry("2", "a", 0.0, streamed=False))
@@ -172,7 +171,7 @@ def test_prefills_whose_end_nobody_sees_end_when_they_should() -> None:
     assert load.in_flight == 2
 
 
-def test_another_first_guess_starts_learning_afresh() -> None:
+def test_ledger_changed_prior_restarts_learning() -> None:
     ledger = Ledger(SPEED)
     ledger.loads["a"]
     ledger.set_prior(5000.0)
@@ -180,11 +179,11 @@ def test_another_first_guess_starts_learning_afresh() -> None:
     assert [round(each) for each in speeds] == [5000, 5000]
 
 
-def test_expiry_is_ten_minutes() -> None:
+def test_ledger_expiry_is_ten_minutes() -> None:
     assert IN_FLIGHT_TTL_S == 600.0
 
 
-def test_news_puts_off_expiry() -> None:
+def test_ledger_update_postpones_expiry() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("1", "a", 0.0))
     ledger.enter(1.0, entry("2", "a", 1.0))
@@ -194,7 +193,7 @@ def test_news_puts_off_expiry() -> None:
     assert ledger.loads["a"].in_flight == 0
 
 
-def test_a_prefill_that_overtakes_does_not_teach_speed() -> None:
+def test_ledger_overtaking_prefill_is_no_speed_sample() -> None:
     ledger = Ledger(SPEED)
     ledger.enter(0.0, entry("long", "a", 0.0, tokens=10_000))
     ledger.enter(0.0, entry("short", "a", 0.0, tokens=100))
@@ -204,7 +203,7 @@ def test_a_prefill_that_overtakes_does_not_teach_speed() -> None:
 
 
 class TestLostReports:
-    def test_a_prefill_that_a_later_one_has_overtaken_has_ended_unheard(self) -> None:
+    def test_lost_report_overtaken_prefill_counts_as_ended(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(4):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -216,7 +215,7 @@ class TestLostReports:
         assert ledger.first_token(3.5, "0") is not None
         assert load.speed.current == before
 
-    def test_a_prefill_that_is_next_and_silent_for_long_has_ended_unheard(self) -> None:
+    def test_lost_report_long_silent_prefill_counts_as_ended(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
         load = ledger.loads["a"]
@@ -226,7 +225,7 @@ class TestLostReports:
         assert (load.prefills.tokens, load.queue_s(SILENT_PREFILL_S, 3.0)) == (0, 0.0)
         assert load.in_flight == 1
 
-    def test_a_long_prefill_is_given_more_time(self) -> None:
+    def test_lost_report_long_prefill_gets_more_time(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0, tokens=50_000))
         load = ledger.loads["a"]
@@ -235,7 +234,7 @@ class TestLostReports:
         load.end_overdue(500.0)
         assert load.prefills.tokens == 0
 
-    def test_a_stalled_instance_stays_stalled_while_one_after_the_other_is_given_up(self) -> None:
+    def test_lost_report_stalled_member_stays_stalled(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(3):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -246,7 +245,7 @@ class TestLostReports:
             assert load.prefills.tokens == 1000 * (3 - given_up)
             assert load.queue_s(now, 3.0) >= now
 
-    def test_a_first_token_that_comes_after_all_is_one(self) -> None:
+    def test_lost_report_late_first_token_counts(self) -> None:
         ledger = Ledger(SPEED)
         for n in range(2):
             ledger.enter(0.0, entry(str(n), "a", 0.0))
@@ -261,7 +260,7 @@ class TestLostReports:
         assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
         assert load.speed.current == before
 
-    def test_a_request_silent_for_long_is_in_flight_but_takes_no_memory(self) -> None:
+    def test_lost_report_silent_request_is_in_flight_without_kv(self) -> None:
         ledger = Ledger(SPEED)
         ledger.enter(0.0, entry("1", "a", 0.0))
         ledger.first_token(1.0, "1")
@@ -276,7 +275,7 @@ class TestLostReports:
         ledger.leave(2 * SILENT_DECODE_S + 2.0, "1")
         assert (load.kv.tokens, load.working, load.in_flight) == (0, 0, 0)
 
-    def test_where_answers_take_long_silence_is_borne_for_longer(self) -> None:
+    def test_lost_report_slow_responses_extend_the_limit(self) -> None:
         ledger = Ledger(SPEED)
         now = 0.0
         for n in range(200):

@@ -44,7 +44,7 @@ def candidates(decision: Decision) -> dict[str, int]:
     return {each.id: each.pending_tokens for each in decision.receipt.candidates}
 
 
-def test_a_quiet_router_has_nothing_to_tell() -> None:
+def test_update_without_changes_is_none() -> None:
     nothing = ReplicaUpdate(hotness=NOTHING, loads={})
     router = PoolRouter(pool(), replicated=True)
     assert router.take_update(0.0) == nothing
@@ -54,7 +54,7 @@ def test_a_quiet_router_has_nothing_to_tell() -> None:
     assert router.take_update(3.0) == nothing
 
 
-def test_one_that_shares_with_nobody_keeps_nothing_to_tell() -> None:
+def test_update_without_replication_stores_nothing() -> None:
     router = PoolRouter(pool())
     for n in range(10):
         decide(router, str(n), text_of(500, str(n)))
@@ -62,7 +62,7 @@ def test_one_that_shares_with_nobody_keeps_nothing_to_tell() -> None:
 
 
 class TestLoads:
-    def test_they_are_summed(self) -> None:
+    def test_peer_loads_are_summed(self) -> None:
         mine, yours, hers = routers = replicas(slow_pool(1), 3)
         decide(yours, "1", text_of(3000, "a"))
         decide(hers, "2", text_of(2000, "b"))
@@ -72,7 +72,7 @@ class TestLoads:
         assert decision.receipt.candidates[0].in_flight == 2
         assert decision.receipt.predicted_ttft_s == pytest.approx(6.0, rel=0.1)
 
-    def test_the_status_says_only_what_is_ours(self) -> None:
+    def test_peer_loads_are_not_in_our_status(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.1, routers)
@@ -80,7 +80,7 @@ class TestLoads:
         assert (endpoint.in_flight, endpoint.pending_prefill_tokens) == (0, 0)
         assert mine.status().peers == 1
 
-    def test_what_ended_elsewhere_is_gone_here(self) -> None:
+    def test_peer_loads_ended_at_the_peer_are_removed(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.1, routers)
@@ -89,14 +89,14 @@ class TestLoads:
         exchange(1.1, routers)
         assert candidates(decide(mine, "2", text_of(100, "b"), 1.1)) == {"m-0": 0}
 
-    def test_news_that_says_nothing_of_loads_leaves_them(self) -> None:
+    def test_peer_loads_stay_if_an_update_has_none(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         load = SharedLoad(pending_prefill_tokens=1000, backlog_s=1.0, in_flight=1)
         mine.on_update(10.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={"m-0": load}), 0.0)
         mine.on_update(10.1, "yours", ReplicaUpdate(hotness=NOTHING), 0.0)
         assert candidates(decide(mine, "2", text_of(100, "b"), 10.2)) == {"m-0": 1000}
 
-    def test_a_silent_replica_owes_nothing(self) -> None:
+    def test_peer_loads_of_a_silent_replica_expire(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
@@ -105,20 +105,20 @@ class TestLoads:
         assert mine.status().peers == 0
         assert candidates(decide(mine, "2", text_of(100, "b"), PEER_TTL_S)) == {"m-0": 0}
 
-    def test_old_news_of_load_is_none(self) -> None:
+    def test_peer_loads_expired_update_is_ignored(self) -> None:
         mine, yours = replicas(slow_pool(1))
         decide(yours, "1", text_of(3000, "a"))
         mine.on_update(100.0, "yours", yours.take_update(10.0), 90.0)
         assert candidates(decide(mine, "2", text_of(100, "b"), 100.0)) == {"m-0": 0}
 
-    def test_news_that_come_late_do_not_undo_newer_ones(self) -> None:
+    def test_peer_loads_older_update_is_ignored(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         for age_s, tokens in ((0.0, 1000), (0.5, 9000)):
             load = SharedLoad(pending_prefill_tokens=tokens, backlog_s=tokens / SPEED, in_flight=1)
             mine.on_update(10.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={"m-0": load}), age_s)
         assert candidates(decide(mine, "2", text_of(100, "b"), 10.0)) == {"m-0": 1000}
 
-    def test_a_member_this_router_does_not_know_yet_is_remembered(self) -> None:
+    def test_peer_loads_of_an_unknown_member_are_kept(self) -> None:
         mine, yours = replicas(slow_pool(1))
         yours.on_pool(0.0, slow_pool(2))
         load = SharedLoad(pending_prefill_tokens=700, backlog_s=0.7, in_flight=1)
@@ -126,7 +126,7 @@ class TestLoads:
         mine.on_pool(0.2, slow_pool(2))
         assert candidates(decide(mine, "1", text_of(100, "b"), 0.3))["m-1"] == 700
 
-    def test_their_work_closes_the_window_and_its_end_opens_it(self) -> None:
+    def test_peer_loads_close_and_open_the_dispatch_window(self) -> None:
         mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
@@ -135,7 +135,7 @@ class TestLoads:
         (outcome,) = exchange(2.1, routers)
         assert outcome.request_id == "2"
 
-    def test_speed_is_not_learnt_from_prefills_that_may_have_waited_behind_theirs(self) -> None:
+    def test_peer_loads_disable_speed_samples_behind_them(self) -> None:
         mine, yours = routers = replicas(slow_pool(1))
         before = mine.status().endpoints[0].prefill_tokens_per_second
         decide(yours, "1", text_of(8000, "a"))
@@ -146,28 +146,28 @@ class TestLoads:
 
 
 class TestPlacements:
-    def test_another_replica_finds_the_cache(self) -> None:
+    def test_placements_of_a_peer_predict_hits(self) -> None:
         mine, yours = routers = replicas(slow_pool(8))
         chosen = decide(yours, "1", text_of(1280, "a")).receipt.chosen
         exchange(0.1, routers)
         decision = decide(mine, "2", text_of(1280, "a") + "more", 0.2)
         assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (chosen, 1280)
 
-    def test_what_was_cached_already_is_not_told_again(self) -> None:
+    def test_placements_cached_before_are_not_sent_again(self) -> None:
         (mine,) = replicas(slow_pool(8), 1)
         decide(mine, "1", text_of(1280, "a"))
         assert len(mine.take_update(0.1).placements) == 1
         decide(mine, "2", text_of(1280, "a"))
         assert mine.take_update(0.2).placements == ()
 
-    def test_an_endpoint_that_is_not_there_is_passed_over(self) -> None:
+    def test_placements_at_an_unknown_member_are_skipped(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         gone = Placement(endpoint="10.9.9.9:1", hashes=(1, 2, 3))
         mine.on_update(0.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={}, placements=(gone,)), 0.0)
         assert mine.status().endpoints[0].indexed_blocks == 0
 
 
-def test_replicas_agree_on_the_length_of_a_hot_key() -> None:
+def test_replicas_agree_on_hot_key_lengths() -> None:
     routers = replicas(slow_pool(8), 3)
     lengths: list[set[int]] = []
     for n in range(240):
@@ -184,7 +184,7 @@ def test_replicas_agree_on_the_length_of_a_hot_key() -> None:
     assert max(lengths[-1]) > 2
 
 
-def test_counts_from_before_this_router_began_make_it_agree_at_once() -> None:
+def test_replicas_counts_before_our_start_apply_at_once() -> None:
     warm = PoolRouter(slow_pool(8), replicated=True)
     told = []
     for n in range(200):
@@ -200,7 +200,7 @@ def test_counts_from_before_this_router_began_make_it_agree_at_once() -> None:
     assert key.blocks > 2
 
 
-def test_a_replaced_pool_keeps_what_peers_said() -> None:
+def test_changed_pool_keeps_the_updates_of_peers() -> None:
     mine, yours = routers = replicas(slow_pool(1))
     decide(yours, "1", text_of(3000, "a"))
     exchange(0.0, routers)
@@ -226,8 +226,8 @@ def key_blocks(router: PoolRouter, now: float, id: str) -> int:
     return decision.receipt.key.blocks
 
 
-def test_a_prefix_between_the_thresholds_has_one_length_everywhere() -> None:
-    # Split when hot, and merged only when cold: the decision follows past events, not the present counts.
+def test_replicas_agree_on_lengths_between_thresholds() -> None:
+    # Split when hot, and not merged before it is cold: what has happened decides, not what can be counted now.
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     ask_share(warm, 0.09, began=1000, count=1200, router_s=30.0)
@@ -238,7 +238,7 @@ def test_a_prefix_between_the_thresholds_has_one_length_everywhere() -> None:
     assert key_blocks(cold, 151.0, "probe") == key_blocks(warm, 151.0, "again")
 
 
-def test_what_one_replica_merges_is_not_split_again_by_old_news() -> None:
+def test_replicas_merged_key_is_not_split_by_old_updates() -> None:
     warm, cold = replicas(slow_pool(8))
     ask_share(warm, 0.5, began=0, count=300, router_s=0.0)
     old = warm.take_update(30.0)
@@ -250,7 +250,7 @@ def test_what_one_replica_merges_is_not_split_again_by_old_news() -> None:
     assert key_blocks(cold, 152.0, "again") == 2
 
 
-def test_what_nobody_would_write_is_not_counted() -> None:
+def test_replicas_invalid_counts_are_ignored() -> None:
     mine, _ = replicas(slow_pool(8))
     for n in range(40):
         mine.on_update(
@@ -259,7 +259,7 @@ def test_what_nobody_would_write_is_not_counted() -> None:
     assert mine.status().hotness_nodes == 1
 
 
-def test_counts_that_come_late_leave_the_window_with_their_time() -> None:
+def test_replicas_late_counts_expire_at_their_own_time() -> None:
     mine, yours = replicas(slow_pool(8))
     ask_share(yours, 1.0, began=0, count=100, router_s=0.0)
     told = yours.take_update(10.0)
@@ -270,7 +270,7 @@ def test_counts_that_come_late_leave_the_window_with_their_time() -> None:
     assert mine.status().hotness_nodes <= 2
 
 
-def test_a_silent_replica_expires_at_the_deadline_that_was_asked_for() -> None:
+def test_replicas_silent_expires_at_the_next_deadline() -> None:
     for tenth in range(200):
         mine, _ = replicas(slow_pool(1))
         mine.on_update(tenth * 0.1, "yours", ReplicaUpdate(hotness=NOTHING, loads={}), 0.037)

@@ -27,22 +27,22 @@ def running(*, gate: str = "True", ready: str = "True") -> dict[str, Any]:
 
 
 class TestServing:
-    def test_containers_decide_and_our_own_gate_does_not(self) -> None:
+    def test_serving_depends_on_containers_not_on_our_gate(self) -> None:
         facts = pod_facts(running(gate="False", ready="False"))
         assert (facts.serving, facts.ready, facts.in_ring) == (True, False, False)
         assert facts.serving_since == "2026-11-22T02:00:03Z"
 
-    def test_in_the_ring(self) -> None:
+    def test_serving_pod_in_the_ring(self) -> None:
         facts = pod_facts(running())
         assert (facts.serving, facts.ready, facts.in_ring) == (True, True, True)
 
     @pytest.mark.parametrize("status", ["False", "Unknown", None])
-    def test_containers_that_are_not_ready(self, status: str | None) -> None:
+    def test_serving_unready_containers_is_false(self, status: str | None) -> None:
         conditions = [] if status is None else [condition("ContainersReady", status)]
         assert not pod_facts(pod(*conditions)).serving
 
     @pytest.mark.parametrize(("status", "serves"), [("True", True), ("False", False), (None, False)])
-    def test_other_gates_count(self, status: str | None, serves: bool) -> None:
+    def test_serving_requires_other_readiness_gates(self, status: str | None, serves: bool) -> None:
         others = [] if status is None else [condition("example.com/warm", status, 9)]
         facts = pod_facts(
             pod(condition("ContainersReady", second=3), *others, gates=(IN_RING_GATE, "example.com/warm"))
@@ -52,24 +52,24 @@ class TestServing:
             assert facts.serving_since == "2026-11-22T02:00:09Z"
 
     @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-    def test_a_pod_that_has_ended_serves_nobody_whatever_its_conditions_say(self, phase: str) -> None:
+    def test_serving_ended_pod_is_false(self, phase: str) -> None:
         body = running()
         body["status"]["phase"] = phase
         facts = pod_facts(body)
         assert (facts.serving, facts.ready) == (False, False)
 
-    def test_a_terminating_pod_serves_on(self) -> None:
+    def test_serving_terminating_pod_is_true(self) -> None:
         body = running()
         body["metadata"]["deletionTimestamp"] = "2026-11-22T03:00:00Z"
         facts = pod_facts(body)
         assert (facts.serving, facts.terminating) == (True, True)
         assert not pod_facts(running()).terminating
 
-    def test_a_pod_without_our_gate(self) -> None:
+    def test_serving_without_our_gate(self) -> None:
         facts = pod_facts(pod(condition("ContainersReady"), condition("Ready"), gates=()))
         assert (facts.serving, facts.ready, facts.in_ring) == (True, True, None)
 
-    def test_a_gate_that_nobody_has_set_is_false(self) -> None:
+    def test_gate_unset_is_false(self) -> None:
         assert pod_facts(pod(condition("ContainersReady"))).in_ring is False
 
 
@@ -83,16 +83,16 @@ class TestNodeLost:
         )
 
     @pytest.mark.parametrize("gate", ["True", "False"])
-    def test_readiness_taken_away_by_the_node_controller(self, gate: str) -> None:
-        """Closing the gate because the pod is lost must not count as a sign that it returned."""
+    def test_node_lost_ready_cleared_by_the_node_controller(self, gate: str) -> None:
+        """Our closing the gate, because the pod is lost, must not make it look found again."""
         assert not pod_facts(self.unready(45, gate=gate)).serving
 
     @pytest.mark.parametrize("gate", ["True", "False"])
-    def test_a_kubelet_that_waits_for_our_gate_or_has_not_seen_it_yet(self, gate: str) -> None:
+    def test_node_lost_ready_waiting_for_our_gate_is_false(self, gate: str) -> None:
         assert pod_facts(self.unready(45, gate=gate, reason="ReadinessGatesNotReady")).serving
 
     @pytest.mark.parametrize("ready_s", [1, 3])
-    def test_a_kubelet_that_gives_no_reasons(self, ready_s: int) -> None:
+    def test_node_lost_without_reason(self, ready_s: int) -> None:
         assert pod_facts(self.unready(ready_s)).serving
 
     @pytest.mark.parametrize("ready_s", [50, 51])
@@ -106,27 +106,27 @@ class TestNodeLost:
 
 
 class TestIdentity:
-    def test_names(self) -> None:
+    def test_pod_names(self) -> None:
         facts = pod_facts(running())
         assert (facts.name, facts.namespace, facts.uid) == ("qwen-0", "llm", UID)
 
-    def test_each_restart_of_any_container_is_another_incarnation(self) -> None:
+    def test_incarnation_changes_with_each_container_restart(self) -> None:
         containers = [{"name": "engine", "restartCount": 2}, {"name": "sidecar", "restartCount": 1}]
         assert pod_facts(pod(containerStatuses=containers)).incarnation == "6d1a57ee-3"
         assert pod_facts(pod()).incarnation == "6d1a57ee-0"
 
     @pytest.mark.parametrize("count", [-1, "2", 1.5, None, 2**31])
-    def test_what_is_no_count_of_restarts_is_none(self, count: object) -> None:
+    def test_incarnation_ignores_invalid_restart_counts(self, count: object) -> None:
         assert pod_facts(pod(containerStatuses=[{"restartCount": count}])).incarnation == "6d1a57ee-0"
 
-    def test_a_pod_without_uid_has_no_incarnation(self) -> None:
+    def test_incarnation_without_uid_is_none(self) -> None:
         assert pod_facts({}).incarnation == ""
 
     @pytest.mark.parametrize(
         ("written", "read"),
         [("10.244.0.7", "10.244.0.7"), ("FD00::1", "fd00::1"), ("", ""), ("engine.llm", ""), (None, ""), (7, "")],
     )
-    def test_addresses(self, written: object, read: str) -> None:
+    def test_pod_addresses(self, written: object, read: str) -> None:
         assert pod_facts(pod(podIP=written)).address == read
 
 
@@ -148,7 +148,7 @@ FULL["metadata"]["deletionTimestamp"] = "2026-11-22T03:00:00Z"
 
 
 @given(path=st.sampled_from(every_path(FULL)[1:]), value=JSON)
-def test_whatever_stands_in_a_body_it_is_read(path: tuple[str | int, ...], value: object) -> None:
+def test_pod_any_body_is_read(path: tuple[str | int, ...], value: object) -> None:
     body: Any = copy.deepcopy(FULL)
     inner = body
     for key in path[:-1]:

@@ -26,19 +26,19 @@ WITHIN_THE_PAIR = tuple(name for name in POLICIES if name.startswith("dualmap_")
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
-def test_the_warmer_of_the_pair_while_it_is_fast_enough(policy: str) -> None:
+def test_dualmap_takes_longer_match_of_the_pair_within_the_limit(policy: str) -> None:
     warm, cold = candidate("b", matched=800, queue_s=2.0, pending=2000), candidate("a")
     assert decide(policy, warm, cold) == ("b", "pair-warm")
     assert decide(policy, cold, warm) == ("b", "pair-warm")
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
-def test_equal_reuse_goes_to_the_less_loaded(policy: str) -> None:
+def test_pair_with_equal_match_takes_the_less_loaded(policy: str) -> None:
     busy, idle = candidate("a", matched=500, pending=300), candidate("b", matched=500)
     assert decide(policy, busy, idle) == ("b", "pair-equal")
 
 
-def test_a_pair_that_holds_nothing_of_its_own_is_left_for_a_member_that_costs_less() -> None:
+def test_dualmap_cold_pair_takes_a_cheaper_member() -> None:
     one, other = candidate("a", queue_s=1.0, compute_s=1.0), candidate("b", queue_s=0.9, compute_s=1.0)
     holder = candidate("c", queue_s=1.0, compute_s=0.2, matched=800)
     assert decide("dualmap", one, other, holder) == ("c", "pair-cold")
@@ -47,7 +47,7 @@ def test_a_pair_that_holds_nothing_of_its_own_is_left_for_a_member_that_costs_le
     assert decide("dualmap", one, other, candidate("c", queue_s=0.89, compute_s=1.0)) == ("b", "pair-equal")
 
 
-def test_the_paper_takes_the_less_loaded_of_the_pair_beyond_the_slo() -> None:
+def test_dualmap_paper_beyond_the_slo_takes_the_less_loaded() -> None:
     warm, other, idle = (
         candidate("a", matched=800, queue_s=5.0, pending=5000),
         candidate("b", pending=10),
@@ -74,35 +74,35 @@ def test_dualmap_spills_by_marginal_cost_at_half_the_slo() -> None:
     )
 
 
-def test_time_already_waited_counts() -> None:
+def test_policy_waited_time_counts_towards_ttft() -> None:
     warm, other, idle = candidate("a", matched=800, queue_s=2.0), candidate("b"), candidate("c")
     assert decide("dualmap", warm, other, idle, waited_s=0.3)[0] == "a"
     assert decide("dualmap", warm, other, idle, waited_s=0.5)[0] != "a"
 
 
-def test_the_spill_is_the_pools_to_set() -> None:
+def test_dualmap_spill_uses_the_settings_of_the_pool() -> None:
     warm, other, idle = candidate("a", matched=800, queue_s=1.0), candidate("b", queue_s=2.0), candidate("c")
     assert decide("dualmap", warm, other, idle, spill=Spill(slo_fraction=0.2))[1] == "spill"
 
 
-def test_min_ttft_and_least_loaded_look_at_everyone() -> None:
+def test_min_ttft_and_least_loaded_use_all_members() -> None:
     pair = candidate("a", matched=900, queue_s=1.0, pending=5), candidate("b", queue_s=1.0, pending=900)
     third = candidate("c", queue_s=0.2, compute_s=0.7, pending=6)
     assert decide("min_ttft", *pair, third) == ("c", "min-ttft")
     assert decide("least_loaded", *pair, third) == ("a", "least-loaded")
 
 
-def test_cache_affinity_never_leaves_ring_1() -> None:
+def test_cache_affinity_takes_the_member_of_ring_1() -> None:
     assert decide("cache_affinity", candidate("a", queue_s=99.0), candidate("b"))[0] == "a"
 
 
-def test_round_robin_takes_turns() -> None:
+def test_round_robin_takes_every_member_in_turn() -> None:
     candidates = [candidate(id) for id in "cab"]
     assert [decide("round_robin", *candidates, sequence=n)[0] for n in range(4)] == ["a", "b", "c", "a"]
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in BY_KEY_OR_TURN])
-def test_ties_spread_over_requests_and_do_not_follow_the_lists_order(policy: str) -> None:
+def test_policy_ties_spread_independent_of_list_order(policy: str) -> None:
     one, other = candidate("a"), candidate("b")
     picks = [decide(policy, one, other, id=f"r{n}")[0] for n in range(100)]
     assert picks == [decide(policy, other, one, id=f"r{n}")[0] for n in range(100)]
@@ -110,7 +110,7 @@ def test_ties_spread_over_requests_and_do_not_follow_the_lists_order(policy: str
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_lone_member_gets_everything(policy: str) -> None:
+def test_policy_single_member_gets_every_request(policy: str) -> None:
     for lone in (candidate("a"), candidate("a", queue_s=100.0, pending=10**5, requests=500, kv=10**7, matched=1000)):
         assert decide(policy, lone)[0] == "a"
         assert decide(policy, lone, prompt=5000)[0] == "a"
@@ -134,7 +134,7 @@ CANDIDATES = st.builds(
 @given(
     st.lists(CANDIDATES, min_size=1, max_size=5), st.sampled_from([0, 1000, 4000]), st.integers(0, 99), st.booleans()
 )
-def test_a_choice_is_a_member_and_always_the_same(
+def test_policy_choice_is_a_member_and_deterministic(
     policy: str, drawn: list[Candidate], prompt: int, number: int, hosted: bool
 ) -> None:
     members = [each._replace(id=f"m{n}") for n, each in enumerate(drawn)]
@@ -147,7 +147,7 @@ def test_a_choice_is_a_member_and_always_the_same(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_order_in_which_a_pool_lists_its_members_does_not_matter(policy: str) -> None:
+def test_policy_choice_is_independent_of_member_order(policy: str) -> None:
     routing = Routing(policy=policy, queue=Queue(dispatch_window_s=0.5))
     one = PoolRouter(pool(5, routing=routing))
     other = PoolRouter(replace(one.pool, members=one.pool.members[3:] + one.pool.members[:3][::-1]))
@@ -164,7 +164,7 @@ def place(router: PoolRouter, number: int) -> tuple[str, ...]:
     return tuple(each.receipt.chosen for each in (answer, *released, *later) if isinstance(each, Decision))
 
 
-def test_the_hotness_rules_are_those_documented() -> None:
+def test_policy_hotness_rules_are_as_documented() -> None:
     # Paper section 3.2: hot above 2/n, merged below 1/n; `dualmap` halves both (docs/adr/0003).
     rules = {name: policy.hotness for name, policy in POLICIES.items()}
     assert rules.pop("dualmap") == HotnessRule(split=1.0, merge=0.5)
@@ -172,11 +172,11 @@ def test_the_hotness_rules_are_those_documented() -> None:
         assert rule == (HotnessRule(split=2.0, merge=1.0) if name.startswith("dualmap_") else None)
 
 
-def test_only_dualmap_rebalances() -> None:
+def test_policy_only_dualmap_rebalances() -> None:
     assert [name for name, policy in POLICIES.items() if policy.rebalances] == ["dualmap", "dualmap_paper"]
 
 
-def test_load_means_pending_prefill_not_requests() -> None:
+def test_policy_load_is_pending_prefill_not_requests() -> None:
     few_long = candidate("a", pending=900, queue_s=9.0, requests=1)
     many_short = candidate("b", pending=10, queue_s=9.0, requests=50)
     assert decide("dualmap_paper", few_long, many_short) == ("b", "pair-less-loaded")
@@ -196,13 +196,13 @@ dualmap dualmap_paper dualmap_cache_affinity dualmap_least_loaded dualmap_min_tt
 """
 
 
-def test_every_policy_is_there_and_names_its_source() -> None:
+def test_policy_registry_has_every_policy_with_its_source() -> None:
     assert set(POLICIES) == set(NAMED.split())
     for name, policy in POLICIES.items():
         assert (policy.name, bool(policy.source), bool(policy.summary)) == (name, True, True)
 
 
-def test_every_policy_has_its_row_in_the_docs() -> None:
+def test_policy_docs_have_a_row_for_every_policy() -> None:
     page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert [(name.strip("`"), source) for name, _, source in rows] == [
@@ -226,15 +226,15 @@ class TestAblations:
             ("dualmap_no_rebalance", ("b", "pair-less-loaded")),
         ],
     )
-    def test_each_looks_at_one_thing(self, policy: str, expected: tuple[str, str]) -> None:
+    def test_ablation_uses_one_signal(self, policy: str, expected: tuple[str, str]) -> None:
         assert decide(policy, self.warm, self.cold, self.idle) == expected
 
-    def test_least_loaded_leaves_a_warm_one_that_is_fast_enough(self) -> None:
+    def test_ablation_least_loaded_ignores_the_cache(self) -> None:
         warm = self.warm._replace(queue_s=0.0, pending_tokens=11)
         assert decide("dualmap_least_loaded", warm, self.cold)[0] == "b"
         assert decide("dualmap_no_rebalance", warm, self.cold) == ("a", "pair-warm")
 
-    def test_min_ttft_takes_the_sum(self) -> None:
+    def test_ablation_min_ttft_uses_queue_plus_compute(self) -> None:
         # 1.3 + 0.1 < 0.5 + 1.0, and 1.5 + 0.1 is more.
         assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.3), self.cold)[0] == "a"
         assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.5), self.cold)[0] == "b"

@@ -44,9 +44,7 @@ def check(*indexes: PrefixIndex) -> None:
 
 
 @given(st.integers(0, 64), st.lists(PROMPTS, max_size=60))
-def test_it_holds_no_more_than_its_capacity_and_always_the_newest_prompt(
-    capacity: int, prompts: list[list[int]]
-) -> None:
+def test_index_stays_within_capacity_with_the_newest_prompt(capacity: int, prompts: list[list[int]]) -> None:
     index = PrefixIndex(capacity)
     for prompt in prompts:
         index.add(prompt)
@@ -55,7 +53,7 @@ def test_it_holds_no_more_than_its_capacity_and_always_the_newest_prompt(
 
 
 @given(st.lists(PROMPTS, min_size=1, max_size=80))
-def test_it_holds_what_an_lru_of_three_quarters_of_its_capacity_holds(prompts: list[list[int]]) -> None:
+def test_index_contains_an_lru_of_three_quarters_capacity(prompts: list[list[int]]) -> None:
     capacity = 128
     index, reference = PrefixIndex(capacity), OrderedDict[int, None]()
     for prompt in prompts:
@@ -80,7 +78,7 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=40), st.lists(BRANCHING, max_size=5))
-def test_members_that_share_a_tree_hold_exactly_what_was_added_and_not_cut(
+def test_index_shared_tree_has_exactly_the_entries_of_each_member(
     steps: list[tuple[Any, ...]], prompts: list[list[int]]
 ) -> None:
     tree = PrefixTree()
@@ -111,7 +109,7 @@ def test_members_that_share_a_tree_hold_exactly_what_was_added_and_not_cut(
         max_size=60,
     )
 )
-def test_members_that_share_a_tree_each_keep_to_their_capacity(steps: list[tuple[Any, ...]]) -> None:
+def test_index_shared_tree_bounds_each_member(steps: list[tuple[Any, ...]]) -> None:
     tree = PrefixTree()
     indexes = [PrefixIndex(40, tree) for _ in range(3)]
     for action, member, *arguments in steps:
@@ -119,7 +117,7 @@ def test_members_that_share_a_tree_each_keep_to_their_capacity(steps: list[tuple
         check(*indexes)
 
 
-def test_a_cut_forgets_what_lies_behind_and_adding_mends_it() -> None:
+def test_index_cut_drops_the_rest_until_added_again() -> None:
     index = PrefixIndex(100)
     prompt = chain_of(1, 20)
     index.add(prompt)
@@ -131,7 +129,7 @@ def test_a_cut_forgets_what_lies_behind_and_adding_mends_it() -> None:
     assert index.matched_blocks(prompt) == 20
 
 
-def test_a_smaller_capacity_drops_the_least_recently_used() -> None:
+def test_index_smaller_capacity_evicts_least_recently_used() -> None:
     index = PrefixIndex(104)
     for name in range(1, 9):
         index.add([name * 1000 + n for n in range(13)])
@@ -142,14 +140,14 @@ def test_a_smaller_capacity_drops_the_least_recently_used() -> None:
     assert len(index) == 0
 
 
-def test_clearing_forgets_everything() -> None:
+def test_index_clear_removes_every_entry() -> None:
     index = PrefixIndex(100)
     index.add(chain_of(1, 20))
     index.clear()
     assert (len(index), index.matched_blocks(chain_of(1, 20))) == (0, 0)
 
 
-def test_a_member_gives_up_a_run_that_another_holds_too_without_taking_it_from_that_one() -> None:
+def test_index_eviction_keeps_shared_run_of_other_member() -> None:
     tree = PrefixTree()
     small, large = PrefixIndex(30, tree), PrefixIndex(100, tree)
     shared = [5000 + n for n in range(25)]
@@ -159,7 +157,7 @@ def test_a_member_gives_up_a_run_that_another_holds_too_without_taking_it_from_t
     assert (small.matched_blocks(shared), large.matched_blocks(shared)) == (0, 25)
 
 
-def test_reuse_alone_keeps_the_tree_as_it_is() -> None:
+def test_index_reuse_does_not_change_the_tree() -> None:
     index = PrefixIndex(64)
     for turn in range(10_000):
         index.add(chain_of(turn % 3, 10))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dualmap.prompts.api import PATHS, Api, api_of
+from dualmap.prompts.api import PATHS, Api, api_of, guess_api
 from dualmap.prompts.blocks import chain_blocks, chain_root
 from dualmap.prompts.prompt import LAYOUTS, read_prompt
 
@@ -99,6 +99,7 @@ def test_a_setting_counts_as_a_few_tokens_at_any_size(api: Api, field: str, valu
         (Api.CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "note": LONG}]}]}),
         (Api.CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}, "note": LONG}]}),
         (Api.RESPONSES, {"input": [{"type": "message", "role": "user", "content": "Hi", "result": LONG}]}),
+        (Api.RESPONSES, {"input": "Hi", "tools": [{"type": "namespace", "tools": [{"name": "t", "note": LONG}]}]}),
         (Api.MESSAGES, {"messages": [{**USER, "tool_calls": LONG}]}),
         (Api.MESSAGES, {"messages": [USER], "tools": [{"name": "t", "cache_control": LONG}]}),
         (Api.MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": LONG}]}]}),
@@ -136,6 +137,25 @@ def test_token_ids_are_the_prompt_where_the_api_takes_them(api: Api, field: str)
 )
 def test_every_field_of_a_chat_message_counts(role: str, field: str, values: tuple[Any, Any]) -> None:
     one, other = (key_and_tokens(Api.CHAT, {"messages": [{"role": role, field: value}]}) for value in values)
+    assert one[0] != other[0]
+
+
+@pytest.mark.parametrize(
+    ("api", "field"),
+    [
+        *((api, field) for api in (Api.CHAT, Api.TOKENIZE) for field in ("type", "function", "defer_loading")),
+        *((Api.RESPONSES, field) for field in ("type", "name", "description", "parameters", "defer_loading")),
+        *((Api.MESSAGES, field) for field in ("type", "name", "description", "input_schema", "defer_loading")),
+    ],
+)
+def test_every_field_of_a_tool_counts(api: Api, field: str) -> None:
+    one, other = (key_and_tokens(api, {**BODIES[api], "tools": [{field: text}]}) for text in TEXTS)
+    assert one[0] != other[0]
+
+
+def test_the_tools_of_a_responses_namespace_count() -> None:
+    tools = [[{"type": "namespace", "name": "n", "tools": [{"name": text}]}] for text in TEXTS]
+    one, other = (key_and_tokens(Api.RESPONSES, {"input": "Hi", "tools": each}) for each in tools)
     assert one[0] != other[0]
 
 
@@ -235,3 +255,24 @@ def test_the_page_lists_every_path_and_field_in_order() -> None:
     rows = re.findall(r"^\| (`/.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
     listed = {path: re.findall("`(.*?)`", fields) for paths, fields in rows for path in re.findall("`(.*?)`", paths)}
     assert listed == {path: list(LAYOUTS[api].fields) for path, api in PATHS.items()}
+
+
+@pytest.mark.parametrize(
+    ("body", "api"),
+    [
+        *((body, api) for api, body in BODIES.items() if api not in (Api.MESSAGES, Api.EMBEDDINGS, Api.TOKENIZE)),
+        ({"messages": [USER], "tools": [{"type": "function", "function": {}}], "prompt": "Hi"}, Api.CHAT),
+        ({"messages": [USER], "tools": "none"}, Api.CHAT),
+        ({"messages": [USER], "system": "Be brief."}, Api.MESSAGES),
+        ({"messages": [USER], "tools": [{"name": "t", "input_schema": {}}]}, Api.MESSAGES),
+        ({"input": [1, 2, 3]}, Api.EMBEDDINGS),
+        ({"input": ["a", "b"]}, Api.EMBEDDINGS),
+        ({"input": [USER]}, Api.RESPONSES),
+        *(({name: ["a"]}, Api.SCORE) for name in ("queries", "items", "text_1", "text_2", "data_1", "data_2")),
+        ({"query": "Hi"}, Api.UNKNOWN),
+        ({}, Api.UNKNOWN),
+        ("a text", Api.UNKNOWN),
+    ],
+)
+def test_a_body_without_a_path_is_guessed_by_its_fields(body: Any, api: Api) -> None:
+    assert guess_api(body) is api

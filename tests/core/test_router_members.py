@@ -10,7 +10,7 @@ from dualmap.pools.pool import Engine, Member, MemberState, Prefix, Routing
 from dualmap.router import PoolRouter
 
 
-def test_a_new_member_takes_only_its_share_and_nobody_loses_cache() -> None:
+def test_added_member_takes_its_share_and_keeps_caches() -> None:
     router = PoolRouter(pool(8))
     texts = [text_of(400, f"prompt {n}") for n in range(300)]
     before = [decide(router, str(n), text).receipt.pair for n, text in enumerate(texts)]
@@ -23,7 +23,7 @@ def test_a_new_member_takes_only_its_share_and_nobody_loses_cache() -> None:
 
 
 @pytest.mark.parametrize("restarted", ["elsewhere", "in place"])
-def test_a_restarted_member_is_known_to_be_empty(restarted: str) -> None:
+def test_restarted_member_has_an_empty_index(restarted: str) -> None:
     router = PoolRouter(pool(2))
     decide(router, "1", text_of(512, "x"))
     again = tuple(
@@ -34,7 +34,7 @@ def test_a_restarted_member_is_known_to_be_empty(restarted: str) -> None:
     assert decide(router, "2", text_of(512, "x"), 1.0).receipt.matched_tokens == 0
 
 
-def test_a_draining_member_keeps_its_books_but_gets_no_new_keys() -> None:
+def test_draining_member_keeps_its_load_and_gets_no_new_keys() -> None:
     router = PoolRouter(pool(2))
     chosen = decide(router, "1", text_of(512, "x")).receipt.chosen
     state = tuple(
@@ -47,7 +47,7 @@ def test_a_draining_member_keeps_its_books_but_gets_no_new_keys() -> None:
     assert next(each.in_flight for each in router.status().endpoints if each.id == chosen) == 0
 
 
-def test_another_cache_size_keeps_what_fits() -> None:
+def test_changed_cache_size_keeps_entries_that_fit() -> None:
     router = PoolRouter(pool(1))
     decide(router, "1", text_of(128 * 20, "x"))
     router.on_pool(1.0, pool(1, engine=Engine(cache_tokens=128 * 40)))
@@ -56,13 +56,13 @@ def test_another_cache_size_keeps_what_fits() -> None:
     assert router.status().endpoints[0].indexed_blocks <= 4
 
 
-def test_another_first_guess_of_speed_reaches_every_member() -> None:
+def test_changed_speed_prior_applies_to_every_member() -> None:
     router = PoolRouter(pool(2))
     router.on_pool(1.0, pool(3, engine=Engine(prefill_tokens_per_second=100_000)))
     assert {round(each.prefill_tokens_per_second) for each in router.status().endpoints} == {100_000}
 
 
-def test_accounts_of_members_that_are_gone_are_dropped() -> None:
+def test_removed_member_accounts_are_dropped() -> None:
     router = PoolRouter(pool(0))
     for n in range(50):
         member = Member(id=f"pod-{n}", address="10.0.0.1", port=8000)
@@ -72,7 +72,7 @@ def test_accounts_of_members_that_are_gone_are_dropped() -> None:
     assert len(router._fleet._ledger.loads) <= 2
 
 
-def test_hotness_survives_a_change_of_members() -> None:
+def test_changed_members_keep_hotness() -> None:
     router = PoolRouter(pool(8))
     for n in range(100):
         decide(router, str(n), text_of(1500, "tool") + text_of(400, f"question {n}"), 1.0)
@@ -82,7 +82,7 @@ def test_hotness_survives_a_change_of_members() -> None:
     assert before == after > 10
 
 
-def test_another_block_length_starts_the_indexes_afresh() -> None:
+def test_changed_block_length_clears_the_indexes() -> None:
     router = PoolRouter(pool(2))
     decide(router, "1", text_of(512, "x"))
     router.on_pool(1.0, pool(2, routing=Routing(prefix=Prefix(block_tokens=64))))

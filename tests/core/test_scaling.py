@@ -13,7 +13,7 @@ from dualmap.scaling.scaling import WINDOW_S, Scaling
 
 
 class TestArrivals:
-    def test_the_wish_is_what_keeps_instances_half_busy(self) -> None:
+    def test_desired_replicas_keep_members_half_busy(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         got = scaling.signals(300, status())
@@ -21,18 +21,18 @@ class TestArrivals:
         # 20 000 tokens/s that cost 3 % more for their attention, of 10 000 tokens/s each.
         assert got.desired_replicas == pytest.approx(2 * 2 * 1.03, rel=0.01)
 
-    def test_it_is_twice_as_large_at_half_the_measured_speed(self) -> None:
+    def test_desired_replicas_double_at_half_the_speed(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(speed=SPEED / 2)) == pytest.approx(2 * desired(scaling, 300, status()))
 
-    def test_what_other_routers_prefills_cost_is_in_their_wishes_and_not_in_this_one(self) -> None:
+    def test_desired_replicas_exclude_prefills_of_other_routers(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(beside_others=SPEED / 2)) == desired(scaling, 300, status())
 
-    def test_a_wish_that_is_asked_for_often_remembers_no_more(self) -> None:
-        """KEDA, Prometheus, the dashboard and the other routers all read it, as often as they like."""
+    def test_signals_frequent_calls_do_not_grow_memory(self) -> None:
+        """KEDA, Prometheus, the dashboard and the other routers all ask, as often as they like."""
         often, seldom, before = Scaling(pool()), Scaling(pool()), Scaling(pool())
         for scaling in (often, seldom, before):
             steady(scaling, rate=10, since=0, until=300)
@@ -49,7 +49,7 @@ class TestArrivals:
         assert kept < 20_000
         assert desired(often, 310, status(waiting=5)) == desired(seldom, 310, status(waiting=5))
 
-    def test_tokens_behind_a_long_context_count_for_what_they_cost(self) -> None:
+    def test_desired_replicas_count_long_contexts_by_cost(self) -> None:
         short, long = Scaling(pool()), Scaling(pool())
         steady(short, rate=10, since=0, until=300)
         steady(long, rate=10, since=0, until=300, cached=20_000)
@@ -57,21 +57,21 @@ class TestArrivals:
         assert other.arriving_uncached_tokens_per_second == one.arriving_uncached_tokens_per_second
         assert other.desired_replicas > 1.5 * one.desired_replicas
 
-    def test_no_traffic_asks_for_nothing(self) -> None:
+    def test_desired_replicas_without_traffic_are_zero(self) -> None:
         assert desired(Scaling(pool()), 100, status()) == 0.0
 
-    def test_traffic_that_has_ended_asks_for_nothing_a_window_later(self) -> None:
+    def test_desired_replicas_are_zero_a_window_after_traffic(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=298)
         assert 0 < desired(scaling, 330, status()) < desired(scaling, 298, status())
         assert desired(scaling, 298 + WINDOW_S, status()) == 0.0
 
-    def test_one_small_request_asks_for_one_instance(self) -> None:
+    def test_desired_replicas_for_one_small_request_are_one(self) -> None:
         scaling = Scaling(pool())
         scaling.window.add(1000, uncached_tokens=0, cached_tokens=100)
         assert ceil(desired(scaling, 1001, status())) == 1
 
-    def test_a_surge_is_half_noticed_within_a_quarter_of_the_window(self) -> None:
+    def test_surge_is_half_counted_in_a_quarter_of_the_window(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
@@ -80,7 +80,7 @@ class TestArrivals:
         steady(scaling, rate=20, since=315, until=300 + WINDOW_S)
         assert desired(scaling, 300 + WINDOW_S, status()) == pytest.approx(2 * before, rel=0.02)
 
-    def test_chance_is_no_surge_however_many_routers_look_at_it(self) -> None:
+    def test_surge_random_variation_is_ignored_for_any_router_count(self) -> None:
         """Requests of very different size come at random, a quarter of them through each of four routers."""
         draw, whole, shares = Random(7), Scaling(pool()), [Scaling(pool()) for _ in range(4)]
         now, alone, together = 0.0, [], []
@@ -96,18 +96,18 @@ class TestArrivals:
         assert sum(alone) / len(alone) == pytest.approx(1.06 * mean, rel=0.05)
         assert sum(together) <= 1.01 * sum(alone)
 
-    def test_a_router_that_has_just_begun_does_not_take_its_silence_for_the_pools(self) -> None:
+    def test_new_router_rate_excludes_time_before_its_start(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=1000, until=1030)
         got = scaling.signals(1030, status()).arriving_uncached_tokens_per_second
         assert got == pytest.approx(20_000, rel=0.02)
 
-    def test_a_first_request_is_not_taken_for_a_rate(self) -> None:
+    def test_new_router_first_request_is_no_rate(self) -> None:
         scaling = Scaling(pool())
         scaling.window.add(1000, uncached_tokens=TOKENS, cached_tokens=0)
         assert scaling.signals(1000, status()).arriving_uncached_tokens_per_second <= TOKENS / 10
 
-    def test_requests_refused_for_want_of_room_count_like_the_others(self) -> None:
+    def test_arrivals_include_rejected_requests(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
@@ -117,7 +117,7 @@ class TestArrivals:
                 scaling.window.reject(second + 0.9)
         assert desired(scaling, 400, status()) == pytest.approx(2 * before, rel=0.02)
 
-    def test_requests_that_are_held_arrive_when_they_come_and_not_when_they_go(self) -> None:
+    def test_arrivals_count_queued_requests_at_arrival(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before, held, asked = desired(scaling, 300, status()), 0, []
@@ -131,7 +131,7 @@ class TestArrivals:
         # 10 a second have come for a minute, though 15 went.
         assert asked[-1] == pytest.approx(1.0, rel=0.1)
 
-    def test_an_outage_that_refuses_everybody_does_not_ask_for_less(self) -> None:
+    def test_outage_rejecting_every_request_keeps_desired_replicas(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
@@ -139,25 +139,25 @@ class TestArrivals:
             scaling.window.reject(300 + n / 10)
         assert desired(scaling, 900, status(0)) == pytest.approx(before, rel=0.02)
 
-    def test_without_members_the_stated_speed_counts(self) -> None:
+    def test_empty_pool_uses_the_configured_speed(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(0)) == desired(scaling, 300, status())
 
-    def test_who_knocks_at_an_empty_pool_asks_for_one_instance(self) -> None:
+    def test_empty_pool_rejected_request_desires_one_member(self) -> None:
         scaling = Scaling(pool(0))
         assert ceil(desired(scaling, 100, status(0, waiting=1))) == 1
         scaling.window.reject(100)
         assert ceil(desired(scaling, 101, status(0))) == 1
 
-    def test_a_changed_objective_and_speed_are_taken(self) -> None:
+    def test_adopt_uses_changed_objective_and_speed(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status(0))
         scaling.adopt(replace(pool(), engine=Engine(prefill_tokens_per_second=2 * SPEED)))
         assert desired(scaling, 300, status(0)) == pytest.approx(before / 2)
 
-    def test_routers_shares_add_up(self) -> None:
+    def test_desired_replicas_of_routers_add_up(self) -> None:
         whole, half = Scaling(pool()), Scaling(pool())
         steady(whole, rate=10, since=0, until=300)
         steady(half, rate=5, since=0, until=300)
@@ -168,24 +168,24 @@ class TestArrivals:
 
 
 class TestBacklog:
-    def test_what_waits_within_the_slo_asks_for_nothing_more(self) -> None:
+    def test_backlog_within_the_slo_adds_no_members(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         # 20 000 tokens/s of which each may wait for 5 s.
         assert desired(scaling, 300, status(pending=24_000)) == desired(scaling, 300, status())
 
-    def test_what_will_be_late_is_to_be_worked_off_within_a_window(self) -> None:
+    def test_backlog_beyond_the_slo_is_computed_in_a_window(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         before = desired(scaling, 300, status())
         late = desired(scaling, 300, status(held=25_000 + 150_000))
         assert late - before == pytest.approx(4 * 150_000 * 1.03 / WINDOW_S / SPEED, rel=0.01)
 
-    def test_pending_tokens_are_of_those_that_stay_and_include_the_held(self) -> None:
+    def test_pending_tokens_exclude_draining_and_include_queued(self) -> None:
         whole = status(pending=1000, held=500, draining=2)
         busy = tuple(replace(each, pending_prefill_tokens=9000) for each in whole.endpoints[2:])
         got = Scaling(pool()).signals(100, replace(whole, endpoints=whole.endpoints[:2] + busy))
         assert got.pending_prefill_tokens_per_endpoint == 1500
 
-    def test_an_empty_pool_has_none(self) -> None:
+    def test_pending_tokens_of_an_empty_pool_are_zero(self) -> None:
         assert Scaling(pool(0)).signals(100, status(0)).pending_prefill_tokens_per_endpoint == 0

@@ -36,7 +36,7 @@ class TestAttainment:
                 asked.append(scaling.signals(second + 1, state, others=others).desired_replicas)
         return asked
 
-    def test_it_is_the_share_of_first_tokens_in_time(self) -> None:
+    def test_attainment_is_the_share_of_first_tokens_within_slo(self) -> None:
         scaling = Scaling(pool())
         assert scaling.signals(0, status()).slo_attainment is None
         for n in range(10):
@@ -44,33 +44,33 @@ class TestAttainment:
         assert scaling.signals(110, status()).slo_attainment == 0.7
         assert scaling.signals(110 + WINDOW_S, status()).slo_attainment is None
 
-    def test_a_met_slo_corrects_nothing(self) -> None:
+    def test_attainment_met_slo_adds_no_members(self) -> None:
         asked = self.asked(share_met=1.0, members=5)
         assert asked[-1] == pytest.approx(4.12, rel=0.01)
 
-    def test_a_fleet_as_large_as_wished_that_misses_the_slo_is_too_small(self) -> None:
+    def test_attainment_missed_at_desired_size_adds_members(self) -> None:
         asked = self.asked(share_met=0.5, members=5)
         assert asked[3] == pytest.approx(4.12, rel=0.01)  # No window has passed since the members joined.
         assert 5.5 < asked[-1] < 7
 
-    def test_a_fleet_larger_than_the_arrivals_ask_for_is_too_small_too(self) -> None:
+    def test_attainment_missed_above_desired_size_adds_members(self) -> None:
         assert self.asked(share_met=0.5, members=12)[4] > 12
 
-    def test_a_fleet_that_is_not_there_yet_is_not_asked_for_twice(self) -> None:
+    def test_attainment_missed_during_scale_up_adds_no_members(self) -> None:
         assert self.asked(share_met=0.5, members=3)[-1] == pytest.approx(4.12, rel=0.01)
 
-    def test_each_router_asks_for_its_share_of_what_is_missing(self) -> None:
+    def test_attainment_each_router_adds_its_share(self) -> None:
         alone = self.asked(share_met=0.5, members=12)
         # What it asks for at last is more than half of what it first did, and the other says what it said then.
         other = said(6.0, count=550, slo_met=275)
         share = self.asked(share_met=0.5, members=12, rate=5, peers=1, others=(other,))
         assert 2 * share[4] == pytest.approx(alone[4], rel=0.02)
 
-    def test_one_that_has_all_of_the_traffic_asks_for_all_of_it(self) -> None:
-        """Its peers have no traffic: an Envoy keeps its connection to one router."""
+    def test_attainment_router_with_all_traffic_adds_all(self) -> None:
+        """Its peers have none: an Envoy keeps its connection to one router."""
         assert self.asked(share_met=0.5, members=12, peers=3) == self.asked(share_met=0.5, members=12)
 
-    def test_so_do_many_of_whom_none_has_enough_first_tokens_to_tell(self) -> None:
+    def test_attainment_uses_first_tokens_of_all_routers(self) -> None:
         """Twenty routers have four first tokens a minute each; that half of all are late is the pool's trouble."""
         scaling, missed = Scaling(pool()), [said(0.6, count=4, slo_met=2)] * 19
         for second in range(0, 300, 15):
@@ -80,7 +80,7 @@ class TestAttainment:
             last = scaling.signals(second + 15, state, others=missed).desired_replicas
         assert 20 * last > 12
 
-    def test_one_whose_requests_are_late_by_chance_asks_for_nothing_while_the_pool_meets_the_slo(self) -> None:
+    def test_attainment_late_router_in_a_good_pool_adds_nothing(self) -> None:
         scaling, met = Scaling(pool()), (said(4.0, count=900, slo_met=895),)
         for second in range(300):
             steady(scaling, rate=10, since=second, until=second + 1)
@@ -89,7 +89,7 @@ class TestAttainment:
                 last = scaling.signals(second + 1, status(8, peers=1), others=met).desired_replicas
         assert last == pytest.approx(4.12, rel=0.01)
 
-    def test_a_few_late_requests_prove_nothing(self) -> None:
+    def test_attainment_few_first_tokens_add_no_members(self) -> None:
         scaling = Scaling(pool())
         for second in range(0, 300, 15):
             steady(scaling, rate=10, since=second, until=second + 15)
@@ -97,7 +97,7 @@ class TestAttainment:
             last = desired(scaling, second + 15, status(5))
         assert last == pytest.approx(4.12, rel=0.01)
 
-    def test_what_was_added_stays_while_the_slo_is_just_met(self) -> None:
+    def test_attainment_added_members_stay_while_slo_is_just_met(self) -> None:
         scaling = Scaling(pool())
         asked = []
         for second in range(3600):
@@ -109,7 +109,7 @@ class TestAttainment:
         assert asked[30] > 12
         assert asked[-1] == pytest.approx(asked[30], abs=0.01)
 
-    def test_what_was_added_is_given_up_over_hours_and_at_once_without_traffic(self) -> None:
+    def test_attainment_added_members_go_over_hours_or_without_traffic(self) -> None:
         scaling = Scaling(pool())
         for second in range(7200):
             steady(scaling, rate=10, since=second, until=second + 1)

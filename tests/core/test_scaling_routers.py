@@ -58,7 +58,7 @@ class Routers:
 
 
 @pytest.mark.parametrize("shares", [(0.25,) * 4, (0.7, 0.2, 0.1, 0.0), (1.0, 0.0, 0.0, 0.0)])
-def test_together_they_ask_for_what_one_would(shares: Sequence[float]) -> None:
+def test_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -> None:
     alone, four = Routers(1), Routers(4)
     one = alone.run(300, shares=(1.0,), members=12, met=0.5)
     together = four.run(300, shares=shares, members=12, met=0.5, asked=3)
@@ -67,8 +67,8 @@ def test_together_they_ask_for_what_one_would(shares: Sequence[float]) -> None:
     assert together[1:] == pytest.approx(one[1:], rel=0.03)
 
 
-def test_what_one_added_is_not_asked_for_again_by_those_to_whom_its_traffic_goes() -> None:
-    """An Envoy that reconnects sends its requests to another router."""
+def test_routers_moved_traffic_is_not_added_twice() -> None:
+    """An Envoy that connects anew takes its requests elsewhere."""
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.05, 0.95), (0.95, 0.05))):
@@ -80,7 +80,7 @@ def test_what_one_added_is_not_asked_for_again_by_those_to_whom_its_traffic_goes
     assert wishes["two"] == pytest.approx(wishes["one"], rel=0.03)
 
 
-def test_one_that_asks_for_more_than_its_share_of_the_first_tokens_leaves_the_others_less() -> None:
+def test_routers_large_desire_leaves_others_less() -> None:
     """Its prompts are long: the other does not ask for nine tenths of the fleet, of which most is asked for already."""
     routers = Routers(2, tokens=(TOKENS // 10, 9 * TOKENS))
     sums = routers.run(65, shares=(0.9, 0.1), members=8, met=0.5)
@@ -88,7 +88,7 @@ def test_one_that_asks_for_more_than_its_share_of_the_first_tokens_leaves_the_ot
     assert sums[-1] == pytest.approx(8, rel=0.03)
 
 
-def test_what_a_router_without_traffic_had_added_does_not_come_back_with_the_traffic() -> None:
+def test_routers_without_traffic_drop_added_members() -> None:
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.5, 0.5), (1.0, 0.0))):
@@ -99,7 +99,7 @@ def test_what_a_router_without_traffic_had_added_does_not_come_back_with_the_tra
     assert wishes["two"] == pytest.approx(wishes["one"], rel=0.05)
 
 
-def test_while_others_are_silent_no_router_takes_their_part_upon_itself() -> None:
+def test_routers_missing_reports_add_no_members() -> None:
     four = Routers(4)
     before = four.run(300, shares=(0.25,) * 4, members=4, met=0.5)[-1]
     needed = 2 * RATE * TOKENS / SPEED

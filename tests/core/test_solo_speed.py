@@ -49,7 +49,7 @@ class Prefills:
         return endpoint
 
 
-def test_a_router_that_is_alone_learns_one_speed() -> None:
+def test_solo_speed_of_a_single_router_equals_the_speed() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)
@@ -57,7 +57,7 @@ def test_a_router_that_is_alone_learns_one_speed() -> None:
     assert prefills.endpoint.solo_tokens_per_second == prefills.endpoint.prefill_tokens_per_second
 
 
-def test_what_another_routers_prefill_cost_is_no_part_of_it_though_that_was_sent_unknown() -> None:
+def test_solo_speed_excludes_unreported_prefills_of_others() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.4)
@@ -66,7 +66,7 @@ def test_what_another_routers_prefill_cost_is_no_part_of_it_though_that_was_sent
     assert prefills.endpoint.solo_tokens_per_second == pytest.approx(SPEED, rel=0.05)
 
 
-def test_news_of_a_prefill_that_was_over_before_ours_began_hides_nothing() -> None:
+def test_solo_speed_ignores_prefills_that_ended_before() -> None:
     prefills = Prefills()
     for _ in range(30):
         say(prefills.router, prefills.now - 0.5, BUSY)
@@ -75,8 +75,8 @@ def test_news_of_a_prefill_that_was_over_before_ours_began_hides_nothing() -> No
     assert prefills.endpoint.solo_tokens_per_second < 0.6 * SPEED
 
 
-def test_what_another_router_holds_disturbs_nobody() -> None:
-    """In overload all routers have requests at it all of the time."""
+def test_solo_speed_ignores_queued_requests_of_others() -> None:
+    """In overload all hold something all of the time."""
     prefills, holds = Prefills(), SharedLoad(pending_prefill_tokens=TOKENS, held_s=0.4)
     for _ in range(30):
         prefills.run(0.4, other_from_s=0.1, other=holds)
@@ -85,7 +85,7 @@ def test_what_another_router_holds_disturbs_nobody() -> None:
     assert prefills.endpoint.solo_tokens_per_second == pytest.approx(SPEED, rel=0.05)
 
 
-def test_a_wrong_first_guess_does_not_stay_where_others_come_between_every_time() -> None:
+def test_solo_speed_corrects_a_wrong_prior_under_interference() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(1.2, other_from_s=0.1)
@@ -94,7 +94,7 @@ def test_a_wrong_first_guess_does_not_stay_where_others_come_between_every_time(
     assert prefills.endpoint.solo_tokens_per_second == ordinary
 
 
-def test_what_was_learnt_long_ago_counts_for_less_and_less() -> None:
+def test_solo_speed_old_samples_lose_weight() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.4)
@@ -103,7 +103,7 @@ def test_what_was_learnt_long_ago_counts_for_less_and_less() -> None:
     assert prefills.endpoint.solo_tokens_per_second < 1.2 * prefills.endpoint.prefill_tokens_per_second
 
 
-def test_another_first_guess_has_it_learnt_anew() -> None:
+def test_solo_speed_changed_prior_restarts_learning() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)

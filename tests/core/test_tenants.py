@@ -18,7 +18,7 @@ def ask(router: PoolRouter, id: str, *, salt: str, session: str | None = None, n
     return outcome
 
 
-def test_no_prefix_of_another_tenant_is_taken_for_cached() -> None:
+def test_tenant_prefix_is_not_cached_for_another() -> None:
     router = PoolRouter(pool(1))
     assert ask(router, "1", salt="a").receipt.matched_tokens == 0
     assert ask(router, "2", salt="b").receipt.matched_tokens == 0
@@ -26,7 +26,7 @@ def test_no_prefix_of_another_tenant_is_taken_for_cached() -> None:
     assert ask(router, "4", salt="a").receipt.matched_tokens == 2048
 
 
-def test_one_tenants_heat_does_not_lengthen_another_ones_keys() -> None:
+def test_tenant_hotness_does_not_lengthen_other_keys() -> None:
     router = PoolRouter(pool(8))
     for n in range(200):
         hot = ask(router, str(n), salt="hot", now=n * 0.01)
@@ -35,7 +35,7 @@ def test_one_tenants_heat_does_not_lengthen_another_ones_keys() -> None:
     assert ask(router, "other", salt="calm", now=2.0).receipt.key.blocks == 2
 
 
-def test_sessions_of_one_name_are_strangers() -> None:
+def test_tenants_with_one_session_name_have_distinct_sessions() -> None:
     router = PoolRouter(pool(8), replicated=True)
     first = ask(router, "1", salt="a", session="chat")
     second = ask(router, "2", salt="b", session="chat")
@@ -44,7 +44,7 @@ def test_sessions_of_one_name_are_strangers() -> None:
     assert router.status().sessions == 2
 
 
-def test_receipts_tell_tenants_apart_and_nothing_about_the_salt() -> None:
+def test_receipt_separates_tenants_without_the_salt() -> None:
     router = PoolRouter(pool(8))
     receipts = [ask(router, salt, salt=salt).receipt for salt in ("secret-one", "secret-two")]
     assert receipts[0].key.hash != receipts[1].key.hash
@@ -53,7 +53,7 @@ def test_receipts_tell_tenants_apart_and_nothing_about_the_salt() -> None:
         assert "secret" not in str(receipt.as_json())
 
 
-def test_what_replicas_tell_each_other_keeps_tenants_apart() -> None:
+def test_replica_updates_separate_tenants() -> None:
     speaker, listener = PoolRouter(pool(1), replicated=True), PoolRouter(pool(1), replicated=True)
     ask(speaker, "1", salt="a")
     listener.on_update(0.1, "speaker", speaker.take_update(0.1), 0.0)
@@ -61,7 +61,7 @@ def test_what_replicas_tell_each_other_keeps_tenants_apart() -> None:
     assert ask(listener, "3", salt="a", now=0.2).receipt.matched_tokens == 2048
 
 
-def test_a_changed_pool_forgets_no_tenant() -> None:
+def test_changed_pool_keeps_tenants() -> None:
     router = PoolRouter(pool(1))
     ask(router, "1", salt="a")
     router.on_pool(1.0, replace(pool(1), ring_version=2))

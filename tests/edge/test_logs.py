@@ -42,7 +42,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line) for line in captured.err.splitlines()]
 
 
-def test_json_has_the_sentence_the_details_and_where_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_has_message_details_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     log = get_logger(NAME)
     configure(level="info", log_format="json")
     log.info("pool file reloaded", file="p.yaml", version=7)
@@ -57,7 +57,7 @@ def test_json_has_the_sentence_the_details_and_where_it_came_from(capsys: pytest
     }
 
 
-def test_text_is_one_line_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_is_one_line_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format="text")
     get_logger(NAME).warning("refused", value="two\nlines")
     (line,) = capsys.readouterr().err.splitlines()
@@ -74,9 +74,7 @@ def test_text_is_one_line_with_the_details(capsys: pytest.CaptureFixture[str]) -
         ("error", ["error"]),
     ],
 )
-def test_the_level_is_the_least_that_is_written(
-    level: str, expected: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_level_is_the_lowest_written(level: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     configure(level=level, log_format="json")
     log = get_logger(NAME)
     log.debug("d")
@@ -87,7 +85,7 @@ def test_the_level_is_the_least_that_is_written(
     assert log.debugging is ("debug" in expected)
 
 
-def test_libraries_are_heard_from_warning_on_in_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_library_logs_start_at_warning_in_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="debug", log_format="json")
     library = logging.getLogger("some.library")
     library.info("chatter %s", 1)
@@ -96,7 +94,7 @@ def test_libraries_are_heard_from_warning_on_in_the_same_form(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_a_traceback_never_shows_local_variables(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_has_no_local_variables(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format=log_format)
     prompt = "".join(["a secret", " prompt"])
     try:
@@ -110,13 +108,13 @@ def test_a_traceback_never_shows_local_variables(log_format: LogFormat, capsys: 
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_values_of_any_type_are_written(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_values_of_any_type_are_written(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format=log_format)
     get_logger(NAME).info("odd", name="n", msg="m", args=(1,), what=object(), level=object())
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_configuring_twice_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_configured_twice_writes_each_line_once(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format="json")
     configure(level="info", log_format="json")
     get_logger(NAME).info("once")
@@ -124,12 +122,12 @@ def test_configuring_twice_writes_each_line_once(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("level", "log_format"), [("loud", "text"), ("INFO", "text"), ("info", "xml")])
-def test_another_level_or_format_is_refused_with_what_is_accepted(level: str, log_format: str) -> None:
+def test_log_unknown_level_or_format_names_the_accepted(level: str, log_format: str) -> None:
     with pytest.raises(ValueError, match="give one of"):
         configure(level=level, log_format=log_format)  # type: ignore[arg-type]  # what no type checker saw
 
 
-def test_a_closed_stderr_does_not_reach_the_caller() -> None:
+def test_log_closed_stderr_does_not_fail_the_caller() -> None:
     code = (
         "import os, sys\n"
         "from dualmap_edge.logs import LOG_FORMATS, LogFormat, configure, get_logger\n"
@@ -142,7 +140,7 @@ def test_a_closed_stderr_does_not_reach_the_caller() -> None:
     assert done.stdout == "alive\n"
 
 
-def test_getting_a_logger_does_not_import_the_renderer() -> None:
+def test_get_logger_does_not_import_the_renderer() -> None:
     code = "import sys; from dualmap_edge.logs import get_logger; get_logger('x'); print('structlog' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
@@ -176,7 +174,7 @@ def everything_happens(picker: Picker | None = None) -> None:
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_nothing_that_clients_say_is_ever_logged(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_has_no_client_content(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="debug", log_format=log_format)
     everything_happens()
     captured = capsys.readouterr()
@@ -192,7 +190,7 @@ def quoting(*, log_prompts: bool = True) -> Picker:
     return picker
 
 
-def test_only_where_it_was_asked_for_debug_lines_quote_prompts_and_session_headers(
+def test_debug_log_quotes_client_content_only_if_enabled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure(level="debug", log_format="json")
@@ -213,13 +211,13 @@ def test_only_where_it_was_asked_for_debug_lines_quote_prompts_and_session_heade
     assert not any(word in str(written) for word in (f"{SECRET} salt", "Bearer", f"{SECRET} user"))
 
 
-def test_above_debug_nothing_is_quoted_though_it_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_above_debug_quotes_no_client_content(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format="json")
     everything_happens(quoting())
     assert SECRET not in capsys.readouterr().err
 
 
-def test_whatever_bytes_are_quoted_they_are_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_quoted_bytes_are_one_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="debug", log_format="text")
     message = request_headers(NO_WAIT)
     message.request_headers.headers.headers.add(key="x-session-id", raw_value=b"\xff\n\x1b[31m")

@@ -333,10 +333,10 @@ def test_a_pool_that_is_asked_for_and_those_there_are() -> None:
 def test_what_all_routers_ask_for() -> None:
     router = Router(builders.pool(3))
     assert router.document()["pool"]["all_routers"] == {"wanted": 2.4, "in_flight": 7, "held": 1, "attainment": 0.9}
-    router.unknown = "shared state is out of reach"
+    router.unknown = "shared state is unreachable"
     pool = router.document()["pool"]
     assert pool["all_routers"] is None
-    assert "out of reach" in pool["verdict"]["problems"][0]["text"]
+    assert "unreachable" in pool["verdict"]["problems"][0]["text"]
 
 
 def test_a_refusal_is_told_with_its_reason() -> None:

@@ -28,13 +28,13 @@ async def test_a_redis_that_hangs_is_called_that(tmp_path: Path) -> None:
 
             await until(is_up)
             async with session.get(f"http://{served.metrics}/events") as events, asyncio.timeout(WAIT_S):
-                await said(events, without="Redis has been out of reach for")
+                await said(events, without="Redis has been unreachable for")
                 redis.pause()
                 try:
-                    await said(events, with_="Redis has been out of reach for")
+                    await said(events, with_="Redis has been unreachable for")
                 finally:
                     redis.resume()
-                await said(events, without="Redis has been out of reach for")
+                await said(events, without="Redis has been unreachable for")
 
 
 async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str = "\n") -> None:

@@ -57,7 +57,7 @@ def texts(problems: Sequence[object]) -> str:
 def test_a_pool_that_keeps_its_slo() -> None:
     found = verdict(past(met=95, missed=5))
     assert found.level is Level.OK
-    assert found.headline == ("llm/qwen keeps its SLO: 95% of first tokens within 5 s in the last minute (goal 90%).")
+    assert found.headline == ("llm/qwen keeps its SLO: 95% of first tokens within 5 s in the last minute (target 90%).")
     assert found.problems == ()
 
 
@@ -93,16 +93,16 @@ def test_a_pool_that_was_busy_a_while_ago_is_idle_again() -> None:
 def test_answers_that_are_no_streams_show_no_attainment() -> None:
     found = verdict(PoolHistory(), status(m_0={"in_flight": 3}))
     assert found.level is Level.IDLE
-    assert "no first token was seen" in found.headline
+    assert "no streamed response began" in found.headline
 
 
 @pytest.mark.parametrize(
     ("now", "says"),
     [
-        (status(0), "it has none."),
+        (status(0), "llm/qwen has no instances."),
         (
             replace(status(2, m_0={"state": "Draining"}, m_1={"state": "Draining"}), held=3),
-            "none of its 2 instances takes requests; 3 requests held until one comes.",
+            "llm/qwen has 2 instances, but none accepts requests; 3 requests queued.",
         ),
     ],
 )
@@ -118,8 +118,8 @@ def test_refusals_that_users_feel_make_it_bad() -> None:
         history.refused(NOW - 5, no_endpoint("llm/qwen"))
     found = verdict(history)
     assert found.level is Level.BAD
-    assert found.headline.startswith("llm/qwen refuses requests. llm/qwen keeps its SLO")
-    assert "3 requests refused in the last 5 minutes (3 no_endpoint), 3 in the last one." in texts(found.problems)
+    assert found.headline.startswith("llm/qwen rejects requests. llm/qwen keeps its SLO")
+    assert "3 requests rejected in the last 5 minutes (3 no_endpoint), 3 in the last one." in texts(found.problems)
 
 
 def test_refusals_that_are_over_are_worth_a_look() -> None:
@@ -127,15 +127,15 @@ def test_refusals_that_are_over_are_worth_a_look() -> None:
     history.refused(NOW - 200, no_endpoint("llm/qwen"))
     found = verdict(history)
     assert found.level is Level.WARN
-    assert "1 request refused" in texts(found.problems)
+    assert "1 request rejected" in texts(found.problems)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"suspended": True}, "m-1 is suspended after failing several requests in a row."),
-        ({"pending_prefill_tokens": 30_000, "held_prefill_tokens": 12_000}, "m-1 has more prefill waiting than"),
-        ({"prefill_tokens_per_second": 700.0}, "m-1 prefills at less than half of the others' 7,000 tokens/s"),
+        ({"pending_prefill_tokens": 30_000, "held_prefill_tokens": 12_000}, "m-1 has more pending prefill than"),
+        ({"prefill_tokens_per_second": 700.0}, "m-1 prefills at less than half of the median 7,000 tokens/s"),
     ],
 )
 def test_what_is_wrong_with_an_instance(change: dict[str, object], says: str) -> None:
@@ -167,27 +167,27 @@ def test_failures_are_told_of_instances_that_are_still_there() -> None:
 def test_hits_that_were_expected_and_not_there() -> None:
     history = past(met=100)
     history.measured(NOW, completion("m-0", predicted=20_000, measured=8_000))
-    assert "only 40% of the tokens cached that were expected" in texts(verdict(history).problems)
+    assert "had cached only 40% of the predicted tokens" in texts(verdict(history).problems)
     few = past(met=100)
     few.measured(NOW, completion("m-0", predicted=2_000, measured=0))
     assert not verdict(few).problems
 
 
 def test_a_fleet_that_is_too_small() -> None:
-    assert "asks for 6 instances to keep the SLO; there are 4." in texts(verdict(past(met=9), wanted=5.2).problems)
+    assert "needs 6 instances to keep its SLO; it has 4." in texts(verdict(past(met=9), wanted=5.2).problems)
     assert not verdict(past(met=9), wanted=4.2).problems
 
 
 def test_what_the_others_see_may_be_unknown() -> None:
-    found = verdict(past(met=100), unknown="shared state is out of reach")
+    found = verdict(past(met=100), unknown="shared state is unreachable")
     assert found.level is Level.WARN
-    assert "not known: shared state is out of reach." in texts(found.problems)
+    assert "demand over all routers is unknown: shared state is unreachable." in texts(found.problems)
 
 
 def test_a_redis_that_is_away_is_told_once_though_the_others_are_not_heard_either() -> None:
-    unknown = "shared state is out of reach"
+    unknown = "shared state is unreachable"
     found = verdict(past(met=100), reach=Reach(store_lost_s=12.4), unknown=unknown)
-    assert [problem.text.partition(":")[0] for problem in found.problems] == ["Redis has been out of reach for 12 s"]
+    assert [problem.text.partition(":")[0] for problem in found.problems] == ["Redis has been unreachable for 12 s"]
     assert len(verdict(past(met=100), reach=Reach(store_lost_s=1.0), unknown=unknown).problems) == 1
 
 
@@ -204,11 +204,11 @@ def test_the_worst_comes_first() -> None:
     [
         (
             Reach(store_lost_s=12.4),
-            "Redis has been out of reach for 12 s: this router goes on with what it sees itself.",
+            "Redis has been unreachable for 12 s: this router uses only its own state.",
         ),
         (
             Reach(watch_ages_s={"inferencepools": 3.0, "pods": 190.0}),
-            "The Kubernetes API has not told of pods for 3 minutes: this router goes on with what it knew then.",
+            "The Kubernetes API has not answered about pods for 3 minutes: this router uses its last known state.",
         ),
     ],
 )

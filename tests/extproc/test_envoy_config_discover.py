@@ -56,7 +56,7 @@ def test_longest_wait_bounds_what_envoy_waits_for_and_routers_are_told() -> None
         ([], "no pools; give --pool FILE, once or more, or --discover"),
         (["--discover", "--pool", "pool.yaml"], "--pool and --discover exclude each other"),
         (["--discover", "--static-endpoints"], "--static-endpoints and --discover exclude each other"),
-        (["--pool", "pool.yaml", "--longest-wait", "30s"], "--longest-wait means nothing without --discover"),
+        (["--pool", "pool.yaml", "--longest-wait", "30s"], "--longest-wait requires --discover"),
         (["--discover", "--longest-wait", "soon"], "'soon' is not accepted"),
     ],
 )

@@ -14,7 +14,7 @@ from dualmap.replicas.update import HotnessCounts, Placement
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Failure, StoreError
 from dualmap_extproc.store.memory import MemoryStore
-from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, session_key
+from dualmap_extproc.store.redis import RedisStore, loads_key, session_key, updates_key
 from dualmap_extproc.store.target import target_of
 from dualmap_extproc.store.unsent import HOTNESS_S, PLACEMENT_HASHES_MAX
 from extproc.exchanges import LOADS, POOL, QUIET, Clock, Joined, binding
@@ -118,8 +118,8 @@ def said(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
     return [record.message for record in caplog.records if getattr(record, "details", {}).get("store") == name]
 
 
-LOST = "shared state is out of reach, routing goes on without the other routers' news"
-BACK = "shared state is back"
+LOST = "Lost shared state, routing without the other routers' updates"
+BACK = "Shared state recovered"
 
 
 async def was_lost_and_is_back(caplog: pytest.LogCaptureFixture, *replicas: Joined) -> None:
@@ -221,7 +221,7 @@ class TestFaultsOfRedis:
 
     @pytest.mark.parametrize("spoil", [put_strings, put_lists, put_an_entry], ids=lambda spoil: spoil.__name__)
     async def test_junk_under_our_keys(self, server, spoil):
-        streams, session = (news_key(POOL.id), loads_key(POOL.id)), session_key(POOL.id, 1)
+        streams, session = (updates_key(POOL.id), loads_key(POOL.id)), session_key(POOL.id, 1)
         async with exchanging("one", server) as one, exchanging("other", server) as other:
             await reaches(one, other)
             with server.admin as admin:
@@ -256,4 +256,4 @@ class TestFaultsOfRedis:
             await until(lambda: one.observed.exchanges > 0)
             server.pause()
         server.resume()
-        assert said(caplog, "one")[-1] in (LOST, "shared state could not be told that this router leaves")
+        assert said(caplog, "one")[-1] in (LOST, "Could not tell the other routers that this router ends")

@@ -58,7 +58,7 @@ def test_words_name_the_choice_the_reason_and_the_pair(pool_file: str, tmp_path:
     result = CliRunner().invoke(explain, ["--pool", pool_file, "--request", str(body)])
     receipt = json.loads(CliRunner().invoke(explain, ["--pool", pool_file, "--request", str(body), "--json"]).stdout)
     assert result.stdout.startswith(f"{receipt['chosen']} ({receipt['address']}) gets this request of pool llm/qwen.")
-    assert f"Because {receipt['reason']}" in result.stdout
+    assert f"Reason: {receipt['reason']}" in result.stdout
     assert f"Pair: {receipt['pair'][0]} and {receipt['pair'][1]}" in result.stdout
 
 
@@ -125,6 +125,12 @@ def test_words_say_where_there_is_no_prompt(pool_file: str) -> None:
     assert "tokens of the prompt" not in said
 
 
+def test_explain_reads_only_the_fields_of_the_guessed_api(pool_file: str) -> None:
+    messages = [{"role": "user", "content": "x" * 1200}]
+    assert words(pool_file, messages=messages, text_2="y" * 4000) == words(pool_file, messages=messages)
+    assert words(pool_file, messages=messages, system="Be brief.") != words(pool_file, messages=messages)
+
+
 class TestWithRedis:
     @pytest.fixture(scope="class")
     @classmethod
@@ -186,7 +192,7 @@ class TestWithRedis:
         gone = RedisServer(tmp_path / "redis")
         result = self.explained(pool_file, "--redis", gone.url.replace("redis://", "redis://:hidden-word@"))
         assert result.exit_code == 1
-        assert result.stderr.startswith("dualmap explain: --redis: nothing could be read there: ")
+        assert result.stderr.startswith("dualmap explain: --redis: cannot read shared state: ")
         assert str(gone.port) in result.stderr
         assert "hidden-word" not in result.stderr
         assert not result.stdout
@@ -206,11 +212,11 @@ class TestWithRedis:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (("--redis", "http://cache"), "--redis: the URL is not accepted: its scheme is another; give redis://"),
+            (("--redis", "http://cache"), "--redis: the URL is not accepted: its scheme is unknown; give redis://"),
             (("--header", "no-value"), "'no-value' is not accepted; give NAME=VALUE"),
             (("--header", "=no-name"), "'=no-name' is not accepted; give NAME=VALUE"),
-            (("--redis-ca", "ca.crt"), "--redis-ca means nothing without --redis"),
-            (("--redis", "redis://c", "--redis-password", "x"), "can be read by every user of this machine"),
+            (("--redis-ca", "ca.crt"), "--redis-ca requires --redis"),
+            (("--redis", "redis://c", "--redis-password", "x"), "every user of this machine can read a password"),
         ],
     )
     def test_bad_usage_is_said(self, pool_file: str, options: tuple[str, ...], said: str) -> None:

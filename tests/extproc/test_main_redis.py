@@ -54,8 +54,8 @@ async def test_redis_may_come_later_and_the_password_is_seen_nowhere(tmp_path):
     assert b"hidden" not in page + written
     lines = [line for line in map(json.loads, written.splitlines()) if line["logger"].endswith("store.exchange")]
     assert [line["event"].partition(",")[0] for line in lines] == [
-        "shared state is out of reach",
-        "shared state is back",
+        "Lost shared state",
+        "Shared state recovered",
     ]
     assert lines[0]["store"] == redis.url
     # Its last update reports no load.

@@ -244,7 +244,7 @@ class TestWhatCannotBeKnown:
         busy.ask()
         await pass_time(clock, 0.1, busy)
         for unknown in (lambda: late.desired, lambda: late.active):
-            with pytest.raises(DemandUnknown, match="shared state is out of reach"):
+            with pytest.raises(DemandUnknown, match="shared state is unreachable"):
                 unknown()
         await pass_time(clock, 0.1, late)
         assert late.desired == busy.desired > 0.0

@@ -204,7 +204,7 @@ class TestCalls:
         async with running(POOL, shares=True) as router:
             for call in (router.value, router.is_active):
                 code, details = await error(call(reference()))
-                assert (code, "out of reach" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+                assert (code, "unreachable" in details) == (grpc.StatusCode.UNAVAILABLE, True)
             assert (await router.spec(reference())).target_size_float == 1.0
             router.demand.exchanged()
             assert await router.value(reference()) == 0.0

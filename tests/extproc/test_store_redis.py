@@ -10,7 +10,7 @@ from dualmap.replicas.update import Placement
 from dualmap.scaling.shares import REMEMBERED_S
 from dualmap_extproc.store.codec import encode_report, encode_update
 from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Post, Question
-from dualmap_extproc.store.redis import loads_key, news_key, reports_key, session_key
+from dualmap_extproc.store.redis import loads_key, reports_key, session_key, updates_key
 from extproc import redis_stores
 from extproc.redis_stores import (
     BINDING,
@@ -45,7 +45,7 @@ class TestKeys:
             assert 0 < admin.pttl(LOADS_STREAM) <= 9_000
             assert 60_000 < admin.pttl(DEMAND_STREAM) <= 66_000
             assert 0 < admin.pttl(SESSION) <= 60_000
-        assert (news_key(POOL), loads_key(POOL), reports_key(POOL), session_key(POOL, 255)) == keys
+        assert (updates_key(POOL), loads_key(POOL), reports_key(POOL), session_key(POOL, 255)) == keys
         document = (Path(__file__).parents[2] / "docs/state.md").read_text()
         assert all(f"`{key}`" in document for key in keys)
 

@@ -19,7 +19,7 @@ from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.exchange import Exchange
 from dualmap_extproc.store.metrics import StoreMetrics
-from dualmap_extproc.store.redis import RedisStore, loads_key, news_key, reports_key
+from dualmap_extproc.store.redis import RedisStore, loads_key, reports_key, updates_key
 from dualmap_extproc.store.target import target_of
 from redis_server import RedisServer, redis_server
 from waiting import until
@@ -138,14 +138,14 @@ async def test_a_router_that_joins_agrees_too(server):
         for _ in range(100):
             one.explain(prompt)
         with server.admin as admin:
-            await until(lambda: admin.xlen(news_key(POOL.id)) >= 1)
+            await until(lambda: admin.xlen(updates_key(POOL.id)) >= 1)
         async with routers(server, "late") as (late,):
             await until(lambda: late.explain(prompt).key == one.explain(prompt).key)
 
 
 async def test_a_router_that_starts_knows_where_a_prompt_went_four_minutes_ago_and_no_load_of_four_seconds_ago(server):
     prompt = builders.text_of(4096, "old")
-    ages_s = {news_key(POOL.id): 240, loads_key(POOL.id): 4}
+    ages_s = {updates_key(POOL.id): 240, loads_key(POOL.id): 4}
     with server.admin as admin:
         async with routers(server, "one", pool=FIXED) as (one,):
             one.pick(prompt)
@@ -176,10 +176,10 @@ async def test_a_session_that_was_bound_before_a_router_joined_is_looked_up(serv
     async with routers(server, "one") as (one,):
         one.pick("turn one", session_id="s")
         with server.admin as admin:
-            await until(lambda: len(admin.keys("*session*")) == 1 and admin.xlen(news_key(POOL.id)) >= 1)
+            await until(lambda: len(admin.keys("*session*")) == 1 and admin.xlen(updates_key(POOL.id)) >= 1)
             (key,) = admin.keys("*session*")
     with server.admin as admin:
-        admin.delete(news_key(POOL.id))
+        admin.delete(updates_key(POOL.id))
         host = "m-7" if admin.get(key).endswith(b"m-6") else "m-6"
         # As if it had moved twice: the first claim of the router that joins must not take it away.
         admin.set(key, f"1 2 0 5000 {host}", ex=60)

@@ -93,7 +93,9 @@ class TestFiles:
         assert self.read(password="environment").password == "environment"
         assert self.read(password="").password is None
 
-    @pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "no text")])
+    @pytest.mark.parametrize(
+        ("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "not UTF-8 text")]
+    )
     def test_a_password_file_without_a_password(self, tmp_path: Path, content: bytes, reason: str) -> None:
         path = tmp_path / "password"
         path.write_bytes(content)
@@ -116,5 +118,5 @@ class TestFiles:
         path = tmp_path / "ca.crt"
         path.write_bytes(self_signed()[1])
         assert target_of(self.read(ca_file=path)).ca_file == path
-        with pytest.raises(RedisSettingsError, match="--redis-ca: is for rediss:// only"):
+        with pytest.raises(RedisSettingsError, match="--redis-ca requires rediss://"):
             self.read(url="redis://cache", ca_file=path)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "fuzz" / "targets").glob("[!_]*.py"))
-# A target that fails when an input has three exclamation marks; in branches, which coverage can follow.
+# A target that fails on an input with three exclamation marks, and adds one where it mutates an input.
 PLANTED = '''
 """Planted."""
 
@@ -81,7 +81,7 @@ def planted(tmp_path: Path) -> Path:
 def test_fuzz_failure_reports_its_input(planted: Path, options: list[str]) -> None:
     if not options:
         pytest.importorskip("atheris", reason="no coverage guidance without atheris")
-    ran = run("--runs", 50_000, "--work", planted, *options, "access_log", "body", root=planted)
+    ran = run("--runs", 1000, "--work", planted, *options, "access_log", "body", root=planted)
     assert ran.returncode == 1
     assert "planted: 1 is not accepted" in ran.stderr
     assert re.search(r"^access_log .* crashed$", ran.stdout, re.MULTILINE)

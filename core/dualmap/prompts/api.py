@@ -1,5 +1,6 @@
-"""The APIs of inference engines, told apart by the request's path (docs/prompts.md)."""
+"""The APIs of inference engines, found by a request's path, or guessed from its body (docs/prompts.md)."""
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final
 
@@ -35,9 +36,34 @@ PATHS: Final = {
 _LONGEST_FIRST: Final = sorted(PATHS, key=len, reverse=True)
 # vLLM renders a prompt without computing it at the API's own path and this.
 _RENDER: Final = "/render"
+_SCORE_FIELDS: Final = frozenset({"queries", "text_1", "data_1", "items", "text_2", "data_2"})
 
 
 def api_of(path: str) -> Api:
     """Return the API that a decoded path names; a prefix before it, such as a gateway's, is accepted."""
     route = path.partition("?")[0].rstrip("/").removesuffix(_RENDER)
     return next((PATHS[end] for end in _LONGEST_FIRST if route.endswith(end)), Api.UNKNOWN)
+
+
+def guess_api(body: object) -> Api:
+    """Return the API that a parsed body without a path is probably meant for, by the fields that only it has."""
+    if not isinstance(body, Mapping):
+        return Api.UNKNOWN
+    if "messages" in body:
+        return Api.MESSAGES if "system" in body or _has_anthropic_tool(body.get("tools")) else Api.CHAT
+    if "prompt" in body:
+        return Api.COMPLETIONS
+    if "input" in body:
+        return Api.EMBEDDINGS if _is_batch(body["input"]) else Api.RESPONSES
+    if "query" in body and "documents" in body:
+        return Api.RERANK
+    return Api.SCORE if body.keys() & _SCORE_FIELDS else Api.UNKNOWN
+
+
+def _has_anthropic_tool(tools: object) -> bool:
+    return isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools)
+
+
+def _is_batch(value: object) -> bool:
+    """Return whether an ``input`` is token ids or several texts; the items of a responses input are objects."""
+    return isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)

@@ -96,6 +96,8 @@ _ANY: Final = Conversation(
     blocks=True,
 )
 _TEMPLATE: Final[Mapping[str, _Reader]] = {"chat_template": _digests, "chat_template_kwargs": _digests}
+_FUNCTIONS: Final[Shape] = {"type": None, "function": None, "defer_loading": None}
+_NAMED_TOOL: Final[Shape] = dict.fromkeys(("type", "name", "description", "parameters", "defer_loading"))
 
 LAYOUTS: Final[Mapping[Api, Layout]] = {
     Api.CHAT: Layout(
@@ -105,15 +107,17 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
             "documents": _digests,
             "input_ids": _digests,
             "kv_transfer_params.prompt_token_ids": _digests,
-            "tools": partial(_tools, {"type": None, "function": None}),
+            "tools": partial(_tools, _FUNCTIONS),
             "messages": partial(_turns, _CHAT),
         }
     ),
     Api.COMPLETIONS: Layout(fields={"prompt_embeds": _digests, "prompt": _prompt}, token_ids=("prompt",)),
     Api.RESPONSES: Layout(
         fields={
+            "chat_template_kwargs": _digests,
             "reasoning.effort": _digests,
-            "tools": partial(_tools, dict.fromkeys(("type", "name", "description", "parameters"))),
+            # A namespace is a tool that holds others.
+            "tools": partial(_tools, {**_NAMED_TOOL, "tools": _NAMED_TOOL}),
             "instructions": partial(_system, _ITEMS),
             "previous_response_id": _digests,
             "previous_response": _digests,
@@ -123,10 +127,10 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
     ),
     Api.MESSAGES: Layout(
         fields={
-            **_TEMPLATE,
+            "chat_template_kwargs": _digests,
             "output_config.effort": _digests,
             "kv_transfer_params.prompt_token_ids": _digests,
-            "tools": partial(_tools, dict.fromkeys(("type", "name", "description", "input_schema"))),
+            "tools": partial(_tools, dict.fromkeys(("type", "name", "description", "input_schema", "defer_loading"))),
             "system": partial(_system, _BLOCKS),
             "messages": partial(_turns, _BLOCKS),
         }
@@ -142,7 +146,7 @@ LAYOUTS: Final[Mapping[Api, Layout]] = {
     Api.TOKENIZE: Layout(
         fields={
             **_TEMPLATE,
-            "tools": partial(_tools, {"type": None, "function": None}),
+            "tools": partial(_tools, _FUNCTIONS),
             "messages": partial(_turns, _CHAT),
             "prompt": _prompt,
         }

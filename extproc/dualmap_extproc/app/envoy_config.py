@@ -1,4 +1,4 @@
-"""``dualmap envoy-config``: pool files and addresses in, Envoy's bootstrap out."""
+"""``dualmap envoy-config``: prints Envoy's bootstrap for pool files and addresses."""
 
 import sys
 from pathlib import Path
@@ -16,24 +16,24 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Pool file (InferencePool as YAML); repeat for several. The first one's pool takes what no router picked.",
+    help="Pool file (InferencePool as YAML); repeat for several. The first pool gets requests without a pick.",
 )
-@click.option("--discover", is_flag=True, help="Ask the routers which pools there are, instead of --pool.")
+@click.option("--discover", is_flag=True, help="Get the pools from the routers, instead of --pool.")
 @click.option(
     "--longest-wait",
     type=Duration(),
     metavar="DURATION",
     show_default="30s",
-    help="With --discover: no pool may hold a request for longer (its queue.maxWait).",
+    help="With --discover: the longest queue.maxWait of any pool.",
 )
-@click.option("--listen", default="0.0.0.0:8080", metavar="IP:PORT", help="Where clients connect. Port 0: any.")
+@click.option("--listen", default="0.0.0.0:8080", metavar="IP:PORT", help="Listener for clients. Port 0: any.")
 @click.option("--router", default="127.0.0.1:9002", metavar="HOST:PORT[,...]", help="The routers' gRPC ports.")
 @click.option(
     "--als",
     default=None,
     metavar="HOST:PORT[,...]",
     show_default="the routers",
-    help="Who is sent the access log: each of these all of it.",
+    help="Access log sinks; each gets all entries.",
 )
 @click.option("--admin", default="127.0.0.1:9901", metavar="IP:PORT", help="Envoy's administration. Port 0: any.")
 @click.option(
@@ -41,31 +41,31 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     default=None,
     metavar="IP:PORT",
     show_default="nowhere",
-    help="Where probes and Prometheus find /ready and /stats/prometheus, and nothing else of the administration.",
+    help="Listener for probes and Prometheus: only /ready and /stats/prometheus of the administration.",
 )
 @click.option(
     "--mode",
     default=Mode.STREAMED.value,
     type=click.Choice([mode.value for mode in Mode]),
-    help="How a request's body reaches the router.",
+    help="How Envoy sends a request's body to the router.",
 )
-@click.option("--tls", default="off", type=click.Choice(["off", "on"]), help="From Envoy to routers and access log.")
-@click.option("--tls-cert", metavar="FILE", help="Client certificate to show (router's --tls-client-ca). PEM.")
-@click.option("--tls-key", metavar="FILE", help="Its key. PEM.")
+@click.option("--tls", default="off", type=click.Choice(["off", "on"]), help="TLS to routers and access log sinks.")
+@click.option("--tls-cert", metavar="FILE", help="Client certificate for a router with --tls-client-ca. PEM.")
+@click.option("--tls-key", metavar="FILE", help="Key of --tls-cert. PEM.")
 @click.option(
     "--tls-ca",
     metavar="FILE",
-    show_default="trust any, as gateways do",
-    help="Trust only certificates that this signed, for whatever name. PEM.",
+    show_default="accept any certificate",
+    help="CA that must have signed the router's certificate; its name is not checked. PEM.",
 )
 @click.option(
     "--tls-sds",
     metavar="DIR",
-    show_default="Envoy reads its TLS files once, at its start",
+    show_default="Envoy reads TLS files only at its start",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
-    help="Write discovery files here, by which Envoy reads its TLS files again when they are replaced.",
+    help="Folder for discovery files, by which Envoy reloads replaced TLS files.",
 )
-@click.option("--static-endpoints", is_flag=True, help="Write the members into the file instead of asking by EDS.")
+@click.option("--static-endpoints", is_flag=True, help="Write the members into the bootstrap instead of using EDS.")
 def envoy_config(
     *,
     pool_files: tuple[Path, ...],
@@ -84,7 +84,7 @@ def envoy_config(
     tls_sds: Path | None,
     static_endpoints: bool,
 ) -> None:
-    """Print an Envoy bootstrap for the given pools, or for all that routers have (YAML, for Envoy 1.38 or later).
+    """Print an Envoy bootstrap for the given pools, or for all pools of the routers (YAML, for Envoy 1.38 or later).
 
     \b
     Example:
@@ -93,15 +93,15 @@ def envoy_config(
       dualmap envoy-config --discover --router dualmap-router:9002 > envoy.yaml
 
     \b
-    Mutual TLS, with certificates that may be renewed while Envoy runs:
+    Mutual TLS, with certificates that are renewed while Envoy runs:
       dualmap router --pool pool.yaml --tls /certs/router --tls-client-ca /certs/ca.crt
       dualmap envoy-config --pool pool.yaml --tls on --tls-cert /certs/envoy/tls.crt \\
         --tls-key /certs/envoy/tls.key --tls-ca /certs/ca.crt --tls-sds . > envoy.yaml
 
-    All files of --tls-... are named as Envoy will see them. It notices what is moved into their folders (a rename, a
-    mounted Kubernetes Secret), not what is written in place.
+    Give all --tls-... paths as Envoy sees them. Envoy reloads files that are moved into their folders (a rename, a
+    mounted Kubernetes Secret), not files that are written in place.
     """
-    # Here, because Envoy's types and YAML take a second that --help need not.
+    # Here, because importing Envoy's types and YAML takes a second, which --help does not need.
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
     from dualmap_extproc.envoy.config.transport import discovery_files
     from dualmap_extproc.pools.file import PoolFileError, load_pool_files
@@ -130,14 +130,14 @@ def envoy_config(
 
 
 def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static: bool) -> Discover | None:
-    """Return how pools are discovered, None where files name them; raises UsageError for a mixture."""
+    """Return how pools are discovered, None if files name them. Raises UsageError for both or neither."""
     if switch == pools:
         wrong = "--pool and --discover exclude each other" if switch else "no pools"
         raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --discover")
     if switch and static:
         raise click.UsageError("--static-endpoints and --discover exclude each other; give one of them")
     if longest_wait_s is not None and not switch:
-        raise click.UsageError("--longest-wait means nothing without --discover; give both or neither")
+        raise click.UsageError("--longest-wait requires --discover; give both or neither")
     if not switch:
         return None
     return Discover() if longest_wait_s is None else Discover(longest_wait_s=longest_wait_s)
@@ -150,7 +150,7 @@ def _addresses(text: str, *, field: str) -> tuple[Address, ...]:
 
 
 def _tls(switch: str, tls: Tls) -> Tls | None:
-    """Return ``tls`` where ``--tls`` is on; raises EnvoySettingsError for files that would then go unused."""
+    """Return ``tls`` if ``--tls`` is on. Raises EnvoySettingsError for TLS files with ``--tls off``."""
     if switch == "on":
         return tls
     if tls != Tls():

@@ -1,6 +1,6 @@
-"""``dualmap explain`` and ``dualmap policies``: a decision in words, and the rules there are to decide by.
+"""``dualmap explain`` and ``dualmap policies``: print the decision for a request, and the list of policies.
 
-The commands alone; ``explanation`` takes the decision.
+``explanation`` makes the decision.
 """
 
 import json
@@ -25,7 +25,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     return headers
 
 
-@click.command(short_help="Say which instance a request would go to, and why.")
+@click.command(short_help="Print which instance a request would go to, and why.")
 @click.option(
     "--pool",
     "pool_files",
@@ -33,7 +33,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     multiple=True,
     required=True,
     metavar="FILE",
-    help="A pool file; repeat for several.",
+    help="Pool file (InferencePool as YAML); repeat for several.",
 )
 @click.option(
     "--request",
@@ -41,7 +41,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     type=click.File("rb"),
     required=True,
     metavar="FILE",
-    help="The request's JSON body; - reads standard input.",
+    help="JSON body of the request; - reads standard input.",
 )
 @click.option(
     "--header",
@@ -49,7 +49,7 @@ def _read_headers(_: click.Context, __: click.Parameter, given: tuple[str, ...])
     multiple=True,
     metavar="NAME=VALUE",
     callback=_read_headers,
-    help="A header of the request, such as the one that names its session; repeat for several.",
+    help="Header of the request, such as the session header; repeat for several.",
 )
 @redis_options
 @click.option("--json", "as_json", is_flag=True, help="Print the receipt as JSON instead of words.")
@@ -63,16 +63,16 @@ def explain(
     redis_ca: Path | None,
     as_json: bool,
 ) -> None:
-    """Say which instance a request would go to on a router that has just started, and why.
+    """Print which instance a router that has just started would choose for a request, and why.
 
-    With --redis it is a router that has just joined the others, and knows what they tell each other there.
+    With --redis the router first reads the state that the other routers share.
 
     \b
     Example:
         echo '{"model": "qwen", "prompt": "Once upon a time"}' | dualmap explain --pool pool.yaml --request -
     """
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
-    # Here, because gRPC and YAML take a second that --help need not.
+    # Here, because importing gRPC and YAML takes a second, which --help does not need.
     from dualmap_extproc.app.explanation import decide, in_words
     from dualmap_extproc.errors import Refused
     from dualmap_extproc.pools.file import load_pool_files
@@ -84,7 +84,7 @@ def explain(
         click.echo(f"dualmap explain: {error}", err=True)
         sys.exit(2)
     except StoreError as error:
-        click.echo(f"dualmap explain: --redis: nothing could be read there: {error}", err=True)
+        click.echo(f"dualmap explain: --redis: cannot read shared state: {error}", err=True)
         sys.exit(1)
     if isinstance(outcome, Refused):
         click.echo(f"dualmap explain: the router would answer {outcome.status}: {outcome.message}", err=True)
@@ -95,7 +95,7 @@ def explain(
 @click.command(short_help="List every routing policy with its source.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 def policies(as_json: bool) -> None:
-    """List every routing policy, one line each with its source.
+    """List every routing policy with its source, one per line.
 
     \b
     Example:

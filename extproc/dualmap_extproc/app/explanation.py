@@ -1,7 +1,6 @@
-"""A decision and its reasons, as a router that has just started would take it; ``explain`` is the command.
+"""Makes the decision of a router that has just started, for the command ``explain``.
 
-The request walks the very path it would walk in a router: the same Picker, over routers that have seen nothing yet but,
-where there is a Redis, what the others tell there.
+It uses the router's own Picker, without earlier requests. With Redis, the Picker first gets the other routers' state.
 """
 
 import asyncio
@@ -12,6 +11,7 @@ from typing import Final
 from dualmap.pools.pool import Pool
 from dualmap.receipt import Receipt
 from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
+from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
 from dualmap_extproc.request.picked import Picked, Waiting
 from dualmap_extproc.request.picker import Picker
@@ -20,10 +20,10 @@ from dualmap_extproc.store.contract import Failure, Question, StoreError
 from dualmap_extproc.store.exchange import Teller, history_s
 from dualmap_extproc.store.target import target_of
 
-# Any time will do that leaves room for the ages of what others have told.
+# Any time that is later than the ages of the other routers' updates.
 _NOW_S: Final = 86_400.0
 _NAME: Final = "explain"
-HEAR_S: Final = 2.0
+READ_S: Final = 2.0
 """The longest wait for Redis."""
 
 
@@ -34,10 +34,10 @@ def decide(
     headers: Mapping[str, str],
     redis: RedisSettings | None = None,
 ) -> Receipt | Refused:
-    """Return the receipt a router that has just started would give a request.
+    """Return the receipt that a router that has just started would give to a request, or its error answer.
 
-    ``headers`` have lower-case names. With ``redis`` the router has heard what the others told there; StoreError says
-    that it could not.
+    ``headers`` have lower-case names. With ``redis`` the router first reads the other routers' state. Raises
+    StoreError if it cannot.
     """
     limits = Limits()
     if len(body) > limits.body_bytes:
@@ -56,28 +56,28 @@ def decide(
 def _picker(pools: tuple[Pool, ...], *, replicated: bool = False) -> Picker:
     picker = Picker(Limits(), FanOut().report, id_prefix=_NAME, replicated=replicated)
     picker.set_pools(_NOW_S, pools)
-    # Where a request goes is asked, not when: however much the others have sent there, it does not wait here.
+    # Without a queue: the result is the chosen member, even if it is busy now.
     picker.hold_no_more(_NOW_S)
     return picker
 
 
 def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | Refused:
     named = {name: value for name, value in headers.items() if name in picker.kept_headers}
-    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None)
-    # Nothing is held, so it can only be the first member that it would wait for.
+    outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None, api=guess_api_of(body))
+    # Only a request to a pool without members waits here.
     return no_endpoint("") if isinstance(outcome, Waiting) else outcome
 
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return the sessions, by pool, whose bindings a router would look up when it meets the request."""
+    """Return the sessions, by pool, whose bindings a router would look up for this request."""
     picker = _picker(pools, replicated=True)
     _pick(picker, body, headers)
     return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}
 
 
 async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Have the picker told what a router that joins is told. Raises StoreError."""
-    from dualmap_extproc.store.redis import RedisStore  # Here, because it takes 0.4 s and is not always needed.
+    """Give the picker the state that a starting router reads. Raises StoreError."""
+    from dualmap_extproc.store.redis import RedisStore  # Here: it takes 0.4 s, which is not always needed.
 
     store = RedisStore(target_of(redis))
     tellers = {pool.id: Teller(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
@@ -86,23 +86,23 @@ async def _hear(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
     ]
     try:
         while questions:
-            async with asyncio.timeout(HEAR_S):
+            async with asyncio.timeout(READ_S):
                 answers = await store.hear(_NAME, questions)
             answered = list(zip(questions, answers, strict=True))
             for question, answer in answered:
                 await tellers[question.pool].tell(answer)
             questions = [replace(each, cursor=answer.cursor, wanted=()) for each, answer in answered if answer.more]
     except TimeoutError:
-        raise StoreError(Failure.TIMEOUT, f"no answer within {HEAR_S:g} s") from None
+        raise StoreError(Failure.TIMEOUT, f"no answer within {READ_S:g} s") from None
     finally:
         await store.close()
 
 
 def in_words(receipt: Receipt) -> str:
-    """Return a receipt as a short text for people."""
+    """Return a receipt as text for people."""
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
-        f"Because {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
+        f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",
         f"Key: {_key(receipt)} ({receipt.key.hash:016x}).",
         f"Pair: {' and '.join(receipt.pair)}, by ring 1 and ring 2.",
         "Candidates:",

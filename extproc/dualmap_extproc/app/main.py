@@ -1,4 +1,4 @@
-"""``dualmap router``: the command. Settings are parsed here, once; ``wiring`` runs what they describe."""
+"""The command ``dualmap router``: parses the settings; ``wiring`` runs the router."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
 class _ReplicaId(click.ParamType[str]):
-    """A router's name: printable ASCII without spaces, no longer than a host name."""
+    """The name of a router: printable ASCII without spaces, at most as long as a host name."""
 
     name = "name"
 
@@ -45,7 +45,7 @@ class _Namespace(click.ParamType[str]):
 
 
 class _OtlpEndpoint(click.ParamType[str]):
-    """Where an OpenTelemetry collector takes OTLP over gRPC."""
+    """The URL of an OpenTelemetry collector that accepts OTLP over gRPC."""
 
     name = "url"
 
@@ -59,12 +59,12 @@ class _OtlpEndpoint(click.ParamType[str]):
         if not whole or url.path not in ("", "/") or url.query or url.fragment or url.username is not None:
             self.fail(f"{value!r} is not accepted; {accepted}", param, ctx)
         if not _installed("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"):
-            self.fail("what exports spans is not installed; give pip install 'dualmap[otlp]'", param, ctx)
+            self.fail("the span exporter is not installed; run pip install 'dualmap[otlp]'", param, ctx)
         return f"{url.scheme}://{url.netloc}"
 
 
 def _installed(*modules: str) -> bool:
-    """Whether all of these modules can be imported; none of them is."""
+    """Return whether all of these modules can be imported, without importing them."""
     try:
         return all(find_spec(module) is not None for module in modules)
     except ModuleNotFoundError:
@@ -74,7 +74,7 @@ def _installed(*modules: str) -> bool:
 def _kube_settings(
     pools: tuple[Path, ...], *, kube: bool, namespace: str | None, all_namespaces: bool
 ) -> KubeSettings | None:
-    """Return where pools are watched, None where they come from files; raises UsageError for a mixture."""
+    """Return where to watch pools, None if they come from files. Raises UsageError for both or neither."""
     if bool(pools) == kube:
         wrong = "--pool and --kube exclude each other" if kube else "no pools"
         raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --kube")
@@ -82,12 +82,12 @@ def _kube_settings(
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
     if not kube and (namespace is not None or all_namespaces):
         option = "--all-namespaces" if namespace is None else "--namespace"
-        raise click.UsageError(f"{option} means nothing without --kube; give both or neither")
+        raise click.UsageError(f"{option} requires --kube; give both or neither")
     return KubeSettings(namespace=namespace) if kube else None
 
 
 def _check_distinct(ports: dict[str, int]) -> None:
-    """Raise UsageError when two of the ports are one; 0 is any free port, as often as it is given."""
+    """Raise UsageError if two ports are equal, unless they are 0 (any free port)."""
     seen: dict[int, str] = {}
     for name, port in ports.items():
         option = f"--{name.replace('_', '-')}"
@@ -105,9 +105,9 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="Pool file (InferencePool as YAML); repeat for several.",
 )
 @click.option("--kube", is_flag=True, help="Watch the pools of a Kubernetes API: env KUBECONFIG, else in-cluster.")
-@click.option("--namespace", type=_Namespace(), help="With --kube: only the pools of this namespace.")
-@click.option("--all-namespaces", is_flag=True, help="With --kube: the pools of all namespaces; so without either.")
-@click.option("--host", default="0.0.0.0", help="Address that all ports are bound on.")
+@click.option("--namespace", type=_Namespace(), help="With --kube: watch only this namespace.")
+@click.option("--all-namespaces", is_flag=True, help="With --kube: watch all namespaces (the default).")
+@click.option("--host", default="0.0.0.0", help="Address to bind all ports on.")
 @click.option("--grpc-port", default=9002, type=PORT, help="ext_proc, discovery, access log, health. 0: any.")
 @click.option("--health-port", default=9003, type=PORT, help="gRPC health in plain text. 0: any.")
 @click.option("--metrics-port", default=9090, type=PORT, help="/metrics, /pools and the dashboard over HTTP. 0: any.")
@@ -118,7 +118,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     "--tls-client-ca",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="With --tls: only who shows a certificate signed by one of these may connect.",
+    help="With --tls: CAs that must have signed a client's certificate.",
 )
 @redis_options
 @click.option(
@@ -126,15 +126,15 @@ def _check_distinct(ports: dict[str, int]) -> None:
     default=socket.gethostname,
     show_default="host name",
     type=_ReplicaId(),
-    help="Name of this router, unlike any other's.",
+    help="Name of this router, unique among routers.",
 )
 @click.option(
     "--otlp-endpoint",
     type=_OtlpEndpoint(),
     metavar="URL",
-    help="Send a span of each decision to this OpenTelemetry collector (OTLP over gRPC), e.g. http://collector:4317.",
+    help="Send a span per decision to this OpenTelemetry collector (OTLP over gRPC), e.g. http://collector:4317.",
 )
-@click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for requests at SIGTERM.")
+@click.option("--drain-timeout", default="25s", type=Duration(), help="Longest wait for open requests after SIGTERM.")
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))
 @click.option("--log-prompts", is_flag=True, help="Quote headers and prompts in debug lines; needs --log-level debug.")
@@ -150,7 +150,7 @@ def router(
     redis_ca: Path | None,
     **options: Any,
 ) -> None:
-    """Run the endpoint picker that Envoy asks where each request goes.
+    """Run the endpoint picker that chooses an instance for each of Envoy's requests.
 
     \b
     Example:
@@ -158,17 +158,17 @@ def router(
       dualmap router --kube --namespace llm
       dualmap envoy-config --pool pool.yaml --router 127.0.0.1:9002 --als 127.0.0.1:9004 > envoy.yaml
 
-    SIGTERM turns readiness off first, serves what is open, and exits 0.
+    After SIGTERM the router reports unready, serves open requests, and exits with status 0.
     """
-    # Before gRPC is loaded: it would write a line of its own, past our logs, for every connection that TLS refuses, and
-    # whoever is refused may try all day. There is no other way to tell it.
+    # Before gRPC is loaded: it would write a line past the router's logs for every connection that TLS rejects, and a
+    # client may retry for ever. gRPC has no other setting for this.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
-    from dualmap_extproc.app.wiring import run  # Here, because gRPC and aiohttp take a second that --help need not.
+    from dualmap_extproc.app.wiring import run  # Here: importing gRPC and aiohttp takes a second; --help needs neither.
 
     watched = _kube_settings(pools, kube=kube, namespace=namespace, all_namespaces=all_namespaces)
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})
     if options["log_prompts"] and options["log_level"] != "debug":
-        raise click.UsageError("--log-prompts means nothing without --log-level debug; give both or neither")
+        raise click.UsageError("--log-prompts requires --log-level debug; give both or neither")
     shared = redis_settings(redis, redis_password, redis_password_file, redis_ca)
     settings = Settings(pools=pools, kube=watched, drain_timeout_s=drain_timeout, redis=shared, **options)
     logs.configure(level=settings.log_level, log_format=settings.log_format)

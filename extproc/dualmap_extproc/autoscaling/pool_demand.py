@@ -144,9 +144,9 @@ class PoolDemand:
         if not self._shares:
             return
         if not self._has_exchanged(now):
-            raise DemandUnknown("the other routers' shares are not known: shared state is out of reach")
+            raise DemandUnknown("shared state is unreachable")
         if self._peers_of(pool).incomplete(now):
-            raise DemandUnknown("a router is there that does not report its share: an older version?")
+            raise DemandUnknown("a router does not report its share; it may have an older version")
 
 
 def _ignore_change(_pool: str) -> None:

@@ -6,7 +6,7 @@ import orjson
 
 from dualmap.errors import BadRequest
 from dualmap.keys.sessions import session_key
-from dualmap.prompts.api import Api
+from dualmap.prompts.api import Api, guess_api
 from dualmap.prompts.prompt import Prompt, read_prompt
 from dualmap_extproc.errors import Refused, invalid_body
 from dualmap_extproc.settings import Limits
@@ -65,6 +65,14 @@ def read_body(body: bytes, api: Api) -> Prompt | Refused:
         return invalid_body(f"the body is not JSON: {error}")
     except BadRequest as error:
         return invalid_body(str(error), param=error.param)
+
+
+def guess_api_of(body: bytes) -> Api:
+    """Return the API that a whole body without a path is probably meant for."""
+    try:
+        return guess_api(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return Api.UNKNOWN
 
 
 def may_go_on(body: bytes) -> bool:

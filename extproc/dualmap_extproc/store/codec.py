@@ -1,10 +1,10 @@
-"""ReplicaUpdate and reports as bytes: what one entry of a pool's stream holds. Compact, since routers write ten a
-second.
+"""Encodes replication updates and demand reports as bytes: the entries of a pool's streams.
 
-Little-endian throughout: a version byte, then the parts in the order of ``encode_update``; counts before what they
-count, texts as UTF-8 behind their length. Hashes and counts are packed arrays: a prompt of 8000 tokens takes 500 bytes.
+The format is little-endian: a version byte, then the parts in the order of ``encode_update``. Each list follows its
+count, and each text (UTF-8) its length. Hashes and counts are packed arrays, so that a prompt of 8000 tokens takes 500
+bytes: a router writes ten entries a second.
 
-Whatever can write to the store can write anything there, so that what decodes checks everything a router relies on.
+Decoding checks every value, because any client of the store may have written the bytes.
 """
 
 import struct
@@ -15,7 +15,7 @@ from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, Sha
 from dualmap.scaling.shares import Report, Share
 
 NODES_MAX: Final = 4096
-"""Prefixes whose counts one entry may hold: a router's tree of them is bounded, and no entry may fill it."""
+"""The most prefixes whose counts one entry may hold, so that one entry cannot fill a router's bounded tree of them."""
 _VERSION: Final = 1
 _VERSION_AND_REQUESTS: Final = struct.Struct("<BI")
 _COUNT: Final = struct.Struct("<I")
@@ -25,20 +25,20 @@ _BINDING: Final = struct.Struct("<QQId")
 _REPORT_VERSION: Final = 1
 _REPORT: Final = struct.Struct("<B" + 2 * "dQIIII")
 LONGEST_S: Final = 1e9
-"""The longest time that is told, some thirty years; whatever is longer is told as this."""
+"""The longest time that is sent, about thirty years; longer ones are sent as this."""
 _REPLICAS_MAX: Final = 1e6
-# More than any pool has, and little enough for a sum over routers to fit the 64 bits in which KEDA takes it.
+# More tokens than any pool has, and few enough that the sum over routers fits KEDA's 64 bits.
 _PENDING_MAX: Final = 2**48
 _U32_MAX: Final = 2**32 - 1
 _TEXT_BYTES_MAX: Final = 1024
 
 
 class UnreadableUpdate(Exception):
-    """Bytes that are no news of this version."""
+    """The bytes are not a replication update or report of this version."""
 
 
 def encode_update(update: ReplicaUpdate) -> bytes:
-    """Return everything of ``news`` but what it wants, which is no business of the other replicas."""
+    """Return an update as bytes, without its wanted sessions, which other replicas do not need."""
     nodes, loads = update.hotness.nodes, update.loads or {}
     parts = [
         _VERSION_AND_REQUESTS.pack(_VERSION, min(update.hotness.requests, _U32_MAX)),
@@ -61,7 +61,7 @@ def encode_update(update: ReplicaUpdate) -> bytes:
         parts += [_text(placement.endpoint), _hashes(placement.hashes)]
     parts.append(_COUNT.pack(len(update.bindings)))
     for binding in update.bindings:
-        # A version read from a store that holds junk may be the last there is, and has been counted on from there.
+        # An invalid value in the store may have set the largest version, which the router then incremented.
         version = min(binding.version, _U32_MAX)
         packed = _BINDING.pack(binding.session, binding.tokens, version, _bounded(binding.moved_ago_s))
         parts += [_text(binding.host), packed]
@@ -69,7 +69,7 @@ def encode_update(update: ReplicaUpdate) -> bytes:
 
 
 def decode_update(data: bytes) -> ReplicaUpdate:
-    """Return the news that ``encode_update`` made bytes of. Raises UnreadableUpdate."""
+    """Return the update that ``encode_update`` encoded. Raises UnreadableUpdate."""
     reader = _Reader(data)
     try:
         version, requests = reader.unpack(_VERSION_AND_REQUESTS)
@@ -93,13 +93,13 @@ def decode_update(data: bytes) -> ReplicaUpdate:
 
 
 def encode_report(report: Report) -> bytes:
-    """Return a report of a pool's demand in 65 bytes."""
+    """Return a report of a pool's demand as 65 bytes."""
     values = (value for share in (report.own, report.pool) for value in _share_values(share))
     return _REPORT.pack(_REPORT_VERSION, *values)
 
 
 def decode_report(data: bytes) -> Report:
-    """Return the report that ``encode_report`` made bytes of; later versions may add to it. Raises UnreadableUpdate."""
+    """Return the report that ``encode_report`` encoded; later versions may append fields. Raises UnreadableUpdate."""
     if len(data) < _REPORT.size or data[0] != _REPORT_VERSION:
         raise UnreadableUpdate(f"a report of {len(data)} bytes")
     _, *values = _REPORT.unpack_from(data)
@@ -107,7 +107,7 @@ def decode_report(data: bytes) -> Report:
 
 
 def _share_values(share: Share) -> tuple[float | int, ...]:
-    # A router's own counts are far below what fits; a sum holds what others wrote, which may be anything that decodes.
+    # A router's own counts always fit. A sum contains values of other clients of the store, which may be any.
     return (
         min(share.desired_replicas, _REPLICAS_MAX),
         min(share.pending_prefill_tokens, _PENDING_MAX),
@@ -133,7 +133,7 @@ def _share(replicas: float, pending: int, in_flight: int, held: int, first_token
 
 
 def _bounded(seconds: float) -> float:
-    """Return seconds as they are sent: infinity is what no reader takes, and means the same as this."""
+    """Return seconds within the bounds that readers accept; infinity becomes LONGEST_S."""
     return min(max(seconds, 0.0), LONGEST_S)
 
 
@@ -147,7 +147,7 @@ def _hashes(hashes: Sequence[int]) -> bytes:
 
 
 class _Reader:
-    """Takes one value after the other from bytes; raises struct.error where they end too early."""
+    """Reads one value after the other from bytes; raises struct.error if they end too early."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -163,7 +163,7 @@ class _Reader:
         return count
 
     def array(self, count: int, code: str, item_bytes: int) -> tuple[int, ...]:
-        # Asked first, since a count that is junk could ask for gigabytes.
+        # Checked first: an invalid count could allocate gigabytes.
         if count * item_bytes > len(self._data) - self._at:
             raise UnreadableUpdate(f"{count} values in {len(self._data) - self._at} bytes")
         values = struct.unpack_from(f"<{count}{code}", self._data, self._at)
@@ -208,7 +208,7 @@ class _Reader:
 
 
 def _seconds(value: float) -> float:
-    # Not a number is refused as well, since it compares with nothing.
+    # This rejects NaN too: every comparison with it is false.
     if not 0.0 <= value <= LONGEST_S:
         raise UnreadableUpdate(f"{value} seconds")
     return value

@@ -1,11 +1,14 @@
-"""What a store of shared state does, as the exchange asks it and ``memory`` and ``redis`` answer.
+"""The interface of a store of shared state, which ``memory`` and ``redis`` implement and ``exchange`` uses.
 
-A store keeps four things per pool: a stream of news, kept for minutes so that a replica that starts can read it back;
-what each replica last said of its load, which is whole each time and worthless after seconds; what each last reported
-of the demand, which matters for a minute (``dualmap.scaling.shares``); and one binding per session, forgotten when
-it is not refreshed. It never decides anything but which of two bindings holds
-(``dualmap.replicas.update``). Replicas share no clock, so everything that comes out of a store has an age by the
-store's clock.
+A store keeps four things per pool:
+
+- a stream of replication updates, kept for minutes, which a starting replica reads back;
+- each replica's last loads: each message is complete, and expires after seconds;
+- each replica's last report of the demand, which expires after a minute (``dualmap.scaling.shares``);
+- one binding per session, which expires unless it is renewed.
+
+The store's only decision is which of two bindings is valid (``dualmap.replicas.update``). Replicas share no clock, so
+that everything read from a store has an age by the store's clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +20,13 @@ from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.shares import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
-"""About the most entries of news that are kept of a pool: five minutes of ten busy routers."""
+"""About the most updates that are kept for a pool: five minutes of ten busy routers."""
 PAGE_ENTRIES: Final = 16
-"""The most entries of news in an answer: to unpack them takes 3 ms, in which requests have to wait."""
+"""The most updates in an answer: decoding them takes 3 ms, during which requests wait."""
 
 
 class Failure(StrEnum):
-    """Why a store did not do what it was asked."""
+    """Why a call of the store failed."""
 
     CONNECTION = "connection"
     TIMEOUT = "timeout"
@@ -34,7 +37,7 @@ class Failure(StrEnum):
 
 
 class StoreError(Exception):
-    """A store did not do what it was asked; it may at the next try. The message is for people and names no secret."""
+    """A call of the store failed; a later one may succeed. The message is for people and contains no secret."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         self.failure = failure
@@ -43,10 +46,10 @@ class StoreError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a replica wants to hear about a pool (``namespace/name``).
+    """A replica's query about a pool (``namespace/name``).
 
-    ``cursor`` is where its last answer ended; without one it is told what is at most ``window_s`` old. ``wanted`` are
-    sessions whose bindings it wants.
+    ``cursor`` is the end of its last answer; without one the answer starts with entries at most ``window_s`` old.
+    ``wanted`` are sessions whose bindings the replica looks up.
     """
 
     pool: str
@@ -57,7 +60,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What the replica ``peer`` told ``age_s`` seconds ago. ``wanted`` and ``loads`` of its news are always empty."""
+    """An update that the replica ``peer`` wrote ``age_s`` seconds ago; its ``wanted`` and ``loads`` are empty."""
 
     peer: str
     update: ReplicaUpdate
@@ -66,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEntry:
-    """What the replica ``peer`` said of its load ``age_s`` seconds ago; as in ReplicaUpdate it is whole."""
+    """All loads of the replica ``peer``, as it wrote them ``age_s`` seconds ago."""
 
     peer: str
     loads: Mapping[str, SharedLoad]
@@ -75,7 +78,7 @@ class LoadEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportEntry:
-    """What the replica ``peer`` reported of the pool's demand ``age_s`` seconds ago; as in Report it is whole."""
+    """The demand on the pool that the replica ``peer`` reported ``age_s`` seconds ago."""
 
     peer: str
     report: Report
@@ -84,13 +87,12 @@ class ReportEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a store has to a Question: at most PAGE_ENTRIES of other replicas, oldest first, and the bindings it knows.
+    """The answer to a Question: at most PAGE_ENTRIES updates of other replicas, oldest first, and known bindings.
 
-    ``more`` says that there are further entries to ask for at once. ``loads`` are the last words of each replica that
-    has said anything since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``), ``reports``
-    likewise, less
-    than REMEMBERED_S ago (``dualmap.scaling.shares``). ``unreadable`` counts entries and bindings that were left out
-    because they are not what a router wrote.
+    ``more`` is True if there are further updates to read at once. ``loads`` has the last loads of each replica that
+    wrote any since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``). ``reports`` has likewise
+    those of less than REMEMBERED_S ago (``dualmap.scaling.shares``). ``unreadable`` counts entries and bindings that
+    were left out because no router wrote them.
     """
 
     cursor: str
@@ -104,7 +106,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Bindings that a replica wants to hold, at most one per session; those that do are kept for ``ttl_s``."""
+    """Bindings that a replica claims, at most one per session; the store keeps the valid ones for ``ttl_s``."""
 
     pool: str
     ttl_s: float
@@ -113,10 +115,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """What a replica has to tell the others of a pool; None is what it does not speak of now.
+    """What a replica publishes about a pool; None for parts that it does not publish now.
 
-    ``news`` is kept for at least ``keep_s``; its loads and what it wants are no part of it. ``loads`` and ``report``
-    take the place of those told before.
+    ``update`` is kept for at least ``keep_s``, without its loads and wanted sessions. ``loads`` and ``report`` replace
+    the replica's earlier ones.
     """
 
     pool: str
@@ -127,20 +129,20 @@ class Post:
 
 
 class Store(Protocol):
-    """Keeps what replicas tell each other. Every method raises StoreError, and in bounded time."""
+    """Keeps the state that replicas share. Every method returns or raises StoreError within bounded time."""
 
     async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Answer each question; what ``peer`` itself told is left out."""
+        """Return the answer to each question, without entries of ``peer`` itself."""
 
     async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return for each binding of each claim the one that holds from now on: itself, or the one it lost to.
+        """Return for each claimed binding the one that is valid from now on: itself, or the one that it lost to.
 
-        The higher version holds; of the same version the one taken first, whose tokens and time to live are renewed
-        when it is claimed again for the same host.
+        The higher version is valid; of equal versions, the one stored first. A claim for the same host renews the
+        stored binding's tokens and time to live.
         """
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Tell the other replicas what ``peer`` has to tell."""
+        """Publish the posts of ``peer`` to the other replicas."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

@@ -1,9 +1,9 @@
-"""The task that tells the other routers what happened here and this one what happened there, ten times a second.
+"""The task that exchanges replication updates with the other routers through the store, ten times a second.
 
-The picker is asked what is new, the store is told and asked, and what it answers goes into the picker: a request never
-waits for any of it. A router that starts reads the last minutes back page by page, oldest first, while it routes. While
-the store is away routing goes on, what is worth telling is kept (``unsent``), and the store is tried again at least
-once a second. One log line says that it was lost, and one that it is back.
+It takes updates from the picker, publishes them to the store, and passes the other routers' updates to the picker. No
+request waits for it. A starting router reads the last minutes back page by page, oldest first, while it routes. While
+the store is unreachable, routing continues, unsent updates are kept within bounds (``unsent``), and the task retries at
+least once a second. It logs once when the store is lost and once when it recovers.
 """
 
 import asyncio
@@ -19,74 +19,74 @@ from dualmap_extproc.store.unsent import Unsent
 
 INTERVAL_S: Final = 0.1
 SHORTEST_HISTORY_S: Final = 300.0
-"""How far a router that starts reads back at least: a conversation's turns are minutes apart (results/replicas.md)."""
+"""The least that a starting router reads back: a conversation's turns are minutes apart (bench/results/replicas.md)."""
 LONGEST_PAUSE_S: Final = 1.0
-"""Between two tries at a store that does not answer."""
+"""The longest pause between two attempts while the store does not answer."""
 LEAVE_S: Final = 1.0
 # Entries are this much older than what is read back before they are dropped, for replicas that read them late.
 _KEEP_LONGER_S: Final = 5.0
-# Taking an entry costs up to a millisecond: requests have their turn after this many.
+# Applying an update takes up to a millisecond: the event loop serves requests after this many.
 _ENTRIES_AT_ONCE: Final = 4
 _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
 _log = get_logger(__name__)
 
 
 class Sharer(Protocol):
-    """What the exchange asks of the picker; see ``picker.Picker`` for what each does."""
+    """The part of ``picker.Picker`` that the exchange uses."""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools served now."""
+        """The pools that are served now."""
 
     def take_update(self, now: float) -> Sequence[tuple[str, ReplicaUpdate]]:
-        """Return what is new per pool id."""
+        """Return new updates by pool id."""
 
     def on_update(self, now: float, pool: str, peer: str, update: ReplicaUpdate, age_s: float) -> None:
-        """Take what another replica told."""
+        """Apply another replica's update."""
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
-        """Take what the store says of sessions."""
+        """Apply bindings of sessions from the store."""
 
 
 class Reporter(Protocol):
-    """What the exchange asks of the pools' demand; see ``pool_demand.PoolDemand`` for what each does."""
+    """The part of ``pool_demand.PoolDemand`` that the exchange uses."""
 
     def reports(self, pools: Collection[str]) -> Mapping[str, Report]:
-        """Return what it is time to report of these pools, which are all that are served."""
+        """Return the reports that are due of these pools, which are all served pools."""
 
     def reported(self, reports: Mapping[str, Report]) -> None:
-        """Take note that the others can hear of these reports."""
+        """Mark these reports as published."""
 
     def on_peer(self, pool: str, peer: str, age_s: float) -> None:
-        """Take note that another replica was there."""
+        """Note that another replica was alive ``age_s`` seconds ago."""
 
     def on_report(self, pool: str, peer: str, report: Report, age_s: float) -> None:
-        """Take what another replica reported."""
+        """Apply another replica's report."""
 
     def exchanged(self) -> None:
-        """Take note that everything was told and heard."""
+        """Note that an exchange succeeded."""
 
 
 class StoreObserver(Protocol):
-    """Told how the store fares; ``metrics`` implements it."""
+    """Counts exchanges and failures; ``metrics`` implements it."""
 
     def exchanged(self, seconds: float) -> None:
-        """Everything was told and heard, in so many seconds."""
+        """Count an exchange that succeeded, and its duration."""
 
     def failed(self, failure: Failure) -> None:
-        """The store did not do what it was asked."""
+        """Count an exchange that failed."""
 
     def unreadable(self, count: int) -> None:
-        """So many entries and bindings in the store were not what a router writes."""
+        """Count entries and bindings in the store that no router wrote."""
 
     def dropped(self, count: int) -> None:
-        """So many pieces of news were given up, since there is more than the store could be told."""
+        """Count parts of updates that were dropped because too many were unsent."""
 
 
 class Exchange:
-    """Carries news and reports between this router and ``store``; ``peer`` names the router and its incarnation.
+    """Exchanges updates and reports with ``store``; ``peer`` names this router and its incarnation.
 
-    ``clock`` is that of the sharer's ``now``, ``shown`` names the store in log lines.
+    ``clock`` returns the picker's ``now``; ``shown`` names the store in log lines.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Exchange:
         self._unsent: dict[str, Unsent] = {}
         self._cursors: dict[str, str] = {}
         self._tellers: dict[str, Teller] = {}
-        # Since when the store is away; None while it is there, and until the first try has shown it.
+        # The time at which the store was lost; None while it is reachable, and before the first attempt.
         self._lost_s: float | None = None
 
     @property
     def lost_for_s(self) -> float | None:
-        """For how long the store has been out of reach; None while it is there, and until it was tried."""
+        """How long the store has been unreachable; None while it is reachable, and before the first attempt."""
         return None if self._lost_s is None else self._clock() - self._lost_s
 
     async def run(self) -> None:
@@ -127,7 +127,7 @@ class Exchange:
             await asyncio.sleep(max(0.0, began_s + pause_s - self._clock()))
 
     async def exchange(self) -> bool:
-        """Exchange news once; return whether all of it worked. Never raises StoreError."""
+        """Exchange updates once; return whether it succeeded. Never raises StoreError."""
         began_s = self._clock()
         pools = {pool.id: pool for pool in self._sharer.pools}
         self._collect(pools)
@@ -140,7 +140,7 @@ class Exchange:
             if self._lost_s is None:
                 self._lost_s = began_s
                 _log.warning(
-                    "shared state is out of reach, routing goes on without the other routers' news",
+                    "Lost shared state, routing without the other routers' updates",
                     store=self._shown,
                     failure=error.failure.value,
                     reason=str(error),
@@ -149,12 +149,12 @@ class Exchange:
         self._reporter.exchanged()
         self._observer.exchanged(self._clock() - began_s)
         if self._lost_s is not None:
-            _log.info("shared state is back", store=self._shown, after_s=round(self._clock() - self._lost_s, 1))
+            _log.info("Shared state recovered", store=self._shown, after_s=round(self._clock() - self._lost_s, 1))
             self._lost_s = None
         return True
 
     async def leave(self) -> None:
-        """Tell the others that no load of this router's is left, if the store is there, and let go of the store."""
+        """Publish that this router has no load any more, if the store is reachable, and close the store."""
         pools = self._sharer.pools if self._lost_s is None else ()
         try:
             async with asyncio.timeout(LEAVE_S):
@@ -163,8 +163,8 @@ class Exchange:
                     await self._store.publish(self._peer, nothing)
                 await self._store.close()
         except (StoreError, TimeoutError):
-            # The others notice by themselves that this router is gone, only later.
-            _log.info("shared state could not be told that this router leaves", store=self._shown)
+            # The other routers notice the end of this one by a timeout.
+            _log.info("Could not tell the other routers that this router ends", store=self._shown)
 
     def _collect(self, pools: dict[str, Pool]) -> None:
         now = self._clock()
@@ -180,15 +180,15 @@ class Exchange:
         self._observer.dropped(sum(unsent.take_dropped() for unsent in self._unsent.values()))
 
     async def _hear(self, pools: dict[str, Pool]) -> None:
-        """Hear what is new; of what is more than a page as much as there is time for until others want to hear."""
+        """Read new entries; further pages only until the next exchange is due."""
         until_s = self._clock() + INTERVAL_S
         while await self._hear_a_page(pools) and self._clock() < until_s:
             pass
 
     async def _hear_a_page(self, pools: dict[str, Pool]) -> bool:
-        """Ask what is new, and for the bindings that the router met requests of without knowing them.
+        """Read one page of new entries, and the bindings of sessions that the router does not know.
 
-        Returns whether there is more.
+        Returns whether there are more pages.
         """
         questions = [
             Question(pool=id_, window_s=history_s(pool), cursor=self._cursors.get(id_), wanted=self._unsent[id_].wanted)
@@ -210,7 +210,7 @@ class Exchange:
             self._reporter.on_report(pool, entry.peer, entry.report, entry.age_s)
 
     async def _settle(self, pools: dict[str, Pool]) -> None:
-        """Claim the bindings made here; those that lost are replaced by what they lost to."""
+        """Claim the bindings made here; replace each that lost with the one that it lost to."""
         claims = [
             Claim(pool=id_, ttl_s=pools[id_].routing.session.ttl_s, bindings=bindings)
             for id_, unsent in self._unsent.items()
@@ -250,7 +250,7 @@ class Exchange:
 
 
 class Teller:
-    """Gives a sharer what a store answers of one pool."""
+    """Passes a store's answers about one pool to the picker."""
 
     def __init__(self, sharer: Sharer, clock: Callable[[], float], pool: str) -> None:
         self._sharer = sharer
@@ -258,8 +258,8 @@ class Teller:
         self._pool = pool
 
     async def tell(self, answer: Answer) -> None:
-        """Give an answer to the sharer, letting requests have their turn in between."""
-        # What was heard ages while the sharer takes it.
+        """Apply an answer; the event loop serves requests in between."""
+        # Entries age while the picker applies earlier ones.
         heard_s = self._clock()
         for said in answer.loads:
             update = ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=said.loads)
@@ -274,7 +274,7 @@ class Teller:
 
 
 def history_s(pool: Pool) -> float:
-    """Return how much of a pool's news a router reads back that starts, in seconds."""
+    """Return how many seconds of a pool's updates a starting router reads back."""
     return max(pool.routing.prefix.window_s, SHORTEST_HISTORY_S)
 
 

@@ -1,7 +1,6 @@
-"""A store for several routers in one process: the contract of ``contract.Store`` without a server.
+"""A store for several routers in one process, without a server: implements ``contract.Store``.
 
-Tests and benchmarks of several replicas use it. A router without ``--redis`` needs no store, since it has nobody to
-tell anything.
+Tests and benchmarks of several replicas use it. A router without ``--redis`` is a single one and has no store.
 """
 
 import math
@@ -60,33 +59,33 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Shelf:
-    """One pool's share."""
+    """The state of one pool."""
 
     told: deque[_Told] = field(default_factory=lambda: deque(maxlen=HISTORY_ENTRIES_MAX))
     loads: dict[str, _ToldLoads] = field(default_factory=dict)
     reports: dict[str, _Reported] = field(default_factory=dict)
-    # All are numbered in the order in which they were told.
+    # Numbers all posts in the order in which they were published.
     numbers: int = 0
     bindings: dict[int, _Kept] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """Keeps news and bindings of any number of replicas, which share this object; ``clock`` gives seconds."""
+    """Keeps the shared state of any number of replicas, which use this object; ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._shelves: dict[str, _Shelf] = {}
 
     async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Answer each question (Store)."""
+        """Return the answer to each question (Store)."""
         return tuple(self._answer(peer, question) for question in questions)
 
     async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return the bindings that hold (Store)."""
+        """Return the valid bindings (Store)."""
         return tuple(tuple(self._settle(claim, binding) for binding in claim.bindings) for claim in claims)
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Tell the other replicas (Store)."""
+        """Publish to the other replicas (Store)."""
         now = self._clock()
         for post in posts:
             shelf = self._shelf(post.pool)
@@ -113,7 +112,7 @@ class MemoryStore:
         shelf = self._shelf(question.pool)
         after, last_words_after = (0, 0) if question.cursor is None else map(int, question.cursor.split())
         since_s = now - question.window_s if question.cursor is None else -math.inf
-        # From the newer end: a replica that listens all the time has few new ones to hear, of thousands that are kept.
+        # From the newest: a replica that reads regularly has few new updates, of thousands that are kept.
         new = takewhile(lambda told: told.number > after and told.at_s >= since_s, reversed(shelf.told))
         heard = [told for told in new if told.peer != peer][::-1]
         more, page = len(heard) > PAGE_ENTRIES, heard[:PAGE_ENTRIES]
@@ -145,7 +144,7 @@ class MemoryStore:
                 return held.at(now)
             moved_at_s = held.moved_at_s
         kept = _Kept(binding=binding, moved_at_s=moved_at_s, until_s=now + claim.ttl_s)
-        # At the end of the dictionary, which is thereby in order of renewal; what has expired goes as it is met there.
+        # Moving it to the end keeps the dictionary in order of renewal. Each call removes one expired binding.
         bindings.pop(binding.session, None)
         bindings[binding.session] = kept
         oldest = next(iter(bindings))

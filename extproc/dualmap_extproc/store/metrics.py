@@ -1,4 +1,4 @@
-"""How the shared state fares, as Prometheus metrics beside the router's own (``dualmap_extproc.telemetry.metrics``)."""
+"""Prometheus metrics of the shared state, besides the router's own (``dualmap_extproc.telemetry.metrics``)."""
 
 from typing import Final
 
@@ -6,12 +6,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dualmap_extproc.store.contract import Failure
 
-# A round trip takes a millisecond, a server that hangs is given half a second (store.redis).
+# A round trip takes a millisecond; a call of a server that hangs times out after 0.5 s (store.redis).
 _EXCHANGE_BUCKETS_S: Final = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1, 2)
 
 
 class StoreMetrics:
-    """Implements ``exchange.StoreObserver``. Its metrics are there only where there is a store."""
+    """Implements ``exchange.StoreObserver``. The metrics are exported only if there is a store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._up = Gauge("dualmap_store_up", "1 while news is exchanged with other routers.", registry=registry)
@@ -27,19 +27,19 @@ class StoreMetrics:
         self._dropped = Counter("dualmap_store_dropped_news", "Pieces of news given up.", registry=registry)
 
     def exchanged(self, seconds: float) -> None:
-        """Note an exchange that succeeded (StoreObserver)."""
+        """Count an exchange that succeeded (StoreObserver)."""
         self._up.set(1)
         self._exchange.observe(seconds)
 
     def failed(self, failure: Failure) -> None:
-        """Note one that failed (StoreObserver)."""
+        """Count an exchange that failed (StoreObserver)."""
         self._up.set(0)
         self._errors[failure].inc()
 
     def unreadable(self, count: int) -> None:
-        """Count entries and bindings that no router wrote (StoreObserver)."""
+        """Count invalid entries and bindings in the store (StoreObserver)."""
         self._unreadable.inc(count)
 
     def dropped(self, count: int) -> None:
-        """Count news given up (StoreObserver)."""
+        """Count dropped parts of updates (StoreObserver)."""
         self._dropped.inc(count)

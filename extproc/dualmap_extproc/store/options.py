@@ -1,4 +1,4 @@
-"""The command line's options for Redis, which ``dualmap router`` and ``dualmap explain`` share."""
+"""The command line options for Redis, shared by ``dualmap router`` and ``dualmap explain``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,22 +16,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def redis_options(function: _Function) -> _Function:
-    """Add the options to a command, whose values go to ``redis_settings``."""
+    """Add the options to a command, which passes their values to ``redis_settings``."""
     options = (
-        click.option("--redis", metavar="URL", help="State shared with other routers: redis://, rediss:// or unix://."),
+        click.option(
+            "--redis", metavar="URL", help="Redis for state shared with other routers: redis://, rediss://, unix://."
+        ),
         click.option(
             "--redis-password-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help=f"Holds Redis's password; {PASSWORD_VARIABLE} in the environment does as well.",
+            help=f"File with the Redis password. Alternative: environment variable {PASSWORD_VARIABLE}.",
         ),
         click.option(
             "--redis-ca",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help="What a rediss:// server's certificate is checked against, as PEM. [default: the system's]",
+            help="CA certificates that verify a rediss:// server, as PEM. [default: the system's]",
         ),
-        # There to be read from the environment, as click does it.
+        # Hidden: click reads it from the environment only.
         click.option("--redis-password", envvar=PASSWORD_VARIABLE, hidden=True, callback=_not_on_the_command_line),
     )
     for option in reversed(options):
@@ -46,7 +48,7 @@ def redis_settings(
     if redis is None:
         for name, value in (("--redis-password-file", redis_password_file), ("--redis-ca", redis_ca)):
             if value is not None:
-                raise click.UsageError(f"{name} means nothing without --redis; give --redis URL too")
+                raise click.UsageError(f"{name} requires --redis; give --redis URL too")
         return None
     try:
         return read_settings(redis, password=redis_password, password_file=redis_password_file, ca_file=redis_ca)
@@ -57,7 +59,7 @@ def redis_settings(
 def _not_on_the_command_line(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if parameter.name and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
         raise click.UsageError(
-            "a password in the command line can be read by every user of this machine; "
+            "every user of this machine can read a password in the command line; "
             f"give --redis-password-file FILE, or {PASSWORD_VARIABLE} in the environment"
         )
     return value

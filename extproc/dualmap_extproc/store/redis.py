@@ -1,7 +1,7 @@
-"""The store in a Redis server (6.2 or later) or Redis Cluster; the only module that knows the redis library.
+"""The store in a Redis server (6.2 or later) or Redis Cluster; the only module that imports the redis library.
 
-docs/state.md describes the keys. All of a pool's keys carry the same hash tag, and no command touches two pools.
-The client is made at the first call and made anew after every failure, so that nothing half-done is ever reused.
+docs/state.md describes the keys. All keys of a pool have the same hash tag, and no command uses keys of two pools.
+The first call creates the client. Every failure discards it, so that no broken connection is reused.
 """
 
 import asyncio
@@ -46,36 +46,36 @@ from dualmap_extproc.store.target import Target
 
 CONNECT_S: Final = 1.0
 REPLY_S: Final = 0.5
-# Over the library's own timeouts, which are for one step each: a cluster's map has to be read before it is asked.
+# The limit of a whole call. The library's timeouts limit single steps, such as reading a cluster's map.
 _CALL_S: Final = 2.0
 _CLUSTER_RETRIES: Final = 3
-# Five minutes of 350 requests a second of 8000 tokens.
-_NEWS_BYTES_MAX: Final = 64 * 2**20
-# Some time longer than they are good for, so that a router's last word is there for those who read late.
+# Five minutes of 350 requests per second of 8000 tokens each.
+_UPDATES_BYTES_MAX: Final = 64 * 2**20
+# Kept for longer than they are valid, so that routers that read late still find a router's last loads.
 _LOADS_KEEP_S: Final = 3 * PEER_TTL_S
-# Entries are trimmed by age; these bound a stream whose server's clock was set back.
+# Entries are trimmed by age. These limits apply when the server's clock was set back.
 _LOADS_ENTRIES_MAX: Final = 4096
 _LOADS_BYTES_MAX: Final = 16 * 2**20
 _LOADS_PAGE_ENTRIES: Final = 256
-# Likewise; a minute of a hundred routers.
+# Likewise, for a minute of a hundred routers.
 _REPORTS_KEEP_S: Final = REMEMBERED_S + 2 * PEER_TTL_S
 _REPORTS_ENTRIES_MAX: Final = 8192
 _REPORTS_BYTES_MAX: Final = 2**20
 _REPORTS_PAGE_ENTRIES: Final = 1024
 _NOTHING_COUNTED: Final = HotnessCounts(requests=0, nodes={})
-# Above what any binding counts, below what the codec can write.
+# Above any binding of a router, below the limits of the codec.
 _VERSIONS: Final = 2**31
 _TOKENS: Final = 2**53
-# What a refusal's text holds where a script passed it on; else the library knows it by its class.
+# Texts of errors that a script passed on; the library raises other errors as a class of their own.
 _FAILURES_BY_TEXT: Final = {
     "OOM ": Failure.FULL,
     "READONLY ": Failure.READ_ONLY,
     "NOAUTH ": Failure.DENIED,
-    # Redis 6.2, and those since.
+    # Redis 6.2, then later versions.
     "can't run this command": Failure.DENIED,
     "ACL failure": Failure.DENIED,
 }
-# The first that fits holds: errors of authentication and timeouts are connection errors as well.
+# The first match counts: authentication errors and timeouts are connection errors too.
 _FAILURES_BY_CLASS: Final = (
     ((AuthenticationError, NoPermissionError), Failure.DENIED),
     ((OutOfMemoryError,), Failure.FULL),
@@ -89,7 +89,7 @@ _Command = tuple[str | bytes | int, ...]
 
 
 class RedisStore:
-    """Keeps news and bindings in the Redis server at ``target`` (contract.Store)."""
+    """Keeps the shared state in the Redis server at ``target`` (contract.Store)."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -97,18 +97,18 @@ class RedisStore:
         self._clustered = False
 
     async def hear(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Answer each question (Store)."""
+        """Return the answer to each question (Store)."""
         replies = await self._run([_hear(question) for question in questions])
         with _replies_as_scripted():
             return tuple(_answer(peer, *each) for each in zip(questions, replies, strict=True))
 
     async def settle(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return the bindings that hold (Store)."""
+        """Return the valid bindings (Store)."""
         replies = await self._run([_settle(claim) for claim in claims])
         with _replies_as_scripted():
             return tuple(
                 tuple(
-                    # Without a binding in it, the value has passed for one in the script alone: it is junk.
+                    # The script accepted a value that is not a valid binding; it is ignored.
                     _binding(binding.session, value, int(now_ms)) or binding
                     for binding, value in zip(claim.bindings, values, strict=True)
                 )
@@ -116,14 +116,14 @@ class RedisStore:
             )
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Tell the other replicas (Store)."""
+        """Publish to the other replicas (Store)."""
         await self._run([_publish(peer, post) for post in posts])
 
     async def close(self) -> None:
         """Close the connections (Store)."""
         client, self._client = self._client, None
         if client is not None:
-            # To the end, whatever becomes of this task: nobody else knows of these connections.
+            # Shielded: nothing else would close these connections if this task is cancelled.
             await asyncio.shield(client.aclose())
 
     async def _run(self, commands: Sequence[_Command]) -> list[Any]:
@@ -133,13 +133,13 @@ class RedisStore:
                 try:
                     replies = await self._send(commands)
                 except MovedError:
-                    # One node of a cluster tells so when it is asked for another's keys.
+                    # A node of a cluster answers MOVED for keys of another node.
                     await self.close()
                     self._clustered = True
                     replies = await self._send(commands)
             _raise_if_cancelled()
             return replies
-        # Whatever the library meets: where there is no Redis at all, its parser raises more than its own errors.
+        # Any exception: if the server is not Redis, the library's parser raises errors of other classes too.
         except Exception as error:  # noqa: BLE001
             await self._drop()
             _raise_if_cancelled()
@@ -151,7 +151,7 @@ class RedisStore:
     async def _send(self, commands: Sequence[_Command]) -> list[Any]:
         if self._client is None:
             self._client = _client(self._target, clustered=self._clustered)
-        # Together in any case, since an error reply must not hide the others' success from the client's bookkeeping.
+        # Errors are raised after all replies were read, so that the connection stays in a known state.
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -164,7 +164,7 @@ class RedisStore:
     async def _drop(self) -> None:
         try:
             await self.close()
-        # A connection that is broken already may say so again; there is nothing left to close then.
+        # Closing a broken connection may fail; nothing is left to close then.
         except Exception:  # noqa: BLE001
             self._client = None
 
@@ -178,7 +178,7 @@ class RedisStore:
 def _raise_if_cancelled() -> None:
     """Raise CancelledError if the task was cancelled.
 
-    The library can take that for a timeout of its own, and loses it where it comes at the same moment as a reply.
+    The library may treat a cancellation as its own timeout, and loses one that arrives together with a reply.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -187,25 +187,25 @@ def _raise_if_cancelled() -> None:
 
 @contextmanager
 def _replies_as_scripted() -> Iterator[None]:
-    """Raise StoreError for replies of another form than our scripts': that is no Redis, or none that knows scripts."""
+    """Raise StoreError for replies of another form than the scripts': the server is not Redis, or has no scripts."""
     try:
         yield
     except (TypeError, ValueError, AttributeError):
-        raise StoreError(Failure.REPLY, "the server's reply has another form than Redis's") from None
+        raise StoreError(Failure.REPLY, "the server does not reply like Redis") from None
 
 
-def news_key(pool: str) -> str:
-    """Return the key of the stream of a pool's news; ``pool`` is ``namespace/name``."""
+def updates_key(pool: str) -> str:
+    """Return the key of the stream of a pool's updates; ``pool`` is ``namespace/name``."""
     return f"dualmap:1:{{{pool}}}:news"
 
 
 def loads_key(pool: str) -> str:
-    """Return the key of the stream of what its routers say of their loads."""
+    """Return the key of the stream of the routers' loads."""
     return f"dualmap:1:{{{pool}}}:loads"
 
 
 def reports_key(pool: str) -> str:
-    """Return the key of the stream of what its routers report of the demand."""
+    """Return the key of the stream of the routers' demand reports."""
     return f"dualmap:1:{{{pool}}}:demand"
 
 
@@ -215,19 +215,19 @@ def session_key(pool: str, session: int) -> str:
 
 
 def _hear(question: Question) -> _Command:
-    news_cursor, loads_cursor, reports_cursor = (question.cursor or "  ").split(" ")
+    updates_cursor, loads_cursor, reports_cursor = (question.cursor or "  ").split(" ")
     sessions = (session_key(question.pool, session) for session in question.wanted)
-    keys = (news_key(question.pool), loads_key(question.pool), reports_key(question.pool), *sessions)
-    update = (news_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
+    keys = (updates_key(question.pool), loads_key(question.pool), reports_key(question.pool), *sessions)
+    update = (updates_cursor, int(1000 * question.window_s), PAGE_ENTRIES)
     loads = (loads_cursor, int(1000 * PEER_TTL_S), _LOADS_PAGE_ENTRIES)
     reports = (reports_cursor, int(1000 * REMEMBERED_S), _REPORTS_PAGE_ENTRIES)
     return ("EVAL", HEAR, len(keys), *keys, *update, *loads, *reports)
 
 
 def _answer(peer: str, question: Question, reply: Any) -> Answer:
-    """Return the answer that a reply holds, without what ``peer`` itself told."""
+    """Return the answer that a reply contains, without entries of ``peer`` itself."""
     now, unreadable, streams, values = reply
-    (news_cursor, update), (loads_cursor, loads), (reports_cursor, reports) = streams
+    (updates_cursor, update), (loads_cursor, loads), (reports_cursor, reports) = streams
     now_ms = int(now)
     entries: list[Entry] = []
     for id_, fields in update:
@@ -235,7 +235,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
         if told is None:
             unreadable += 1
         elif told[0] != peer:
-            # Loads are no part of it: if there are any, nobody knows for how long they have been so.
+            # An update in this stream has no loads: their age would be unknown.
             age_s = _age_s(id_, now_ms)
             entries.append(Entry(peer=told[0], update=replace(told[1], loads=None), age_s=age_s))
     spoken: dict[str, LoadEntry] = {}
@@ -255,7 +255,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
     bindings = [_binding(session, value, now_ms) for session, value in zip(question.wanted, values, strict=True)]
     known = tuple(binding for binding in bindings if binding is not None)
     return Answer(
-        cursor=" ".join(cursor.decode() for cursor in (news_cursor, loads_cursor, reports_cursor)),
+        cursor=" ".join(cursor.decode() for cursor in (updates_cursor, loads_cursor, reports_cursor)),
         entries=tuple(entries),
         loads=tuple(spoken.values()),
         reports=tuple(reported.values()),
@@ -266,7 +266,7 @@ def _answer(peer: str, question: Question, reply: Any) -> Answer:
 
 
 def _told(fields: list[bytes], decode: Callable[[bytes], _Value]) -> tuple[str, _Value] | None:
-    """Return who told what by an entry's fields, or None if that was no router."""
+    """Return the replica and the value that an entry's fields contain, None if they are invalid."""
     values = dict(zip(fields[::2], fields[1::2], strict=False))
     try:
         return values[b"p"].decode(), decode(values[b"n"])
@@ -289,7 +289,7 @@ def _client(target: Target, *, clustered: bool) -> Redis | RedisCluster:
         return RedisCluster(host=target.host, port=target.port, retry=retry, **options)
     if target.path:
         options["unix_socket_path"] = target.path
-    # The exchange tries again by itself; what the library retries would be sent twice.
+    # No retries by the library, which could send a command twice; the exchange retries.
     return Redis(host=target.host, port=target.port, db=target.db, retry=Retry(NoBackoff(), 0), **options)
 
 
@@ -305,7 +305,7 @@ def _settle(claim: Claim) -> _Command:
 def _publish(peer: str, post: Post) -> _Command:
     keys: list[str] = []
     streams: list[int | bytes] = []
-    # Loads first: where they cannot be told, nor is the news, which would count twice when it is told again.
+    # Loads first: if they fail, the update is not written either, and does not count twice when it is sent again.
     if post.loads is not None:
         keys.append(loads_key(post.pool))
         told = encode_update(ReplicaUpdate(hotness=_NOTHING_COUNTED, loads=post.loads))
@@ -315,14 +315,14 @@ def _publish(peer: str, post: Post) -> _Command:
         told = encode_report(post.report)
         streams += [int(1000 * _REPORTS_KEEP_S), _REPORTS_ENTRIES_MAX, _REPORTS_BYTES_MAX, told]
     if post.update is not None:
-        keys.append(news_key(post.pool))
+        keys.append(updates_key(post.pool))
         told = encode_update(post.update)
-        streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _NEWS_BYTES_MAX, told]
+        streams += [max(1, int(1000 * post.keep_s)), HISTORY_ENTRIES_MAX, _UPDATES_BYTES_MAX, told]
     return ("EVAL", PUBLISH, len(keys), *keys, peer, *streams)
 
 
 def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | None:
-    """Return the binding that a key's value holds; None for none and for what is no binding."""
+    """Return the binding in a key's value; None without a value or for an invalid one."""
     try:
         form, version, moved_ms, tokens, host = (value or b"").decode().split(" ", 4)
         binding = SharedBinding(
@@ -334,7 +334,7 @@ def _binding(session: int, value: bytes | None, now_ms: int) -> SharedBinding | 
         )
     except (ValueError, OverflowError):  # UnicodeDecodeError is a ValueError
         return None
-    # What is out of bounds could not be told to the other replicas.
+    # A binding beyond these bounds cannot be encoded for the other replicas.
     within = 0 <= binding.version < _VERSIONS and 0 <= binding.tokens < _TOKENS
     return binding if form == "1" and within else None
 

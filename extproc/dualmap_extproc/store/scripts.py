@@ -1,8 +1,8 @@
-"""What runs inside Redis, in Lua: each script touches one pool's keys, which share a hash tag and thereby a node.
+"""The Lua scripts that run in Redis. Each uses keys of one pool, which share a hash tag and therefore a node.
 
-All are sent as text (EVAL): Redis compiles a text once, and nothing needs to be loaded again after a restart, a
-failover or SCRIPT FLUSH. Replies are errors where Redis refused a write; a key of another type than ours is mended,
-since keys under our name are ours.
+Scripts are sent as text (EVAL): Redis compiles a text once, and nothing has to be loaded again after a restart, a
+failover or SCRIPT FLUSH. A reply is an error if Redis rejected a write. Scripts replace a key of another type, because
+keys with this prefix belong to the router.
 """
 
 from typing import Final
@@ -28,12 +28,12 @@ local function read(key, cursor, window_ms, count)
   end
   local entries = redis.pcall('XRANGE', key, from, '+', 'COUNT', count)
   if entries.err and string.match(cursor, '^18446744073709551615%-') then
-    -- Somebody wrote the last id there is. Nothing can come after it, so the stream begins anew.
+    -- Another client wrote the largest possible id. Nothing can follow it, so the stream starts again.
     redis.pcall('DEL', key)
     return {'0-0', {}}
   end
   if is_of_another_type(entries) then
-    -- A replica cannot; the next publication will.
+    -- A read-only replica cannot delete it; the next publication will.
     redis.pcall('DEL', key)
     mended, entries = mended + 1, {}
   end
@@ -41,7 +41,7 @@ local function read(key, cursor, window_ms, count)
   if #entries > 0 then
     cursor = entries[#entries][1]
   elseif tonumber(string.match(cursor, '^%d+')) > now_ms then
-    -- The cursor is of a clock that was ahead. Unless the stream is as well, its entries would never be heard.
+    -- The cursor comes from a clock that was ahead. New entries would have smaller ids and never be read.
     local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
     cursor = #last > 0 and last[1][1] or '0-0'
   end
@@ -62,10 +62,10 @@ end
 return {string.format('%.0f', now_ms), mended, streams, bindings}
 """
 )
-"""Read on in three streams, and session bindings, by the server's clock. A replica that takes no writes answers it too.
+"""Read new entries of three streams, and session bindings. A read-only replica can run it too.
 
-Returns the server's milliseconds, how many streams' keys had to be mended, for each stream the cursor behind what was
-read and the entries, oldest first, and a value or nil per session key.
+Returns the server's milliseconds; the number of keys of another type; for each stream the new cursor and the entries,
+oldest first; and a value or nil per session key.
 """
 
 SETTLE: Final = (
@@ -97,7 +97,7 @@ end
 return {string.format('%.0f', now_ms), held}
 """
 )
-"""Compare and set session bindings; returns the server's milliseconds and the value that holds now, per key."""
+"""Compare and set session bindings; returns the server's milliseconds and the valid value per key."""
 
 PUBLISH: Final = (
     _BEGIN
@@ -106,7 +106,7 @@ PUBLISH: Final = (
 local function bytes_up_to(entry)
   local fields = entry and entry[2] or {}
   for i = 1, #fields - 1, 2 do
-    -- Fifteen digits at most: what others left there must not become more than a number can count.
+    -- At most fifteen digits: a larger invalid value would lose precision as a number.
     if fields[i] == 'b' and #fields[i + 1] < 16 and string.match(fields[i + 1], '^%d+$') then
       return tonumber(fields[i + 1])
     end
@@ -129,7 +129,7 @@ for i, key in ipairs(KEYS) do
   end
   local done = add()
   if done.err and string.find(done.err, 'exhausted', 1, true) then
-    -- Somebody wrote the last id there is.
+    -- Another client wrote the largest possible id.
     redis.call('DEL', key)
     done = add()
   end
@@ -138,7 +138,7 @@ for i, key in ipairs(KEYS) do
   local oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)
   while bytes - bytes_up_to(oldest[1]) > most_bytes do
     oldest = redis.call('XRANGE', key, '-', '+', 'COUNT', 16)
-    -- Whatever the counts say: the newest stays, and this ends.
+    -- The newest entry stays even if its count is invalid, so that the loop ends.
     if #oldest == 1 then break end
     oldest = {oldest[#oldest]}
     redis.call('XTRIM', key, 'MINID', oldest[1][1])
@@ -148,8 +148,8 @@ end
 return 'OK'
 """
 )
-"""Append an entry to each stream, drop those that are too old or too many, and put off the streams' expiry.
+"""Append an entry to each stream, drop entries that are too old or too many, and extend the streams' expiry.
 
-An entry says besides (``b``) how many bytes have been told in its stream until its end, by which they are bounded.
-Where a stream refuses its entry, the later ones get none.
+The field ``b`` of an entry is the total bytes of its stream so far, which limits the stream's size. If one stream
+rejects its entry, the later ones get none.
 """

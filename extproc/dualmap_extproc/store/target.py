@@ -1,4 +1,4 @@
-"""Where the Redis server is: ``--redis`` URLs and what goes with them, read without the Redis library.
+"""Parses ``--redis`` URLs and the options that belong to them, without the Redis library.
 
 Messages never quote the URL, which may hold a password.
 """
@@ -15,12 +15,12 @@ ACCEPTED: Final = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DB], rediss:// likewis
 
 
 class RedisSettingsError(Exception):
-    """What was given for Redis cannot be used; the message names the option and what is accepted, and no secret."""
+    """An option for Redis is invalid; the message names the option and what is accepted, and contains no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A Redis server and how to log in to it. ``path`` is a Unix socket's, empty for TCP."""
+    """A Redis server and its credentials. ``path`` is a Unix socket's, empty for TCP."""
 
     host: str = ""
     port: int = 6379
@@ -43,13 +43,13 @@ class Target:
 def read_settings(url: str, *, password: str | None, password_file: Path | None, ca_file: Path | None) -> RedisSettings:
     """Return the settings that the options describe. Raises RedisSettingsError.
 
-    A password file is preferred to ``password``, and that to the URL's own.
+    A password file takes precedence over ``password``, which takes precedence over the URL's.
     """
     if password_file is not None:
         try:
             password = password_file.read_text().strip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise RedisSettingsError(f"--redis-password-file: {password_file}: {reason}") from None
         if not password:
             raise RedisSettingsError(f"--redis-password-file: {password_file}: is empty; give a file with the password")
@@ -57,11 +57,11 @@ def read_settings(url: str, *, password: str | None, password_file: Path | None,
     target = target_of(settings)
     if ca_file is not None:
         if not target.tls:
-            raise RedisSettingsError("--redis-ca: is for rediss:// only; give --redis rediss://... or leave it out")
+            raise RedisSettingsError("--redis-ca requires rediss://; give --redis rediss://... or omit --redis-ca")
         try:
             ssl.create_default_context(cafile=ca_file)
         except OSError as error:  # ssl.SSLError is one
-            reason = "no certificates in PEM" if isinstance(error, ssl.SSLError) else error.strerror
+            reason = "no PEM certificates" if isinstance(error, ssl.SSLError) else error.strerror
             raise RedisSettingsError(f"--redis-ca: {ca_file}: {reason}; give a PEM file") from None
     return settings
 
@@ -72,22 +72,22 @@ def target_of(settings: RedisSettings) -> Target:
         parts = urlsplit(settings.url)
         port = parts.port
     except ValueError:
-        # Its message quotes what stands for a port, which is part of the password if that holds a slash.
-        raise _refused("it is no URL, or its port is no number (spell / in a password %2F)") from None
+        # The library's message quotes the invalid port, which is part of the password if that contains a slash.
+        raise _refused("it is not a URL, or its port is not a number (write / in a password as %2F)") from None
     password = settings.password or (unquote(parts.password) if parts.password else None)
     user = unquote(parts.username) if parts.username else None
     if parts.fragment:
-        raise _refused("it has a part behind # (spell # in a password %23)")
+        raise _refused("it has a fragment (write # in a password as %23)")
     if parts.scheme == "unix":
         if not parts.path or parts.hostname:
-            raise _refused("it names no socket")
+            raise _refused("it has no socket path, or it has a host")
         return Target(path=unquote(parts.path), db=_unix_db(parts), user=user, password=password)
     if parts.scheme not in ("redis", "rediss"):
-        raise _refused("its scheme is another")
+        raise _refused("its scheme is unknown")
     if not parts.hostname:
-        raise _refused("it names no host")
+        raise _refused("it has no host")
     if parts.query:
-        raise _refused("it has a part behind ?")
+        raise _refused("it has a query")
     return Target(
         host=parts.hostname,
         port=6379 if port is None else port,
@@ -102,7 +102,7 @@ def target_of(settings: RedisSettings) -> Target:
 def _unix_db(parts: SplitResult) -> int:
     options = parse_qsl(parts.query, keep_blank_values=True)
     if any(name != "db" for name, _ in options):
-        raise _refused("it has options other than db behind ?")
+        raise _refused("its query has options other than db")
     return _db(options[0][1]) if options else 0
 
 
@@ -110,7 +110,7 @@ def _db(text: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit() and len(text) < 6):
-        raise _refused("its database is no number")
+        raise _refused("its database is not a number")
     return int(text)
 
 

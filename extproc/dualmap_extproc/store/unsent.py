@@ -1,8 +1,8 @@
-"""What one pool's router has told and the store has not taken yet: everything is bounded, what is oldest goes first.
+"""Keeps one pool's updates until the store has accepted them. All parts are bounded; the oldest are dropped first.
 
-Usually that is a tenth of a second's worth. While the store is away it is what is worth telling when it is back: the
-last loads, recent traffic, the newest placements and bindings. Loads are whole each time and by far the largest part
-of what there is to tell, so that they are told less often than what is new.
+Usually these are the updates of a tenth of a second. While the store is unreachable, they are the last loads, recent
+traffic, and the newest placements and bindings. Loads are complete each time and by far the largest part, so they are
+sent less often than the rest.
 """
 
 from collections import deque
@@ -16,21 +16,21 @@ from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, Sha
 from dualmap_extproc.store.codec import NODES_MAX
 
 HOTNESS_S: Final = 10.0
-"""Counts that are older are dropped: told late, they would count as traffic of just now."""
+"""Older counts are dropped: receivers would count them as present traffic."""
 PLACEMENT_HASHES_MAX: Final = 8192
-"""Block hashes per entry (64 KiB): ten million prompt tokens a second, at 128 to a block."""
+"""The most block hashes per entry (64 KiB): ten million prompt tokens per second, at 128 per block."""
 BINDINGS_MAX: Final = 1024
 LOADS_INTERVAL_S: Final = 0.25
-"""How often loads are told while they change: ten times a second is no better (bench/results/replicas.md)."""
+"""The interval at which changing loads are sent; a shorter one gained nothing (bench/results/replicas.md)."""
 HEARTBEAT_S: Final = 1.0
-"""How often loads are told that have not changed; the others forget a router that is silent for 3 s
+"""The interval at which unchanged loads are sent; other routers drop one that is silent for 3 s
 (dualmap.replicas.peers)."""
 
 _Value = TypeVar("_Value")
 
 
 class Unsent:
-    """Collects news of one pool until a store has taken it. ``now`` is on one clock, in seconds."""
+    """Collects updates of one pool until a store has accepted them. Every ``now`` is in seconds of one clock."""
 
     def __init__(self) -> None:
         self._dropped = 0
@@ -38,7 +38,7 @@ class Unsent:
         self._placements: deque[Placement] = deque()
         self._placed_hashes = 0
         self._loads: dict[str, SharedLoad] = {}
-        # By session, with the time they were told at: claims have not been settled, those in `held` have been won.
+        # By session, with the time they were added: claims to be sent, and won bindings to be sent.
         self._claims: dict[int, tuple[float, SharedBinding]] = {}
         self._held: dict[int, tuple[float, SharedBinding]] = {}
         self._wanted: dict[int, None] = {}
@@ -47,16 +47,16 @@ class Unsent:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The sessions whose bindings the router wants."""
+        """The sessions whose bindings the router looks up."""
         return tuple(self._wanted)
 
     def take_dropped(self) -> int:
-        """Return how much was given up since the last call."""
+        """Return the number of parts dropped since the last call."""
         dropped, self._dropped = self._dropped, 0
         return dropped
 
     def add(self, now: float, update: ReplicaUpdate) -> None:
-        """Take what the router told."""
+        """Add an update of this router."""
         self._loads = dict(update.loads or {})
         if update.hotness.requests or update.hotness.nodes or update.hotness.split:
             self._hotness.append((now, update.hotness))
@@ -75,15 +75,15 @@ class Unsent:
         self._dropped += _bound(self._claims) + _bound(self._wanted)
 
     def claims(self, now: float) -> tuple[SharedBinding, ...]:
-        """Return the bindings that the store has not settled yet."""
+        """Return the bindings that are to be claimed."""
         return _as_of(now, self._claims)
 
     def answered(self) -> None:
-        """Take note that the store has said what it knows of the wanted sessions."""
+        """Clear the wanted sessions, which the store has answered."""
         self._wanted.clear()
 
     def settled(self, now: float, holding: tuple[SharedBinding, ...]) -> tuple[SharedBinding, ...]:
-        """Take what the store settled the claims to; return those that were lost."""
+        """Apply the store's answer to the claims; return the bindings that won against claims made here."""
         claims, self._claims = self._claims, {}
         lost: list[SharedBinding] = []
         for held in holding:
@@ -97,13 +97,13 @@ class Unsent:
         return tuple(lost)
 
     def loads(self, now: float) -> Mapping[str, SharedLoad] | None:
-        """Return the loads if it is time to tell them: they have changed, or were told so long ago."""
+        """Return the loads if they are due: HEARTBEAT_S after they were sent, LOADS_INTERVAL_S if they changed."""
         since_s = inf if self._told_loads_s is None else now - self._told_loads_s
         interval_s = HEARTBEAT_S if self._loads == self._told_loads else LOADS_INTERVAL_S
         return self._loads if since_s >= interval_s else None
 
     def update(self, now: float) -> ReplicaUpdate | None:
-        """Return all that is new, without the loads; of bindings only those that hold. None where nothing is."""
+        """Return all unsent parts without the loads, with won bindings only; None if there are none."""
         if not (self._hotness or self._placements or self._held):
             return None
         nodes: dict[int, int] = {}
@@ -111,7 +111,7 @@ class Unsent:
             for node, requests in counts.nodes.items():
                 nodes[node] = nodes.get(node, 0) + requests
         if len(nodes) > NODES_MAX:
-            # The rarely met are those that no decision hangs on.
+            # Rarely requested prefixes do not change decisions.
             nodes = dict(sorted(nodes.items(), key=lambda item: -item[1])[:NODES_MAX])
         requests = sum(counts.requests for _, counts in self._hotness)
         split = dict.fromkeys(node for _, counts in self._hotness for node in counts.split)
@@ -122,11 +122,11 @@ class Unsent:
         )
 
     def told_loads(self, now: float, loads: Mapping[str, SharedLoad]) -> None:
-        """Take note that the store has taken what ``loads`` returned."""
+        """Note that the store has accepted the result of ``loads``."""
         self._told_loads_s, self._told_loads = now, loads
 
     def sent_update(self) -> None:
-        """Take note that the store has taken what ``news`` returned."""
+        """Clear the parts that ``update`` returned, which the store has accepted."""
         self._hotness.clear()
         self._placements.clear()
         self._placed_hashes = 0
@@ -134,7 +134,7 @@ class Unsent:
 
 
 def _bound(table: dict[int, _Value]) -> int:
-    """Drop the oldest of what exceeds the bound; return how many they were."""
+    """Drop the oldest entries above the bound; return their number."""
     excess = max(0, len(table) - BINDINGS_MAX)
     for session in list(islice(table, excess)):
         del table[session]

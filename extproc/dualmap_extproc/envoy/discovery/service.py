@@ -1,11 +1,10 @@
-"""Discovery: the router tells every Envoy which instances each pool's cluster has, and which pools there are.
+"""Serves discovery (xDS) to Envoys: the endpoints of each pool's cluster, and the clusters and routes of all pools.
 
-``envoy/`` configures Envoys that ask; ``pools.adoption`` publishes the same pools here and to the picker, so that one
-membership decides and routes. A pushed endpoint is routable within milliseconds (PROTOCOLS section 1).
+``envoy.config`` configures Envoys that ask. ``app.adoption`` publishes the same pools here and to the picker, so that
+both use one membership. Envoy uses a pushed endpoint within milliseconds.
 
-What is said to whom is ``subscriptions``' business, and pure. Here it stands under grpc.aio: each stream has a task of
-its own and is told by an event, never a queue, that there is news, so that a slow or dead Envoy delays nobody and owes
-one push at most.
+``subscriptions`` decides what each Envoy gets; this module runs it under grpc.aio. Each stream has its own task, and an
+event instead of a queue wakes it, so that a slow or dead Envoy delays no other and misses at most one push.
 """
 
 import asyncio
@@ -41,37 +40,36 @@ _log = get_logger(__name__)
 
 
 class DiscoveryObserver(Protocol):
-    """Told what discovery does; implemented by ``metrics``."""
+    """Counts streams and responses; ``metrics`` implements it."""
 
     def discovery_streams(self, count: int) -> None:
-        """So many streams are open now."""
+        """Set the number of open streams."""
 
     def discovery_pushed(self) -> None:
-        """A response was handed to a stream."""
+        """Count a response that was sent."""
 
     def discovery_rejected(self) -> None:
-        """An Envoy refused a response (NACK)."""
+        """Count a response that an Envoy rejected (NACK)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One open stream: its conversation, and the event that says there may be something to send.
+    """One open stream: its conversation, and the event that wakes its sender.
 
-    ``longest_wait_s`` is how long this Envoy lets a router hold a request; None where its configuration was made for
-    the pools it has.
+    ``longest_wait_s`` is how long this Envoy lets a router queue a request; None if its configuration names its pools.
     """
 
     conversation: Conversation
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
     peer: str = ""
     longest_wait_s: float | None = None
 
 
 class Discovery:
-    """The discovery services. ``publish`` whenever the pools change; streams that lack the change get it at once.
+    """The discovery services. ``publish`` sends changed pools to all streams at once.
 
-    Before the first ``publish`` nothing is answered: an Envoy that outlived the last router keeps what it has until
-    this one knows better. Clusters and routes are answered while ``run`` runs.
+    Before the first ``publish`` there are no answers, so that an Envoy keeps the configuration of an earlier router
+    until this one knows its pools. Clusters and routes are served while ``run`` runs.
     """
 
     def __init__(self, observer: DiscoveryObserver) -> None:
@@ -79,7 +77,7 @@ class Discovery:
         self._pools: tuple[Pool, ...] = ()
         self._snapshot: Snapshot | None = None
         self._streams: set[_Stream] = set()
-        # Clusters and routes are wanted, and those in the snapshot are not what they should be.
+        # Whether an Envoy asks for clusters and routes, and the event that those in the snapshot are outdated.
         self._wanted = False
         self._stale = asyncio.Event()
         self._warned: set[tuple[str, float]] = set()
@@ -111,7 +109,7 @@ class Discovery:
     def publish(self, pools: Iterable[Pool]) -> None:
         """Serve these pools from now on. Returns at once; each stream sends in its own task.
 
-        Which pools there are, unlike who their members are, is told when ``run`` has written it.
+        Members are sent at once; added and removed pools are sent after ``run`` has made their clusters.
         """
         self._pools = tuple(pools)
         known = self._snapshot or Snapshot(assignments={})
@@ -121,12 +119,12 @@ class Discovery:
         self._warned &= {(pool.id, pool.routing.queue.max_wait_s) for pool in self._pools}
         for stream in self._streams:
             self._warn_of_long_waits(stream)
-        self._tell()
+        self._wake_streams()
 
     async def run(self) -> None:
-        """Write clusters and routes whenever an Envoy asks for them and the pools are others, until cancelled.
+        """Make clusters and routes whenever the pools change and an Envoy asks for them, until cancelled.
 
-        In a thread, and not before any asks: Envoy's types take 24 MB, and more than a second to import.
+        It imports Envoy's types in a thread, and only when an Envoy asks: they take 24 MB and more than a second.
         """
         written: Written | None = None
         while True:
@@ -140,16 +138,16 @@ class Discovery:
             if self._snapshot.clusters is not None and tuple(self._snapshot.clusters) == names:
                 continue
             clusters = written.clusters(names)
-            # A request that no router picked can be for any pool; where there are several, only a router knows which.
+            # With several pools, only a router knows the pool of a request. A request without a pick is then rejected.
             routes = await asyncio.to_thread(written.routes, names[0] if len(names) == 1 else None)
             self._snapshot = Snapshot(
                 assignments=self._snapshot.assignments, clusters=clusters, routes={ROUTES: routes}
             )
-            self._tell()
+            self._wake_streams()
 
-    def _tell(self) -> None:
+    def _wake_streams(self) -> None:
         for stream in self._streams:
-            stream.news.set()
+            stream.wake.set()
 
     async def _serve(
         self,
@@ -164,8 +162,8 @@ class Discovery:
         reading = asyncio.create_task(self._read(stream, requests))
         try:
             while not reading.done():
-                await stream.news.wait()
-                stream.news.clear()
+                await stream.wake.wait()
+                stream.wake.clear()
                 while self._snapshot is not None and (response := conversation.respond(self._snapshot)) is not None:
                     await context.write(response)
                     self._observer.discovery_pushed()
@@ -178,16 +176,16 @@ class Discovery:
             self._observer.discovery_streams(len(self._streams))
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[discovery_pb2.DiscoveryRequest]) -> None:
-        """Feed the peer's requests to its conversation, wake the sender for each, and once more at the end."""
+        """Pass the peer's requests to its conversation; wake the sender after each, and at the end."""
         try:
             async for request in requests:
-                # Envoy describes itself on the first message only.
+                # Only Envoy's first message has its node id.
                 stream.peer = stream.peer or request.node.id[:200]
                 rejection = stream.conversation.on_request(request)
                 if rejection is not None:
                     self._observer.discovery_rejected()
                     _log.error(
-                        "refused by Envoy, it goes on with what it had",
+                        "Envoy rejected discovery response",
                         envoy=stream.peer,
                         what=rejection.type_url.rpartition(".")[2],
                         accepted_version=rejection.version,
@@ -200,12 +198,12 @@ class Discovery:
                 if not self._wanted and stream.conversation.asks_for(CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE):
                     self._wanted = True
                     self._stale.set()
-                stream.news.set()
+                stream.wake.set()
         finally:
-            stream.news.set()
+            stream.wake.set()
 
     def _warn_of_long_waits(self, stream: _Stream) -> None:
-        """Say which pools may hold requests for longer than this Envoy waits: once for each, whoever asks again."""
+        """Log each pool that may queue requests for longer than this Envoy waits, once per pool and maxWait."""
         if stream.longest_wait_s is None:
             return
         for pool in self._pools:
@@ -213,8 +211,8 @@ class Discovery:
             if wait_s > stream.longest_wait_s and (pool.id, wait_s) not in self._warned:
                 self._warned.add((pool.id, wait_s))
                 _log.warning(
-                    "a pool may hold requests for longer than Envoy waits, which then sends them on unpicked: "
-                    "lower routing.queue.maxWait, or give envoy-config a higher --longest-wait",
+                    "Pool may queue requests for longer than Envoy waits; "
+                    "lower routing.queue.maxWait or raise --longest-wait of envoy-config",
                     pool=pool.id,
                     max_wait_s=wait_s,
                     longest_wait_s=stream.longest_wait_s,
@@ -223,6 +221,6 @@ class Discovery:
 
 
 def _written() -> "Written":
-    from dualmap_extproc.envoy.config.discovered import Written  # Here for what it costs, see ``run``.
+    from dualmap_extproc.envoy.config.discovered import Written  # Here, because it is slow (see ``run``).
 
     return Written()

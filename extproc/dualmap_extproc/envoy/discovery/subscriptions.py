@@ -1,7 +1,7 @@
-"""One Envoy's side of discovery (xDS, state of the world): what it has asked for, and what of it it lacks.
+"""Keeps what one Envoy has asked for and been sent in discovery (xDS, state of the world). Pure.
 
-Pure: requests in, the response that is due out. ``discovery`` puts it under grpc.aio. A stream asks for endpoints alone
-(one stream per cluster of the bootstrap), or for clusters, endpoints and routes together (ADS).
+It takes requests and returns the responses that are due; ``service`` runs it under grpc.aio. A stream asks for
+endpoints only (one stream per cluster of the bootstrap), or for clusters, endpoints and routes together (ADS).
 """
 
 import hashlib
@@ -13,31 +13,31 @@ from dualmap_extproc.envoy.discovery.endpoints import no_endpoints
 from dualmap_extproc.names import CLUSTER_LOAD_ASSIGNMENT_TYPE, CLUSTER_TYPE, ROUTE_CONFIGURATION_TYPE
 from dualmap_extproc.wire import discovery_pb2
 
-# Names one stream may subscribe to. Envoy opens a stream per EDS cluster; other xDS clients may name all in one.
+# The most names that one stream may subscribe to. Envoy opens a stream per EDS cluster; other clients may use one.
 MAX_NAMES: Final = 10_000
 
-# What is needed before what needs it: a cluster is used when its endpoints are known, a route when its cluster is.
+# Envoy needs the endpoints of a cluster before it uses the cluster, and a cluster before its route.
 ORDER: Final = (CLUSTER_TYPE, CLUSTER_LOAD_ASSIGNMENT_TYPE, ROUTE_CONFIGURATION_TYPE)
 
 
 class SubscriptionError(Exception):
-    """A discovery request asks for something that is not served here; the message is for the peer."""
+    """A discovery request asks for something that the router does not serve; the message is for the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What Envoys are to know at one moment: serialized resources by name. None is what nobody has written yet."""
+    """The configuration for all Envoys at one moment: serialized resources by name; None for those not made yet."""
 
     assignments: Mapping[str, bytes]
     clusters: Mapping[str, bytes] | None = None
     routes: Mapping[str, bytes] | None = None
 
     def resources(self, type_url: str, names: tuple[str, ...]) -> dict[str, bytes] | None:
-        """Return what there is of a type under these names, None when that is not known yet. All clusters are one set.
+        """Return the resources of a type with these names, None if not made yet. Clusters are always returned whole.
 
-        A cluster that no pool has gets an assignment without endpoints. Without an answer Envoy would hold back its
-        listeners until ``initial_fetch_timeout``, all pools' together, and would go on sending a vanished pool's
-        traffic to instances that may be somebody else's by now.
+        A cluster that belongs to no pool gets an assignment without endpoints. Without an answer Envoy would delay its
+        listeners until ``initial_fetch_timeout``, and would send requests of a removed pool to its old addresses, which
+        may belong to other pods by now.
         """
         if type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE:
             return {name: self.assignments.get(name) or no_endpoints(name) for name in names}
@@ -48,7 +48,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """An Envoy refused what it was sent and goes on with what it had."""
+    """An Envoy rejected a response (NACK) and keeps its earlier resources."""
 
     type_url: str
     version: str
@@ -57,7 +57,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class _Subscription:
-    """What is asked for of one type, and what was sent of it: None before the first response."""
+    """The names subscribed to of one type, and the resources sent: None before the first response."""
 
     type_url: str
     names: tuple[str, ...] = ()
@@ -71,10 +71,10 @@ class _Subscription:
 
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
         if self.responses and request.response_nonce not in ("", self.nonce):
-            # It answers an older response than the last; the one that answers the last is on its way.
+            # This answers an older response; the answer to the last one will follow.
             return None
         self.answered = self.answered or bool(request.response_nonce)
-        # Sorted and without duplicates, so that the version depends on nothing but content.
+        # Sorted and without duplicates, so that the version depends only on the content.
         self.names = tuple(sorted(set(request.resource_names)))
         if self.sent is not None and self.type_url != CLUSTER_TYPE:
             self.sent = {name: self.sent[name] for name in self.names if name in self.sent}
@@ -90,7 +90,7 @@ class _Subscription:
         sent = self.sent or {}
         due = {name: resource for name, resource in content.items() if sent.get(name) != resource}
         if self.type_url == CLUSTER_TYPE:
-            # A cluster that is not in it is removed, so that it is sent whole; having none is worth saying once.
+            # Envoy removes clusters that a response lacks, so responses hold all of them. An empty one is sent once.
             if content == self.sent:
                 return None
             due = content
@@ -115,21 +115,21 @@ def _version(content: Mapping[str, bytes]) -> str:
 
 @dataclass(slots=True)
 class Conversation:
-    """One stream's side of the conversation; ``only`` is the one type that may be asked for on it ("": each of ORDER).
+    """The state of one stream; ``only`` is the one type that it may ask for (empty: each of ORDER).
 
-    Only resources that the peer has not been sent in their present form are due, so an ACK is answered with silence
-    and a NACK too: the same content would be refused again.
+    Only resources whose present version the peer was not sent are due. So an ACK gets no response, nor does a NACK: the
+    peer would reject the same content again.
     """
 
     only: str = ""
     _subscriptions: dict[str, _Subscription] = field(default_factory=dict)
 
     def asks_for(self, *types: str) -> bool:
-        """Whether any of these types has been asked for."""
+        """Return whether the peer has asked for any of these types."""
         return any(each in self._subscriptions for each in types)
 
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
-        """Take a subscription, an ACK or a NACK; return what a NACK says. Raises SubscriptionError."""
+        """Apply a subscription, an ACK or a NACK; return a NACK's content. Raises SubscriptionError."""
         type_url = request.type_url or self.only
         accepted = (self.only,) if self.only else ORDER
         if type_url not in accepted:
@@ -140,12 +140,11 @@ class Conversation:
         return self._subscriptions.setdefault(type_url, _Subscription(type_url)).on_request(request)
 
     def respond(self, snapshot: Snapshot) -> discovery_pb2.DiscoveryResponse | None:
-        """Return one response that is due, None when none is for the moment, and count it as sent.
+        """Return one response that is due and count it as sent; None if none is due.
 
-        Routes wait for the peer's answer to clusters: Envoy 1.40 gives it when it has the endpoints of all of them and
-        uses them. So endpoints wait for nothing; they are sent after the clusters, and taken up in that order.
-        The version is a digest of all the content subscribed to: replicas and restarts that say the same say it under
-        the same version.
+        Routes wait for the peer's answer to the clusters, which Envoy 1.40 sends once it has all their endpoints.
+        Endpoints do not wait; they follow the clusters. The version is a digest of all content subscribed to, so that
+        replicas and restarted routers send equal content under the same version.
         """
         for type_url in ORDER:
             subscription = self._subscriptions.get(type_url)
@@ -165,7 +164,7 @@ class Conversation:
         return clusters is None or clusters.answered
 
     def _forget_endpoints(self, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
-        """Have the endpoints sent again of each cluster that Envoy makes anew: it waits for them before it uses it."""
+        """Send the endpoints of each changed cluster again: Envoy creates it anew and waits for its endpoints."""
         endpoints = self._subscriptions.get(CLUSTER_LOAD_ASSIGNMENT_TYPE)
         if endpoints is not None and endpoints.sent is not None:
             kept = {name: sent for name, sent in endpoints.sent.items() if before.get(name) == now.get(name)}

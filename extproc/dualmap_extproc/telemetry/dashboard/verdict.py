@@ -90,11 +90,11 @@ def judge(
         *_members(status),
     ]
     if unknown and not _redis_lost_s(reach):  # The lost store is reported already.
-        problems.append(Problem(level=Level.WARN, text=f"What all routers see together is not known: {unknown}."))
+        problems.append(Problem(level=Level.WARN, text=f"The demand over all routers is unknown: {unknown}."))
     problems.sort(key=lambda problem: -_RANK[problem.level])
     worst = max((problem.level for problem in problems), key=_RANK.__getitem__, default=Level.IDLE)
     if worst is Level.BAD and level is not Level.BAD:
-        headline = f"{pool.id} refuses requests. {headline}"
+        headline = f"{pool.id} rejects requests. {headline}"
     # Findings for information do not make an idle pool look busy.
     overall = level if worst is Level.OK else max(level, worst, key=_RANK.__getitem__)
     return Verdict(level=overall, headline=headline, problems=tuple(problems))
@@ -107,22 +107,22 @@ def telling(past: HistoryView) -> Recent:
 
 def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Level, str]:
     if not any(_serves(endpoint) for endpoint in status.endpoints):
-        has = f"none of its {len(status.endpoints)} instances takes requests" if status.endpoints else "it has none"
-        waiting = f"; {_count(status.held, 'request')} held until one comes" if status.held else ""
-        return Level.BAD, f"{pool.id} has no instance to send requests to: {has}{waiting}."
+        has = f" {len(status.endpoints)} instances, but none accepts requests" if status.endpoints else " no instances"
+        queued = f"; {_count(status.held, 'request')} queued" if status.held else ""
+        return Level.BAD, f"{pool.id} has{has}{queued}."
     recent = telling(past)
     attainment, slo = recent.attainment, pool.slo
     if attainment is not None:
         keeps = attainment >= slo.attainment
         if keeps and not _busy(status) and not past.minute.requests + past.minute.refused:
-            return Level.IDLE, f"{pool.id} is idle: no request in the last minute. Before that it kept its SLO."
+            return Level.IDLE, f"{pool.id} is idle: no request in the last minute. It kept its SLO before."
         return (
             Level.OK if keeps else Level.BAD,
             f"{pool.id} {'keeps' if keeps else 'misses'} its SLO: {_percent(attainment)} of first tokens within "
-            f"{slo.ttft_s:g} s in the last {_span(recent.seconds)} (goal {_percent(slo.attainment)}).",
+            f"{slo.ttft_s:g} s in the last {_span(recent.seconds)} (target {_percent(slo.attainment)}).",
         )
     if _busy(status) or recent.requests:
-        return Level.IDLE, f"{pool.id} serves, but no first token was seen in the last 5 minutes (streams show them)."
+        return Level.IDLE, f"{pool.id} serves requests, but no streamed response began in the last 5 minutes."
     return Level.IDLE, f"{pool.id} is idle: no request in the last 5 minutes."
 
 
@@ -135,7 +135,8 @@ def _refusals(pool: Pool, past: HistoryView) -> Iterator[Problem]:
     total = sum(past.refusals.values())
     yield Problem(
         level=Level.BAD if felt else Level.WARN,
-        text=f"{_count(total, 'request')} refused in the last 5 minutes ({codes}), {minute.refused:,} in the last one.",
+        text=f"{_count(total, 'request')} rejected in the last 5 minutes ({codes}), "
+        f"{minute.refused:,} in the last one.",
     )
 
 
@@ -144,13 +145,13 @@ def _unreachable(reach: Reach) -> Iterator[Problem]:
     if stale:
         yield Problem(
             level=Level.WARN,
-            text=f"The Kubernetes API has not told of {' and '.join(sorted(stale))} for {_lapse(max(stale.values()))}: "
-            "this router goes on with what it knew then.",
+            text=f"The Kubernetes API has not answered about {' and '.join(sorted(stale))} for "
+            f"{_lapse(max(stale.values()))}: this router uses its last known state.",
         )
     if lost_s := _redis_lost_s(reach):
         yield Problem(
             level=Level.WARN,
-            text=f"Redis has been out of reach for {_lapse(lost_s)}: this router goes on with what it sees itself.",
+            text=f"Redis has been unreachable for {_lapse(lost_s)}: this router uses only its own state.",
         )
 
 
@@ -165,14 +166,14 @@ def _capacity(pool: Pool, status: PoolSnapshot, wanted: float | None) -> Iterato
     if wanted is not None and serving and wanted > serving * _TOLERANCE:
         yield Problem(
             level=Level.WARN,
-            text=f"The traffic asks for {ceil(wanted):,} instances to keep the SLO; there are {serving:,}.",
+            text=f"The pool needs {ceil(wanted):,} instances to keep its SLO; it has {serving:,}.",
         )
     late = {each.id: wait for each in status.endpoints if (wait := backlog_s(each)) > pool.slo.ttft_s}
     if late:
         longest = max(late.values())
         yield Problem(
             level=Level.WARN,
-            text=f"{_names(late)} {_have(late)} more prefill waiting than the SLO's {pool.slo.ttft_s:g} s"
+            text=f"{_names(late)} {_have(late)} more pending prefill than the SLO's {pool.slo.ttft_s:g} s"
             f" (up to {longest:.1f} s).",
         )
 
@@ -197,14 +198,14 @@ def _instances(pool: Pool, status: PoolSnapshot, past: HistoryView) -> Iterator[
     if slow:
         yield Problem(
             level=Level.WARN,
-            text=f"{_names(slow)} {'prefills' if len(slow) == 1 else 'prefill'} at less than half of the others' "
-            f"{typical:,.0f} tokens/s (as slow as {min(slow.values()):,.0f}).",
+            text=f"{_names(slow)} {'prefills' if len(slow) == 1 else 'prefill'} at less than half of the median "
+            f"{typical:,.0f} tokens/s (slowest: {min(slow.values()):,.0f}).",
         )
     checked, measured = past.total.checked_cached_tokens, past.total.measured_cached_tokens
     if checked >= _CHECKED_TOKENS and measured < checked * _BELIEVED:
         yield Problem(
             level=Level.WARN,
-            text=f"Engines had only {_percent(measured / checked)} of the tokens cached that were expected there: "
+            text=f"Engines had cached only {_percent(measured / checked)} of the predicted tokens: "
             "spec.engine.cacheTokens is too high, or an engine lost its cache.",
         )
 
