@@ -20,17 +20,17 @@ VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 
 def main(names: list[str]) -> None:
-    """Run the benchmarks of these names, all of the core's without any."""
+    """Run the named benchmarks; without names, all of the core's."""
     if names[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return
     if names[:1] == ["gateway"]:
-        # Imported here: Envoy's types take seconds that the core's benchmarks need not wait for.
+        # Imported here, because loading Envoy's types takes seconds and the core's benchmarks do not use them.
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
     if names[:1] == ["tracing"]:
-        # Imported here: it needs the extra otlp.
+        # Imported here, because it needs the extra otlp.
         from bench.tracing import main as tracing
 
         tracing(names[1:], prog_name="python -m bench tracing")
@@ -40,7 +40,7 @@ def main(names: list[str]) -> None:
 
         autoscaling(names[1:], prog_name="python -m bench autoscaling")
     if names[:1] == ["paper"]:
-        # Imported here: the plots' library takes a second.
+        # Imported here, because loading the plotting library takes a second.
         from bench.paper.command import paper
 
         paper(names[1:], prog_name="python -m bench paper")

@@ -1,4 +1,7 @@
-"""Memory of what the router believes is cached, per block held, beside a dictionary entry a block; and of a router."""
+"""Measures the memory of the router's index per cached block, and of a whole router.
+
+The index is compared with one dictionary entry per block.
+"""
 
 import gc
 import random
@@ -17,7 +20,7 @@ MEMBERS = 8
 # The default cache of 1 000 000 tokens.
 CAPACITY_BLOCKS = 1_000_000 // BLOCK_TOKENS
 
-# Members, and the blocks of a prompt that is sent there.
+# Pairs of a member's number and the block hashes of a prompt that is sent there.
 Prompts = Iterator[tuple[int, list[int]]]
 
 
@@ -26,7 +29,7 @@ def fresh(chance: random.Random, blocks: int) -> list[int]:
 
 
 def private(chance: random.Random) -> Prompts:
-    """4 to 60 blocks that nobody shares."""
+    """4 to 60 blocks that no other prompt shares."""
     while True:
         yield chance.randrange(MEMBERS), fresh(chance, chance.randint(4, 60))
 
@@ -68,7 +71,7 @@ class Index(Protocol):
 
 
 class FlatIndex:
-    """What the tree is compared with: an entry a block in a member's own dictionary, least recently used first."""
+    """The baseline for the tree: each member has a dictionary with one entry per block, least recently used first."""
 
     def __init__(self) -> None:
         self._held: dict[int, None] = {}
@@ -94,7 +97,7 @@ def flat_indexes() -> list[Index]:
 
 
 def bytes_per_block(workload: Callable[[random.Random], Prompts], make: Callable[[], list[Index]]) -> float:
-    """Fill every member and send as much again, so that what is measured has been evicting for a while."""
+    """Fill every member and send as much again, so that eviction has been running for a while."""
     prompts, filled = workload(random.Random(1)), 0
     gc.collect()
     tracemalloc.start()
@@ -106,7 +109,7 @@ def bytes_per_block(workload: Callable[[random.Random], Prompts], make: Callable
             filled = sent
         if filled and sent >= 2 * filled:
             break
-    # The workload's own blocks are not the index's to answer for.
+    # Exclude the memory of the workload's own blocks.
     del hashes
     prompts.close()  # type: ignore[attr-defined]  # Every workload is a generator.
     gc.collect()

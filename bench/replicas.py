@@ -1,7 +1,7 @@
-"""One router, two and four: what they have to tell each other to route as one, and what a cold one should be told.
+"""Compares one, two and four routers: what replicas must share to route like one, and what a joining replica needs.
 
-Sharing from nothing to everything, exchanged every 50 to 1000 ms; then a router that joins beside warm ones in the
-middle of a run; then sessions, whose names and bindings are a cheaper way to agree than the whole index.
+Replicas share from nothing to everything, every 50 to 1000 ms. Then a router joins warm ones in the middle of a run.
+Then requests have sessions, whose names and bindings need less data than the whole index.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,48 +18,48 @@ from dualmap_sim.cluster import Record, Replica, ReplicationConfig, everything
 from dualmap_sim.summary import Summary, summarise
 
 RATES = {"conversation": (3.1,), "default": (7.26, 9.0)}
-"""The last of each is about the knee; 7.26/s is the demo's."""
+"""The last rate of each workload is near the knee; 7.26/s is the demo's."""
 SAMPLES = (0, 1, 2)
 PERIODS_S = (0.05, 0.1, 0.25, 1.0)
 USUAL_PERIOD_S = 0.1
 FEEDBACK_DELAY_S = 0.01
 JOINS_S = 250.0
 BUCKETS_S = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 90.0, 120.0, 180.0)
-"""Ends of the buckets after a router has joined."""
+"""Ends of the time buckets after a router has joined."""
 NOTHING_COUNTED = HotnessCounts(requests=0, nodes={})
 KEY_BYTES = 8
-"""What asking for a session's binding takes at least."""
+"""The least bytes of a lookup of a session's binding."""
 
 
 def loads(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Leave only each replica's load per instance."""
+    """Keep only each replica's load per instance."""
     return ReplicaUpdate(hotness=NOTHING_COUNTED, loads=update.loads)
 
 
 def loads_and_hotness(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Leave the loads and how often each prefix was asked for."""
+    """Keep the loads and the request counts of prefixes."""
     return ReplicaUpdate(hotness=update.hotness, loads=update.loads)
 
 
 def no_bindings(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Leave everything but sessions: loads, hotness and which prompt went where."""
+    """Keep all but session bindings: loads, hotness and placements."""
     return replace(update, bindings=(), wanted=())
 
 
 def no_placements(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Leave everything but which prompt went where."""
+    """Keep all but the placements of prompts."""
     return replace(update, placements=())
 
 
 class Scales:
-    """Carries what another does, and weighs it as it is written to Redis."""
+    """Applies another filter to updates, and counts their bytes as written to Redis."""
 
     def __init__(self, carries: Callable[[ReplicaUpdate], ReplicaUpdate]) -> None:
         self.bytes = 0
         self._carries = carries
 
     def __call__(self, update: ReplicaUpdate) -> ReplicaUpdate:
-        """Return what is carried of the news, weighed."""
+        """Return the filtered update, and count its bytes."""
         carried = self._carries(update)
         self.bytes += len(encode_update(carried)) + KEY_BYTES * len(carried.wanted)
         return carried
@@ -70,7 +70,7 @@ KINDS = (("loads", loads), ("loads, hotness", loads_and_hotness), ("loads, hotne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """A run's figures, and what all routers together wrote per request."""
+    """A run's figures, and the bytes that all routers together wrote per request."""
 
     summary: Summary
     bytes_per_request: float
@@ -78,7 +78,7 @@ class Weighed:
 
 @dataclass(slots=True)
 class Reuse:
-    """Prompt tokens that some requests had, and found cached."""
+    """The prompt tokens of some requests, and how many of them were cached."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -106,7 +106,7 @@ def main(quick: bool) -> None:
 
 
 def weigh(case: Case) -> Weighed:
-    """Run a case, weighing what its exchange carries."""
+    """Run a case, counting the bytes of its replication."""
     scales = None if case.exchange is None else Scales(case.exchange.carries)
     if case.exchange is not None and scales is not None:
         case = replace(case, exchange=replace(case.exchange, carries=scales))
@@ -196,7 +196,7 @@ def _sessions(workload: str, rate: float, samples: Sequence[int], numbers: Seque
 
 
 def _exchange(carries: Callable[[ReplicaUpdate], ReplicaUpdate], period_s: float) -> ReplicationConfig:
-    """Return an exchange whose replicas look for news as often as they tell theirs, so half a period later."""
+    """Return settings in which replicas read updates as often as they write them: a mean delay of half a period."""
     return ReplicationConfig(period_s=period_s, delay_s=period_s / 2, carries=carries)
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for size in SIZES:
         keys = [chance.getrandbits(64) for _ in range(max(40_000, 100 * size))]
-        # What keys dealt out perfectly at random would show: the rest is the algorithm's.
+        # The spread of keys distributed perfectly at random; any difference comes from the algorithm.
         perfect = max(Counter(chance.randrange(size) for _ in keys).values()) * size / len(keys)
         for spec in (Ring(), Ring(algorithm=RingAlgorithm.VIRTUAL_NODES)):
             began = time.perf_counter()

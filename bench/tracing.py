@@ -1,8 +1,8 @@
-"""What spans cost: one request's way through the router's state machine without tracing and with, as ratios.
+"""Measures the cost of spans: ratios of the router's time per request with and without tracing.
 
-Whole conversations (headers, body, first chunk), so that the ratio is that of the router's own work per request; gRPC,
-which takes as long again several times over, is not in it. Exported spans go to nobody: encoding and sending them is
-the exporter's thread's business. Rounds alternate, and each kind's tenth percentile counts, as in ``decisions``.
+Each request is a whole exchange (headers, body, first chunk), so the ratio is that of the router's own work per
+request. gRPC is left out; it takes several times as long. Exported spans are dropped, because the exporter's own thread
+encodes and sends them. Rounds alternate, and the tenth percentile of each kind counts, as in ``decisions``.
 """
 
 import time
@@ -31,14 +31,14 @@ UNSAMPLED = SAMPLED[:-1] + "0"
 
 
 class Nowhere(SpanExporter):
-    """Takes every span and forgets it."""
+    """Drops every span."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         return SpanExportResult.SUCCESS
 
 
 def messages(traceparent: str) -> list[wire.ProcessingRequest]:
-    """What Envoy says of one request, in no-wait STREAMED mode."""
+    """Envoy's messages about one request, in no-wait STREAMED mode."""
     head = wire.ProcessingRequest(
         protocol_config=wire.ProtocolConfiguration(
             request_body_mode=wire.STREAMED,
@@ -61,7 +61,7 @@ def messages(traceparent: str) -> list[wire.ProcessingRequest]:
 
 
 def conversation(picker: Picker, said: list[wire.ProcessingRequest], limits: Limits) -> Callable[[float], None]:
-    """Return what has one request come and go at a time."""
+    """Return a function that processes one request per call."""
 
     def run(now: float) -> None:
         stream = Stream(picker, limits, lambda answers: None)

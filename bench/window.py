@@ -1,7 +1,7 @@
-"""How much prefill may wait at an instance before the router holds the rest back: the dispatch window, measured.
+"""Measures the dispatch window: how much prefill may wait at an instance before the router queues further requests.
 
-Every window under both DualMap policies at two loads around the knee, some without rebalancing; then the other order of
-held requests; then what late feedback and several routers do to short windows.
+Every window runs under both DualMap policies at two loads around the knee, some also without rebalancing. Further
+tables show the other order of queued requests, and late feedback and several routers with short windows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Extent:
 
 FULL = {
     "conversation": Extent(),
-    # The other workload showed next to nothing to depend on the window; this one is to confirm it.
+    # On the other workload the window has almost no effect; this run only confirms that.
     "default": Extent(windows_s=(0.1, 0.25, 1.0, inf), ordered_windows_s=(1.0,), delayed_windows_s=(0.25, 1.0, inf)),
 }
 QUICK = Extent(

@@ -1,4 +1,4 @@
-"""``python -m fuzz``: each target for a while, in a process of its own, and a table of what came of it."""
+"""``python -m fuzz``: runs each target for a while in its own process, and prints a table of the results."""
 
 import re
 import subprocess
@@ -19,18 +19,21 @@ from fuzz.targets import TARGETS
 CORPUS: Final = Path(__file__).parent / "corpus"
 # Ignored by git and removed by make clean.
 WORK: Final = Path("build", "fuzz")
-# A line of progress, libFuzzer's or a random run's, and one that says nothing about a crash.
+# A progress line of libFuzzer or of a random run; it says nothing about a crash.
 _PROGRESS: Final = re.compile(r"#(\d+)\t\w+(?:\s+cov: (\d+))?")
 _NOISE: Final = re.compile(r"(INFO|WARNING): ")
-# Progress is shown this often; libFuzzer also speaks whenever it finds something.
+# Seconds between two progress lines; libFuzzer also reports every new input.
 _REPORT_S: Final = 5.0
-# How much is shown of what a crashing run said last: its traceback.
+# The number of lines shown of a crashing run's output: its traceback.
 _TAIL_LINES: Final = 60
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What came of a target's run. ``coverage`` counts branches seen (None: not looked at), ``found`` new inputs."""
+    """The results of a target's run.
+
+    ``coverage`` counts branches reached (None: not measured), ``found`` counts new inputs.
+    """
 
     name: str
     executions: int = 0
@@ -42,7 +45,7 @@ class Run:
 
 
 def fuzz(name: str, work: Path, *, seconds: int, runs: int, seed: int, random: bool) -> Run:
-    """Run one target in a child process, saying on stderr where it is."""
+    """Run one target in a child process, with its progress on stderr."""
     found, committed, crashes = work / "corpus" / name, CORPUS / name, work / "crashes" / name
     for folder in (found, committed, crashes):
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,12 +79,12 @@ def fuzz(name: str, work: Path, *, seconds: int, runs: int, seed: int, random: b
 
 
 def _versions(folder: Path) -> set[tuple[Path, int]]:
-    """Return the files of a folder with when they were written: an input that crashes again is written again."""
+    """Return a folder's files with their modification times, because an input that crashes again is written again."""
     return {(path, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
 def _note(run: Run, line: str) -> bool:
-    """Take a line of progress; False when it is something worth showing, should the run crash."""
+    """Parse a progress line; False for any other line, which is shown if the run crashes."""
     progress = _PROGRESS.match(line)
     if progress is None:
         return _NOISE.match(line) is not None

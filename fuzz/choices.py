@@ -1,4 +1,4 @@
-"""Bytes read as choices, so that whatever a fuzzer writes is some sequence of steps, and small changes stay small."""
+"""Reads bytes as choices, so that any input is a sequence of steps, and small changes of the input stay small."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Takes choices from the front of ``data``; once that has run dry, every choice is the first one."""
+    """Takes choices from the front of ``data``; when no bytes are left, every choice is the first option."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -15,7 +15,7 @@ class Choices:
 
     @property
     def more(self) -> bool:
-        """Whether there is anything left to choose by."""
+        """Whether any bytes are left."""
         return self._at < len(self._data)
 
     def number(self, size: int = 1) -> int:
@@ -31,15 +31,15 @@ class Choices:
         return options[self.number() % len(options)]
 
     def take(self, size: int) -> bytes:
-        """Return the next ``size`` bytes, or as many as there are."""
+        """Return the next ``size`` bytes, or all that are left."""
         taken = self._data[self._at : self._at + size]
         self._at += size
         return taken
 
     def chunk(self) -> bytes:
-        """Return as many bytes as the next one says."""
+        """Read a length from one byte; return that many bytes."""
         return self.take(self.number())
 
     def text(self) -> str:
-        """Return a chunk as text, whatever it holds."""
+        """Return a chunk as text; invalid bytes are replaced."""
         return self.chunk().decode("utf-8", "replace")

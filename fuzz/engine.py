@@ -1,8 +1,8 @@
-"""Drives one target, in a process of its own: ``python -m fuzz.engine`` (``__main__`` starts it and reads its stderr).
+"""Drives one target in its own process: ``python -m fuzz.engine`` (``__main__`` starts it and reads its stderr).
 
-atheris takes the process over and never returns: it learns from coverage which inputs to vary. Where it is not
-installed (it has wheels for few platforms), or is not wanted, inputs are varied at random, by the same checks and with
-the same lines on stderr.
+atheris takes over the process and never returns; it learns from coverage which inputs to vary. Without atheris (it has
+wheels for few platforms), or when it is not wanted, inputs are varied at random. The checks and the lines on stderr are
+the same.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ import click
 from fuzz import targets
 
 INPUT_BYTES: Final = 4096
-# An input that takes longer is a finding too: as a request it would hold up all others.
+# A longer run of one input is also a finding: as a request it would delay all others.
 _INPUT_S: Final = 10
 _MEMORY_MB: Final = 2048
-# How often a random run says where it is.
+# Seconds between two progress lines of a random run.
 _REPORT_S: Final = 2.0
 
 
 def name_of(data: bytes) -> str:
-    """Return the name an input has in a corpus."""
+    """Return an input's file name in a corpus."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()
 
 
 def guided() -> bool:
-    """Whether atheris is there."""
+    """Whether atheris is installed."""
     return find_spec("atheris") is not None
 
 
@@ -43,7 +43,7 @@ def inputs(*folders: Path) -> list[bytes]:
 
 
 def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple[Path, ...], crashes: Path) -> None:
-    """Fuzz by atheris; does not return."""
+    """Fuzz with atheris; does not return."""
     import atheris
 
     with atheris.instrument_imports(include=["dualmap", "dualmap_extproc"]):
@@ -51,7 +51,7 @@ def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple
     varied = target.mutate
 
     def mutate(data: bytes, max_size: int, each_seed: int) -> bytes:
-        """Half of the time in the target's own terms, as far as it has any."""
+        """Half of the mutations use the target's own mutator, if it has one."""
         random = Random(each_seed)
         mutant = varied(data, random) if varied is not None and random.random() < 0.5 else None
         return atheris.Mutate(data, max_size) if mutant is None or len(mutant) > max_size else mutant
@@ -71,7 +71,7 @@ def _run_guided(name: str, *, seconds: int, runs: int, seed: int, folders: tuple
 
 
 def _run_random(name: str, *, seconds: int, runs: int, seed: int, folders: tuple[Path, ...], crashes: Path) -> None:
-    """Fuzz by varying the corpus at random, each input in a few steps; ends like atheris where a check fails."""
+    """Fuzz by varying the corpus at random, each input in a few steps; exits as atheris does when a check fails."""
     target = targets.load(name)
     random = Random(seed)
     seeds = inputs(*folders) or [b""]
@@ -82,7 +82,7 @@ def _run_random(name: str, *, seconds: int, runs: int, seed: int, folders: tuple
         if now_s >= report_s:
             report_s = now_s + _REPORT_S
             print(f"#{done}\tpulse", file=sys.stderr, flush=True)
-        # The corpus as it is goes first.
+        # The unchanged corpus runs first.
         data = seeds[done] if done < len(seeds) else _vary(random.choice(seeds), random, target.mutate)
         try:
             target.check(data)

@@ -1,4 +1,4 @@
-"""The other side of an ext_proc stream: what Envoy may say, built from choices, and what it must be answered."""
+"""Envoy's side of an ext_proc stream: messages that Envoy may send, built from choices, and checks of the answers."""
 
 from collections import Counter
 from typing import Final
@@ -49,7 +49,7 @@ _MESSAGES: Final = (
 
 
 def request(choices: Choices) -> list[wire.ProcessingRequest]:
-    """Return the messages of a whole request as clients send them, but for what its body says."""
+    """Return the messages of a whole request with an ordinary body, as clients send them."""
     made = [wire.ProcessingRequest(), wire.ProcessingRequest()]
     headers, body = made[0].request_headers, made[1].request_body
     header = headers.headers.headers.add()
@@ -62,7 +62,7 @@ def request(choices: Choices) -> list[wire.ProcessingRequest]:
 
 
 def message(choices: Choices) -> wire.ProcessingRequest:
-    """Return a message that Envoy may send, by its kind and for the most part by what is in it."""
+    """Return a message that Envoy may send, with a chosen kind and mostly chosen content."""
     made = wire.ProcessingRequest()
     kind = choices.pick(_MESSAGES)
     match kind:
@@ -90,7 +90,7 @@ def message(choices: Choices) -> wire.ProcessingRequest:
 
 
 def _add_headers(headers: wire.HttpHeaders, choices: Choices, known: tuple[tuple[str, bytes], ...]) -> None:
-    # The first of those known makes sense; without it little would.
+    # The first option is a known value that makes sense; other values rarely reach far.
     chosen = known[:1] if choices.number() % 8 else ()
     for key, value in (*chosen, *(choices.pick(known) for _ in range(choices.number() % 4))):
         header = headers.headers.headers.add()
@@ -99,7 +99,7 @@ def _add_headers(headers: wire.HttpHeaders, choices: Choices, known: tuple[tuple
 
 
 def _body(choices: Choices) -> bytes:
-    """Return a body that is whole, the beginning or the end of one, or anything."""
+    """Return a whole body, the beginning or the end of one, or any bytes."""
     match choices.number() % 8:
         case 0:
             return choices.chunk()
@@ -114,7 +114,7 @@ def _body(choices: Choices) -> bytes:
 
 
 class Peer:
-    """Envoy's view of one stream: what it has sent, what it was answered, and whether that was allowed."""
+    """Envoy's view of one stream: the messages sent, the answers received, and whether these answers were allowed."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -124,15 +124,15 @@ class Peer:
         self._echoes = False
         self._sent: Counter[str] = Counter()
         self._answered: Counter[str] = Counter()
-        # Bodies that pass through the router (FULL_DUPLEX_STREAMED): what went there, and what of it came back.
+        # Bodies that pass through the router (FULL_DUPLEX_STREAMED): the bytes sent, and the bytes that came back.
         self._there = {"request_body": b"", "response_body": b""}
         self._back = {"request_body": b"", "response_body": b""}
-        # The first answer to a request carries the pick, as long as what is said is what Envoy would say.
+        # The first answer to a request carries the pick, as long as Envoy's messages follow its protocol.
         self._picked = False
         self._in_order = True
 
     def send(self, sent: wire.ProcessingRequest) -> None:
-        """Take note of a message sent to the router."""
+        """Record a message sent to the router."""
         kind = sent.WhichOneof("request")
         if not self._configured:
             self._configured = True
@@ -148,7 +148,7 @@ class Peer:
                 self._there[kind] += getattr(sent, kind).body
 
     def take(self, answers: list[wire.ProcessingResponse], *, ended: bool) -> None:
-        """Check answers of the router's, which may have ended the stream with them."""
+        """Check the router's answers, which may have ended the stream."""
         assert not (self.ended and answers), "an answer after the end"
         for position, answer in enumerate(answers):
             assert wire.ProcessingResponse.FromString(answer.SerializeToString()) == answer
@@ -161,7 +161,7 @@ class Peer:
         self.ended = ended
 
     def must_answer(self, sent: wire.ProcessingRequest, answers: list[wire.ProcessingResponse]) -> None:
-        """Check that a message which is owed an answer at once has got one."""
+        """Check that each message that needs an immediate answer has one."""
         kind = sent.WhichOneof("request") or ""
         pieces = self._echoes and kind == "response_body"
         if kind.startswith("response") and not pieces:

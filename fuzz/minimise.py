@@ -1,4 +1,4 @@
-"""A corpus that reaches what a larger one does: few inputs that between them take every branch, and as often."""
+"""Reduces a corpus: few inputs that together take the same branches as many, and as often."""
 
 import sys
 from collections import Counter
@@ -12,20 +12,20 @@ import dualmap_extproc
 from fuzz import targets
 from fuzz.engine import inputs, name_of
 
-# Enough to begin from; whatever else there is to reach, a run reaches again.
+# Enough to begin from; a run finds the other branches again.
 INPUTS: Final = 50
 _PACKAGES: Final = tuple(f"{folder}/" for package in (dualmap, dualmap_extproc) for folder in package.__path__)
 
-# From one line of a file to another; line 0 is a function's entry.
+# A step from one line of a file to another; line 0 is a function's entry.
 _Branch: TypeAlias = tuple[str, int, int]
-# A branch, and how many bits it takes to count how often it was taken: a loop's second turn is something new.
+# A branch, and the number of bits of its count, so that a loop's second turn is new.
 _Feature: TypeAlias = tuple[_Branch, int]
 
 
 def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
-    """Make ``kept`` the best INPUTS of its own and those ``found``; return how many, of how many, and their bytes.
+    """Keep in ``kept`` the best INPUTS of its own and those ``found``; return how many, of how many, and their bytes.
 
-    An input whose check fails is left out: it belongs into the corpus once what it found is mended.
+    An input whose check fails is left out; add it to the corpus when its fault is fixed.
     """
     kept.mkdir(parents=True, exist_ok=True)
     check = targets.load(name).check
@@ -34,7 +34,7 @@ def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
     chosen: list[bytes] = []
     covered: set[_Feature] = set()
     while len(chosen) < INPUTS:
-        # The first of equals is the smallest.
+        # Among equals the first is the smallest.
         data, features = max(reached, key=lambda each: len(each[1] - covered), default=(b"", set()))
         if features <= covered:
             break
@@ -48,7 +48,7 @@ def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
 
 
 def _features(check: Callable[[bytes], None], data: bytes) -> set[_Feature] | None:
-    """Return what an input reaches in the packages under test; None when the check fails."""
+    """Return the branches an input reaches in the packages under test; None when its check fails."""
     seen: Counter[_Branch] = Counter()
     last: dict[FrameType, int] = {}
 

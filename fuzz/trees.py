@@ -1,11 +1,11 @@
-"""Mutations of what JSON and YAML parse to, so that a mutant is still a document and gets past the parser."""
+"""Mutates parsed JSON and YAML, so that a mutant is still a document and passes the parser."""
 
 import copy
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final, TypeAlias
 
-# A container and a key or index of it.
+# A container and one of its keys or indexes.
 _Slot: TypeAlias = tuple[Any, Any]
 
 _ODD_VALUES: Final[tuple[object, ...]] = (
@@ -15,9 +15,9 @@ _ODD_VALUES: Final[tuple[object, ...]] = (
 
 
 def mutate(tree: object, random: Random, words: Sequence[str]) -> object:
-    """Return a copy of a tree of mappings, lists and scalars with one to four places of it changed.
+    """Return a copy of a tree of mappings, lists and scalars with one to four places changed.
 
-    ``words`` are the names and values that mean something in this kind of document.
+    ``words`` are the names and values with a meaning in this kind of document.
     """
     root = [copy.deepcopy(tree)]
     for _ in range(random.randint(1, 4)):
@@ -29,7 +29,8 @@ def mutate(tree: object, random: Random, words: Sequence[str]) -> object:
 def _slots(root: list[object]) -> list[_Slot]:
     """Return every place of a tree, the root's own first."""
     slots: list[_Slot] = []
-    # Breadth first, so that how deep the tree is does not matter; bounded, since changes may graft it into itself.
+    # The search is breadth first, so any depth of the tree is handled. It is bounded, because changes may insert the
+    # tree into itself.
     open_nodes: list[Any] = [root]
     for node in open_nodes:
         keys = list(node) if isinstance(node, dict) else range(len(node))
@@ -41,7 +42,7 @@ def _slots(root: list[object]) -> list[_Slot]:
 
 
 def _value(slots: list[_Slot], random: Random, words: Sequence[str]) -> object:
-    """Return an odd value, a word, or a copy of another place's."""
+    """Return an unusual value, a word, or a copy of another place's value."""
     kind = random.randrange(3)
     if kind == 0:
         return copy.deepcopy(random.choice(_ODD_VALUES))
@@ -58,7 +59,7 @@ def _replace(slot: _Slot, slots: list[_Slot], random: Random, words: Sequence[st
 
 def _remove(slot: _Slot, slots: list[_Slot], random: Random, words: Sequence[str]) -> None:
     container, key = slot
-    # The root stays, for the changes that come after this one.
+    # The root stays, because later changes need it.
     if container is not slots[0][0]:
         del container[key]
 

@@ -1,7 +1,8 @@
-"""``python -m bench autoscaling``: scaling on the SLO beside scaling on the queue and beside fixed fleets.
+"""``python -m bench autoscaling`` compares scaling on the SLO with scaling on the queue and with fixed fleets.
 
-In virtual time: the real router and rule, the engine model, an HPA as Kubernetes has it and pods that take two minutes
-to start, under the Conversation trace paced by rate shapes (Tool&Agent, generated, where the trace is not to be had).
-``settings`` says what is measured, ``measures`` does it, ``shown`` makes tables and a chart of it, ``command`` runs it
-all. Cells, results and charts are the evaluation's (``bench.paper``); docs/autoscaling.md says what came out.
+It runs in virtual time, with the real router and scaling rule, the engine model, an HPA that follows Kubernetes'
+algorithm, and pods that take two minutes to start. The load is the Conversation trace, paced by rate shapes; where the
+trace is missing, the generated Tool&Agent workload replaces it. ``settings`` defines the measurements, ``measures``
+runs them, ``shown`` makes the tables and the chart, and ``command`` is the command line. Cells, results and charts come
+from ``bench.paper``; docs/autoscaling.md discusses the results.
 """

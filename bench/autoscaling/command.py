@@ -1,4 +1,4 @@
-"""``python -m bench autoscaling``: measure what is not measured yet, then write the page and the chart."""
+"""``python -m bench autoscaling``: run the missing measurements, then write the page and the chart."""
 
 import sys
 from collections.abc import Sequence

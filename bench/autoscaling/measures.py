@@ -1,4 +1,7 @@
-"""One run under a scaler or on a fixed fleet, and the cells that name them. Called in other processes."""
+"""Measures one run under a scaler or on a fixed fleet, and defines the cells that name these runs.
+
+The functions are called in worker processes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,14 +45,14 @@ from dualmap_sim.workloads.trace import Trace
 SECTION: Final = "autoscaling"
 _ENGINE: Final = PRESETS["7b"]
 _SEED_REQUESTS: Final = 4000
-"""A seed begins so many requests further on in the trace."""
+"""Each further seed begins this number of requests later in the trace."""
 _TOOL_AGENT_PER_S: Final = 7.0
-"""The rate of the generated workload at which it takes about as many instances as the trace at its own."""
+"""The rate at which the generated workload needs about as many instances as the trace at its recorded rate."""
 _SERIES_S: Final = 30.0
 
 
 def scaled(trace: Path, workload: str, shape: str, scaler: str, seed: int) -> Kept:
-    """Run a shape under a scaler; return its figures and how the fleet's size went."""
+    """Run a shape under a scaler; return its figures and the fleet's size over time."""
     load = SHAPES[shape]
     config = _config(_load(trace, workload), load.first)
     if scaler in (SLO_HASTY, SLO_ROUTERS):
@@ -64,7 +67,7 @@ def scaled(trace: Path, workload: str, shape: str, scaler: str, seed: int) -> Ke
     if load.rises_s is not None:
         found = lag(run.syncs, since_s=load.rises_s, enough=ENOUGH[load.highest])
         kept |= {"asked_after_s": found.asked_s, "serving_after_s": found.serving_s}
-    # The chart shows one run of each.
+    # The chart shows one run of each shape and scaler.
     return kept | (_series(run) if seed == 0 else {})
 
 
@@ -128,7 +131,7 @@ def _series(run: Run) -> dict[str, Any]:
     return {
         "series": {
             "at_s": [sync.at_s for sync in syncs],
-            "asked": [sync.asked for sync in syncs],
+            "asked": [sync.requested for sync in syncs],
             "serving": [sync.serving for sync in syncs],
             "attainment": [[at_s, share] for at_s, share in met],
         }
@@ -156,7 +159,7 @@ def size_cell(extent: Extent, rate: float, instances: int, seed: int) -> Cell:
 
 
 def cells(extent: Extent) -> list[Cell]:
-    """Return everything that is measured, seed by seed."""
+    """Return all cells to measure, seed by seed."""
     every: list[Cell] = []
     for seed in extent.seeds:
         every += [cell(extent, shape, each, seed) for shape in extent.shapes for each in extent.scalers(shape, seed)]

@@ -1,4 +1,4 @@
-"""What is measured: the shapes of the load, what scales under it, and the fixed fleets beside it."""
+"""Defines what is measured: the load shapes, the scalers, and the fixed fleets to compare with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,12 @@ START_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How load comes: ``phases`` in multiples of the trace's own rate, with ``first`` instances at the beginning.
+    """The load over time, as multiples of the trace's recorded rate.
 
-    ``highest`` is the highest of these rates; ``rises_s`` is when load rises to it at once, if it does.
+    ``first`` is the number of instances at the start.
+
+    ``highest`` is the highest of these rates; ``rises_s`` is the time at which load jumps to it, None if it does not
+    jump.
     """
 
     says: str
@@ -31,12 +34,12 @@ class Shape:
 
     @property
     def lasts_s(self) -> float:
-        """How long it lasts."""
+        """The shape's duration."""
         return sum(phase.seconds for phase in self.phases)
 
 
 def phases(*minutes_and_rates: tuple[float, float]) -> tuple[Phase, ...]:
-    """Return phases of so many minutes at such rates."""
+    """Return phases, each with its minutes and its rate."""
     return tuple(Phase(seconds=60 * minutes, rate=rate) for minutes, rate in minutes_and_rates)
 
 
@@ -78,7 +81,8 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     }
 )
 ENOUGH: Final[Mapping[float, int]] = MappingProxyType({1.0: 9, 1.5: 12})
-"""The smallest fixed fleet that serves 99 % of the requests in time at a rate: the table of sizes shows it."""
+"""The smallest fixed fleet that serves 99 % of the requests within the SLO at each rate, as the table of sizes shows.
+"""
 SIZES: Final[Mapping[float, tuple[int, ...]]] = MappingProxyType({1.0: (8, 9), 1.5: (11, 12)})
 MANIFEST: Final = HpaSpec()
 HASTY: Final = replace(MANIFEST, down=replace(MANIFEST.down, stabilization_s=300.0))
@@ -92,7 +96,7 @@ SLO_ROUTERS: Final = "SLO, 4 routers"
 
 
 def queue(target: float) -> str:
-    """Return how scaling on so many requests a replica is called."""
+    """Return the name of a scaler with this number of requests for each replica."""
     return f"queue, {target:g} a replica"
 
 
@@ -101,23 +105,23 @@ SCALERS: Final = (SLO, SLO_HASTY, *(queue(target) for target in TARGETS), FIXED_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured, of which workload."""
+    """How much is measured, and of which workload."""
 
     quick: bool
     trace: Path
 
     @property
     def workload(self) -> str:
-        """The Conversation trace, or what stands in for it."""
+        """The Conversation trace, or the workload that replaces it."""
         return CONVERSATION if self.trace.exists() else TOOL_AGENT
 
     def scalers(self, shape: str, seed: int) -> Sequence[str]:
-        """What is measured under a shape: what little depends on chance once only."""
+        """The scalers that run under a shape with a seed; those with little variation run only once."""
         once = (SLO_HASTY, FIXED_MEAN)
         return [each for each in SCALERS if each not in once or (shape == "step" and seed == 0)]
 
     def sizes(self, seed: int) -> Sequence[tuple[float, int]]:
-        """Which fixed fleets are measured, by rate."""
+        """The fixed fleets that are measured, by rate."""
         return () if self.quick or seed else [(rate, size) for rate, of in SIZES.items() for size in of]
 
     @property
@@ -127,10 +131,10 @@ class Extent:
 
     @property
     def seeds(self) -> Sequence[int]:
-        """Where in the trace runs begin."""
+        """The seeds, which choose where in the trace a run begins."""
         return (0,) if self.quick else (0, 1)
 
     @property
     def routers(self) -> Sequence[tuple[str, int]]:
-        """Which shapes and seeds several routers share."""
+        """The shapes and seeds that run with several routers."""
         return () if self.quick else (("step", 0),)

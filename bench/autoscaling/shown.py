@@ -1,4 +1,4 @@
-"""The tables and the chart of what was measured."""
+"""Makes the tables and the chart of the measurements."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ from matplotlib.axes import Axes
 
 
 def page(results: Results, extent: Extent) -> str:
-    """Return the tables of what was measured."""
+    """Return the tables of the measurements."""
     title = TITLES[extent.workload]
     parts = [
         f"{title}, engine model `7b`, SLO {SLO_S:g} s. Instances take {START_S:g} s to start. Each figure is the "
@@ -45,7 +45,7 @@ def page(results: Results, extent: Extent) -> str:
 
 
 def _measured(results: Results, extent: Extent) -> list[str]:
-    """Return the shapes of which there is a run to show."""
+    """Return the shapes that have at least one run to show."""
     return [each for each in extent.shapes if results.figures(cell(extent, each, SLO, 0)) is not None]
 
 
@@ -120,7 +120,7 @@ _COLOURS: Final = (("SLO", "#0f766e"), (queue(TARGETS[0]), "#c2571a"), (queue(TA
 
 
 def draw(results: Results, extent: Extent, path: Path) -> None:
-    """Draw how the fleets followed the load, and what share of the requests was served in time."""
+    """Draw the fleets' sizes beside the load, and the share of requests served within the SLO."""
     shapes = _measured(results, extent)
     if not shapes:
         return
@@ -157,7 +157,7 @@ def draw(results: Results, extent: Extent, path: Path) -> None:
 
 
 def _draw_need(axes: Axes, shape: Shape) -> None:
-    """Draw the load as the fleet that it takes, at as much a request as the highest rate does."""
+    """Draw the load as the number of instances it needs, at the cost per request of the highest rate."""
     at_min: list[float] = []
     need: list[float] = []
     now_s = 0.0

@@ -1,1 +1,1 @@
-"""``python -m bench.engine``: the engine model of the simulator beside a real vLLM."""
+"""``python -m bench.engine`` compares the simulator's engine model with a real vLLM."""

@@ -1,4 +1,4 @@
-"""Asks a real engine for streamed completions and says when each token came. ``record.py`` uses it."""
+"""Requests streamed completions from a real engine and records when each token came. ``record.py`` uses it."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ TIMEOUT_S = 120.0
 
 
 class EngineError(Exception):
-    """The engine did not answer as vLLM does; the message says what it did instead."""
+    """The engine did not answer as vLLM does; the message describes its answer."""
 
 
 class Client:
@@ -51,7 +51,7 @@ class Client:
             raise EngineError(f"GET {self._url}{path}: {error} ({type(error).__name__})") from error
 
     async def line(self, path: str, beginning: str) -> str:
-        """Return the line of a text that begins so. Raises EngineError."""
+        """Return the line of a text that begins with ``beginning``. Raises EngineError."""
         async with self._http.get(self._url + path) as response:
             for line in (await response.text()).splitlines():
                 if line.startswith(beginning):
@@ -59,8 +59,9 @@ class Client:
         raise EngineError(f"GET {self._url}{path}: no line begins with {beginning!r}")
 
     async def wave(self, asks: tuple[Ask, ...], *, number: int, began_s: float) -> list[Seen]:
-        """Send the requests of a wave of that number, each at its time from now; return them when all have ended, with
-        times since ``began_s`` (of ``time.monotonic``). Raises EngineError.
+        """Send the requests of one wave, each at its time from now, and return them when all have ended.
+
+        Times count from ``began_s`` (of ``time.monotonic``). Raises EngineError.
         """
         bodies = [(ask, self._body(ask)) for ask in asks]
         now_s = time.monotonic()
@@ -71,7 +72,8 @@ class Client:
                     for ask, body in bodies
                 ]
         except ExceptionGroup as errors:
-            # One failure is enough to give up, and only those that are the engine's have words of their own.
+            # One failure ends the recording. Only the engine's own failures get a message; the others are raised as
+            # they are.
             first = errors.exceptions[0]
             if not isinstance(first, EngineError | aiohttp.ClientError | TimeoutError):
                 raise
@@ -87,7 +89,7 @@ class Client:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
-                # Usage in every chunk tells how many tokens each one brought.
+                # Usage in every chunk states how many tokens that chunk brought.
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         ).encode()

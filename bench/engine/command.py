@@ -1,4 +1,4 @@
-"""``python -m bench.engine``: serve a small vLLM, record it, fit the model to the recording, say how far it is off."""
+"""``python -m bench.engine``: start a small vLLM, record it, fit the model to the recording, and report the error."""
 
 import asyncio
 import sys

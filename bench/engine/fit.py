@@ -1,8 +1,8 @@
-"""Chooses the parameters of the engine model for a real engine: least squares of relative errors, on simple cases only.
+"""Fits the engine model's parameters to a real engine: least squares of relative errors, on simple cases only.
 
-A prefill's cost is fitted to requests that were alone, a decode step's to batches that share a prefix. Queues and
-mixes are left for ``report.py`` to predict. The formulas are ``PrefillCost``'s and ``DecodeCost``'s, which are linear
-in ``o``, ``1/r``, ``a/r``, ``1/l`` and in ``d0``, ``d1``, ``d2``.
+A prefill's cost is fitted to requests that were alone, a decode step's to batches that share a prefix. ``report.py``
+predicts queues and mixes. The formulas are ``PrefillCost``'s and ``DecodeCost``'s, which are linear in ``o``, ``1/r``,
+``a/r``, ``1/l`` and in ``d0``, ``d1``, ``d2``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,17 +17,17 @@ from dualmap_sim.presets import DecodeCost, EngineConfig, PrefillCost
 ALONE = ("alone cold", "alone warm")
 DECODE = "decode"
 NOTHING_S = 1e-12
-"""What stands for no time at all where the model divides by it."""
+"""Replaces a zero time where the model divides by it."""
 
 
 class FitError(Exception):
-    """The recording has too few requests of a kind; the message says of which."""
+    """The recording has too few requests of one kind; the message names the kind."""
 
 
 def fit(recording: Recording, groups: Sequence[Group], *, chunk_tokens: int | None) -> EngineConfig:
-    """Return the engine that comes nearest to what these groups of the recording show. Raises FitError.
+    """Return the engine whose costs fit these groups of the recording best. Raises FitError.
 
-    With ``chunk_tokens`` its prefills are cut into chunks, each of which pays ``o``; with None they are not.
+    With ``chunk_tokens`` its prefills are cut into chunks, and each chunk pays ``o``; with None they are not cut.
     """
     block_tokens, kv_tokens = recording.tokens("block_tokens"), recording.tokens("kv_tokens")
     return EngineConfig(
@@ -76,9 +76,10 @@ def _decode(groups: Iterable[Group]) -> DecodeCost:
 
 
 def _steady(batch: Sequence[Seen]) -> tuple[int, float] | None:
-    """Return what a batch held on the middle one of the steps that all took part in, and those steps' median time.
+    """Return the KV tokens of a batch halfway through its common steps, and the median time of these steps.
 
-    None where there was no such step: on a busy machine the last may come when the first has ended.
+    Common steps are those that all requests of the batch share. None where there was no such
+    step: on a busy machine the last request may come after the first has ended.
     """
     begin_s, end_s = max(each.token_s[0] for each in batch), min(each.token_s[-1] for each in batch)
     last = max(batch, key=lambda each: each.token_s[0])
@@ -93,7 +94,7 @@ def _steady(batch: Sequence[Seen]) -> tuple[int, float] | None:
 def _solve(rows: Sequence[Sequence[float]], times_s: Sequence[float], what: str) -> list[float]:
     """Return the coefficients, none below zero, that minimise the sum of squared relative errors.
 
-    A coefficient that would be negative is taken for zero, the worst one first (its column explains noise only).
+    Negative coefficients are set to zero, the most negative first, because their columns explain only noise.
     """
     if len(rows) <= len(rows[0] if rows else ()):
         raise FitError(f"{len(rows)} requests of the kind {what!r} are too few to fit to")

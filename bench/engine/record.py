@@ -1,6 +1,6 @@
-"""Asks a real engine all that ``scenarios.py`` plans, group by group, and returns what came of it.
+"""Sends the requests of ``scenarios.py`` to a real engine, group by group, and returns the recording.
 
-The machine's noise is recorded with it: before every group the same kind of request is sent alone (the *probe*).
+To record the machine's noise, the same kind of request is sent alone before every group (the *probe*).
 """
 
 import asyncio
@@ -21,11 +21,11 @@ PROBES = 5
 FIRST_PROBE = 1_000_000
 """Number of the first probe's text; the scenarios' texts have lower ones."""
 PAUSE_S = 0.05
-"""Between groups: an engine that has sent its last token still has a step's end to do."""
+"""The pause between groups: after its last token an engine still has to finish its step."""
 
 
 async def record(url: str, *, rounds: int, step_tokens: int, options: str, say: Callable[[str], None]) -> Recording:
-    """Send everything to the engine at ``url``. Raises EngineError."""
+    """Send all groups to the engine at ``url``. Raises EngineError."""
     async with Client(url) as client:
         probe = _Probe(client)
         speed = PROBE_TOKENS / median([await probe.ttft_s() for _ in range(PROBES)])
@@ -67,7 +67,7 @@ class _Probe:
 
 
 async def _engine(client: Client) -> dict[str, str | int]:
-    """Return what the engine says of itself; its cache's shape is told by one of its metrics only."""
+    """Return the engine's own facts; only one of its metrics states the cache's shape."""
     version, models = await client.get("/version"), await client.get("/v1/models")
     cache = dict(re.findall(r'(\w+)="([^"]*)"', await client.line("/metrics", "vllm:cache_config_info{")))
     block_tokens, blocks = int(cache["block_size"]), int(cache["num_gpu_blocks"])

@@ -1,7 +1,8 @@
-"""What a real engine did, as values and as a JSON file: requests with the times of their tokens, machine, engine.
+"""A recording of a real engine, as values and as a JSON file: requests with the times of their tokens, machine, engine.
 
-``record.py`` makes recordings, ``replay.py`` asks the engine model the same. A file holds one group of requests a line;
-times are in milliseconds there, and prompts are pieces (a number and a length) of which ``scenarios.py`` makes tokens.
+``record.py`` makes recordings; ``replay.py`` replays them on the engine model. A file holds one group of requests on
+each line. Its times are in milliseconds. A prompt is a list of pieces (a number and a length), from which
+``scenarios.py`` makes tokens.
 """
 
 import json
@@ -14,11 +15,11 @@ from typing import Any, Final
 FORMAT: Final = "dualmap engine recording 1"
 
 Piece = tuple[int, int]
-"""Some tokens of a prompt: which text (its number) and how many of its tokens, from the first."""
+"""A piece of a prompt: the number of its text, and how many of that text's first tokens it has."""
 
 
 class RecordingError(Exception):
-    """A file is not a recording; the message says what is wrong and where."""
+    """A file is not a recording; the message states the fault and its line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +28,16 @@ class Seen:
 
     pieces: tuple[Piece, ...]
     cached_tokens: int
-    """Prompt tokens that the engine says it found in its prefix cache."""
+    """Prompt tokens found in the prefix cache, as the engine reports."""
     sent_s: float
     token_s: tuple[float, ...]
     """When each output token came."""
     setup: bool
-    """Sent to warm the cache for others; its time is not counted."""
+    """Sent only to warm the cache for other requests; its times are not counted."""
     wave: int
-    """Requests of a wave are sent at set times from its beginning, when all of the last wave have ended."""
+    """Each wave begins when all requests of the previous wave have ended; its requests are sent at set times from its
+    beginning.
+    """
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,20 +52,20 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Requests that were sent to an idle engine, whose cache held nothing of their prompts."""
+    """Requests sent to an idle engine whose cache held nothing of their prompts."""
 
     scenario: str
     round: int
     probe_s: float
-    """TTFT of the same kind of request before every group: how fast the machine was just then."""
+    """TTFT of the probe before the group, which shows the machine's speed at that moment."""
     load: float
-    """The machine's load average (of one minute) before the group."""
+    """The machine's one-minute load average before the group."""
     requests: tuple[Seen, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Everything about one run of ``record``."""
+    """The full result of one run of ``record``."""
 
     engine: Mapping[str, str | int]
     """``version``, ``model``, ``options``; ``step_tokens`` (the most that one step computes, vLLM's
@@ -71,7 +74,7 @@ class Recording:
     groups: tuple[Group, ...]
 
     def tokens(self, fact: str) -> int:
-        """Return a fact of the engine that is a number of tokens."""
+        """Return one of the engine's facts, which must be a number of tokens."""
         return int(self.engine[fact])
 
 
@@ -120,7 +123,7 @@ def _group_out(group: Group) -> dict[str, Any]:
 
 
 def _seen_out(seen: Seen) -> list[Any]:
-    """Return pieces, cached tokens, wave, setup or not, when sent, and the times from one token to the next."""
+    """Return pieces, cached tokens, wave, whether it is setup, send time, and the times between successive tokens."""
     times = (seen.sent_s, *seen.token_s)
     gaps = [_ms(after) - _ms(before) for before, after in pairwise(times)]
     facts = [seen.pieces, seen.cached_tokens, seen.wave, int(seen.setup)]

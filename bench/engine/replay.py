@@ -1,6 +1,6 @@
-"""Asks the simulated engine what a real one was asked, at the same times, and returns when its tokens would have come.
+"""Replays a recording on the engine model, with requests at the same times, and returns when their tokens come.
 
-``recording.py`` holds what was asked, ``fit.py`` chooses the engine's parameters, ``report.py`` compares.
+``recording.py`` holds the requests, ``fit.py`` fits the engine's parameters, ``report.py`` compares.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from dualmap_sim.presets import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One request that really happened, and what the model says of it."""
+    """One recorded request, and the model's prediction of it."""
 
     group: Group
     position: int
-    """Which of the group's requests it is."""
+    """Its index among the group's requests."""
     ttft_s: float
     total_s: float
     """From sending to the last token."""
@@ -27,24 +27,24 @@ class Replayed:
 
     @property
     def seen(self) -> Seen:
-        """What really happened."""
+        """The recorded request."""
         return self.group.requests[self.position]
 
     @property
     def ttft_error(self) -> float:
-        """The model's TTFT less the real one, as a share of the latter."""
+        """The model's TTFT minus the real one, relative to the real one."""
         return self.ttft_s / self.seen.ttft_s - 1
 
     @property
     def total_error(self) -> float:
-        """The same of the time until the last token."""
+        """The relative error of the time until the last token."""
         return self.total_s / (self.seen.token_s[-1] - self.seen.sent_s) - 1
 
 
 def replay(config: EngineConfig, group: Group) -> list[Replayed]:
-    """Let an empty engine of the model serve a group; return those that are no setup.
+    """Replay a group on an empty engine model; return its requests without those of the setup.
 
-    As in reality a wave waits until the last one has ended, and then comes as it came.
+    As in the recording, a wave begins when the previous one has ended; its requests keep their times.
     """
     blocks = _Blocks(config.block_tokens)
     engine = Engine(config)
@@ -55,7 +55,7 @@ def replay(config: EngineConfig, group: Group) -> list[Replayed]:
         late_s = max(late_s, engine.now_s - asked[0][1].sent_s)
         events: list[EngineEvent] = []
         for position, seen in asked:
-            # What was added and taken away again may be a rounding less.
+            # Adding and subtracting the same time may leave a rounding error.
             at_s = max(engine.now_s, late_s + seen.sent_s)
             events += engine.advance(at_s)
             engine.submit(at_s, _request(position, seen, blocks))
@@ -87,7 +87,7 @@ def _request(position: int, seen: Seen, blocks: "_Blocks") -> EngineRequest:
 
 
 class _Blocks:
-    """Numbers for the blocks of prompts: the same one where the tokens up to the block's end are the same."""
+    """Numbers of blocks: two blocks have the same number if all tokens up to their ends are the same."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -101,7 +101,7 @@ class _Blocks:
         return numbers
 
     def _contents(self, seen: Seen) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """Yield every whole block as the stretches of texts that it is made of: text, from, to."""
+        """Yield every whole block as the pieces of texts it consists of: text, from, to."""
         block: list[tuple[int, int, int]] = []
         room = self._block_tokens
         for text, tokens in seen.pieces:

@@ -1,11 +1,10 @@
-"""Says in tables how far the fitted model is off, by scenario, on the half of a recording that it was not fitted to.
+"""Reports the fitted model's errors in tables, by scenario, on the half of a recording that was not used for the fit.
 
-Beside every error stands the *floor*: how much the very same request differed when it was made again, in the other
-half. Where the model's error is near it, the recording cannot tell the two apart.
+Each error has a *floor* beside it: the difference between two runs of the same request, one in each half. An error near
+its floor cannot be distinguished from noise.
 
-A machine that others use is faster in one group than in the next. So groups are replayed a second time *at their
-own rate*: the whole model slowed by the one factor that suits the group best. What is left is the error of the
-model's form.
+On a shared machine some groups run faster than others. So groups are replayed a second time *at their own rate*: one
+factor, the best for the group, slows the whole model. The remaining error is that of the model's form.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,14 +19,15 @@ from bench.engine.replay import Replayed, replay
 from dualmap_sim.presets import EngineConfig, slowed
 
 RATES: Final = tuple(0.6 + 0.02 * step for step in range(56))
-"""Factors that a group may be slower by, of which the best is taken."""
+"""Factors by which a group may be slower; the best one is taken."""
 RATED_REQUESTS: Final = 4
-"""Groups with fewer are not given a rate of their own: it would explain them whatever the model says."""
+"""Groups with fewer requests get no rate of their own, because a factor would fit so few whatever the model predicts.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The model in one of its modes, fitted to one half of a recording, and what it says of the other half."""
+    """The model in one of its modes, fitted to one half of a recording, with its predictions of the other half."""
 
     mode: str
     config: EngineConfig
@@ -35,12 +35,12 @@ class Fitted:
     at_own_rate: tuple[Replayed, ...]
     """The requests of groups of at least ``RATED_REQUESTS``, each group replayed at its own rate."""
     rates: tuple[tuple[str, float], ...]
-    """Those groups' scenarios, and how many times as long as the model says each took."""
+    """The scenario of each of those groups, and the factor by which the group took longer than predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """How far the model is off, in shares of the real times: absolute errors' median and p90, signed ones' median."""
+    """The model's relative errors: median and p90 of the absolute errors, median of the signed ones."""
 
     requests: int
     median: float
@@ -57,7 +57,7 @@ def halves(recording: Recording) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
 
 
 def fit_and_replay(recording: Recording) -> tuple[Fitted, Fitted]:
-    """Fit both modes of the model, whole prefills and chunked ones, and replay what they were not fitted to.
+    """Fit both modes of the model, whole and chunked prefills, to one half, and replay the other half.
 
     Raises FitError.
     """
@@ -80,17 +80,17 @@ def _fitted(mode: str, config: EngineConfig, predicted: Sequence[Group]) -> Fitt
 
 
 def counted(group: Group) -> list[Seen]:
-    """Return the requests that are no setup."""
+    """Return the requests without those of the setup."""
     return [seen for seen in group.requests if not seen.setup]
 
 
 def own_rate(config: EngineConfig, group: Group) -> float:
-    """Return how many times as long as the model says things took in this group: the factor of least mean error."""
+    """Return the factor by which this group took longer than predicted: the factor of least mean error."""
     return min(RATES, key=lambda rate: fmean(abs(each.ttft_error) for each in replay(slowed(config, rate), group)))
 
 
 def errors(values: Iterable[float]) -> Errors:
-    """Summarise relative errors; there must be some."""
+    """Summarise relative errors, at least one."""
     signed = list(values)
     absolute = sorted(abs(value) for value in signed)
     return Errors(
@@ -110,8 +110,9 @@ def by_scenario(replayed: Iterable[Replayed]) -> dict[str, list[Replayed]]:
 
 
 def floor(recording: Recording, scenario: str) -> float | None:
-    """Return the median relative difference of TTFT between a request of the predicted half and the same one made a
-    round before; None where requests are drawn anew in every round.
+    """Return the median relative difference of TTFT between a predicted request and the same one in the round before.
+
+    None where each round draws new requests.
     """
     if scenario.startswith("poisson"):
         return None
@@ -122,7 +123,7 @@ def floor(recording: Recording, scenario: str) -> float | None:
 
 
 def markdown(recording: Recording, fitted: Sequence[Fitted]) -> str:
-    """Return everything as text."""
+    """Return the report as text."""
     parts = [_facts(recording)]
     for each in fitted:
         parts += [f"### Model with {each.mode}", _parameters(each.config), _table(recording, each)]

@@ -1,4 +1,4 @@
-"""What a real engine is asked: groups of requests, from one alone to a Poisson mix, and the tokens of their prompts.
+"""Defines the groups of requests to a real engine, from a single one to a Poisson mix, and their prompts' tokens.
 
 ``record.py`` sends them. Every group has texts of its own, so an engine's cache holds nothing of it beforehand.
 """
@@ -11,7 +11,7 @@ from bench.engine.recording import Piece
 
 LENGTHS = (256, 512, 1024, 1536, 2048, 3072, 4000)
 WARM = ((2048, 512), (2048, 1024), (2048, 1536), (2048, 2016), (4000, 1024), (4000, 2048), (4000, 3072), (4000, 3968))
-"""Prompts by their tokens and how many of them are cached; all begin alike."""
+"""Prompts by their length and how many tokens of it are cached; all have the same beginning."""
 MIXED = (2048, 256, 1024, 512, 256, 1536)
 BATCHES = (1, 2, 4, 8, 16)
 DECODE_CONTEXTS = (64, 768, 2560)
@@ -25,7 +25,10 @@ VOCABULARY = (1, 2047)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, sent ``after_s`` seconds into its wave; ``setup``: only to warm the cache for others."""
+    """One request, sent ``after_s`` seconds after its wave begins.
+
+    ``setup`` marks requests that only warm the cache for others.
+    """
 
     pieces: tuple[Piece, ...]
     output_tokens: int = 1
@@ -35,7 +38,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """Waves of requests; one begins when all of the last one have ended."""
+    """Waves of requests; each begins when all requests of the previous one have ended."""
 
     scenario: str
     round: int
@@ -43,24 +46,24 @@ class PlannedGroup:
 
 
 class Texts:
-    """Numbers for texts that nobody has used yet."""
+    """The numbers of texts that no request has used yet."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def new(self, tokens: int) -> Piece:
-        """Return a piece of a text of its own."""
+        """Return a piece of a new text."""
         self._last += 1
         return (self._last, tokens)
 
 
 def token_ids(pieces: tuple[Piece, ...]) -> list[int]:
-    """Return a prompt's token ids, the same ones for the same pieces ever after."""
+    """Return a prompt's token ids; equal pieces always give equal ids."""
     return [token for number, tokens in pieces for token in Random(number).choices(range(*VOCABULARY), k=tokens)]
 
 
 def planned(rounds: int, *, tokens_per_s: float, seed: int = 0) -> Iterator[PlannedGroup]:
-    """Yield all groups. ``tokens_per_s`` is the engine's speed: the Poisson mixes are to load it to some share."""
+    """Yield all groups. ``tokens_per_s`` is the engine's speed, from which the rates of the Poisson mixes follow."""
     texts, random = Texts(), Random(seed)
     for number in range(rounds):
         for scenario, waves in _waves(texts, random, tokens_per_s):
@@ -94,7 +97,10 @@ def _waves(texts: Texts, random: Random, tokens_per_s: float) -> Iterator[tuple[
 
 
 def _decode(texts: Texts, context: int) -> tuple[tuple[Ask, ...], ...]:
-    """Return batches that soon decode together: what they share is warm, so that their prefills take no time."""
+    """Return batches that begin to decode together soon.
+
+    Their shared prefix is warm, so their prefills take almost no time.
+    """
     shared = texts.new(context)
     batches = (
         tuple(Ask(pieces=(shared, texts.new(8)), output_tokens=DECODE_TOKENS) for _ in range(batch))
@@ -104,7 +110,7 @@ def _decode(texts: Texts, context: int) -> tuple[tuple[Ask, ...], ...]:
 
 
 def _poisson(texts: Texts, random: Random, new_tokens_per_s: float) -> tuple[Ask, ...]:
-    """Return questions on a few documents, at random times, that bring so many uncached tokens a second."""
+    """Return questions about a few documents, at random times, that bring this number of uncached tokens per second."""
     documents = [texts.new(random.randrange(512, 1537)) for _ in range(DOCUMENTS)]
     chosen = [random.choice(documents) for _ in range(POISSON_REQUESTS)]
     pieces = [(document, texts.new(random.randrange(64, 513))) for document in chosen]

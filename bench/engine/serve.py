@@ -1,4 +1,4 @@
-"""Starts a real vLLM on the CPU, with the model of ``tiny_model.py``, and stops it again (``record``, e2e)."""
+"""Starts and stops a real vLLM on the CPU with the model of ``tiny_model.py``; used by ``record`` and the e2e tests."""
 
 import asyncio
 import os
@@ -13,25 +13,29 @@ import aiohttp
 
 HERE = Path(__file__).parent
 START_LIMIT_S = 240.0
-"""A quiet machine needs 25 s, a busy one up to 150."""
+"""vLLM starts in 25 s on an idle machine, and in up to 150 s on a busy one."""
 STOP_LIMIT_S = 20.0
 LOG_CHARACTERS = 3000
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
-    # One thread computes, so that a second core is left for the engine's other processes and the client.
+    # One thread computes, so a second core is left for the engine's other processes and the client.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
 class ServeError(Exception):
-    """vLLM did not start; the message ends with what it wrote last."""
+    """vLLM did not start; the message ends with vLLM's last output."""
 
 
 def options_of(*, step_tokens: int, whole: bool) -> tuple[str, ...]:
-    """Return vLLM's options. ``step_tokens`` bound a step; ``whole`` forbids to cut a prompt into several steps."""
+    """Return vLLM's options.
+
+    ``step_tokens`` limits a step; ``whole`` keeps vLLM from cutting a prompt into several
+    steps.
+    """
     return (
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "32"),
         *("--block-size", "32", "--kv-cache-memory-bytes", "1073741824", "--enable-prefix-caching"),
@@ -59,7 +63,7 @@ async def serving(python: Path, options: Sequence[str], *, say: Callable[[str], 
                 env=_environment(),
                 stdout=output,
                 stderr=output,
-                # A group of its own, since vLLM has children that a signal must reach too.
+                # In its own process group, because signals must also reach vLLM's child processes.
                 start_new_session=True,
             )
         try:
@@ -88,7 +92,7 @@ async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> N
                         if response.status == 200:
                             return
                 except aiohttp.ClientError:
-                    pass  # It does not listen yet.
+                    pass  # vLLM does not listen yet.
                 await asyncio.sleep(0.5)
     except TimeoutError as error:
         raise ServeError(f"vLLM was not healthy within {START_LIMIT_S:.0f} s:\n{_end_of(log)}") from error
@@ -96,7 +100,10 @@ async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> N
 
 
 async def _stop(server: asyncio.subprocess.Process) -> None:
-    """End vLLM and its children. Its shutdown was seen to hang for minutes on a busy machine: it is not waited for."""
+    """End vLLM and its children.
+
+    On a busy machine vLLM's shutdown can hang for minutes, so after ``STOP_LIMIT_S`` the processes are killed.
+    """
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
     with suppress(TimeoutError):
@@ -107,7 +114,7 @@ async def _stop(server: asyncio.subprocess.Process) -> None:
 
 
 def _environment() -> dict[str, str]:
-    # Not ours: another environment's packages would be found before vLLM's own.
+    # Without this environment's PYTHONPATH: Python would find its packages before vLLM's own.
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **ENVIRONMENT}
 
 

@@ -1,7 +1,10 @@
-"""Writes a small random Qwen2 with a tokenizer into a folder. Run by the Python of a vLLM: ``serve.py`` does.
+"""Writes a small random Qwen2 with a tokenizer into a folder.
 
-25 million parameters (512 wide, 8 layers, 8 heads of which 4 hold KV) are slow enough on a CPU core that a prefill's
-time can be told from everything around it; no weights need to be fetched. Everything is seeded.
+``serve.py`` runs it with the Python of a vLLM installation.
+
+The model has 25 million parameters (512 wide, 8 layers, 8 heads of which 4 hold KV). On a CPU core that is slow enough
+to tell a prefill's time from the overhead around it. No weights are downloaded. All random values come from a fixed
+seed.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""What the router costs behind a real Envoy: beside that Envoy alone, and beside a picker that does nothing.
+"""Measures the router's cost behind a real Envoy, beside Envoy alone and beside a trivial picker.
 
-``command`` is the command line, ``stacks`` starts the processes, ``experiment`` measures them in turns, ``report``
-turns the samples into tables. ``load``, ``upstream`` and ``trivial`` are processes of their own: the clients, the
-engines, and the picker that answers a constant.
+``command`` is the command line, ``stacks`` starts the processes, ``experiment`` measures them in turns, and ``report``
+makes tables of the samples. ``load``, ``upstream`` and ``trivial`` run as separate processes: the clients, the engines,
+and the picker whose answer is constant.
 """

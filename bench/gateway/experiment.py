@@ -1,6 +1,6 @@
-"""What is measured and in which turns: every stack once a round, so that a noisy minute falls on all of them.
+"""Measures the stacks in turns: each has one turn in every round, so a noisy minute affects all of them.
 
-Only figures of one run may be compared, and ratios best within one round; ``report`` does so.
+Compare only figures of one run, and preferably as ratios within one round, as ``report`` does.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _RAMP_S = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long and how often. ``rate`` is requests a second of the open loops."""
+    """The lengths and numbers of the measurements. ``rate`` is the open loops' requests per second."""
 
     sections: tuple[str, ...]
     rounds: int
@@ -48,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One stack under one load in one round. ``messages`` is what Envoy told the picker per request."""
+    """One stack under one load in one round. ``messages`` counts what Envoy sent to the picker, per request."""
 
     cell: Cell
     stack: str
@@ -57,14 +57,14 @@ class Sample:
     result: Result
 
     def cpu_us(self, process: str) -> float:
-        """Return the CPU microseconds a request took in the processes whose names begin so."""
+        """Return the CPU microseconds per request of the processes whose names begin with ``process``."""
         spent = sum(spent for name, spent in self.result.cpu_s.items() if name.startswith(process))
         return spent / max(1, self.result.requests) * 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idle:
-    """Cores that an idle stack's processes took."""
+    """Cores used by the processes of an idle stack."""
 
     stack: str
     endpoints: int
@@ -75,7 +75,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Everything one run measured."""
+    """All samples of one run."""
 
     plan: Plan
     samples: tuple[Sample, ...]
@@ -83,7 +83,7 @@ class Measured:
 
 
 class Experiment:
-    """One run; ``say`` takes a line of progress."""
+    """One run; ``say`` receives each line of progress."""
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._plan = plan
@@ -132,7 +132,7 @@ class Experiment:
     async def _at_rest(self) -> None:
         async with self._lab("idle") as lab:
             stack = await lab.routers(REDIS, 1, redis=True, members=IDLE_ENDPOINTS)
-            # As it is after work, not as it was born.
+            # Idle after requests, as in operation, not freshly started.
             await self._measure(lab, stack, Cell(section="idle", prompt_kb=1, chunks=0, rate=self._plan.rate), 0)
             await asyncio.sleep(1.0)
             self._say(f"idle: {IDLE_ENDPOINTS} endpoints for {self._plan.idle_s:g} s")
@@ -155,7 +155,7 @@ class Experiment:
 
     async def _rounds(self, lab: Lab, stacks: Sequence[Stack], cells: Sequence[Cell]) -> None:
         for stack in stacks:
-            # Interpreter, connections and caches warm up in a round that is not kept.
+            # The first round warms up interpreter, connections and caches, and is not kept.
             self._say(f"warming up: {stack.name}")
             for cell in cells:
                 if not cell.rate:
@@ -178,7 +178,7 @@ class Experiment:
                 ramp_s=_RAMP_S,
                 prompt_bytes=cell.prompt_kb * 1024,
                 chunks=cell.chunks,
-                # A conversation is known to no stack from another measurement.
+                # Every measurement has new conversations, so no stack has their prompts from an earlier one.
                 first=next(self._firsts),
                 pids=stack.pids,
             )
@@ -204,5 +204,5 @@ class Experiment:
 
 
 def several(number: int) -> str:
-    """Name the stack of so many routers that share a Redis."""
+    """Return the name of the stack with this number of routers that share a Redis."""
     return f"{number} router{'s' if number > 1 else ''} with Redis"

@@ -1,12 +1,12 @@
-"""The clients, as a process: a closed loop, or requests at fixed times whatever became of those before them.
+"""The clients, as a process: a closed loop, or requests at fixed times regardless of earlier answers.
 
-``python -m bench.gateway.load`` prints a port; on a connection to it each line is a ``Job`` (JSON), answered with a
-``Result``. Raw HTTP/1.1 on asyncio protocols, since a client library would cost several times what Envoy does: 20 to
-50 us a request at 1 KB, half of Envoy's own, which ``Result.cpu_s`` shows under the name ``load``. This process reads
-the CPU clocks of those it measures itself, at both ends of its window: no messages between processes blur them.
+``python -m bench.gateway.load`` prints a port. Each line received there is a ``Job`` (JSON), answered with a
+``Result``. It writes raw HTTP/1.1 on asyncio protocols: 20 to 50 us per request of 1 KB, half of Envoy's own cost
+(``Result.cpu_s`` shows it as ``load``). A client library would cost several times Envoy's. This process itself reads
+the measured processes' CPU clocks at both ends of its window, so no messages between processes delay the readings.
 
-In an open loop a request's times count from when it was due, not from when a connection was free: a stall
-shows in every request it delayed (coordinated omission).
+In an open loop a request's times count from when it was due, not from when a connection was free. So a stall shows in
+every request it delayed (coordinated omission).
 """
 
 import asyncio
@@ -30,8 +30,8 @@ _CONNECTIONS_MAX = 256
 class Job:
     """One measurement. ``rate`` is requests a second, 0 for a closed loop of ``connections``.
 
-    ``ramp_s`` passes before the window of ``seconds`` begins. ``chunks`` is how many events an answer has (0: JSON),
-    ``first`` the number of the first conversation, ``pids`` whose CPU time is wanted, by any names.
+    The window of ``seconds`` begins after ``ramp_s``. ``chunks`` is the number of events in an answer (0: JSON).
+    ``first`` is the number of the first conversation. ``pids`` names the processes whose CPU time is measured.
     """
 
     port: int
@@ -47,7 +47,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What happened within the window. Times to the first byte of the body, in ms; ``sent`` counts the ramp too."""
+    """The results within the window.
+
+    Times are to the first byte of the body, in ms; ``sent`` includes the requests of the ramp.
+    """
 
     requests: int
     sent: int
@@ -59,10 +62,10 @@ class Result:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that all threads of a process took so far, in user and kernel mode.
+    """Return the CPU seconds of all threads of a process so far, in user and kernel mode.
 
-    The sum that /proc/PID/stat has in ticks of 10 ms, in nanoseconds: Linux makes a clock id of a process id so
-    (posix-timers.h, MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED).
+    This is the sum of /proc/PID/stat in nanoseconds instead of ticks of 10 ms. Linux derives the clock id from the
+    process id (posix-timers.h, MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED).
     """
     return time.clock_gettime((~pid << 3) | 2)
 
@@ -84,7 +87,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def send(self, due_s: float, request: list[bytes]) -> None:
-        """Send a request that was due then."""
+        """Send a request that was due at ``due_s``."""
         self.due_s, self.first_byte_s, self.status = due_s, 0.0, b""
         self._head, self._in_body, self._left_bytes = b"", False, None
         self._transport.writelines(request)
@@ -172,7 +175,7 @@ class _Clients:
         )
 
     def ended(self, connection: _Connection) -> None:
-        """Take note of a whole answer and go on."""
+        """Record a complete answer, and send the next request."""
         self._open -= 1
         if connection.status == b"200":
             self.requests += 1
@@ -190,7 +193,7 @@ class _Clients:
                 self._all_ended.set()
 
     def lost(self, connection: _Connection) -> None:
-        """Count a connection that Envoy closed; its request, if it had one, never ends."""
+        """Count a connection that Envoy closed; a request on it never ends."""
         if not self._closing:
             self.errors += 1
 
@@ -219,7 +222,7 @@ class _Clients:
         connection.send(due_s, [self._head, *next(self._bodies)])
 
     async def _drain(self) -> None:
-        """Wait for the answers that are still coming; those that never do are errors."""
+        """Wait for the outstanding answers; those that never come count as errors."""
         try:
             async with asyncio.timeout(_DRAIN_S):
                 while self._open:
@@ -235,7 +238,7 @@ class _Clients:
 
 
 def _quantile(values: list[float], share: float) -> float:
-    """Return the smallest value that so large a share does not exceed; not a number without values."""
+    """Return the smallest value that at least ``share`` of the values do not exceed; NaN without values."""
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
@@ -250,13 +253,14 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def main() -> None:
-    """Take jobs until killed."""
+    """Serve jobs until killed."""
     server = await asyncio.start_server(_serve, "127.0.0.1", 0)
     print(f"dualmap bench-load ready control=127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    # epoll keeps time in milliseconds, select in microseconds; an added millisecond is what is measured here.
+    # epoll's timeouts have milliseconds, select's microseconds; a millisecond more would distort the times measured
+    # here.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         runner.run(main())

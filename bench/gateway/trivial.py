@@ -1,9 +1,9 @@
-"""The picker that does nothing, as a process: the least that a grpc.aio picker in Python can cost.
+"""The trivial picker, as a process: the least that a grpc.aio picker in Python can cost.
 
-``python -m bench.gateway.trivial DESTINATION CLUSTER`` speaks Envoy's no-wait STREAMED mode as the router does (nothing
-before the body's end, one answer per message, the stream ended at the first chunk of the response). Every answer is
-made once, at the start; of what arrives it looks at the two bytes that say what it is and whether the body ends.
-It takes no access log, serves no endpoints, counts nothing; it says that it is healthy, should Envoy ask for that.
+``python -m bench.gateway.trivial DESTINATION CLUSTER`` speaks Envoy's no-wait STREAMED mode as the router does. It
+answers nothing before the body's end, sends one answer per message, and ends the stream at the first chunk of the
+response. Every answer is built once, at the start. Of each message the picker reads two bytes: its kind, and whether
+the body ends. It has no access log, no endpoint discovery and no metrics. It answers Envoy's health checks.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from dualmap_extproc.wire import ext_proc_pb2 as wire
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs has only its type
 
-# The first byte of a ProcessingRequest as Envoy writes it: the field number of what it holds, and "a message".
+# The first byte of a ProcessingRequest as Envoy encodes it: the field number, with the wire type of a message.
 _REQUEST_BODY, _RESPONSE_HEADERS, _RESPONSE_BODY = 0x22, 0x1A, 0x2A
-# The end of an HttpBody whose end_of_stream is true; no JSON ends in these control characters.
+# The last bytes of an HttpBody whose end_of_stream is true; JSON never ends in these control characters.
 _END_OF_STREAM = b"\x10\x01"
 
 
@@ -58,7 +58,7 @@ class Picker:
 
 
 def _ends(message: bytes) -> bool:
-    """Say whether the message's first field, an HttpBody, ends the stream."""
+    """Return whether the message's first field, an HttpBody, ends the stream."""
     size, at, shift = 0, 1, 0
     while True:
         byte = message[at]
@@ -72,7 +72,7 @@ def _ends(message: bytes) -> bool:
 async def main(destination: str, cluster: str) -> None:
     """Serve until killed, with the router's own gRPC options."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)])
-    # Without serializers gRPC hands over bytes and takes bytes.
+    # Without serializers, gRPC passes bytes in both directions.
     method = grpc.stream_stream_rpc_method_handler(Picker(destination, cluster).process)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {EXT_PROC_METHOD: method}),)

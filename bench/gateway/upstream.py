@@ -1,7 +1,7 @@
-"""Engines that cost next to nothing, as a process: a JSON answer at once, or server-sent events at a pace.
+"""Engines with almost no cost, as a process: they answer JSON at once, or server-sent events at a fixed pace.
 
-``python -m bench.gateway.upstream COUNT`` listens on so many free ports of 127.0.0.1 and prints them in its ready line.
-A request says with the header ``x-bench-chunks`` how many events it wants; 0 is JSON.
+``python -m bench.gateway.upstream COUNT`` listens on COUNT free ports of 127.0.0.1 and prints them in its ready line. A
+request's header ``x-bench-chunks`` sets the number of events; 0 means JSON.
 """
 
 import asyncio

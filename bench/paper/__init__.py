@@ -1,5 +1,6 @@
-"""``python -m bench paper``: the published evaluations again, on the router and the engine model that ship.
+"""``python -m bench paper`` repeats the published evaluations with the real router and the engine model.
 
-``sections`` says what each part measures and draws, ``settings`` what they have in common; ``cells`` is one
-measurement, ``measures`` does it, ``results`` keeps it, ``tables`` and ``charts`` show it, ``command`` runs it all.
+``sections`` defines what each part measures and draws, and ``settings`` their common settings. ``cells`` defines a
+measurement, ``measures`` runs it, ``results`` stores it, ``tables`` and ``charts`` show it. ``command`` is the command
+line.
 """

@@ -1,6 +1,6 @@
-"""One measurement of the evaluation: what is measured, under which name its figures are kept, and whose they are.
+"""Defines one measurement of the evaluation: its function, the name of its figures, and its policy.
 
-Neighbours: ``measures`` has the functions that cells call in other processes, ``results`` keeps what they return.
+``measures`` has the functions that cells call in worker processes; ``results`` stores their figures.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 Figures = Mapping[str, Any]
-"""What a measurement found, as JSON has it: units last in the names, null for what there is none of."""
+"""A measurement's figures as JSON: names end with their units, and null means that there is no value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One measurement. ``section`` and ``name`` identify it: the file its figures are in, and where in that file.
+    """One measurement. ``section`` and ``name`` identify it: the file of its figures, and the place in that file.
 
-    Sections may use each other's cells; equal ones are measured once. ``policy`` is what ``--policies`` selects by.
-    ``measure`` is called in another process, so it and what it is bound to can be pickled.
+    Sections may use each other's cells; equal ones are measured once. ``--policies`` selects cells by ``policy``.
+    ``measure`` is called in another process, so the function and its bound arguments must be picklable.
     """
 
     section: str

@@ -1,4 +1,4 @@
-"""What all plots have in common: one colour and marker for each policy, axes without ornament, the legend below."""
+"""The common style of all plots: one colour and marker for each policy, plain axes, the legend below."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def colour(policy: str) -> str:
 
 
 def marker(policies: Sequence[str], policy: str) -> str:
-    """Return a policy's marker among those drawn together."""
+    """Return a policy's marker, given the policies drawn together."""
     return _MARKERS[list(policies).index(policy) % len(_MARKERS)]
 
 
@@ -57,7 +57,7 @@ def grid(rows: int, columns: int) -> tuple[Figure, list[list[Axes]]]:
 def draw_lines(
     axes: Axes, policies: Sequence[str], lines: Mapping[str, Sequence[tuple[float, float | None]]], *, style: str = "-"
 ) -> None:
-    """Draw a line for each policy through the points that were measured."""
+    """Draw each policy's measured points as a line."""
     for policy in policies:
         points = [(x, y) for x, y in lines.get(policy, ()) if y is not None]
         if points:
@@ -68,7 +68,7 @@ def draw_lines(
 
 
 def finish(axes: Axes, title: str, *, across: str = "") -> None:
-    """Give axes their title and take away what only decorates."""
+    """Set the axes' title and remove decorations."""
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.set_xlabel(across, fontsize=8, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,7 +79,7 @@ def finish(axes: Axes, title: str, *, across: str = "") -> None:
 
 
 def legend(figure: Figure, policies: Sequence[str], *, names: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Name the policies once for all axes, below them."""
+    """Draw one legend of the policies for all axes, below them."""
     axes = figure.axes[0]
     handles = [
         axes.plot(

@@ -1,7 +1,7 @@
-"""What the papers claim, and what we measure of it: the table of docs/evaluation.md, made from the results.
+"""Makes the table of docs/evaluation.md from the results: the papers' claims beside our measurements.
 
-Each section states its own claims; ``write_claims`` puts them between two marks of the page, so that no figure there is
-older than the results.
+Each section states its own claims. ``write_claims`` writes them between two marks of the page, so its figures always
+match the results.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _END: Final = "<!-- end of claims -->\n"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a source says and where, and what was measured; empty where nothing was yet."""
+    """A source's claim and its place, and our measurement; empty where nothing was measured yet."""
 
     source: str
     says: str

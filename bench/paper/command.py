@@ -1,4 +1,4 @@
-"""``python -m bench paper``: measure what is not measured yet, then write the pages and plots."""
+"""``python -m bench paper``: run the missing measurements, then write the pages and plots."""
 
 import signal
 import sys
@@ -30,14 +30,14 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str | No
 
 
 def _refuse_unknown(names: Sequence[str], accepted: Sequence[str], hint: str) -> None:
-    """Raise click.BadParameter for a name that is none of those accepted."""
+    """Raise click.BadParameter for a name that is not accepted."""
     for name in names:
         if name not in accepted:
             raise click.BadParameter(f"{name!r} is not accepted; give some of {', '.join(accepted)}", param_hint=hint)
 
 
 def _trace(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse a trace that cannot be read. The default one is not looked at: it may be missing."""
+    """Reject a trace that cannot be read. The default trace is not checked, because it may be missing."""
     if value is not None:
         try:
             read_mooncake(value)
@@ -132,8 +132,9 @@ def _to_measure(
 ) -> list[Cell]:
     """Return the cells to measure, each once.
 
-    These are all that are missing and, where ``commit`` says which code it is, what other code measured; or those of
-    the policies that were named, all of them, or with ``commit`` those that other code measured.
+    Without ``policies`` these are all missing cells; with ``commit`` also those that other code measured. With
+    ``policies`` these are all cells of the named policies; with ``commit`` only those
+    that are missing or that other code measured.
     """
     cells = {(cell.section, cell.name): cell for section in sections for cell in section.cells(extent)}
     if policies is not None:

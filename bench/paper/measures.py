@@ -1,6 +1,8 @@
-"""What cells measure with the simulator: a run at a rate, or the goodput. Called in other processes.
+"""The measurements of cells with the simulator: a run at a rate, or the goodput.
 
-A section with a measurement of its own has it in its own module.
+The functions are called in worker processes.
+
+A section's special measurement is in that section's module.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ def run_figures(experiment: Experiment) -> Figures:
 
 
 def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> Figures:
-    """Search the rate at which 90 % meet the SLO, and see what it costs the others; null where no rate is too much."""
+    """Search the rate at which 90 % meet the SLO; return the figures there, null where no rate is too high."""
     try:
         found = goodput(experiment, tolerance=tolerance)
     except NeverOverloaded:
@@ -38,7 +40,7 @@ def goodput_figures(experiment: Experiment, *, tolerance: float = TOLERANCE) -> 
 
 
 def summary_figures(summary: Summary) -> Figures:
-    """Return a summary's figures as they are kept."""
+    """Return a summary's figures in the stored form."""
     return {
         "slo_attainment": summary.slo_attainment,
         "ttft_p50_s": summary.ttft_p50_s,
@@ -55,6 +57,6 @@ def summary_figures(summary: Summary) -> Figures:
 
 
 def mean_ttft_s(records: Sequence[Record]) -> float:
-    """Return the mean TTFT of those that were served; NaN of none."""
+    """Return the mean TTFT of the served requests; NaN if there are none."""
     times_s = [each.ttft_s for each in records if each.ttft_s is not None]
     return fmean(times_s) if times_s else float("nan")

@@ -1,4 +1,4 @@
-"""Cells measured in other processes and kept as they are done, with the commit that measured them."""
+"""Measures cells in worker processes, and stores each result as it comes, with the commit that measured it."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ from dualmap_sim.parallel import run_parallel
 
 _ROOT: Final = Path(__file__).parents[2]
 _CODE: Final = ("core", "sim")
-"""What results depend on, beside the workloads and the cells' own settings."""
+"""The code that results depend on, beside the workloads and the cells' own settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class _Timed:
 
 
 def measure_cells(cells: Sequence[Cell], results: Results, processes: int, *, commit: str) -> None:
-    """Measure cells and keep each at once, with the progress on stderr. Raises WorkerError."""
+    """Measure cells and store each result at once; progress goes to stderr. Raises WorkerError."""
     began_s, done = time.monotonic(), 0
 
     def keep(number: int, timed: _Timed) -> None:
@@ -42,7 +42,7 @@ def measure_cells(cells: Sequence[Cell], results: Results, processes: int, *, co
 
 
 def commit_of_code() -> str:
-    """Return which code measures: the last commit that touched it, with a + for changes since."""
+    """Return the version of the measured code: the last commit that changed it, with a + for uncommitted changes."""
     try:
         last = _git("log", "-1", "--format=%h", "--", *_CODE)
         return last + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", *_CODE) else "")

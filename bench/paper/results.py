@@ -1,7 +1,7 @@
-"""The figures that were measured, kept as JSON: a file for each section, rewritten after every cell.
+"""Stores the measured figures as JSON: one file for each section, rewritten after every cell.
 
-So a run that was stopped goes on where it was, tables can be drawn anew without measuring, and single policies can be
-measured again after a change. With each cell stands the commit whose code measured it.
+So a stopped run can continue, tables can be redrawn without measuring, and single policies can be measured again after
+a change. Each cell has the commit of the code that measured it.
 """
 
 import json
@@ -16,12 +16,12 @@ from bench.paper.cells import Cell, Figures
 
 
 class ResultsError(Exception):
-    """A file of results cannot be read; ``str()`` says which and why."""
+    """A file of results cannot be read; ``str()`` gives the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A cell's figures, what they cost to measure (seconds of processor time), and the commit they are of."""
+    """A cell's figures, the processor seconds of the measurement, and the commit of the code."""
 
     figures: Figures
     cost_s: float
@@ -36,7 +36,7 @@ class Results:
         self._sections: dict[str, dict[str, Any]] = {}
 
     def get(self, cell: Cell) -> Measured | None:
-        """Return what was measured for a cell; None if nothing was."""
+        """Return the stored result of a cell; None if there is none."""
         kept = self._section(cell.section).get(cell.name)
         return None if kept is None else Measured(**kept)
 
@@ -46,7 +46,7 @@ class Results:
         return None if measured is None else measured.figures
 
     def put(self, cell: Cell, measured: Measured) -> None:
-        """Keep what was measured for a cell, at once on disk."""
+        """Store the result of a cell on disk at once."""
         # Another process may have written other cells of the section meanwhile.
         self._sections.pop(cell.section, None)
         section = self._section(cell.section)
@@ -76,7 +76,7 @@ class Results:
 
 
 def _without_nan(value: Any) -> Any:
-    """Return figures as JSON can say them: null for NaN, and no more digits than mean anything."""
+    """Return figures in the form for JSON: null for NaN, and only the significant digits."""
     if isinstance(value, float):
         return None if math.isnan(value) else float(f"{value:.6g}")
     if isinstance(value, Mapping):

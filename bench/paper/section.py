@@ -1,4 +1,4 @@
-"""What a section of the evaluation is; ``sections`` has them."""
+"""Defines a section of the evaluation; ``sections`` has all of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from bench.paper.settings import Extent
 class Section:
     """A part of the evaluation.
 
-    ``cells`` are what it needs measured, ``page`` makes Markdown of what was and may draw plots into the directory that
-    it is given, ``claims`` are what the sources say about it beside what was measured. What is not measured yet is left
-    out or shown as "-".
+    ``cells`` returns the measurements it needs. ``page`` returns Markdown of the results, and may draw plots into the
+    given directory. ``claims`` returns the sources' claims beside the measurements. Missing measurements are left out
+    or shown as "-".
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the sections have in common: the paper's workloads, models and policies, and how much of them is measured."""
+"""The sections' common settings: the paper's workloads, models and policies, and how much is measured."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ TOOL_AGENT: Final = "tool_agent"
 WORKLOADS: Final = (CONVERSATION, TOOL_AGENT)
 MODELS: Final = ("7b", "14b", "pd")
 TRACE: Final = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
-"""The Conversation trace that the paper replays; the sections leave out what needs it where it is not to be had."""
+"""The Conversation trace of the paper; where it is missing, the sections leave out its measurements."""
 
 OURS: Final = ("dualmap", "dualmap_paper")
 BASELINES: Final = ("min_ttft", "preble", "least_loaded", "cache_affinity")
-"""Those that the paper compares with (section 4.1)."""
+"""The baselines of the paper (section 4.1)."""
 OTHERS: Final = ("llmd_default", "llumnix", "dynamo")
-"""The strongest of the routers that others ship."""
+"""The strongest of other projects' routing policies."""
 BOUNDS: Final = ("limit", "limit_pooled", "limit_deadline")
 
 WARMUP: Final = 500
@@ -31,14 +31,14 @@ TOOL_AGENT_REQUESTS: Final = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much is measured: ``quick`` is one short window of everything, to see that it works."""
+    """How much is measured: ``quick`` is one short window of each section, as a smoke test."""
 
     quick: bool = False
     trace: Path = TRACE
 
     @property
     def workloads(self) -> tuple[str, ...]:
-        """The workloads that can be had here."""
+        """The available workloads."""
         return WORKLOADS if self.trace.exists() else (TOOL_AGENT,)
 
     @property
@@ -54,7 +54,7 @@ class Extent:
         return Workload(name=name, requests=4000 if self.quick else TOOL_AGENT_REQUESTS, seed=window)
 
     def experiment(self, name: str, model: str, window: int, policy: str, rate: float = 1.0) -> Experiment:
-        """Return the paper's set-up: 8 instances, SLO 5 s, and no sessions, which its router knows nothing of."""
+        """Return the paper's set-up: 8 instances, SLO 5 s, and no sessions, which the paper's router does not use."""
         return Experiment(
             workload=self.workload(name, window),
             engine=PRESETS[model],
@@ -76,7 +76,7 @@ RATES: Final[Mapping[tuple[str, str], tuple[float, ...]]] = MappingProxyType(
         (TOOL_AGENT, "pd"): (7.0, 9.0, 11.0),
     }
 )
-"""Requests per second at which curves are drawn: from half of what one shared endless cache admits to a little more."""
+"""Requests per second of the curves: from half of what one unlimited shared cache admits to slightly more than that."""
 
 
 def few_rates(rates: Iterable[float], extent: Extent) -> tuple[float, ...]:

@@ -7,22 +7,22 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Some values of the same thing in different windows; None where it was not measured or there is none."""
+    """Values of one figure in several windows; None where it was not measured or does not exist."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread":
-        """Keep those that were measured."""
+        """Keep the values that were measured."""
         return cls(tuple(each for each in values if each is not None))
 
     @property
     def mean(self) -> float | None:
-        """The mean; None of nothing."""
+        """The mean; None without values."""
         return fmean(self.values) if self.values else None
 
     def show(self, digits: int = 2, scale: float = 1.0) -> str:
-        """Return the mean, and between which values it lies where there are several."""
+        """Return the mean, with the least and greatest value where there are several."""
         if self.mean is None:
             return "-"
         shown = f"{self.mean * scale:.{digits}f}"
@@ -42,7 +42,7 @@ def ratio(part: float | None, whole: float | None, digits: int = 1) -> str:
 
 
 def change(now: float | None, before: float | None, digits: int = 1) -> str:
-    """Return by how much percent a figure differs from another; a dash where there is none."""
+    """Return the difference of two figures in percent; a dash where one is missing."""
     return "-" if now is None or not before else f"{100 * (now / before - 1):+.{digits}f} %"
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from random import Random
 from typing import Final
 
-# Name to help text. The modules are imported only to be run, since atheris instruments at import.
+# Name to help text. A module is imported only when it runs, because atheris instruments modules at import.
 TARGETS: Final = {
     "body": "request bodies: JSON to prompt to block hashes",
     "pools": "pool files: YAML to pools that route",
@@ -20,8 +20,8 @@ TARGETS: Final = {
 class Target:
     """A target, loaded.
 
-    ``check`` raises for an input that breaks an invariant. ``mutate`` varies an input by its structure, or returns
-    None to have its bytes varied; it is None for targets without structure.
+    ``check`` raises for an input that breaks an invariant. ``mutate`` varies an input by its structure, or returns None
+    to have its bytes varied; it is None for targets without structure.
     """
 
     check: Callable[[bytes], None]

@@ -1,4 +1,4 @@
-"""Envoy's access log, from a batch's bytes to entries: anybody who reaches the port can send these."""
+"""Fuzzes Envoy's access log, from a batch's bytes to entries: any client that reaches the port can send these."""
 
 from contextlib import suppress
 from typing import Final
@@ -34,9 +34,9 @@ _TOKENS_MAX: Final = 10**9
 
 
 def check(data: bytes) -> None:
-    """Entries are read whatever they hold, and what is read of them is within bounds.
+    """Any entries are read without an error, and the values read are within bounds.
 
-    The bytes are read twice: as what Envoy sends, and as choices by which entries are put together.
+    The bytes are read twice: as an encoded batch, and as choices that build entries.
     """
     entries = [_entry(Choices(data))]
     with suppress(DecodeError):
@@ -65,7 +65,7 @@ def _check_entry(entry: AccessLogEntry) -> None:
 
 
 def _entry(choices: Choices) -> wire.HTTPAccessLogEntry:
-    """Put an entry together of such fields as matter, each there or not."""
+    """Build an entry of the relevant fields, each present or not."""
     entry = wire.HTTPAccessLogEntry()
     common = entry.common_properties
     while choices.more:

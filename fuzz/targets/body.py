@@ -1,4 +1,4 @@
-"""Request bodies, from bytes to block hashes, as the picker reads them: clients write these."""
+"""Fuzzes request bodies, from bytes to block hashes, as the picker reads them: clients send these."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt, read_prompt
 from fuzz import trees
 
-# Small blocks: inputs of a few hundred bytes shall have several.
+# Small blocks, so that inputs of a few hundred bytes have several.
 _BLOCK_TOKENS: Final = 4
 _BLOCK_BYTES: Final = 4 * _BLOCK_TOKENS
 _AFTER_TURNS: Final = (
     *("prompt", "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "suffix"),
 )
-# What the prompt is made of besides, and after, the turns of each field that a conversation goes on in.
+# For each field that holds the turns of a conversation: the other fields whose text becomes part of the prompt.
 _BESIDE_TURNS: Final = {
     "messages": ("input", *_AFTER_TURNS),
     "input": ("messages", *_AFTER_TURNS),
@@ -37,7 +37,10 @@ _WORDS: Final = (
 
 
 def check(data: bytes) -> None:
-    """Anything is either refused by BadRequest or has one prompt, whose hashes are its prefixes' and its tenant's."""
+    """Any body is either rejected with BadRequest or has one prompt.
+
+    The prompt's hashes depend on its prefixes and its tenant.
+    """
     try:
         prompt = read_prompt(orjson.loads(data))
     except orjson.JSONDecodeError:
@@ -59,7 +62,7 @@ def check(data: bytes) -> None:
 
 
 def mutate(data: bytes, random: Random) -> bytes | None:
-    """Vary a body as JSON; None where it is none."""
+    """Vary a body as JSON; None where it is not JSON."""
     try:
         return json.dumps(trees.mutate(json.loads(data), random, _WORDS), ensure_ascii=random.random() < 0.5).encode()
     except (ValueError, RecursionError):
@@ -72,7 +75,7 @@ def _chain(prompt: Prompt) -> BlockChain:
 
 
 def _check_api(body: Mapping[str, Any], api: Api) -> None:
-    """Each API's reading is either refused by BadRequest or repeatable."""
+    """Each API either rejects the body with BadRequest or reads the same prompt again."""
     try:
         prompt = read_prompt(body, api)
     except BadRequest:
@@ -81,7 +84,7 @@ def _check_api(body: Mapping[str, Any], api: Api) -> None:
 
 
 def _check_prefixes(prompt: Prompt, chain: BlockChain) -> None:
-    """A prefix of the text has a prefix of the hashes, and one that differs at all has another last hash."""
+    """A prefix of the text has a prefix of the hashes; any other text has another last hash."""
     root = chain_root(model=prompt.model, lora=prompt.lora, cache_salt=prompt.cache_salt)
     half = len(prompt.text) // 2
     cut = chain_blocks(prompt.text[:half], root=root, block_tokens=_BLOCK_TOKENS)
@@ -94,7 +97,7 @@ def _check_prefixes(prompt: Prompt, chain: BlockChain) -> None:
 
 
 def _check_turns(body: Mapping[str, Any]) -> None:
-    """A conversation that goes on keeps the hashes of all full blocks it had."""
+    """A conversation with further turns keeps the hashes of all its full blocks."""
     for name, beside in _BESIDE_TURNS.items():
         turns = body.get(name)
         if not isinstance(turns, list):
@@ -103,7 +106,7 @@ def _check_turns(body: Mapping[str, Any]) -> None:
         before = read_prompt(alone)
         after = read_prompt(alone | {name: [*turns, _TURN]})
         if all(isinstance(turn, int | list) for turn in turns):
-            continue  # Token ids, or texts to embed: no conversation.
+            continue  # Token ids and texts to embed are not conversations.
         assert after.text.startswith(before.text)
         full = len(before.text) // _BLOCK_BYTES
         assert _chain(after).hashes[:full] == _chain(before).hashes[:full]
@@ -112,7 +115,7 @@ def _check_turns(body: Mapping[str, Any]) -> None:
 
 
 def _check_forgery(body: Mapping[str, Any], name: str, turns: list[Any], prompt: Prompt) -> None:
-    """Two turns of text never read like one whose text spells them out."""
+    """Two turns never have the same prompt as one turn whose text contains both."""
     for first, second in pairwise(turns):
         if not all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in (first, second)):
             continue

@@ -1,4 +1,4 @@
-"""Other replicas' news, from the store's bytes to values: whoever can write to the store can write anything there."""
+"""Fuzzes other replicas' updates, from the store's bytes to values: any writer to the store can send any bytes."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -25,10 +25,12 @@ _TEXTS: Final = ("", "a", "10.0.0.1:8000", "[fd00::1]:8000", "é\N{SNOWMAN}", "x
 
 
 def check(data: bytes) -> None:
-    """Bytes are refused by UnreadableUpdate or are news within bounds, and news come back as they were sent.
+    """Bytes are either rejected with UnreadableUpdate or read as an update within bounds.
 
-    The bytes are read twice: as an entry of the store's streams, whose form is the same for news and loads, and as
-    choices by which news are put together.
+    An update is decoded as it was encoded.
+
+    The bytes are read twice: as an entry of the store's streams, whose form is the same for updates and loads, and as
+    choices that build updates.
     """
     with suppress(UnreadableUpdate):
         update = decode_update(data)
@@ -52,7 +54,7 @@ def _check_times(update: ReplicaUpdate) -> None:
 
 
 def _check_taken(update: ReplicaUpdate) -> None:
-    """Whatever another replica says, requests are routed, and what this one says of them can be sent."""
+    """After any update of another replica, requests are routed, and this replica's updates can be encoded."""
     router = PoolRouter(_POOL, replicated=True)
     router.on_update(1.0, "peer", update, 0.5)
     router.on_bindings(1.0, update.bindings)
@@ -67,7 +69,7 @@ def _check_taken(update: ReplicaUpdate) -> None:
 
 
 def _as_sent(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Return news as another replica shall see them."""
+    """Return an update as other replicas decode it."""
     loads = {
         member: replace(load, backlog_s=_bounded(load.backlog_s), held_s=_bounded(load.held_s))
         for member, load in update.loads.items()

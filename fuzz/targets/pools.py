@@ -1,4 +1,4 @@
-"""Pool files, from bytes to a routed request: whoever runs the router writes these, and a bad one must not stop it."""
+"""Fuzzes pool files, from bytes to a routed request: an invalid file must not stop the router."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from dualmap.router import PoolRouter
 from dualmap_extproc.pools.file import PoolFileError, load_pool_files
 from fuzz import trees
 
-# The longest message that still is one line to read; a value is quoted with at most 80 characters.
+# The longest acceptable message of one line; a value is quoted with at most 80 characters.
 _MESSAGE_LENGTH: Final = 2000
 _TEXT: Final = b"what is fuzzing? " * 50
 _WORDS: Final = (
@@ -31,7 +31,7 @@ _WORDS: Final = (
 
 
 def check(data: bytes) -> None:
-    """Any bytes are refused in one line that names file and field, or are pools that can be served."""
+    """Any bytes are either rejected with one line that names file and field, or are pools that can be served."""
     with tempfile.NamedTemporaryFile(prefix="pool-", suffix=".yaml") as file:
         file.write(data)
         file.flush()
@@ -48,13 +48,13 @@ def check(data: bytes) -> None:
 
 
 def mutate(data: bytes, random: Random) -> bytes | None:
-    """Vary a pool file as YAML; None where it is none, or would be more of it than is worth while."""
+    """Vary a pool file as YAML; None where it is not YAML, or too large to vary."""
     try:
         documents = list(yaml.load_all(data, Loader=yaml.CSafeLoader))
         at = random.randrange(len(documents))
         documents[at] = trees.mutate(documents[at], random, _WORDS)
         return yaml.dump_all(documents, Dumper=yaml.CSafeDumper, allow_unicode=True, sort_keys=False).encode()
-    # PyYAML's conversions raise what they like (see dualmap_extproc.pools.file).
+    # PyYAML's conversions raise various exceptions (see dualmap_extproc.pools.file).
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return None
 
@@ -71,7 +71,7 @@ def _check_message(error: PoolFileError, path: Path) -> None:
 
 
 def _check_routes(pool: Pool) -> None:
-    """Take one request through the pool, whatever its settings are, and find the books closed."""
+    """Route one request through the pool with any settings, and check that no state remains."""
     router = PoolRouter(pool)
     root = chain_root(model=pool.model.name)
     chain = chain_blocks(_TEXT, root=root, block_tokens=pool.routing.prefix.block_tokens)

@@ -1,4 +1,4 @@
-"""ext_proc streams on one picker with real routers: whoever reaches the port may say anything, in any order."""
+"""Fuzzes ext_proc streams on one picker with real routers: any client of the port may send any messages."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -18,17 +18,17 @@ from fuzz.choices import Choices
 from fuzz.envoy import Peer, message, request
 
 _STREAMS: Final = 4
-# More would be slow, and find little that fewer do not.
+# More steps would be slow and find little more.
 _STEPS: Final = 150
 _LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, news_s=1.0, ended_requests=4)
 _PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
 _WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
-# Each routed request has exactly one of these.
+# Each routed request has exactly one of these ends.
 _ENDINGS: Final[tuple[type[Observation], ...]] = (Ended, Expired)
 
 
 def check(data: bytes) -> None:
-    """No sequence of steps makes the router raise, answer what it must not, or keep a request in its books."""
+    """No sequence of steps makes the router raise, give a forbidden answer, or keep a request's state."""
     choices = Choices(data)
     talk = _Talk(choices)
     steps = 0
@@ -40,14 +40,14 @@ def check(data: bytes) -> None:
 
 @dataclass(slots=True)
 class _Line:
-    """A stream, and what is checked of it."""
+    """A stream and its checks."""
 
     stream: Stream
     peer: Peer = field(default_factory=Peer)
 
 
 class _Talk:
-    """A few streams at a time, the pools they are routed in, and the clock."""
+    """A few concurrent streams, the pools they are routed in, and the clock."""
 
     def __init__(self, choices: Choices) -> None:
         self._source = choices
@@ -71,7 +71,7 @@ class _Talk:
         self._lines = [self._line() for _ in range(_STREAMS)]
 
     def step(self) -> None:
-        """Do the next thing."""
+        """Do the next step."""
         choices, kind = self._source, self._source.number() % 16
         at = choices.number() % _STREAMS
         line = self._lines[at]
@@ -99,7 +99,7 @@ class _Talk:
                 self._receive(line, message(choices))
 
     def end(self) -> None:
-        """Close every stream, let the time pass that the books are kept for, and find nothing in them."""
+        """Close every stream, let the retention time pass, and check that no state remains."""
         for line in self._lines:
             self._close(line, cancelled=True)
         for _ in range(1000):
@@ -143,7 +143,7 @@ class _Talk:
         line.peer.ended = True
 
     def _on_time(self) -> None:
-        """Go on to what the picker waits for."""
+        """Advance the clock to the picker's next deadline."""
         deadline_s = self._picker.next_deadline()
         if deadline_s is not None:
             self._now = max(self._now, deadline_s)
@@ -175,7 +175,7 @@ class _Talk:
         )
 
     def _raw(self) -> wire.ProcessingRequest:
-        """Return what some bytes parse to: fields that go with no others, and unknown ones."""
+        """Return the message that some bytes parse to: fields that do not go together, and unknown ones."""
         try:
             return wire.ProcessingRequest.FromString(self._source.chunk())
         except DecodeError:

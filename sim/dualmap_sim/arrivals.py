@@ -1,7 +1,7 @@
-"""A trace as the two sides of a cluster see it: the router's block chain and the engine's request.
+"""A trace as seen by a cluster's two sides: the router's block chain and the engine's request.
 
-Neighbours: ``workloads`` makes traces, ``cluster`` replays what this makes of them. Real prompts are text that router
-and engine cut and hash, each with its own block length; here the trace's block ids stand for the text.
+Neighbours: ``workloads`` makes traces, ``cluster`` replays the arrivals made here. In production, router and engine
+each cut and hash the prompt's text with their own block length. Here the trace's block ids replace the text.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """One request of a workload: when it arrives, and what router and engine get of it.
+    """One request of a workload: its arrival time, and what router and engine receive of it.
 
-    In a closed loop a session's later requests each come ``pause_s`` after the end of the request that they follow,
-    named by its id; their ``at_s`` is nominal, what an infinitely fast system would give.
+    In a closed loop each later request of a session names, by id, the request it follows, and arrives ``pause_s`` after
+    that one ends. Its ``at_s`` is nominal: the arrival time on an infinitely fast system.
     """
 
     at_s: float
@@ -37,7 +37,7 @@ class Arrival:
 
 
 def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int) -> tuple[Arrival, ...]:
-    """Return a trace's requests in order, named by their number in it. Block lengths may be any."""
+    """Return a trace's requests in order; a request's id is its number in the trace. Block lengths may be any."""
     root, names = chain_root(model=trace.name), _PrefixNames(trace.block_tokens)
     made = []
     for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True)):
@@ -64,7 +64,7 @@ def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int
 
 
 def _followed(trace: Trace) -> Iterator[str | None]:
-    """Return, per request, the one before it in its session where the trace is a closed loop; None where none is."""
+    """Return, for each request of a closed loop, the previous request of its session; otherwise None."""
     last: dict[int, str] = {}
     for number, request in enumerate(trace.requests):
         if not trace.closed_loop or request.session is None:
@@ -75,16 +75,17 @@ def _followed(trace: Trace) -> Iterator[str | None]:
 
 
 class _PrefixNames:
-    """The names of prompts' prefixes: one number each, so that a million prompts of shared prefixes fit into memory."""
+    """Numbers as names of prompts' prefixes, so that a million prompts with shared prefixes fit into memory."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._names: dict[tuple[int, int], int] = {}
 
     def of(self, request: TraceRequest, *, every_tokens: int) -> tuple[int, ...]:
-        """Name the prompt's prefixes of ``every_tokens``, twice that ..., and the whole: its chained block hashes.
+        """Return the prompt's chained hashes: names of its prefixes of ``every_tokens``, twice that, ..., and of all.
 
-        A trace's id names a block with all before it, so a prefix is known by the block it ends in and how much of it.
+        A trace's id names a block with all before it. So the last block's id and the length within it identify a
+        prefix.
         """
         names = []
         for start in range(0, request.input_tokens, every_tokens):

@@ -1,22 +1,22 @@
 """Chunked prefill: one step of an engine that computes a piece of the prompts and one token of every decoding request.
 
-``engine.py`` puts together a step of this kind whenever a prompt is to be computed, and otherwise lets the batch decode
-as if there were no chunks. The budget follows vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on
-chunked prefill; ``vllm/v1/core/sched/scheduler.py``): a step has a budget of tokens (``max_num_batched_tokens``); every
-request that decodes takes one of it; what is left goes to the prompt begun before, then to those that wait, in order,
-while memory admits them, and the prompt on which it runs out is continued in the next step. So at most one is in
-pieces, and it goes on with every step: whoever joins the decodes had at least one token of prompt in the step before.
+``engine.py`` builds such a step whenever a prompt is to be computed. Otherwise the batch decodes as if there were no
+chunks. The budget follows vLLM V1's rule (docs.vllm.ai, "Optimization and Tuning", section on chunked prefill;
+``vllm/v1/core/sched/scheduler.py``): a step has a budget of tokens (``max_num_batched_tokens``). Every request that
+decodes takes one of it. The rest goes to the prompt begun before, then to the waiting prompts in order, while memory
+admits them. The prompt that exhausts the budget continues in the next step. So at most one prompt is in pieces, and it
+continues in every step: each request that joins the decodes had at least one prompt token in the step before.
 
 The time of such a step combines the costs in docs/engine-model.md, so that a step without decodes costs what
-a prefill of its tokens does, and one without prompt tokens what a decode step does. What grows with the work adds up:
-each prompt token's share of the linear layers, its attention to all before it, the KV that the decodes read. What does
-not (reading the weights and launching the pass: ``o`` of a prefill, ``d0`` of a decode step) is paid once, by the
-dearer of the two, for sharing one pass of the weights between compute-bound prompts and memory-bound decodes is what
-the same page of vLLM gives as the reason to mix them. Every further step that a prompt is cut into pays ``o`` again.
+a prefill of its tokens does, and one without prompt tokens what a decode step does. Costs that grow with the work add
+up: each prompt token's share of the linear layers, its attention to all before it, the KV that the decodes read. Fixed
+costs (reading the weights and launching the pass: ``o`` of a prefill, ``d0`` of a decode step) are paid once, at the
+higher of the two. The same page of vLLM names this shared pass over the weights as the reason to mix compute-bound
+prompts with memory-bound decodes. Every further step of a prompt pays ``o`` again.
 
-A prompt's blocks can be reused from the moment its last piece is scheduled, by those next in the same step too (vLLM
-registers blocks as it allocates them: docs.vllm.ai, "Automatic Prefix Caching"). A prompt aborted before that leaves
-nothing in the cache, which is simpler than in vLLM.
+A prompt's blocks can be reused from the moment its last piece is scheduled, even by the next prompts of the same step
+(vLLM registers blocks as it allocates them: docs.vllm.ai, "Automatic Prefix Caching"). A prompt aborted before that
+leaves nothing in the cache, which is simpler than in vLLM.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from dualmap_sim.presets import EngineConfig
 
 
 class ChunkedStep:
-    """A step being put together, of an engine with ``chunk_tokens`` and a batch that decodes."""
+    """A step under construction, of an engine with ``chunk_tokens`` and a batch that decodes."""
 
     __slots__ = ("_config", "_decoding", "_kv_tokens", "_prompts_s", "left_tokens")
 
@@ -37,12 +37,12 @@ class ChunkedStep:
         self._kv_tokens = kv_tokens
         self._prompts_s = 0.0
         self.left_tokens = max(0, config.chunk_tokens - decoding)
-        """Prompt tokens that the step has room for."""
+        """The remaining budget of prompt tokens."""
 
     def add(self, job: Job) -> None:
-        """Compute as much of a prompt as there is room for."""
+        """Compute as much of a prompt as the budget allows."""
         if job.computed_tokens == job.cached_tokens + job.pulled_tokens:
-            # Its first piece: with it comes all the KV that need not be computed.
+            # The first piece also loads all the KV that need not be computed.
             self._prompts_s += self._config.reuse_s(cached_tokens=job.cached_tokens, pulled_tokens=job.pulled_tokens)
         tokens = min(self.left_tokens, job.request.prompt_tokens - job.computed_tokens)
         self._prompts_s += self._config.prefill.compute_s(new_tokens=tokens, cached_tokens=job.computed_tokens)
@@ -51,15 +51,15 @@ class ChunkedStep:
 
     @property
     def seconds(self) -> float:
-        """Return the step's duration with everything added so far."""
+        """Return the step's duration so far."""
         return self._prompts_s + _shared_s(self._config, decoding=self._decoding, kv_tokens=self._kv_tokens)
 
 
 def full_steps_s(config: EngineConfig, prompts: Iterable[tuple[int, float]], *, decoding: int, kv_tokens: int) -> float:
-    """Return how long the steps take that some prompts fill wholly, in turn: the next prompt begins after those.
+    """Return the duration of the steps that some prompts, one after the other, fill completely.
 
-    ``prompts`` are the tokens to compute and the seconds that takes but for what all in a step share. The decodes are
-    taken to stay as they are.
+    ``prompts`` are the tokens to compute and the seconds this takes, without the costs that a step shares. The decodes
+    are assumed not to change.
     """
     assert config.chunk_tokens is not None, "this engine does not cut prompts"
     tokens, seconds = 0, 0.0

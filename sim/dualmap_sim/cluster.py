@@ -38,13 +38,14 @@ _TWO_64: Final = 2.0**64
 class ClusterConfig:
     """A pool with an engine behind every member, the routers before it, and what happens to them.
 
-    Without an ``exchange`` the routers share nothing. Each takes an equal share of the requests, drawn by their ids.
+    Without an ``exchange`` the routers share no state. Each router takes an equal share of the requests, drawn by their
+    ids.
     """
 
     pool: Pool
     engine: EngineConfig
     engines: Mapping[str, EngineConfig] = field(default_factory=dict)
-    """Members, by id, whose engine is another than ``engine``."""
+    """Engines of the members, by id, that differ from ``engine``."""
     events: tuple[Event, ...] = ()
     replicas: tuple[Replica, ...] = (Replica(),)
     exchange: ReplicationConfig | None = None
@@ -57,13 +58,13 @@ class ClusterConfig:
     sample_s: float | None = None
     """Seconds between two samples of the load; None takes none."""
     gives_up: Callable[[Record], bool] | None = None
-    """Asked at each first token, refusal and failure; True ends the run at once."""
+    """Called at each first token, rejection and failure; True ends the run at once."""
     lasts_s: float = 0.0
-    """How long a run goes on at least, be there requests or not."""
+    """The least duration of a run, even without requests."""
 
 
 class Cluster:
-    """One run, which an ``observer`` may watch. ``routers`` and ``samples`` may be looked at afterwards."""
+    """One run, which an ``observer`` may watch. ``routers`` and ``samples`` may be read afterwards."""
 
     def __init__(self, config: ClusterConfig, *, observer: ClusterObserver | None = None) -> None:
         self._config = config
@@ -75,21 +76,21 @@ class Cluster:
         self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
-        # Number of requests whose completion may still be reported, with the next arrival; plus one until the run's
-        # minimum duration has passed.
+        # Number of requests whose completion may still be reported, including the next arrival; plus one until the
+        # run's minimum duration has passed.
         self._open = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._followers: dict[str, list[Arrival]] = {}
-        # Which engine the last request of each session went to.
+        # The engine of each session's last request.
         self._hosts: dict[int, Instance] = {}
-        # When each router will be woken; wake-ups that came to be superseded do nothing.
+        # The time of each router's next wake-up; wake-ups scheduled for other times do nothing.
         self._router_wakes_s = [inf] * len(self.routers)
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[Record, ...]:
-        """Replay requests until the last has ended; return a record of each, in the order in which they came.
+        """Replay requests until the last has ended; return a record of each, in the order of ``arrivals``.
 
-        ``arrivals`` are in order of ``at_s``. One that follows another comes ``pause_s`` after that one has ended: was
-        finished, refused or failed, since a client goes on whatever the answer was.
+        ``arrivals`` are in order of ``at_s``. A request that follows another arrives ``pause_s`` after that one has
+        finished, was rejected or failed, because a client continues after any answer.
         """
         for arrival in arrivals:
             if arrival.follows is not None:
@@ -191,7 +192,7 @@ class Cluster:
         return replace(work, pulled_tokens=host.engine.cached_tokens(work))
 
     def _ended(self, record: Record) -> None:
-        """Have those come that waited for a request's end, which is now."""
+        """Schedule the requests that follow the request that ends now."""
         for follower in self._followers.pop(record.arrival.work.request_id, ()):
             at_s = self._timeline.now_s + follower.pause_s
             self._open += 1
@@ -313,7 +314,7 @@ class Cluster:
 
     def _die(self, instance: Instance) -> None:
         if instance.alive:
-            # Its work up to this moment counts.
+            # The engine's work up to now counts.
             self._advance(instance)
             for request_id in instance.die():
                 self._fail(self._records[request_id])

@@ -1,4 +1,4 @@
-"""The requests that decode together: how many, what they hold, and which of them is done next.
+"""The requests that decode together: their number, their KV tokens, and which one ends next.
 
 ``engine.py`` decides when the batch takes its steps and ``decode_run.py`` knows how long they take. Requests come and
 go between steps only, in O(log batch) each.
@@ -19,7 +19,7 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.size = 0
         self.steps = 0
-        """Steps taken, ever, by whoever was in the batch."""
+        """All steps taken so far, by any members."""
         self.kv_tokens = 0
         """KV tokens that its members hold after those steps."""
         # Aborted ones stay in the heap until they come up.
@@ -28,7 +28,7 @@ class DecodeBatch:
         self._leaving: list[Job] = []
 
     def join(self, job: Job) -> None:
-        """Take in a job that has its first token and lacks others."""
+        """Add a job that has its first token and lacks others."""
         job.state = JobState.DECODING
         job.joined_step = self.steps
         job.finish_step = self.steps + job.output_tokens - 1
@@ -38,7 +38,7 @@ class DecodeBatch:
         self.kv_tokens += job.request.prompt_tokens + 1
 
     def leave(self, job: Job) -> None:
-        """Have an aborted job leave with the next ``take``."""
+        """Mark an aborted job, which leaves with the next ``take``."""
         self._leaving.append(job)
 
     def run(self, cost: DecodeCost, *, start_s: float) -> DecodeRun:

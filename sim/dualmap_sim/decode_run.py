@@ -1,6 +1,6 @@
-"""A stretch of decode steps over an unchanged batch, whose every step's end is known without taking the steps.
+"""A series of decode steps over an unchanged batch, where the end of each step is known in advance.
 
-``engine.py`` keeps one while its batch decodes, and may cut it short. It alone computes when a step ends, so the
+``engine.py`` keeps one while its batch decodes, and may shorten it. Only this module computes when a step ends. So the
 server, which shows each token, and the simulation, which skips to the last, agree exactly.
 """
 
@@ -19,18 +19,18 @@ class DecodeRun:
         self.start_s = start_s
         self.steps = steps
         self.end_s = self.end_of_s(steps)
-        """When its last step is over."""
+        """The end of its last step."""
 
     def end_of_s(self, steps: int) -> float:
-        """Return when the run's first ``steps`` steps are over."""
+        """Return the end of the run's first ``steps`` steps."""
         return self.start_s + self._cost.steps_s(steps, requests=self._requests, kv_tokens=self._kv_tokens)
 
     def boundary_s(self, now: float) -> float:
-        """Return when the step under way at ``now`` is over: ``now`` itself between two steps."""
+        """Return the end of the current step; ``now`` itself between two steps."""
         return self.end_of_s(self._begun_at(now))
 
     def cut(self, now: float) -> None:
-        """Make it end with the step under way at ``now``."""
+        """End the run with the current step."""
         self.steps = min(self.steps, self._begun_at(now))
         self.end_s = self.end_of_s(self.steps)
 
@@ -39,7 +39,7 @@ class DecodeRun:
         return done if self.end_of_s(done) >= now else done + 1
 
     def done_at(self, now: float) -> int:
-        """Return how many of its steps are over at ``now``."""
+        """Return the number of steps that have ended at ``now``."""
         guess = self._cost.steps_within(
             max(0.0, now - self.start_s), requests=self._requests, kv_tokens=self._kv_tokens
         )

@@ -31,7 +31,7 @@ __all__ = ["Engine", "EngineEvent", "EngineRequest", "Finished", "FirstToken"]
 class Engine:
     """The engine model. ``now`` is in seconds, from any origin, and never goes back.
 
-    A ``cache`` may be given for engines that share one; otherwise the engine has its own, as large as configured.
+    Several engines may share one given ``cache``; otherwise the engine has its own, as large as configured.
     """
 
     def __init__(self, config: EngineConfig, *, cache: PrefixCache | None = None) -> None:
@@ -91,8 +91,8 @@ class Engine:
     def cached_tokens(self, request: EngineRequest) -> int:
         """Return how many of the prompt's tokens a prefill beginning now would find in the cache.
 
-        As in vLLM whole blocks only, and never the whole prompt: its last token is always computed, because the
-        first output token comes from it.
+        As in vLLM only whole blocks count, and never the whole prompt: its last token is always computed, because it
+        produces the first output token.
         """
         whole = (request.prompt_tokens - 1) // self.config.block_tokens
         return self.cache.match(request.blocks[:whole]) * self.config.block_tokens
@@ -100,14 +100,14 @@ class Engine:
     def could_start(self, request: EngineRequest) -> bool:
         """Return whether a request submitted at the last ``now`` would be the next to prefill, and at once.
 
-        At once is after the decode step under way: nothing waits or prefills, and its memory is free.
+        "At once" means after the current decode step: nothing waits or prefills, and the request's memory is free.
         """
         return not self._waiting.size and not self._prefilling and self._admits(self._need_tokens(request))
 
     def backlog_s(self, now: float) -> float:
-        """Return after how many seconds a request submitted now would begin its prefill, behind all that wait.
+        """Return the seconds until a request submitted now would begin its prefill, behind all waiting ones.
 
-        Taken from the cache and the batch as they are now; that some may have to wait for memory is not foreseen.
+        The result uses the current cache and batch; it does not foresee waits for memory.
         """
         self._run_until(now)
         config, batch = self.config, self._batch
@@ -121,10 +121,10 @@ class Engine:
         return left_s + sum(config.prefill.overhead_s + self._left(job)[1] for job in self._waiting)
 
     def next_event_s(self) -> float | None:
-        """Return when ``advance`` is due next, None while nothing is under way.
+        """Return the time of the next ``advance``, None while the engine is idle.
 
-        ``submit``, ``abort`` and ``advance`` may change it. Not every due time has an event: a step that an arrival cut
-        short ends, too.
+        ``submit``, ``abort`` and ``advance`` may change it. Not every such time has an event: a step shortened by an
+        arrival also ends then.
         """
         if self._events:
             return self.now_s
@@ -133,7 +133,7 @@ class Engine:
     def next_step_s(self) -> float | None:
         """Return when the prefill or the decode step under way at the last ``now`` ends, None when idle.
 
-        For drivers that show every token; those that want events only sleep until ``next_event_s``.
+        For drivers that show every token; drivers that need only events wait until ``next_event_s``.
         """
         if self._run is not None:
             return self._run.end_of_s(self._run.done_at(self.now_s) + 1)
@@ -154,10 +154,10 @@ class Engine:
         self._look_at_queue(now)
 
     def abort(self, now: float, request_id: str) -> bool:
-        """Give up on a request; True when it was still here, and then it will not be ``Finished``.
+        """Abort a request; True if the engine still had it, and then no ``Finished`` follows.
 
-        A prefill in a step of its own stops at once and caches nothing. Whoever shares a step with others holds its
-        memory until that ends.
+        A prefill in its own step stops at once and caches nothing. A request that shares a step holds its memory until
+        the step ends.
         """
         self._run_until(now)
         job = self._jobs.pop(request_id, None)
@@ -177,7 +177,7 @@ class Engine:
         return True
 
     def advance(self, now: float) -> list[EngineEvent]:
-        """Let time pass until ``now``; return what has happened since the last call, in order of time."""
+        """Advance to ``now``; return the events since the last call, in order of time."""
         self._run_until(now)
         events, self._events = self._events, []
         return events
@@ -200,14 +200,14 @@ class Engine:
         self.now_s = now
 
     def _look_at_queue(self, now: float) -> None:
-        """Something changed in the queue: begin a prefill, or make the decode run end in time for it."""
+        """After a change of the queue, begin a prefill, or shorten the decode run so that one can begin."""
         if self._end_s == inf:
             self._start_next(now)
         elif self._run is not None and self._admissible() is not None:
             self._cut_run(now)
 
     def _admits(self, need_tokens: int) -> bool:
-        """Return whether a prefill of so much memory could begin in a step that begins now."""
+        """Return whether a prefill with this memory could begin in a step that begins now."""
         config = self.config
         if config.chunk_tokens is not None and self._batch.size >= config.chunk_tokens:
             return False
@@ -221,7 +221,7 @@ class Engine:
         return head if self._admits(head.need_tokens) else None
 
     def _cut_run(self, now: float) -> None:
-        """End the run with the step under way: a step, once begun, is finished."""
+        """End the run with the current step: a step that has begun is completed."""
         assert self._run is not None
         self._run.cut(now)
         self._end_s = self._run.end_s
@@ -283,14 +283,14 @@ class Engine:
         self.cached_tokens_total += job.cached_tokens
 
     def _reused(self, request: EngineRequest) -> tuple[int, int]:
-        """Return the prompt tokens that need not be computed: those cached here, and those pulled beyond them."""
+        """Return the prompt tokens that need no computation: those cached here, and further ones pulled."""
         cached = self.cached_tokens(request)
         if self.config.pull_tokens_per_s is None:
             return cached, 0
         return cached, max(0, min(request.pulled_tokens, request.prompt_tokens - 1) - cached)
 
     def _left(self, job: Job) -> tuple[int, float]:
-        """Return how many prompt tokens there are still to compute, and what that takes without any overhead."""
+        """Return the number of prompt tokens still to compute, and the seconds this takes without overhead."""
         if job.state is JobState.PREFILLING:
             before, reuse_s = job.computed_tokens, 0.0
         else:
@@ -310,7 +310,7 @@ class Engine:
             self._start_next(now)
 
     def _end_prefills(self, now: float) -> None:
-        """End a step that computed prompts, and in which the batch took a step of its own if it shared it."""
+        """End a step that computed prompts, and the batch's step if it shared that step."""
         jobs, self._prefilling = self._prefilling, []
         if self.config.chunk_tokens is None:
             self._store(jobs[0].request)

@@ -1,8 +1,7 @@
-"""Drives one engine model in real time: the wall clock times a speed goes in, tokens come out per request.
+"""Drives one engine model in real time: the clock is the wall clock times a speed, the results are tokens per request.
 
-The only part of the simulated engine that knows asyncio's clock. ``engine_server.py`` starts a Generation per
-request and waits on it; the driver keeps a single timer for the whole engine, armed for whatever the model
-does next.
+The only module of the simulated engine that uses asyncio's clock. ``engine_server.py`` starts a Generation per request
+and waits on it. The driver has a single timer for the whole engine, set to the model's next event.
 """
 
 import asyncio
@@ -14,13 +13,13 @@ from dualmap_sim.metrics import EngineMetrics
 TICK_S: Final = 0.02
 """Shortest wall-clock time between two wake-ups for decode steps alone.
 
-At speed 1 a step takes longer, so every token is a chunk of its own. Faster engines put several tokens into a
-chunk, as vLLM does under load. First tokens and ends of requests are never delayed by it.
+At speed 1 a step takes longer than this, so every token is its own chunk. Faster engines put several tokens into a
+chunk, as vLLM does under load. It never delays first tokens and ends of requests.
 """
 
 
 class Generation:
-    """A request in the engine, as the handler that answers it sees it."""
+    """A request in the engine, as used by the handler that answers it."""
 
     __slots__ = (
         "_changed",
@@ -72,7 +71,7 @@ class EngineDriver:
         self._ticked_s = self._origin_s
 
     def start(self, request: EngineRequest, *, stream: bool, finish_reason: str) -> Generation:
-        """Hand a request to the engine; raises RequestDoesNotFit. With ``stream`` every token wakes its waiter."""
+        """Submit a request to the engine; raises RequestDoesNotFit. With ``stream`` every token wakes its waiter."""
         self._engine.submit(self._now(), request)
         generation = Generation(request.request_id, finish_reason=finish_reason)
         self._generations[request.request_id] = generation
@@ -82,7 +81,7 @@ class EngineDriver:
         return generation
 
     def stop(self, generation: Generation) -> None:
-        """Abort a generation that has not finished; to be called however its answer ended."""
+        """Abort a generation that has not finished; callers call it after every answer, complete or not."""
         if self._generations.pop(generation.request_id, None) is not None:
             self._streaming.pop(generation.request_id, None)
             if self._engine.abort(self._now(), generation.request_id):
@@ -90,12 +89,12 @@ class EngineDriver:
             self._arm()
 
     def scrape(self) -> bytes:
-        """Bring the engine up to this moment and return its metrics page."""
+        """Advance the engine to now and return its metrics page."""
         self._tick()
         return self._metrics.render()
 
     def _now(self) -> float:
-        """Return model time. Timers fire a hair early, and the model's time must never go back."""
+        """Return model time. Timers may fire slightly early, and the model's time must never go back."""
         return max(self._engine.now_s, (self._loop.time() - self._origin_s) * self._speed)
 
     def _tick(self) -> None:

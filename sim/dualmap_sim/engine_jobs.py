@@ -12,7 +12,7 @@ from dualmap_sim.engine_requests import EngineRequest
 
 
 class JobState(Enum):
-    """How far a request has come."""
+    """The state of a request."""
 
     WAITING = auto()
     PREFILLING = auto()
@@ -21,7 +21,7 @@ class JobState(Enum):
 
 
 class Job:
-    """One request on its way through the engine."""
+    """One request in the engine."""
 
     __slots__ = (
         "arrived_s",
@@ -46,7 +46,7 @@ class Job:
         self.prefill_started_s = inf
         self.cached_tokens = 0
         self.pulled_tokens = 0
-        # The leading prompt tokens whose KV is there when the step under way ends.
+        # The leading prompt tokens whose KV is available when the current step ends.
         self.computed_tokens = 0
         self.joined_step = 0
         self.finish_step = 0
@@ -68,13 +68,13 @@ class WaitingJobs:
         return (job for _, _, job in self._heap if job.state is JobState.WAITING)
 
     def push(self, job: Job) -> None:
-        """Let a job wait."""
+        """Add a waiting job."""
         self._arrivals += 1
         self.size += 1
         heappush(self._heap, (job.request.priority, self._arrivals, job))
 
     def head(self) -> Job:
-        """Return the job whose turn it is. There must be one."""
+        """Return the next job. There must be one."""
         heap = self._heap
         while heap[0][2].state is JobState.GONE:
             heappop(heap)
@@ -86,6 +86,6 @@ class WaitingJobs:
         self.size -= 1
 
     def drop(self, job: Job) -> None:
-        """Remove a job from wherever it waits."""
+        """Remove a job from its place in the queue."""
         job.state = JobState.GONE
         self.size -= 1

@@ -1,6 +1,6 @@
-"""What goes into an engine and what comes out of it: requests, first tokens and ends.
+"""The inputs and outputs of an engine: requests, first tokens and ends.
 
-``engine.py`` takes and makes these, and hands them on under its own name; drivers need no other module.
+``engine.py`` uses these and re-exports them; drivers need no other module.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What the engine needs to know of a request."""
+    """A request's data for the engine."""
 
     request_id: str
     prompt_tokens: int
@@ -18,10 +18,13 @@ class EngineRequest:
     blocks: Sequence[int] = ()
     """Chained hashes of the prompt's blocks of ``EngineConfig.block_tokens``; an incomplete last one is ignored."""
     priority: int = 0
-    """Of the requests that wait, those with the lowest number go first; equals in order of arrival (as in vLLM)."""
+    """Waiting requests with the lowest number go first; among equals the order is that of arrival (as in vLLM)."""
     pulled_tokens: int = 0
-    """Leading prompt tokens whose KV another engine holds: what the own cache lacks of them is brought from there
-    instead of computed, if ``EngineConfig.pull_tokens_per_s`` allows it."""
+    """Leading prompt tokens whose KV another engine holds.
+
+    If ``EngineConfig.pull_tokens_per_s`` allows it, the engine pulls the ones its own cache lacks instead of computing
+    them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,7 @@ class FirstToken:
     pulled_tokens: int
     """Prompt tokens beyond those that came from another engine."""
     decode_step: int
-    """The engine's ``decode_steps`` at that moment: afterwards the request has one token more than steps since."""
+    """The engine's ``decode_steps`` at that moment: later the request has one token more than the steps since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """``dualmap engine-sim``: the command that runs one simulated engine until a signal stops it.
 
-The composition root: settings are parsed here, ``http_server.py`` does the serving. SIGTERM (or Ctrl-C)
-drains, as a vLLM with a shutdown timeout does; a second one aborts the remaining requests.
+The composition root: this module parses the settings, ``http_server.py`` serves. SIGTERM (or Ctrl-C) drains, as a vLLM
+with a shutdown timeout does; a second one aborts the remaining requests.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from dualmap_sim.server_settings import ServerSettings
 BLOCK_TOKENS: Final = 16
 """vLLM's block size; the presets' 512 is that of the traces."""
 DRAIN_TIMEOUT_S: Final = 120.0
-"""How long a stopped server waits for running requests before it cuts them."""
+"""Seconds a stopped server waits for running requests before it aborts them."""
 
 
 @click.command()
@@ -80,7 +80,9 @@ def engine_sim(
 
 async def _serve(settings: ServerSettings) -> int:
     """Serve until a signal; return the exit code: 0 when every accepted request was answered."""
-    from dualmap_sim.http_server import EngineHttpServer  # Here, because aiohttp takes a second that --help need not.
+    from dualmap_sim.http_server import (
+        EngineHttpServer,
+    )  # Imported here, because loading aiohttp takes a second, which --help does not need.
 
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Everything the simulated engine refuses, as one small tree.
+"""The errors of the simulated engine, as one small tree.
 
 EngineSimError
 ├── RequestDoesNotFit      the model: no amount of waiting would make room for this request
@@ -20,7 +20,7 @@ class RequestDoesNotFit(EngineSimError):
 
 
 class ApiError(EngineSimError):
-    """A request that is answered with an OpenAI error body.
+    """A request that the server answers with an OpenAI error body.
 
     ``kind`` is the ``type`` vLLM puts in that body; ``param`` names the offending field where there is one.
     """

@@ -1,4 +1,4 @@
-"""What may happen to a cluster during a run, besides requests: values that ``ClusterConfig.events`` holds."""
+"""The events of a cluster during a run, besides requests: values of ``ClusterConfig.events``."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from dualmap_sim.presets import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolChange:
-    """Every router is given another version of the pool: members join, drain, leave, change their weight.
+    """Every router gets a new version of the pool: members join, drain, leave, change their weight.
 
     A new member's engine starts cold; a removed member's engine finishes its requests. A member with another address
     under the same id is a new one.
@@ -20,7 +20,7 @@ class PoolChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
-    """A member's engine dies: its requests fail at once, and whatever is sent to it until it recovers."""
+    """A member's engine dies: its requests fail at once, and so do new ones until it recovers."""
 
     at_s: float
     member: str
@@ -28,7 +28,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recover:
-    """A member's engine that had died starts again, with nothing in its cache."""
+    """A dead member's engine starts again, with an empty cache."""
 
     at_s: float
     member: str
@@ -38,7 +38,7 @@ class Recover:
 class Speed:
     """A member's engine becomes slower or faster; its current step ends at the old speed.
 
-    Of ``engine`` only the costs of prefill and decode may differ from what the member has, not its memory or blocks.
+    Only the costs of prefill and decode may differ from the member's engine, not memory or blocks.
     """
 
     at_s: float

@@ -24,7 +24,7 @@ from dualmap_sim.workloads.catalog import Workload
 from dualmap_sim.workloads.trace import Trace
 
 _KEPT: Final = 4
-"""Traces and prompts kept per process: an evaluation goes through the windows of one or two workloads."""
+"""Number of traces and prompts kept per process: an evaluation uses the windows of one or two workloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +44,24 @@ class Experiment:
     """Members whose engine is another than ``engine``."""
     slo_ttft_s: float = 5.0
     warmup: int = 500
-    """The first so many requests of the trace are served but not counted."""
+    """The number of first requests of the trace that are served but not counted."""
     routers: int = 1
     view_delay_s: float = 0.1
-    """How old, on average, a router's knowledge of what the others did is."""
+    """The mean age of a router's knowledge of the other routers' actions."""
     feedback_delay_s: float = 0.0
     """Delay until a router learns of a first token or a completion."""
     report_loss: float = 0.0
     """Share of first tokens and completions that are never reported."""
     routing: Routing = field(default_factory=Routing)
-    """All of the pool's ``spec.routing`` but the policy and the block length, which are the experiment's."""
+    """The pool's ``spec.routing`` without the policy and the block length, which the experiment sets."""
     block_tokens: int | None = None
-    """Block length of the routers' keys and indexes; None: the trace's, which loses nothing and costs least."""
+    """Block length of the routers' keys and indexes; None: the trace's, which is exact and cheapest."""
     sessions: bool = True
-    """Whether requests name their session, where the workload knows it."""
+    """Whether requests name their session, if the workload has sessions."""
     kv_moves: bool = False
-    """Whether a session's KV may be brought from the engine that served it last."""
+    """Whether a session's KV may be pulled from the engine that served it last."""
     believed_tokens_per_s: float | None = None
-    """Prefill speed that the pool's object states for every member; None: the truth about ``engine``."""
+    """Prefill speed that the pool's object states for every member; None: the real speed of ``engine``."""
     kv_tokens_known: bool = True
     """Whether the pool's object states the engines' KV memory (``spec.engine.kvTokens``)."""
     sample_s: float | None = 1.0
@@ -70,9 +70,11 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of an experiment. ``records`` and ``samples`` are of all of it, ``summary`` without the warm-up.
+    """The results of an experiment.
 
-    With ``gave_up`` the run was ended when it could no longer succeed, and the figures are those until then.
+    ``records`` and ``samples`` cover the whole run, ``summary`` leaves out the warm-up.
+
+    With ``gave_up`` the run ended when it could no longer succeed; the figures cover the time until then.
     """
 
     summary: Summary
@@ -87,9 +89,9 @@ def run_experiment(
     """Replay an experiment to its end.
 
     With ``stop_below`` a run ends as soon as that share of the counted requests can no longer meet the SLO.
-    ``on_answer`` is called with every first token or refusal, to show progress. Raises UnknownWorkload or TraceError
-    where the workload cannot be had, ValueError where nothing is left to count behind the warm-up and for an oracle
-    whose engines differ.
+    ``on_answer`` is called with every first token or refusal, to show progress. Raises UnknownWorkload or TraceError if
+    the workload cannot be loaded. Raises ValueError if the warm-up leaves no requests to count, or for an oracle whose
+    engines differ.
     """
     trace = load_trace(experiment)
     if not 0 <= experiment.warmup < len(trace.requests):
@@ -121,7 +123,7 @@ def load_trace(experiment: Experiment) -> Trace:
 
 
 def load_workload(workload: Workload) -> Trace:
-    """Return a workload's trace as it is, loading it once per process. Raises UnknownWorkload or TraceError."""
+    """Return a workload's unchanged trace, loading it once per process. Raises UnknownWorkload or TraceError."""
     return _loaded(workload)
 
 
@@ -186,8 +188,8 @@ def _summarise(experiment: Experiment, records: Sequence[Record], samples: Seque
 def _exchange(experiment: Experiment) -> ReplicationConfig | None:
     """Return the replication settings for several routers, or None for one.
 
-    What a router knows of its peers is as old as the news' way takes, plus half a period on average since they were
-    collected: with a period of the wanted age and half of it on the way, that age in the mean.
+    The mean age of a router's knowledge of its peers is the delay plus half a period, the mean wait since collection.
+    So the period is the wanted age and the delay is half of it.
     """
     if experiment.routers == 1:
         return None
@@ -228,7 +230,7 @@ def _arrivals(experiment: Experiment, trace: Trace) -> tuple[Arrival, ...]:
     if trace.closed_loop:
         if not experiment.sessions:
             paced = paced.without_sessions()
-        # Another rate may bring another order, and with it other numbers.
+        # Another rate may change the order of requests, and with it their numbers.
         return arrivals(paced, router_block_tokens=router_block_tokens, engine_block_tokens=engine_block_tokens)
     prompts = _prompts(
         experiment.workload,
@@ -256,7 +258,7 @@ def _trace(workload: Workload, input_tokens_max: int) -> Trace:
 def _prompts(
     workload: Workload, input_tokens_max: int, router_block_tokens: int, engine_block_tokens: int, sessions: bool
 ) -> tuple[Arrival, ...]:
-    """Return the trace's requests with their prompts' blocks named, which takes longer than to bring them in time."""
+    """Return the trace's requests with named prompt blocks; naming takes longer than setting arrival times."""
     trace = _trace(workload, input_tokens_max)
     if not sessions:
         trace = trace.without_sessions()

@@ -19,24 +19,24 @@ from dualmap_sim.summary import Summary
 from dualmap_sim.workloads.statistics import decode_work_s, prefill_work_s
 
 _FIRST_STEP: Final = 1.2
-"""How far the first step goes from the guess; each further one goes twice as many grid points."""
+"""Grid points of the first step from the guess; each further step goes twice as far."""
 _SPARSEST: Final = 1 / 200
-"""Share of the ideal capacity below which no rate is tried: every request then has an instance to itself."""
+"""Share of the ideal capacity below which no rate is tried: there every request has an instance of its own."""
 _DENSEST_SLO_SHARE: Final = 0.01
-"""Share of the SLO within which everything has arrived at the highest rate tried: at once, for all that matters."""
+"""Share of the SLO within which all requests arrive at the highest rate tried: practically at once."""
 
 
 class NeverOverloaded(Exception):
-    """The share is attained however fast the requests come; ``str()`` says so, and what to change."""
+    """Every rate attains the share; ``str()`` explains this, and what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What a search found: the rate, how many runs it took, and the bracket it stands in.
+    """The result of a search: the rate, the number of runs, and the bracket around the rate.
 
-    The upper end of ``bracket`` is the next rate of the grid, which did not attain the share. Where not even requests
-    that have the engines to themselves attain it, the rate is 0. ``summary`` has the figures of the run at the rate
-    (without a CV, which would take samples of the load); None where there was none.
+    The upper end of ``bracket`` is the next rate of the grid, which did not attain the share. The rate is 0 if even
+    requests that have the engines to themselves do not attain the share. ``summary`` has the figures of the run at the
+    rate (without a CV, which needs samples of the load); None if the rate is 0.
     """
 
     requests_per_s: float
@@ -96,11 +96,11 @@ class _Search:
 
     @property
     def runs(self) -> int:
-        """How many runs there were."""
+        """The number of runs."""
         return len(self._tried)
 
     def rate(self, step: int) -> float:
-        """Return a grid point's requests per second."""
+        """Return the requests per second of a grid point."""
         return float(self._ratio**step)
 
     def attains(self, step: int) -> bool:

@@ -30,16 +30,16 @@ from dualmap_sim.openai_answers import Answer
 from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Well above the largest body a test sends (64 MB): limits are the router's and Envoy's business."""
+"""Well above the largest body a test sends (64 MB), because router and Envoy enforce the limits."""
 KEEPALIVE_S: Final = 5.0
-"""How long an idle connection stays open, as in vLLM (uvicorn's default): a proxy must let go of it before that."""
+"""Seconds an idle connection stays open, as in vLLM (uvicorn's default); a proxy must close its side earlier."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _DIGEST: Final = web.RequestKey("x-request-sha256", str)
 
 
 class EngineHttpServer:
-    """One simulated engine behind a listening socket. To be made and used on one event loop."""
+    """One simulated engine behind a listening socket. Create and use it on one event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -63,7 +63,7 @@ class EngineHttpServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> str:
-        """Listen; return ``host:port`` as bound. Raises OSError when the address cannot be had."""
+        """Listen; return ``host:port`` as bound. Raises OSError when the address is not available."""
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
         await self._site.start()
@@ -72,14 +72,14 @@ class EngineHttpServer:
         return self._engine_name
 
     async def drain(self) -> None:
-        """Stop listening, refuse what still comes on open connections, and wait until all else is answered."""
+        """Stop listening, reject new requests on open connections, and wait until all others are answered."""
         self._draining = True
         assert self._site is not None
         await self._site.stop()
         await self._all_answered.wait()
 
     async def close(self) -> None:
-        """Close every connection; requests still unanswered are cut."""
+        """Close every connection; unanswered requests are aborted."""
         await self._runner.cleanup()
 
     def _app(self) -> web.Application:
@@ -102,7 +102,7 @@ class EngineHttpServer:
 
     @web.middleware
     async def _around(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Let a request in or refuse it, and put every refusal into OpenAI's shape."""
+        """Accept or reject a request, and give every error OpenAI's shape."""
         if self._draining and request.method == "POST":
             refusal = _refuse(ApiError(503, "ServiceUnavailable", "the engine is shutting down"))
             refusal.force_close()
@@ -232,7 +232,7 @@ def _engine_request(number: str, chain: BlockChain, output_tokens: int) -> Engin
 async def _stream(
     request: web.Request, answer: Answer, generation: Generation, *, include_usage: bool
 ) -> web.StreamResponse:
-    """Send an answer as it grows. What the model did between two wake-ups goes out in one chunk."""
+    """Stream an answer. All tokens between two wake-ups go out in one chunk."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     sent = 0

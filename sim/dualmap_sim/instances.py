@@ -1,6 +1,6 @@
 """The engines behind a simulated cluster's members, as members come and go, fail, and change their speed.
 
-``cluster`` hands requests to these and lets them advance; the engine model itself is ``engine.Engine``.
+``cluster`` submits requests to these and advances them; the engine model itself is ``engine.Engine``.
 """
 
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from dualmap_sim.presets import EngineConfig
 
 
 class Instance:
-    """One engine from its start to its end: of a member that leaves and comes back there are two."""
+    """One engine from its start to its end; a member that leaves and returns gets a second one."""
 
     __slots__ = ("alive", "engine", "live", "pending_tokens", "wakes_s")
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.alive = True
-        # When it will be advanced next; wake-ups that came to be superseded do nothing.
+        # The time of the next ``advance``; wake-ups scheduled for other times do nothing.
         self.wakes_s = inf
         # Its unfinished requests, each with its part of `pending_tokens`.
         self.live: dict[str, int] = {}
         self.pending_tokens = 0
 
     def submit(self, now: float, work: EngineRequest, *, weighed: bool) -> None:
-        """Take a request. ``weighed`` counts its uncomputed tokens as pending, which takes a look at the cache."""
+        """Take a request. ``weighed`` counts its uncomputed tokens as pending, which needs a lookup in the cache."""
         uncomputed = 0
         if weighed:
             uncomputed = work.prompt_tokens - max(self.engine.cached_tokens(work), work.pulled_tokens)
@@ -36,7 +36,7 @@ class Instance:
         self.engine.submit(now, work)
 
     def prefilled(self, request_id: str) -> None:
-        """Count a request's prompt no longer as pending."""
+        """Remove a request's prompt from the pending tokens."""
         self.pending_tokens -= self.live[request_id]
         self.live[request_id] = 0
 
@@ -45,7 +45,7 @@ class Instance:
         del self.live[request_id]
 
     def die(self) -> tuple[str, ...]:
-        """Drop everything; return the requests that had not ended."""
+        """Stop the engine, drop all requests, and return those that had not ended."""
         dropped = tuple(self.live)
         self.alive, self.wakes_s = False, inf
         self.live.clear()
@@ -54,7 +54,7 @@ class Instance:
 
 
 class Instances:
-    """The instances of a pool's present members; those that have left live on where their requests are."""
+    """The instances of a pool's current members; instances of removed members exist as long as their requests."""
 
     def __init__(self, pool: Pool, *, engine: EngineConfig, engines: Mapping[str, EngineConfig]) -> None:
         self._engine = engine
@@ -80,13 +80,13 @@ class Instances:
         return self._at[self._endpoints[member]]
 
     def recover(self, member: str) -> None:
-        """Start a member's engine again; one that is alive goes on."""
+        """Restart a member's dead engine; an engine that is alive continues."""
         endpoint = self._endpoints[member]
         if not self._at[endpoint].alive:
             self._at[endpoint] = self._start(member)
 
     def change_speed(self, member: str, engine: EngineConfig) -> None:
-        """Let a member's engine take other costs from its next prefill or decode run on."""
+        """Change the costs of a member's engine, from its next prefill or decode run on."""
         self._engines[member] = engine
         changed = self._at[self._endpoints[member]].engine
         config = changed.config
@@ -95,7 +95,7 @@ class Instances:
         changed.config = engine
 
     def pending_tokens(self) -> dict[str, int]:
-        """Return what every member was handed over and has not prefilled, in tokens, by id."""
+        """Return each member's tokens that were submitted and are not prefilled, by id."""
         return {member: self._at[endpoint].pending_tokens for member, endpoint in self._endpoints.items()}
 
     def _start(self, member: str) -> Instance:

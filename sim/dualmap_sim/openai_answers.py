@@ -49,7 +49,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 def models(model: str, *, created_s: int, max_model_len: int) -> bytes:
-    """Return the body of ``/v1/models``: the one model there is; ``max_model_len`` is the longest prompt computed."""
+    """Return the body of ``/v1/models`` with its single model; ``max_model_len`` is the longest prompt computed."""
     card = {
         "id": model,
         "object": "model",

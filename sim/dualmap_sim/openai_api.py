@@ -1,8 +1,8 @@
 """OpenAI request bodies as vLLM reads them: JSON in, prompt and limits or a refusal out.
 
 There is no tokenizer: four bytes of prompt text are one token, and a prompt sent as token ids is four bytes
-an id. ``openai_answers.py`` writes what goes back, ``engine_server.py`` moves both; nothing here waits or
-knows a socket.
+an id. ``openai_answers.py`` writes the answers, ``engine_server.py`` receives and sends both. This module neither waits
+nor uses sockets.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from dualmap_sim.errors import ApiError
 
 BAD_REQUEST: Final = "BadRequestError"
 DEFAULT_OUTPUT_TOKENS: Final = 32
-"""Where the simulated model ends its answer when the request sets no limit."""
+"""Tokens after which the simulated model ends its answer when the request sets no limit."""
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""What OpenAI's completions endpoint, and vLLM's, generates without ``max_tokens``."""
+"""The number of tokens that OpenAI's and vLLM's completions endpoints generate without ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ def _part(part: object, where: str) -> bytes:
         return part.encode()
     if isinstance(part, dict):
         text = part.get("text")
-        # Anything but text stands for itself by its digest: 16 tokens, whatever the size of the image.
+        # Content other than text is replaced by its digest: 16 tokens, whatever the size of the image.
         return text.encode() if isinstance(text, str) else hashlib.sha256(orjson.dumps(part)).hexdigest().encode()
     raise ApiError(400, BAD_REQUEST, f"{where}.content has a part that is not an object", param=where)
 

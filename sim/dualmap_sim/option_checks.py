@@ -1,4 +1,4 @@
-"""Checks of command-line options that click lacks; of ``engine-sim`` here and of the demo in ``dualmap_cli``."""
+"""Checks of command-line options that click lacks; used by ``engine-sim`` and by the demo in ``dualmap_cli``."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import click
 
 
 class FiniteFloatRange(click.FloatRange):
-    """Numbers between two bounds, both accepted. Unlike click's own range it leaves no room for NaN."""
+    """Numbers between two bounds, both accepted. Unlike click's own range it rejects NaN."""
 
     def __init__(self, least: float, most: float) -> None:
         super().__init__(least, most)

@@ -1,4 +1,4 @@
-"""Runs in parallel processes: results in order, the garbage collector off, nothing left behind whatever happens.
+"""Runs in parallel processes: results in order, the garbage collector off, and no process left behind.
 
 The workers are forked, so they share what the parent has loaded. Each is handed one item at a time through a pipe of
 its own: a worker that dies is noticed, and workers whose parent dies end with the item under way. Neighbours:
@@ -49,7 +49,7 @@ def run_reporting(
     on_done: Callable[[int, Result], None] | None = None,
     on_progress: Callable[[int, Any], None] | None = None,
 ) -> list[Result]:
-    """Do the same with a function that also receives a callback for its progress.
+    """As ``run_parallel``, with a function that also receives a callback for its progress.
 
     ``on_progress`` is called in this process with the item's number and the reported value.
     """
@@ -107,7 +107,7 @@ class _Worker(Generic[Item, Result]):
         self.pipe.send(item)
 
     def hear(self) -> tuple[int, Any]:
-        """Return what the worker says; raises WorkerError when it has failed or is gone."""
+        """Return the worker's message; raises WorkerError when it has failed or died."""
         try:
             kind, value = self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -118,7 +118,7 @@ class _Worker(Generic[Item, Result]):
         return kind, value
 
     def end(self) -> None:
-        """Stop the process, whatever it does, and wait until it is gone."""
+        """Stop the process at once, and wait until it has ended."""
         self._process.terminate()
         self._process.join()
         self.pipe.close()

@@ -1,7 +1,7 @@
-"""The engine's prefix cache: which prompt blocks have their KV kept, and which go first when room is needed.
+"""The engine's prefix cache: which prompt blocks have cached KV, and the order of their eviction.
 
-This is what an instance really holds. ``engine.py`` fills it as prefills end; the router's own guess about it
-(the core's prefix index) is kept apart on purpose, so that the two can disagree as they do in production.
+This is the true content of an instance's cache. ``engine.py`` fills it as prefills end. The router's own estimate (the
+core's prefix index) is separate on purpose, so that both can differ as in production.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ class PrefixCache:
     its chain. The oldest block of all therefore never has a descendant in the cache: plain LRU order *is*
     leaf-first order, without a tree.
 
-    Several engines may share one: each sees what the others have put in.
+    Several engines may share one; then each sees the others' blocks.
     """
 
     def __init__(self, capacity_blocks: int | None) -> None:

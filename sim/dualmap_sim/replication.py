@@ -1,7 +1,7 @@
 """The replication between the routers of a simulated cluster, with delays as in production.
 
-``cluster`` owns the routers and the timeline; this module lets news pass between them, and stands for the store that
-settles which replica's binding of a session holds (``dualmap_extproc.store.exchange`` does this in production).
+``cluster`` owns the routers and the timeline. This module carries updates between them, and acts as the store that
+decides which replica's binding of a session holds (``dualmap_extproc.store.exchange`` does this in production).
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ class Replica:
 
 
 def everything(update: ReplicaUpdate) -> ReplicaUpdate:
-    """Return the news as it is: what an exchange carries by default."""
+    """Return the unchanged update: the default filter of an exchange."""
     return update
 
 
@@ -35,7 +35,8 @@ class ReplicationConfig:
     """Replication settings: updates are sent every ``period_s`` and arrive ``delay_s`` later.
 
     The delay is half a period by default, because routers read updates as often as they write them.
-    ``carries`` may leave parts out. Bindings go through a store that sees one at a time and answers at once.
+    ``carries`` may remove parts of an update. Bindings go through a store that handles one at a time and answers at
+    once.
     """
 
     period_s: float = 0.1
@@ -67,7 +68,7 @@ class Replication:
     def begin(self) -> None:
         """Schedule every router's updates from when it joins."""
         for router, replica in enumerate(self._replicas):
-            # Routers do not tick together; the first tick of one that joins is its replay.
+            # Routers do not send at the same time; the first tick of a joining router is its replay.
             phase_s = self._exchange.period_s * router / len(self._routers)
             self._timeline.at(replica.at_s, self._replay, router, ticks=True)
             self._timeline.at(replica.at_s + phase_s, self._tick, router, ticks=True)

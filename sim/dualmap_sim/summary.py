@@ -14,8 +14,8 @@ class Summary:
 
     TTFT, E2E (arrival to last token) and hit rate are over the requests that were served; one that was refused or
     failed counts as one that missed the SLO. ``pending_cv`` is how unevenly prompt tokens still to be computed lay on
-    the members: standard deviation over mean, itself the mean over all samples with any such tokens. ``rules`` says how
-    many were sent by each of the policy's rules.
+    the members: standard deviation over mean, itself the mean over all samples with any such tokens. ``rules`` counts
+    the requests sent by each of the policy's rules.
     """
 
     requests: int

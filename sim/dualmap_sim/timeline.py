@@ -1,6 +1,6 @@
 """Virtual time: scheduled calls in order of their time, and in order of scheduling for equal times.
 
-``cluster`` and the oracles drive their runs with it. There is no clock: time is what the next thing to happen says.
+``cluster`` and the oracles drive their runs with it. There is no clock: time is that of the next event.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Subject = TypeVar("Subject")
 
 
 class Timeline:
-    """A heap of acts, each with the one thing it is about (a partial for each would cost more than the heap)."""
+    """A heap of acts, each with its one argument (a partial for each would cost more than the heap)."""
 
     def __init__(self) -> None:
         self.now_s = -inf
@@ -30,11 +30,11 @@ class Timeline:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing but ticks is to come."""
+        """Whether only ticks are scheduled."""
         return not self._to_come
 
     def step(self) -> None:
-        """Let the next thing happen; there must be one."""
+        """Run the next act; there must be one."""
         self.now_s, _, ticks, act, subject = heappop(self._heap)
         self._to_come -= not ticks
         act(subject)

@@ -1,4 +1,4 @@
-"""The autoscaling benchmark's harness: what is measured, and how it is shown. The runs' own tests are in tests/sim."""
+"""The autoscaling benchmark's harness: its cells, pages and charts. tests/sim tests the runs themselves."""
 
 import importlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The evaluation's harness: what is measured, kept, measured again and shown; ``bench`` is in the source tree only."""
+"""The evaluation's harness: cells, results, repeated runs and pages; ``bench`` is in the source tree only."""
 
 import importlib
 import json
@@ -117,7 +117,7 @@ def test_claims_replace_only_text_between_the_marks(bench: Bench, tmp_path: Path
 def test_sections_state_claims_without_results(bench: Bench, tmp_path: Path) -> None:
     results, extent = bench("results").Results(tmp_path), bench("settings").Extent(trace=ROOT / "pyproject.toml")
     for section in bench("sections").SECTIONS.values():
-        if section.name != "ttft":  # It reads the trace.
+        if section.name != "ttft":  # This cell reads the trace.
             assert all(each.says for each in section.claims(results, extent))
 
 

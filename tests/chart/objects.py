@@ -26,7 +26,7 @@ def pods(objects: Sequence[Object]) -> Iterator[tuple[str, Mapping[str, str], An
 
 
 def containers(spec: Any) -> list[Any]:
-    """Return a pod's containers, those first that run first."""
+    """Return a pod's containers, init containers first."""
     return [*spec.get("initContainers", ()), *spec["containers"]]
 
 

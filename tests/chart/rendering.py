@@ -23,12 +23,12 @@ RELEASE, NAMESPACE = "dualmap", "dualmap-system"
 KUBE_VERSION = "1.36.0"
 Object = Mapping[str, Any]
 
-# libyaml's reader where it is there: the CRD alone is 1200 lines.
+# libyaml's reader where it is available, because the CRD alone has 1200 lines.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def helm() -> str:
-    """Return helm's path; skips the test where there is none."""
+    """Return helm's path; skips the test if helm is missing."""
     beside = Path(sys.executable).parent / "helm"
     found = str(beside) if beside.exists() else shutil.which("helm")
     if found is None:
@@ -45,7 +45,7 @@ def render(
     namespace: str = NAMESPACE,
 ) -> Sequence[Object]:
     """Return every object of the chart with these values, hooks included, on a cluster that serves ``apis``."""
-    # A copy, which the test may change.
+    # The objects are copies, which the test may change.
     return copy.deepcopy(_objects(json.dumps(values or {}), tuple(apis), kube_version, release, namespace))
 
 
@@ -59,7 +59,7 @@ def refused(values: Mapping[str, Any], *, apis: Sequence[str] = (), kube_version
 def notes(values: Mapping[str, Any] | None = None, *, apis: Sequence[str] = ()) -> str:
     """Return what helm prints after an installation with these values, on a cluster that serves ``apis``.
 
-    Helm renders notes only for a cluster that it reaches; so they are rendered as an object of a copy of the chart.
+    Helm renders notes only with a reachable cluster, so they are rendered as an object of a copy of the chart.
     """
     text = (CHART / "templates" / "NOTES.txt").read_text()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """The render matrix: each switch of the chart, both forms of its rights, three versions of Kubernetes.
 
-Every object is checked against Kubernetes' strict schemas, and for what must hold of it whatever the values are.
+Every object is checked against Kubernetes' strict schemas, and for invariants that hold for all values.
 """
 
 import re
@@ -30,7 +30,7 @@ ELSEWHERE = {
     "DestinationRule": "networking.istio.io/v1",
 }
 CLUSTER_WIDE = {"CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"}
-# Made by somebody else: by the values' names, or cert-manager.
+# Not created by the chart: named in the values, or created by cert-manager.
 SECRETS_OF_OTHERS = {"routers", "envoys", "redis", "redis-ca", "dualmap-router-tls", "dualmap-gateway-tls"}
 
 
@@ -134,7 +134,7 @@ def test_selector_matches_the_pods_of_one_workload(objects: Sequence[Object]) ->
     for name, labels, spec in pods(objects):
         for spread in spec.get("topologySpreadConstraints", ()):
             assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
-            # A StatefulSet's controller labels its pods otherwise than a Deployment's.
+            # A StatefulSet's controller labels its pods differently from a Deployment's.
             revision = "controller-revision-hash" if name.endswith("-router") else "pod-template-hash"
             assert spread["matchLabelKeys"] == [revision]
     for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):

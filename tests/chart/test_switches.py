@@ -104,7 +104,7 @@ class TestTls:
         assert ("--tls-client-ca=/etc/dualmap/tls/ca.crt" in router["args"]) is mutual
         assert {"--tls=on", "--tls-ca=/etc/dualmap/tls/ca.crt", "--tls-sds=/etc/envoy"} <= set(bootstrap["args"])
         assert ("--tls-key=/etc/dualmap/tls/tls.key" in bootstrap["args"]) is mutual
-        # A mount of a folder, not of a file in it, which would stay as it was.
+        # A mount of a folder; a mount of a single file would never be updated.
         for each in (router, container(objects, "gateway", "envoy")):
             (mount,) = [mount for mount in each["volumeMounts"] if mount["name"] == "tls"]
             assert mount == {"name": "tls", "mountPath": "/etc/dualmap/tls", "readOnly": True}

@@ -1,7 +1,7 @@
 """Every `dualmap` and `make` command of the documents runs as written; e2e covers kubectl and helm.
 
-Names that the documents take for granted (pool.yaml, /certs, redis) are there; long runs are given fewer requests.
-Routers run in a network namespace of their own, where their ports are free, until they say that they are ready.
+The files and hosts that the documents assume (pool.yaml, /certs, redis) exist; long runs have fewer requests. Routers
+run in their own network namespace, where their ports are free, until their ready line.
 """
 
 import json

@@ -21,7 +21,7 @@ class Request:
 
 
 class FakeKube:
-    """Answers come in the order they were given; the last one stays. What has none is answered with {}."""
+    """Answers come in the given order; the last one is repeated. A request without a scripted answer gets {}."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -40,7 +40,7 @@ class FakeKube:
         self._events.put_nowait(WatchEvent(kind, body))
 
     def break_watch(self, error: KubeError | None) -> None:
-        """End the present watch, or the next; None as the server does after its time."""
+        """End the current watch, or the next; None as the server does after its timeout."""
         self._events.put_nowait(error)
 
     async def request(
@@ -76,7 +76,7 @@ class FakeKube:
 
 
 class Counts:
-    """An ``ApiObserver`` that remembers."""
+    """An ``ApiObserver`` that records its calls."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, int]] = []
@@ -96,7 +96,7 @@ class Clock:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other tasks bring about; the test's own timeout bounds it."""
+    """Wait for a condition that other tasks cause; the test's own timeout limits the wait."""
     while True:
         if condition():
             return

@@ -1,4 +1,4 @@
-"""API objects as the operator meets them, made short."""
+"""Helpers that build API objects for the operator's tests."""
 
 from collections.abc import Mapping
 from typing import Any

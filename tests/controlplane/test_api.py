@@ -1,4 +1,4 @@
-"""What the operator sends to the API server, to the letter, and how refusals come back."""
+"""The operator's exact requests to the API server, and its handling of errors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A plan carried out: in order, over the version it was made from, and not again what is there already."""
+"""Applying a plan: in order, on the version it was made from, and without repeating what already exists."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ class Scene:
 
     @property
     def sent(self) -> list[str]:
-        """What was written."""
+        """The objects that were written."""
         return [f"{request.method} {request.path}" for request in self.kube.requests if request.method != "GET"]
 
 

@@ -1,4 +1,4 @@
-"""What the operator warns of in a pod template, and what it leaves alone."""
+"""The operator's warnings about pod templates, and templates without a warning."""
 
 from collections.abc import Mapping
 from dataclasses import replace

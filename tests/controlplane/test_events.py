@@ -1,4 +1,4 @@
-"""Kubernetes Events: repeated ones count up, many are bounded, and none is worth failing for."""
+"""Kubernetes Events: repeated ones increase a count, their number is bounded, and a failed one is ignored."""
 
 from datetime import UTC, datetime
 

@@ -62,7 +62,7 @@ class Scene:
 
 
 class FakeStopped:
-    """kopf's word that a daemon is to end: never given."""
+    """kopf's signal that a daemon must end: never sent."""
 
     def __bool__(self) -> bool:
         return False

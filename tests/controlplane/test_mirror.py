@@ -1,4 +1,4 @@
-"""The mirror of a collection: what the server has, and nothing that it has no more."""
+"""The mirror of a collection: it has exactly the server's objects."""
 
 import asyncio
 from collections.abc import AsyncIterator

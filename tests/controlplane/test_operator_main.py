@@ -1,4 +1,4 @@
-"""The command line of ``dualmap operator``: what it makes of flags and environment, and what it refuses."""
+"""The command line of ``dualmap operator``: settings from flags and environment, and rejected values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A pool's loop: what makes it look, what it does after each kind of failure, and when it is done."""
+"""A pool's loop: what triggers it, how it handles each kind of failure, and when it ends."""
 
 import asyncio
 import contextlib

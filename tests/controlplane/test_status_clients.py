@@ -109,7 +109,7 @@ async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) ->
 
 
 async def trickling(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Something always comes, and never the end."""
+    """Data always comes, but never the end."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     while not writer.is_closing():
         writer.write(b"1\r\n{\r\n")
@@ -118,7 +118,7 @@ async def trickling(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def endless(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As much as the client takes, as fast as it does."""
+    """Sends as much as the client reads, as fast as it reads."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     chunk = b" " * 65_536
     while not writer.is_closing():
@@ -401,5 +401,5 @@ class TestEngines:
                 *questions, engines.requests("vLLM", HOST, peer.port, timeout_s=PATIENT_S)
             )
         assert (set(unheard), heard) == ({None}, 5)
-        # Those that have just given up are still closing when the next ones begin.
+        # Requests that have just timed out are still closing when the next ones begin.
         assert mute.most_open <= 64

@@ -1,4 +1,4 @@
-"""What the watches show of a pool, and which pool an event wakes."""
+"""The watches' view of a pool, and which pool an event wakes."""
 
 from typing import Any
 
@@ -185,7 +185,7 @@ def test_watches_spec_change_wakes_pools_of_same_model_name(scene: Scene) -> Non
     assert show("young", 2) == [young]
     assert show("old", 1) == [young, old]
     assert [each.owner for each in scene.watches.lost_claims(young)] == ["llm/old"]
-    # Else each would answer the other's write for ever.
+    # Otherwise each would answer the other's write for ever.
     assert show("old", 1, version="2", status={"inRing": 3}) == [old]
     assert show("young", 2, version="3", status={"inRing": 3}) == [young]
     assert show("old", 1, version="4", model={"name": "another"}) == [young, old]

@@ -159,9 +159,9 @@ class TestMembersThatLeaveOrFail:
 
 class TestRebalancing:
     def crowded(self, *, rebalance: bool = True, policy: str = "dualmap_paper") -> PoolRouter:
-        """Of two members, which are everybody's pair, m-0 has six requests waiting and m-1 has nothing to do.
+        """The pair of all keys has two members: six requests wait at m-0, m-1 is idle.
 
-        They crowd under a policy that does not care; from then on it is DualMap that decides, as published.
+        They queue at one member under a policy that ignores load; then DualMap decides, as published.
         """
         crowding = slow_pool(2, policy="cache_affinity", slo_ttft_s=6.0, rebalance=rebalance)
         router = PoolRouter(crowding)
@@ -177,7 +177,7 @@ class TestRebalancing:
 
     def test_rebalance_moves_requests_until_the_rest_meets_the_slo(self) -> None:
         router = self.crowded()
-        # Nowhere can such a prompt meet the SLO: both of its pair count as overloaded.
+        # No member can meet the SLO with such a prompt: both members of its pair count as overloaded.
         answer, outcomes = ask_all(router, "huge", 9000)
         assert isinstance(answer, Queued)
         moved = [each for each in outcomes if isinstance(each, Decision)]
@@ -188,14 +188,14 @@ class TestRebalancing:
         first, second = router.status().endpoints
         left = 6 - second.in_flight - second.held
         assert 0 < left < 6
-        # What is left at m-0, but for the huge one, is computed within the SLO.
+        # The rest at m-0, except the huge prompt, is computed within the SLO.
         assert (first.pending_prefill_tokens + 1500 * left) / SPEED <= 6.0
 
     def test_rebalance_largest_gain_moves_first(self) -> None:
         router = self.crowded()
         moved = [int(each.request_id.split()[1]) for each in ask_all(router, "huge", 9000).outcomes]
         left = [each.request_id for each in router.on_deadline(100.0).outcomes if each.request_id.startswith("small ")]
-        # The one at the tail has the longest wait ahead, and so the most to gain; it was the newest.
+        # The request at the tail has the longest wait ahead, and so gains most; it is the newest.
         assert moved[0] > max(int(id.split()[1]) for id in left)
 
     def test_rebalance_switched_off_moves_nothing(self) -> None:

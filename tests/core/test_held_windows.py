@@ -61,7 +61,7 @@ class TestWindow:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         assert ask(router, "2") == Queued(request_id="2")
-        # The window opened by time alone without a call of `on_deadline`.
+        # The window opened by the passing of time, without a call of `on_deadline`.
         effects = ask_all(router, "3", now=2.0)
         assert decided(effects) == ["2"]
         assert effects.answer == Queued(request_id="3")
@@ -157,7 +157,7 @@ class TestKvMemory:
             ask(router, f"short {n}", 10)
             router.on_first_token(0.0, f"short {n}")
             router.on_finished(0.0, f"short {n}", Usage(prompt_tokens=10, completion_tokens=100, cached_tokens=0))
-        # Two requests are taken to generate 150 tokens each: half as much again as the mean.
+        # The rule assumes 150 output tokens each for two requests: half as much again as the mean.
         ask(router, "one", 3000)
         router.on_first_token(3.0, "one")
         assert isinstance(ask(router, "two", 1701, now=3.0), Queued)

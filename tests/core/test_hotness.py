@@ -15,12 +15,12 @@ def tree(initial: int = 2, longest: int = 64) -> HotnessTree:
 
 
 def prompt(shared: int, own: int, length: int = 20) -> list[int]:
-    """A chain whose first ``shared`` blocks are everybody's and whose others are its own."""
+    """A chain with ``shared`` leading blocks common to all, and others of its own."""
     return [n if n < shared else 1000 * (own + 1) + n for n in range(length)]
 
 
 class NaiveHotness:
-    """The same rules over a plain list of what was counted when; every sum is computed from scratch."""
+    """The same rules over a plain list of counts with their times; every sum is computed from scratch."""
 
     def __init__(self, initial: int, longest: int) -> None:
         self.initial, self.longest = initial, longest
@@ -69,7 +69,7 @@ def test_hotness_agrees_with_a_naive_reference() -> None:
         one, reference = tree(longest=6), NaiveHotness(2, 6)
         for n in range(500):
             now += chance.choice([0.0, 0.05, 0.4]) if n % 90 else chance.uniform(0, 40)
-            # Which of three prefixes is hot changes every hundred requests; much of the rest is everybody's own.
+            # The hot prefix of three changes every hundred requests; many other requests have unique prefixes.
             fate = chance.random()
             if fate < 0.5:
                 group = n // 100 % 3 if fate < 0.45 else chance.randrange(3)
@@ -80,7 +80,7 @@ def test_hotness_agrees_with_a_naive_reference() -> None:
             assert length == reference.key_blocks(now, hashes)
             lengths[length] += 1
         merges += reference.merges
-    # The comparison is worth something only if keys grew and shrank while it was made.
+    # The comparison means something only if keys grew and shrank during it.
     assert lengths.total() - lengths[2] - lengths[1] - lengths[0] > 500
     assert merges > 3
 
@@ -126,7 +126,7 @@ def test_hotness_cooled_prefix_is_merged() -> None:
     for n in range(100):
         one.key_blocks(0.1 * n, prompt(5, n), **SHARES)
     assert one.key_blocks(10.0, prompt(5, 500), **SHARES) == 6
-    # Between the merge and the split share it stays split; below the merge share it is merged.
+    # Between merge and split share the key stays split; below the merge share it is merged.
     for n in range(800):
         one.key_blocks(31.0, prompt(0, 1000 + n), **SHARES)
     assert one.key_blocks(32.0, prompt(5, 501), **SHARES) == 6

@@ -30,7 +30,7 @@ def entry(
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Any order of events, wrong and repeated ones too: the sums are those of the live requests, always."""
+    """For any order of events, even wrong and repeated ones, the sums are those of the live requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_ledger_queue_shrinks_during_a_prefill() -> None:
     load = ledger.loads["a"]
     assert load.queue_s(0.0, 3.0) == 2.0
     assert load.queue_s(0.4, 3.0) == 1.6
-    # The head is late: its own second is spent, the other's is still to come.
+    # The head is late: its own second has passed, the other's is still ahead.
     assert load.queue_s(2.0, 3.0) == 1.0
     ledger.first_token(2.0, "1")
     assert load.queue_s(2.0, 3.0) == 1.0
@@ -256,7 +256,7 @@ class TestLostReports:
         assert late is not None
         assert late.prefilled
         assert ledger.first_token(SILENT_PREFILL_S + 5.0, "0") is None
-        # The other has only now begun, and nothing was learnt of the stall.
+        # The other has only now begun, and the stall changed no estimate.
         assert load.queue_s(SILENT_PREFILL_S + 5.0, 3.0) == 1.0
         assert load.speed.current == before
 

@@ -1,6 +1,6 @@
 """DualMap's rule, its ablations and the plain baselines on constructed situations, and properties of all policies.
 
-What they do to whole workloads is for the simulator to show; the other systems' rules are in test_policies_others.
+The simulator tests whole workloads; test_policies_others tests the other systems' rules.
 """
 
 from dataclasses import replace
@@ -19,9 +19,9 @@ from dualmap.requests import Decision
 from dualmap.router import PoolRouter
 from situations import candidate, decide, situation_of
 
-# Those that place a request by its key or its turn alone, where equal members are nothing special.
+# Policies that choose by key or by turn alone, where equal members need no tie-break.
 BY_KEY_OR_TURN = ("round_robin", "cache_affinity", "chwbl")
-# Those for which only the pair exists.
+# Policies that consider only the pair.
 WITHIN_THE_PAIR = tuple(name for name in POLICIES if name.startswith("dualmap_"))
 
 
@@ -63,7 +63,8 @@ def test_dualmap_spills_by_marginal_cost_at_half_the_slo() -> None:
     other, idle = candidate("b", queue_s=3.0, compute_s=1.0), candidate("c", compute_s=0.3)
     assert decide("dualmap", warm, other, idle) == ("a", "pair-warm")
     assert decide("dualmap", warm._replace(queue_s=2.5), other, idle) == ("c", "spill")
-    # The weight of T_c keeps it home while the detour costs more work than the queue costs time: 2.6 + 3*0.1 < 3*1.0.
+    # The weight of T_c keeps the request at its warm member while a detour costs more work than the queue costs time:
+    # 2.6 + 3*0.1 < 3*1.0.
     dear = idle._replace(compute_s=1.0)
     assert decide("dualmap", warm._replace(queue_s=2.6), other, dear) == ("a", "pair-marginal")
     # Active KV counts: 20 000 tokens at 1000/s weigh 0.2 * 20 s.

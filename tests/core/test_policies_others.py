@@ -32,7 +32,7 @@ def test_least_requests_counts_requests_not_tokens() -> None:
 def test_power_of_two_takes_the_less_busy_of_two_members() -> None:
     members = [candidate(id, requests=n) for n, id in enumerate("abcd")]
     picks = Counter(decide("power_of_two", *members, id=f"r{n}")[0] for n in range(1200))
-    # Of six pairs the idlest is in three, the next the better one of two, the third of one; the busiest never.
+    # Of six pairs, three contain the idlest; the next is better in two, the third in one; the busiest never wins.
     assert {id: round(count / 200) for id, count in picks.items()} == {"a": 3, "b": 2, "c": 1}
 
 
@@ -153,7 +153,7 @@ def test_stack_loadaware_weighs_match_against_relative_load(warm: int, cold: int
     [
         (candidate("a", pending=1000, kv=500_000, matched=800), "b"),  # 0 + 1 + 2.4 against 2 + 2 + 0.
         (candidate("a", pending=1000, kv=0, matched=896), "a"),  # 0 + 2 + 2.688 against 4.
-        (candidate("a", pending=0, kv=500_000, matched=384), "a"),  # Queues that are equal score 2 both: 4.152.
+        (candidate("a", pending=0, kv=500_000, matched=384), "a"),  # Equal queues both score 2: 4.152.
         (candidate("a", pending=0, kv=500_000, matched=256), "b"),  # 2 + 1 + 0.768.
         (candidate("a", pending=1, kv=0, matched=640), "b"),  # The longest queue scores 0, however short it is: 3.92.
         (candidate("a", pending=0, kv=5_000_000, matched=640), "b"),  # More than the cache is no less than 0: 3.92.
@@ -179,7 +179,7 @@ class TestLlmdSticky:
         slow, idle = candidate("a", matched=896, queue_s=17.9, kv=9000), candidate("b", kv=8000)
         assert decide("llmd_sticky", slow, idle) == ("a", "sticky")
         assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle) == ("b", "penalty")
-        # One fast holder is enough, and then the others count too.
+        # One fast holder is enough; then the other holders count too.
         other = candidate("c", matched=896, queue_s=1.0, kv=9500)
         assert decide("llmd_sticky", slow._replace(queue_s=18.1), idle, other) == ("a", "sticky")
 
@@ -267,7 +267,7 @@ class TestEar:
         assert rule == "new-session"
         load(first, 4000, 0.1)
         assert turn(2, 0.2) == (first, "session-host")
-        # The turn's first token came, so what was handed over before it is taken to be done.
+        # The turn's first token came, so earlier submissions count as prefilled.
         load(first, 6000, 0.3)
         second, rule = turn(3, 0.4)
         assert rule == "session-move"

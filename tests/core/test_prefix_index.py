@@ -13,7 +13,7 @@ def chain_of(name: int, length: int) -> list[int]:
 
 
 PROMPTS = st.builds(chain_of, st.integers(0, 40), st.integers(0, 30))
-# Prompts that part at blocks 3, 8 and 15, so that runs are cut, shared and grown in many ways.
+# Prompts that branch at blocks 3, 8 and 15, so that runs are cut, shared and extended in many ways.
 BRANCHING = st.builds(
     lambda names, length: [10**6 * sum(name * 7**n for n, name in enumerate(names[: (n > 2) + (n > 7) + (n > 14)])) + n
                            for n in range(length)],
@@ -23,7 +23,7 @@ BRANCHING = st.builds(
 
 
 def check(*indexes: PrefixIndex) -> None:
-    """What every state of indexes over one tree must keep."""
+    """The invariants of all indexes over one tree."""
     for index in indexes:
         assert len(index) == sum(len(run.hashes) for run in index._held) <= index._capacity
         order = list(index._held)

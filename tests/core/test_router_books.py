@@ -73,7 +73,7 @@ def test_accounts_failing_engine_does_not_attract_its_keys() -> None:
     for n in range(5):
         assert decide(router, str(n), text_of(3000, "x"), float(n)).receipt.matched_tokens == 0
         router.on_aborted(n + 0.1, str(n))
-    # One that was prefilled before the client left did fill the cache.
+    # A request prefilled before the client left did fill the cache.
     decide(router, "a", text_of(3000, "x"), 10.0)
     router.on_first_token(10.5, "a")
     router.on_aborted(11.0, "a")

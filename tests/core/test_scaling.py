@@ -36,7 +36,7 @@ class TestArrivals:
         often, seldom, before = Scaling(pool()), Scaling(pool()), Scaling(pool())
         for scaling in (often, seldom, before):
             steady(scaling, rate=10, since=0, until=300)
-        # What the first of many asks has allocated once and for all is not counted.
+        # Memory that the first call allocates once is not counted.
         for n in range(2000):
             desired(before, 300 + n / 200, status(waiting=5))
         tracemalloc.start()

@@ -24,7 +24,7 @@ class TestAttainment:
         first_tokens: int = 10,
         others: Sequence[OtherRouter] = (),
     ) -> list[float]:
-        """What is desired every 15 s for ten minutes, while that share of first tokens is in time."""
+        """The desired replicas every 15 s for ten minutes, with this share of first tokens in time."""
         scaling = Scaling(pool())
         asked = []
         for second in range(600):

@@ -16,7 +16,7 @@ from dualmap.scaling.scaling import Scaling
 class Loop:
     """Desired replicas -> HPA -> instances that start late -> first tokens -> desired replicas.
 
-    The HPA as Kubernetes has it: every 15 s, a tolerance of 0.1, the largest wish of the last 300 s. The fleet is one
+    The HPA as in Kubernetes: every 15 s, a tolerance of 0.1, the largest value of the last 300 s. The fleet is one
     queue, first come, first served, which refuses who would wait for 30 s; each instance computes SPEED tokens a
     second, or ``true_speed`` of it.
     """
@@ -35,7 +35,7 @@ class Loop:
         self.late: list[float] = []
 
     def run(self, *, rate: float, seconds: float) -> None:
-        """Let Poisson arrivals come for so long."""
+        """Send Poisson arrivals for this time."""
         end_s = self._now + seconds
         arrival_s = self._now + self._random.expovariate(rate)
         while self._now < end_s:
@@ -120,7 +120,7 @@ class TestClosedLoop:
         loop = Loop(instances=8, true_speed=0.3)
         loop.run(rate=20, seconds=2.5 * 3600)
         # 40 000 tokens/s at 3000 each keep 13.3 instances busy; the arrivals ask for 8.2.
-        # Now and then one of them is taken away, until the SLO says which was one too many.
+        # Now and then an instance is removed, until the missed SLO shows that it was one too many.
         later = loop.sizes[240:]
         assert min(later) >= 13
         assert max(later) <= 18

@@ -26,8 +26,8 @@ class Routers:
     ) -> list[float]:
         """Send each router its share of RATE, ``met`` of it within the SLO; return the desired sum every 5 s.
 
-        Each is ``asked`` so many times before the others come to know of it. Unless they ``hear`` of each other, they
-        know that they do not.
+        The sums are taken every 5 s. Each router is read ``asked`` times before the others receive its value. Without
+        ``hear`` they know that they do not receive each other's values.
         """
         sums = []
         for _ in range(seconds):

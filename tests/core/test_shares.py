@@ -91,7 +91,8 @@ class TestGoneRouter:
             peers.add_report(float(now), "stays", report(Share(desired_replicas=4.0 + 2.0 * moved)))
             peers.expire(float(now))
             total = peers.total(float(now), Share(desired_replicas=4.0 + 2.0 * moved))
-            # While it is silent but not given up it counts itself: then the sum is 12 and what has moved by then.
+            # While the router is silent but not yet removed it counts itself: the sum is 12 plus the traffic that has
+            # moved.
             assert 12.0 <= total.desired_replicas <= 12.0 + 4.0 * PEER_TTL_S / REMEMBERED_S
             assert total.held == (2 if now < REMEMBERED_S else 0)
 

@@ -61,7 +61,7 @@ def update(chance: random.Random) -> ReplicaUpdate:
 
 
 def step(router: PoolRouter, chance: random.Random, now: float, number: int, live: list[str]) -> None:
-    """Let one thing happen to a router."""
+    """Apply one event to a router."""
     event = chance.random()
     if event < 0.5 or not live:
         streamed, chain = chance.random() < 0.7, chain_of(chance)
@@ -85,7 +85,7 @@ def step(router: PoolRouter, chance: random.Random, now: float, number: int, liv
 
 
 def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
-    """Compare what a view says of everyone with what the parts say of each member."""
+    """Compare a view's values with the parts' values for each member."""
     fleet = router._fleet
     view = fleet.view(now, chain)
     everyone = fleet.everyone(view, fleet.ring(None))
@@ -130,7 +130,7 @@ def test_columns_equal_the_candidates(seed: int, window_s: float) -> None:
     for number in range(150):
         now += chance.choice([0.0, 0.01, 0.3])
         step(router, chance, now, number, live)
-        # Time alone changes loads too: heads run over, stall, or end unseen.
+        # Loads also change with time: heads run over, stall, or end unseen.
         for later_s in (0.0, 0.05, 0.4, 1.5)[: chance.randrange(5)]:
             now += later_s
             check(router, now, chain_of(chance))

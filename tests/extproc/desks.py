@@ -1,4 +1,4 @@
-"""A picker with its observer and short ways to ask it: for the tests of the picker."""
+"""A picker with its observer and helpers to call it, for the tests of the picker."""
 
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.picked import Picked, Waiting
@@ -8,7 +8,7 @@ from extproc.envoy_messages import Recorder, chat, pool
 
 
 class Desk:
-    """A picker, its observer, and a short way to ask it."""
+    """A picker, its observer, and helpers to call it."""
 
     def __init__(self, *pools, limits: Limits | None = None) -> None:
         self.observer = Recorder()

@@ -1,4 +1,4 @@
-"""What Envoy says on a discovery stream, and what the answers hold: shared by discovery's tests."""
+"""Envoy's messages on a discovery stream and the content of the answers, shared by discovery's tests."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Envoy's generated bootstrap for tests: how it is made, what stands where in it, and the real Envoy's judgement."""
+"""Envoy's generated bootstrap for tests: helpers to generate it, to read it, and to validate it with a real Envoy."""
 
 import json
 import subprocess
@@ -76,7 +76,7 @@ def hosts(cluster: dict[str, Any]) -> list[str]:
 
 
 def validate(directory: Path, bootstrap: str) -> None:
-    """Let the real Envoy check a bootstrap."""
+    """Validate a bootstrap with the real Envoy."""
     written = directory / "envoy.yaml"
     written.write_text(bootstrap)
     checked = subprocess.run(

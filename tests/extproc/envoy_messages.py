@@ -1,4 +1,4 @@
-"""What Envoy says on an ext_proc stream, and what the picker's answers mean: shared by the data path's tests."""
+"""Envoy's messages on an ext_proc stream and the meaning of the picker's answers, shared by the data path's tests."""
 
 import json
 import logging
@@ -70,7 +70,7 @@ def pool(name="qwen", *, model="m", aliases=(), adapters=(), members=4, namespac
 
 
 def crowded_pool(name="qwen", *, members=1, **queue):
-    """Return a pool whose slow engines are handed one prefill at a time; more wait, as ``queue`` says."""
+    """Return a pool whose slow engines get one prefill at a time; more requests wait, as ``queue`` sets."""
     made = pool(name, members=members, queue=Queue(**({"dispatch_window_s": 0.0, "max_wait_s": 600.0} | queue)))
     return replace(made, engine=Engine(prefill_tokens_per_second=100.0))
 
@@ -202,7 +202,7 @@ class Recorder:
         self.events.append(observation)
 
     def names(self) -> list[str]:
-        """What happened, in order; a request that leaves its queue has ``waited``, too."""
+        """The events in order; a request that leaves its queue is also ``waited``."""
         return [name for event in self.events for name in _names(event)]
 
     def of(self, kind: type[Kind]) -> list[Kind]:
@@ -234,9 +234,9 @@ _NAMES = {
 
 
 class Conversation:
-    """A stream and what was said on it. ``now`` goes on by a second with every message.
+    """A stream and its messages. ``now`` advances by a second with every message.
 
-    ``delivered`` is what it said without being asked: the answers of a request that was held.
+    ``delivered`` holds answers that came without a message: those of a queued request.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Replicas that exchange news through a store: for the tests of the exchange."""
+"""Replicas that exchange updates through a store, for the tests of the exchange."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -18,8 +18,10 @@ REPORT = Report(own=Share(desired_replicas=0.5, held=1), pool=Share(desired_repl
 
 
 class Replica:
-    """What the exchange needs of a picker and of a pool's demand: tells what a test puts in ``news`` and ``due``, and
-    keeps what it is told.
+    """Stands for a picker and a pool's demand.
+
+    Returns what a test puts in ``news`` and ``due``, and records what it receives.
+
     """
 
     def __init__(self, *pools: Pool) -> None:
@@ -67,7 +69,7 @@ class Replica:
 
     @property
     def requests(self) -> int:
-        """How many requests it was told of."""
+        """The number of requests it received."""
         return sum(update.hotness.requests for _, _, update, _ in self.heard)
 
     @property
@@ -76,7 +78,7 @@ class Replica:
 
 
 class Observed:
-    """Counts what the exchange reports."""
+    """Counts the exchange's reports."""
 
     def __init__(self) -> None:
         self.exchanges = 0

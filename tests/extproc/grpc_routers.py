@@ -1,4 +1,4 @@
-"""A router's gRPC side on free ports and a real client of it, also one whose only engine is busy."""
+"""A router's gRPC ports and a real client, also for a router whose only engine is busy."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -97,7 +97,7 @@ async def crowded(**queue) -> AsyncIterator[tuple[Running, grpc.aio.StreamStream
 
 
 async def held(router: Running, config=NO_WAIT, *, already=0) -> grpc.aio.StreamStreamCall:
-    """Send a request; return its call once it is held."""
+    """Send a request; return its call once it is queued."""
     call = router.stream()
     await call.write(request_headers(config))
     await call.write(request_body(chat()))

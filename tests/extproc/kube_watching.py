@@ -1,4 +1,4 @@
-"""A router's view of the tests' own Kubernetes API: shared by the tests of ``pools.kube``."""
+"""A router's view of the tests' own Kubernetes API, shared by the tests of ``pools.kube``."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ QUICK = WatchPolicy(timeout_s=600.0, inactivity_s=601.0, first_pause_s=0.01, lon
 
 @pytest.fixture(name="api")
 async def kube_api_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[KubeApi]:
-    """The API that a test's router watches; what the router logs is kept at every level."""
+    """The API that a test's router watches; the router's logs are captured at every level."""
     caplog.set_level(logging.INFO, "dualmap_extproc")
     caplog.set_level(logging.INFO, "dualmap_edge")
     async with kube_api(tmp_path) as api:
@@ -31,7 +31,7 @@ async def kube_api_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> A
 
 
 class Watched:
-    """What a router with ``--kube`` serves."""
+    """The pools that a router with ``--kube`` serves."""
 
     def __init__(self, source: KubePools, registry: CollectorRegistry) -> None:
         self.source = source
@@ -58,7 +58,7 @@ class Watched:
         return {each.id: each.state.value for each in self.members(pool).values()} if pool in self.pools else {}
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until what is served is so."""
+        """Wait until the served pools meet a condition."""
         async with asyncio.timeout(WAIT_S):
             while not holds():
                 self._news.clear()

@@ -1,4 +1,4 @@
-"""What happens to a router, told to its metrics, and the page as samples: for the tests of the metrics."""
+"""Sends events to a router's metrics and parses the page into samples, for the tests of the metrics."""
 
 from collections.abc import Callable, Sequence
 
@@ -91,7 +91,7 @@ def status(*states: MemberState, pool: str = POOL) -> PoolSnapshot:
 
 
 class Counting:
-    """A router's metrics and demand, and short ways to let something happen to its requests at the clock's time."""
+    """A router's metrics and demand, and helpers that send request events at the clock's time."""
 
     def __init__(self, *pools: Pool, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.metrics = Metrics(version="1.2.3", replica_id="router-0")
@@ -172,7 +172,7 @@ def samples(made: Counting, *statuses: PoolSnapshot) -> dict[str, float]:
 
 
 def everything(made: Counting) -> None:
-    """Let every event happen once."""
+    """Send every event once."""
     made.routed(POOL, decision())
     made.routed_bodiless(POOL)
     made.refused(no_endpoint(POOL))

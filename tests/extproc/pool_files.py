@@ -1,4 +1,4 @@
-"""Pool files for tests: what stands in one, and how it is put in its place."""
+"""Pool files for tests: their content, and helpers to write them."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def write(path: Path, *documents: object) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """By rename, so that a watcher in another thread sees the old content or the new one."""
+    """Written by rename, so that a watcher in another thread sees the old content or the new one."""
     new = path.with_suffix(".new")
     new.write_text(text)
     return new.rename(path)

@@ -1,4 +1,4 @@
-"""Stores on a real Redis server, what they are told in tests, and whether one does all that it should."""
+"""Stores on a real Redis server, updates for them, and a check that a store does all that it should."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ async def opened(url: str, password: str | None = None, ca_file: Path | None = N
 
 @contextlib.asynccontextmanager
 async def answering(answer: bytes) -> AsyncIterator[str]:
-    """What is no Redis server: it says the same to everything."""
+    """A server that is not Redis: it sends the same answer to everything."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

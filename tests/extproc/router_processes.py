@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process of a test: how it is started, what its ports are, and a request through it."""
+"""``dualmap router`` as a process of a test: helpers to start it, find its ports, and send a request through it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the tests of the stream machine's request half share: every message mode, and the body as it is sent back."""
+"""Shared by the tests of the stream machine's request half: every message mode, and the body as it is sent back."""
 
 import pytest
 

@@ -226,7 +226,7 @@ Stream = grpc.aio.StreamUnaryCall[bytes, wire.StreamAccessLogsResponse]
 async def serving(
     on_entries: Callable[[tuple[AccessLogEntry, ...]], None], counts: Counts, *, id_prefix: str = ""
 ) -> AsyncIterator[Callable[[], Stream]]:
-    """A sink on a port of its own; yields what opens streams to it that take raw bytes."""
+    """A sink on its own port; yields a function that opens streams of raw bytes to it."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((AccessLogSink(on_entries, counts, id_prefix=id_prefix).handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -282,7 +282,7 @@ class TestServing:
         counts = Counts()
         async with serving(lambda some: received.extend(each.request_id for each in some), counts) as opened:
             stream = opened()
-            # The second holds bytes that are no UTF-8 in a string field.
+            # The second has invalid UTF-8 in a string field.
             for data in (b"\xff\xff\xff", batch(entry("r-bad")).replace(b"r-bad", b"r-\xff\xfe\xfd"), batch(entry())):
                 await stream.write(data)
             await stream.done_writing()

@@ -18,7 +18,7 @@ from extproc.envoy_messages import chat, crowded_pool, pool
 
 
 class Adopted:
-    """What adopts pools, and when Envoys were told of which."""
+    """The adoption of pools, and the times at which Envoys got them."""
 
     def __init__(self, *pools: Pool) -> None:
         self.demand = Demand()
@@ -56,7 +56,7 @@ async def test_adoption_with_queued_requests_waits_for_envoys(monkeypatch):
 
     adopted.adoption.adopt((replace(crowded_pool(members=1), ring_version=7),))
     assert adopted.members() == set()
-    # Who asks which version is applied (GET /pools) hears of the one by which requests are picked.
+    # GET /pools shows the version by which requests are picked.
     assert adopted.versions() == [crowded_pool(members=0).ring_version]
 
     assert isinstance(await asyncio.wait_for(adopted.resumed.get(), 30.0), Picked)

@@ -34,7 +34,7 @@ FILES = sorted(each.name for each in (files("dualmap_extproc.telemetry.dashboard
 
 
 class Router:
-    """A picker with its histories, and what the dashboard knows of it."""
+    """A picker with its histories, and the dashboard's facts about it."""
 
     def __init__(self, *pools: Pool) -> None:
         self.metrics = Metrics(version="1", replica_id="router-0")
@@ -182,7 +182,7 @@ async def test_dashboard_open_page_outlives_the_idle_timeout() -> None:
         await next_snapshot(response)
         url = session._base_url
         assert url is not None
-        # This one began later, and is turned out.
+        # This stream began later, and is closed.
         idle, writer = await asyncio.open_connection(url.host, url.port)
         async with asyncio.timeout(30):
             assert await idle.read() == b""
@@ -315,7 +315,7 @@ async def test_dashboard_stop_ends_the_streams() -> None:
     async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/events") as response:
         await next_snapshot(response)
         await server.close()
-        # As it should end: a stream that is cut off would raise.
+        # The stream ends properly; an aborted stream would raise.
         assert await response.content.read() == b""
 
 

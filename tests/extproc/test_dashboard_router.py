@@ -38,7 +38,7 @@ async def test_dashboard_reports_a_redis_that_hangs(tmp_path: Path) -> None:
 
 
 async def said(events: aiohttp.ClientResponse, *, with_: str = "", without: str = "\n") -> None:
-    """Wait for a snapshot whose problems have the one words and not the others."""
+    """Wait for a snapshot whose problems contain some words and lack others."""
     async for line in events.content:
         if line.startswith(b"data: "):
             problems = json.loads(line.removeprefix(b"data: "))["pool"]["verdict"]["problems"]

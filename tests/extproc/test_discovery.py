@@ -56,7 +56,7 @@ Call = grpc.aio.StreamStreamCall[discovery_pb2.DiscoveryRequest, discovery_pb2.D
 
 
 class Service:
-    """A discovery service on a port of its own, and the Envoys' side of it."""
+    """A discovery service on its own port, and Envoys as its clients."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -141,7 +141,7 @@ class TestServing:
                 last = 2000 - round_number
                 service.discovery.publish([replace(big, members=members[:last])])
                 assert len(hosts(await receive(call))[QWEN]) == last
-            # The slow one missed versions in between, and ends with the last.
+            # The slow Envoy skips versions in between, and ends with the last.
             seen: list[int] = []
             while not seen or seen[-1] != last:
                 seen.append(len(hosts(await receive(stuck))[QWEN]))
@@ -185,7 +185,7 @@ class TestServing:
             await call.write(request(QWEN))
             response = await receive(call)
             await call.write(request(QWEN, nonce=response.nonce, version="before", error="malformed"))
-            # Its next news is the next change, not the refused one again.
+            # Its next response is the next change; the rejected one is not sent again.
             await call.write(request(QWEN, nonce=response.nonce, version="before"))
             await until(lambda: service.counts.rejected == 1)
             service.discovery.publish([pool(count=2)])
@@ -222,7 +222,7 @@ class TestServing:
 
 
 class TestEverything:
-    """Clusters, endpoints and routes on one stream, as an Envoy asks that was told of no pool."""
+    """Clusters, endpoints and routes on one stream, requested by an Envoy without any pool."""
 
     @pytest.fixture
     async def ads(self, service: Service) -> AsyncIterator[Call]:

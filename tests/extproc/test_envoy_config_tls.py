@@ -11,7 +11,7 @@ from extproc.envoy_configs import clusters, config, pool_file, run, validate
 
 
 def tls_files(directory: Path) -> dict[str, str]:
-    """Make what Envoy's TLS options name: each option with its file."""
+    """Create the files that Envoy's TLS options name."""
     authority = Authority()
     folder = write_pair(directory / "certificates", authority.pair())
     (folder / "ca.crt").write_bytes(authority.pem)

@@ -23,7 +23,7 @@ from waiting import until
 
 
 class AwayStore(MemoryStore):
-    """A store that can be away."""
+    """A store that can be unreachable."""
 
     away = False
 
@@ -82,7 +82,7 @@ class TestWhileTheStoreIsAway:
         assert [each.endpoint for each in update.placements] == [f"10.0.0.{number}:8000" for number in (6, 7, 8, 9)]
         assert len(update.bindings) == 1024
         assert update.bindings[-1].session == 9999
-        # Counts of six exchanges, six placements, and what is over of bindings and wanted sessions.
+        # Counts of six exchanges, six placements, and the rest of bindings and wanted sessions.
         assert one.observed.dropped_updates == 6 + 6 + 2 * (10_000 - 1024)
 
 
@@ -107,7 +107,7 @@ async def exchanging(name: str, server: RedisServer, url: str = "") -> AsyncIter
 
 
 async def reaches(one: Joined, other: Joined) -> None:
-    """Return when news of one has reached the other."""
+    """Return when an update of one has reached the other."""
     before = other.replica.requests
     one.replica.tell_requests(1)
     await until(lambda: other.replica.requests > before)
@@ -123,7 +123,7 @@ BACK = "Shared state recovered"
 
 
 async def was_lost_and_is_back(caplog: pytest.LogCaptureFixture, *replicas: Joined) -> None:
-    """Return when each said so: one line for each loss, however many tries failed, and one for each return."""
+    """Return when each has logged it: one line for each loss, however many tries failed, and one for each return."""
     for replica in replicas:
         await until(lambda replica=replica: said(caplog, replica.name)[-1:] == [BACK])
         lines = said(caplog, replica.name)
@@ -233,7 +233,7 @@ class TestFaultsOfRedis:
                 await until(lambda: [admin.type(stream) for stream in streams] == [b"stream"] * 2)
             other.replica.tell(wanted=(1,))
             await until(lambda: other.replica.hosts == ["m-0"])
-        # All of it is mended on the way. Only a busy machine makes failures of other kinds.
+        # All of these faults are repaired on the way. Only a busy machine makes failures of other kinds.
         assert set(one.observed.failures + other.observed.failures) <= {Failure.TIMEOUT, Failure.CONNECTION}
 
     async def test_redis_changed_password_is_counted_and_recovers(self, tmp_path, caplog):

@@ -18,7 +18,7 @@ NO_LOADS = replace(QUIET, loads={})
 
 
 class Refusing(MemoryStore):
-    """Tells what it knows and takes nothing."""
+    """Sends what it has and receives nothing."""
 
     refuses = True
 

@@ -23,7 +23,7 @@ from waiting import until
 
 
 class Held(Metrics):
-    """Metrics whose page is not ready before somebody says so."""
+    """Metrics whose page is not ready until the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(version="1", replica_id="router-0")
@@ -234,7 +234,7 @@ async def test_status_client_that_reads_nothing_is_disconnected() -> None:
         stalled.setblocking(False)
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await loop.sock_connect(stalled, ("127.0.0.1", port))
-        # The answers are more than the kernel keeps for a connection.
+        # The answers exceed the kernel's buffer for a connection.
         asking = asyncio.create_task(loop.sock_sendall(stalled, 2000 * b"GET /metrics HTTP/1.1\r\nHost: r\r\n\r\n"))
         await until(lambda: bool(connections.connections))
         await until(lambda: not connections.connections)

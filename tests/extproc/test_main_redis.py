@@ -30,7 +30,7 @@ async def test_router_redis_may_start_later_and_hides_the_password(tmp_path):
     redis = RedisServer(tmp_path / "redis", password="hidden-word")
     password = tmp_path / "password"
     password.write_text("hidden-word\n")
-    # That of the URL is another, and is not used.
+    # The URL's password is a different one, and is not used.
     url = redis.url.replace("redis://", "redis://:hidden-too@")
     options = ("--redis", url, "--redis-password-file", str(password), "--log-format", "json", "--log-level", "debug")
     async with running(write_pool(tmp_path / "pool.yaml"), options=options) as served:
@@ -58,7 +58,7 @@ async def test_router_redis_may_start_later_and_hides_the_password(tmp_path):
         "Shared state recovered",
     ]
     assert lines[0]["store"] == redis.url
-    # Its last word is that it has no load any more.
+    # Its last update reports no load.
     assert decode_update(last[b"n"]).loads == {}
 
 

@@ -1,4 +1,4 @@
-"""``dualmap router`` as a process: what its ports serve, what a changed pool file does, and how a signal ends it."""
+"""``dualmap router`` as a process: its ports, the effect of a changed pool file, and its end by a signal."""
 
 import asyncio
 import json

@@ -50,7 +50,7 @@ class TestSignals:
         return Counting(clock=lambda: clock[0]), clock
 
     def shown(self, made: Counting, name: str, *states: MemberState) -> float:
-        # Nothing is held: requests that have come to be held are arrivals, too.
+        # Nothing is queued: requests queued before are arrivals, too.
         return samples(made, replace(status(*states), held=0))[f"dualmap_pool_{name}{{pool={POOL}}}"]
 
     def test_signals_count_the_uncached_part_of_routed_prompts(self) -> None:

@@ -15,7 +15,7 @@ LONG = chat("long " * 10_000)
 
 
 class Queue(Desk):
-    """A desk whose only engine is busy; what is asked for now waits."""
+    """A desk whose only engine is busy; new requests wait."""
 
     def __init__(self, *pools, **queue) -> None:
         super().__init__(*(pools or (crowded_pool(**queue),)))

@@ -205,7 +205,7 @@ def test_pick_receipt_is_in_the_debug_log(capsys):
 
 
 def sessions(monkeypatch, desk: Desk, *asked) -> list[int | None]:
-    """Ask for each (body, headers); return the sessions that the pool's router was told of."""
+    """Send each (body, headers); return the sessions that the pool's router received."""
     seen = []
     real = PoolRouter.on_request
     monkeypatch.setattr(PoolRouter, "on_request", lambda self, now, each: seen.append(each) or real(self, now, each))
@@ -259,7 +259,7 @@ def test_session_name_above_the_limit_is_ignored(monkeypatch, length, known, whe
     [
         (b"[" * 100_000, "the body is not JSON: depth limit exceeded"),
         (b'{"model": "m", "tools": ' + b"[" * 2000 + b"]" * 2000 + b"}", "the body is not JSON: depth limit exceeded"),
-        # What the parser still takes, but is too deep to be spelt again.
+        # The parser accepts this, but it is too deep to be serialised again.
         (b'{"model": "m", "tools": ' + b"[" * 1000 + b"]" * 1000 + b"}", "the body is nested too deeply"),
     ],
     ids=["unclosed", "parser", "spelling"],

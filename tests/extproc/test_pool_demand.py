@@ -36,7 +36,7 @@ class Clock:
 
 
 class Shelf(MemoryStore):
-    """The store between the routers; ``down`` takes it away, ``full`` lets nobody tell anything."""
+    """The store between the routers; ``down`` makes it unreachable, ``full`` makes all writes fail."""
 
     down = False
     full = False
@@ -94,7 +94,7 @@ class Router:
 
     @property
     def wish(self) -> float:
-        """Its own, as it is scraped."""
+        """Its own value, as in a scrape."""
         (status,) = self.picker.statuses(None)
         return self.traffic.signals((status,))[self.pool.id].desired_replicas
 
@@ -114,7 +114,7 @@ def store(clock: Clock) -> Shelf:
 
 
 async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[Router, int] | None = None) -> None:
-    """Let so much time pass, in which the routers exchange; with ``load`` each has so many requests a second."""
+    """Advance the time while the routers exchange updates; with ``load`` each gets this number of requests a second."""
     for _ in range(round(seconds / INTERVAL_S)):
         clock.now += INTERVAL_S
         for router, requests in (load or {}).items():
@@ -198,7 +198,7 @@ class TestWhileTheStoreIsAway:
     async def late(
         self, clock: Clock, store: Shelf, names: str, *, away_s: float, trouble: str = "down", from_s: float = 120.0
     ) -> list[float]:
-        """Return the sum of their own wishes once a second; the store goes at ``from_s``, for ``away_s``."""
+        """Return the sum of their own desired replicas once a second; the store fails at ``from_s``, for ``away_s``."""
         routers = [Router(name, clock, store, POOL) for name in names]
         asked: list[tuple[float, Router, str]] = []
         wishes = []
@@ -281,7 +281,7 @@ class TestWhatCannotBeKnown:
 
 
 class TestARouterThatGoes:
-    """Two or three routers under load, of which one is killed; its requests go to the others, or to its next life."""
+    """Two or three routers under load, of which one is killed; its requests go to the others or to its restart."""
 
     async def test_demand_does_not_dip_when_one_of_three_dies(self, clock, store):
         a, b, c = (Router(name, clock, store, POOL) for name in "abc")

@@ -132,7 +132,7 @@ class TestWatching:
             path.unlink()
             path.mkdir()
             refusal = await watched.refusal()
-            if "directory" not in str(refusal.value):  # Caught between the two.
+            if "directory" not in str(refusal.value):  # The state between the two changes.
                 refusal = await watched.refusal()
             assert (refusal.file, refusal.field) == (path, "file")
             path.rmdir()
@@ -152,7 +152,7 @@ class TestWatching:
             return method
 
         async with watching(path) as watched:
-            # Instead of a folder without its permissions, since root may look at anything.
+            # Used instead of a folder without permissions, since root may read any folder.
             for name in ("stat", "open", "exists", "is_file"):
                 monkeypatch.setattr(Path, name, deny(getattr(Path, name)))
             assert (await watched.refusal()).value == "Permission denied"
@@ -202,10 +202,10 @@ class TestWatching:
 
 
 class TestStanding:
-    """What is refused stays so until it is mended, and each new reason is told once; looks are called by hand."""
+    """A rejected file stays rejected until it is corrected, and each new reason is reported once."""
 
     def settle(self, watcher: PoolFileWatcher) -> list[str]:
-        """Look until nothing is new; return the reasons told."""
+        """Check until nothing is new; return the reasons reported."""
         return [str(refusal) for _ in range(4) for refusal in watcher._look().refusals]
 
     def test_watcher_reports_each_new_reason_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +244,7 @@ class TestStanding:
 
 
 class TestSettling:
-    """The looks are called by hand here, so that what lies between two of them is exact."""
+    """The test calls the checks itself, so that the changes between two of them are exact."""
 
     def test_watcher_half_written_file_is_never_applied(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=8))

@@ -209,13 +209,13 @@ class TestPods:
             await pods_are_watched(api)
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
-            # The operator follows, then lets it in again: it has seen it serve, whether or not we have.
+            # The operator follows, then admits it again: it has seen the pod serve, whether the router has or not.
             await api.put(pool_body("qwen", version=2, members={"qwen-0": {"state": "Draining"}, "qwen-1": {}}))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             await api.put(pool_body("qwen", version=3, members={"qwen-0": {"state": "Joining"}, "qwen-1": {}}))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 3)
             assert watched.states()["qwen-0"] == "Joining"
-            # And what its pod says after that counts more again.
+            # After that its pod's state counts again.
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
@@ -241,7 +241,7 @@ class TestPods:
             await api.put(pod_body("qwen-0", restarts=1))
             await watched.until(lambda: watched.members()["qwen-0"].incarnation == "qwen-0-u-1")
             assert watched.states()["qwen-0"] == "Active"
-            # The operator's word of yet another life, which the pod's watch has not brought yet.
+            # The operator reports another restart, which the pod's watch has not delivered yet.
             lives["qwen-0"]["incarnation"] = "qwen-0-u-2"
             await api.put(pool_body("qwen", version=2, members=lives))
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)

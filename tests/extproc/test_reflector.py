@@ -26,7 +26,7 @@ class TestTheApiServer:
             await api.start()
             await asyncio.wait_for(watched.source.listed(), WAIT_S)
             assert list(watched.pools) == ["llm/qwen"]
-        # Said when it is new, not at every attempt.
+        # Logged when it is new, not at every attempt.
         assert len(said(caplog, "Kubernetes list or watch failed")) == 1
         assert said(caplog, "Listing pools from the Kubernetes API")[0]["scope"] == "all namespaces"
 
@@ -65,7 +65,7 @@ class TestTheApiServer:
             api.refuse_watches_with = 410
             api.cut_watches()
             await until(lambda: watched.sample("dualmap_kube_errors_total", resource=POOLS, kind="expired") >= 1)
-            # Nothing tells of the deletion but its absence.
+            # Only its absence shows the deletion.
             await api.delete(pool_body("qwen"))
             await api.forget()
             api.refuse_watches_with = None

@@ -112,7 +112,7 @@ async def router() -> AsyncIterator[Running]:
 
 
 async def next_word(stream: Any) -> bool | None:
-    """Return what a stream says next; None where it ends."""
+    """Return a stream's next message; None where it ends."""
     async with asyncio.timeout(ANSWER_S):
         word = await stream.read()
     return None if word is grpc.aio.EOF else word.result

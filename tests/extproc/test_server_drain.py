@@ -75,7 +75,7 @@ async def test_drain_half_read_request_gets_its_pick(router):
 
 
 async def test_drain_notice_serves_new_streams_while_not_ready(router, monkeypatch):
-    """Whoever polls health must have seen it turn before anything is refused."""
+    """Clients that poll health must see the change before any call is rejected."""
     assert server.NOTICE_S >= 0.5
     monkeypatch.setattr(server, "NOTICE_S", 600.0)
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
@@ -130,7 +130,7 @@ async def test_drain_idle_router_ignores_health_watchers(router):
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
 
-    # Far below the timeout given: nothing but the notice is waited for.
+    # Far below the given timeout: the drain waits for the notice only.
     await asyncio.wait_for(router.servers.drain(600.0), 30.0)
 
 
@@ -172,7 +172,7 @@ async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
 
 
 async def test_drain_end_still_sends_the_last_calls_status(monkeypatch):
-    """Envoy takes a call that is cancelled for a failed one, and breaks off the response it belongs to."""
+    """Envoy treats a cancelled call as failed, and aborts the response it belongs to."""
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):
         assert set(await codes_of_calls_that_end_with_the_drain()) == {grpc.StatusCode.OK}

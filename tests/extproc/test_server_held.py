@@ -48,13 +48,13 @@ async def test_server_request_queued_too_long_gets_a_rejection():
 
         assert refused_with(await answers(call, 1)) == 429
         assert router.held == 0
-        # As Envoy does once it has answered the client.
+        # As Envoy does after it has answered the client.
         call.cancel()
         task.cancel()
 
 
 async def test_server_queued_request_goes_at_the_dispatch_deadline():
-    """Nobody tells: the window opens by time alone, and the deadlines' keeper sees to it."""
+    """No event comes: the window opens with time, and the deadline timer releases the request."""
     async with running() as router:
         router.picker.set_pools(0.0, (crowded_pool(),))
         task = asyncio.create_task(keep_deadlines(router.picker))
@@ -102,7 +102,7 @@ async def test_server_body_while_queued_is_answered_after_the_pick():
 
 
 class Clockwork:
-    """Stands for a picker of which only the deadlines matter; the first is far off."""
+    """Stands for a picker with deadlines only; the first is far off."""
 
     def __init__(self) -> None:
         self.deadline_s: float | None = asyncio.get_running_loop().time() + 3600.0

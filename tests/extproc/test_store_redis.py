@@ -88,7 +88,7 @@ class TestKeys:
                 assert admin.xlen(STREAM) == 512
                 (oldest,) = admin.xrange(STREAM, count=1)
                 await store.publish("teller", [large])
-                # Some more than what is too much, so that it is not done at every time.
+                # The store removes slightly more than the excess, so that it does not trim every time.
                 assert 490 < admin.xlen(STREAM) < 512
                 assert not admin.xrange(STREAM, oldest[0], oldest[0])
                 assert admin.xlen(LOADS_STREAM) == 1
@@ -224,7 +224,7 @@ class TestJunk:
 
 
 class TestAges:
-    """By the server's clock: entries are put there with the times that they shall have."""
+    """By the server's clock: entries are written with the times that they should have."""
 
     async def test_joining_replica_reads_minutes_of_updates_by_server_age(self, server):
         async with opened(server.url) as store:

@@ -204,7 +204,7 @@ async def test_replicas_sum_loads_until_a_router_leaves(server):
             one.pick(prompt)
             await until(lambda: other.in_flight(prompt) == 2)
         await until(lambda: other.in_flight(prompt) == 0)
-        # What others owe is no part of what this router says of itself.
+        # Other routers' requests are no part of this router's report.
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
 
 
@@ -226,7 +226,7 @@ async def test_replica_that_starts_reports_no_less_than_its_predecessor(server):
         for number in range(5):
             before.pick(builders.text_of(1000, f"{number}"))
         with server.admin as admin:
-            # The first report may have come before the requests; the next one, and those after it, tell of them.
+            # The first report may predate the requests; the next one and later ones contain them.
             await until(lambda: admin.xlen(reports_key(FIXED.id)) >= 3)
     async with routers(server, "after", pool=FIXED) as (after,):
         with pytest.raises(DemandUnknown):
@@ -249,7 +249,7 @@ async def test_replicas_without_redis_know_no_demand_until_it_returns(server):
 
 
 def _in_flight(router: Router) -> int | None:
-    """Return what a router says is in flight at all of them, None where it does not know."""
+    """Return a router's count of requests in flight at all routers, None where it does not know."""
     try:
         return router.pool_demand.total(FIXED.id).in_flight
     except DemandUnknown:

@@ -37,7 +37,7 @@ LONG = chat("long " * 10_000, stream=True)
 
 
 class Crowd:
-    """A pool of one busy engine, and a conversation whose request will be held for it."""
+    """A pool of one busy engine, and a conversation whose request will be queued for it."""
 
     def __init__(self, *, limits: Limits | None = None, **queue) -> None:
         self.first = Conversation(crowded_pool(**queue), limits=limits)
@@ -46,13 +46,13 @@ class Crowd:
         self.names = self.first.observer.names
 
     def hold(self, config, *, chunks=(SHORT,)) -> list:
-        """Send a request; return what was answered at once."""
+        """Send a request; return the answers at once."""
         answers = self.talk.send(request_headers(config), *request_bodies(chunks))
         assert self.talk.held == 1
         return answers
 
     def release(self) -> list:
-        """End the prefill that was waited for; return what the held request's stream says then."""
+        """End the current prefill; return the queued request's answers."""
         self.first.send(response_headers(), response_body())
         assert self.talk.held == 0
         return self.talk.delivered
@@ -273,7 +273,7 @@ def test_stream_any_steps_with_queueing_leave_nothing(steps, max_held, max_wait_
         if step == "close":
             one.close(cancelled=True)
             one.again()
-            # What was said on the stream that is over is no business of the next one's.
+            # Messages of the ended stream do not affect the next one.
             told[index], begun[index], one.delivered[:] = [], 0, []
         else:
             kinds = kinds_of_requests(step)

@@ -88,7 +88,7 @@ def test_stream_any_messages_leave_no_request_open(streams, members):
                 answer.SerializeToString()
         talk.close(cancelled=cancelled)
 
-    # What a stream handed over to the access log is all that may be left, and that expires.
+    # Only the state passed to the access log may be left, and that expires.
     while (deadline_s := talk.picker.next_deadline()) is not None:
         talk.picker.on_deadline(deadline_s)
 

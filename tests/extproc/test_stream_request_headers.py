@@ -108,7 +108,7 @@ def test_reserved_client_headers_are_stripped_and_ignored(config):
         "x-dualmap-decision",
     } <= set(mutation_of(pick).remove_headers)
     assert "x-harmless" not in mutation_of(pick).remove_headers
-    # Set and removed in one answer would leave it to Envoy's order which of the two wins.
+    # A header set and removed in one answer would depend on Envoy's order.
     assert not set(headers_set(pick)) & set(mutation_of(pick).remove_headers)
     assert headers_set(pick)["x-dualmap-cluster"] == "llm/qwen"
     unspoofed = Conversation()

@@ -49,7 +49,7 @@ def test_silence_ended_by_a_message_keeps_retries():
 
 
 def silent(talk: Conversation, *, until_s: float) -> list[wire.ProcessingResponse]:
-    """Let nothing arrive for ``until_s``; return what is answered by then."""
+    """Advance to ``until_s`` without messages; return the answers until then."""
     until_s += talk.now
     answers = []
     while talk.stream.deadline_s is not None and talk.stream.deadline_s <= until_s:

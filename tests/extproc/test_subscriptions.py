@@ -80,7 +80,7 @@ class TestEndpoints:
         assert first.version_info != second.version_info
         assert first.nonce != second.nonce
         assert conversation.respond(changed) is None
-        # Back to what it was is a change again.
+        # A return to the earlier state is a change, too.
         assert due(conversation, of([pool(count=2)])).version_info == first.version_info
 
     def test_eds_invisible_change_is_not_due(self) -> None:
@@ -132,7 +132,7 @@ class TestEndpoints:
         due(conversation, changed)
         assert conversation.on_request(request(nonce=first.nonce, error="late")) is None
         assert conversation.respond(changed) is None
-        # Had it been taken, its empty list of names would have ended the conversation.
+        # If it were accepted, its empty list of names would end the conversation.
         assert conversation.respond(of([pool(count=3)])) is not None
 
     def test_eds_removed_or_unknown_pool_has_no_endpoints(self) -> None:
@@ -165,7 +165,7 @@ class TestEverything:
     """Clusters, endpoints and routes on one stream (ADS)."""
 
     def begun(self, snapshot: Snapshot, *names: str) -> Conversation:
-        """An Envoy that has taken up all of a snapshot."""
+        """An Envoy that has applied all of a snapshot."""
         conversation = Conversation()
         conversation.on_request(request(of=CLUSTER_TYPE))
         ack(conversation, due(conversation, snapshot))

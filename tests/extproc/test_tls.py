@@ -63,7 +63,7 @@ async def handshake(port: int) -> tuple[bytes, str | None]:
 
 
 async def shown(port: int) -> bytes:
-    """Return the certificate (DER) that a new connection is shown."""
+    """Return the certificate (DER) of a new connection."""
     return (await handshake(port))[0]
 
 
@@ -78,14 +78,14 @@ _numbers = itertools.count()
 def channel_to(
     port: int, certificate: bytes, own: tuple[bytes, bytes] | tuple[None, None] = (None, None)
 ) -> grpc.aio.Channel:
-    """Open a connection that trusts ``certificate`` and shows ``own``."""
+    """Open a connection that trusts ``certificate`` and presents ``own``."""
     credentials = grpc.ssl_channel_credentials(certificate, *own)
     options = [("dualmap.number", next(_numbers))]
     return grpc.aio.secure_channel(f"localhost:{port}", credentials, options=options)
 
 
 async def check(channel: grpc.aio.Channel) -> str:
-    """Ask for health; return the status, or the code of what went wrong."""
+    """Check health; return the status, or the code of the failure."""
     async with channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

@@ -224,7 +224,7 @@ def test_export_dead_collector_is_logged_once_and_delays_none(collector, monkeyp
 
 
 class Stuck(SpanExporter):
-    """Takes spans when it is let; ``taken`` counts them."""
+    """Accepts spans when the test allows it; ``taken`` counts them."""
 
     def __init__(self) -> None:
         self.let = threading.Event()
@@ -288,7 +288,7 @@ def test_export_queue_full_drops_spans_and_logs_once(monkeypatch, caplog):
     assert [record.message for record in caplog.records] == said
     stuck.let.set()
     tracing.close()
-    # What was being exported, and what waited.
+    # The spans being exported, and the waiting ones.
     assert 8 <= stuck.taken <= 4 + 8
     assert [record.message for record in caplog.records] == [*said, "Span export queue drained"]
 

@@ -1,4 +1,4 @@
-"""A guard of the repository reports a violation that is planted in a copy of the sources."""
+"""The repository's import contracts report a violation that is planted in a copy of the sources."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-# Where a line is planted, the line, and how the name of the contract begins that forbids it.
+# The file of the planted line, the line, and the beginning of the name of the contract that forbids it.
 PLANTED = [
     ("core/dualmap/keys/rings.py", "import time", "The core is pure"),
     ("core/dualmap/keys/hotness.py", "import random", "The core is pure"),
@@ -215,13 +215,13 @@ def violations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def reported(violations: dict[str, str], contract: str) -> str:
-    """Return the violations of the one contract whose name begins so."""
+    """Return the violations of the one contract whose name begins with ``beginning``."""
     (text,) = [text for title, text in violations.items() if title.startswith(contract)]
     return text
 
 
 def link(module: str, line: str) -> str:
-    """Return how the import linter reports an import."""
+    """Return the import linter's report of an import."""
     importer = module.partition("/")[2].removesuffix(".py").replace("/", ".")
     return f"{importer} -> {line.removeprefix('import ')} ("
 

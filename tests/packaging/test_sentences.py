@@ -1,4 +1,4 @@
-"""The script that draws sentences finds them in every place where people read."""
+"""The script that draws sentences finds them in every kind of place."""
 
 import importlib.util
 import subprocess

@@ -33,43 +33,44 @@ AT_ONCE = HpaSpec(
 
 class TestHpa:
     def test_hpa_rounds_up_and_tolerates_a_tenth(self) -> None:
-        assert Hpa(AT_ONCE).sync(0, 4.2, asked=3, present=3) == 5
-        assert Hpa(AT_ONCE).sync(0, 3.3, asked=3, present=3) == 3
-        assert Hpa(AT_ONCE).sync(0, 2.7, asked=3, present=3) == 3
-        assert Hpa(AT_ONCE).sync(0, 2.6, asked=4, present=4) == 3
+        assert Hpa(AT_ONCE).sync(0, 4.2, requested=3, present=3) == 5
+        assert Hpa(AT_ONCE).sync(0, 3.3, requested=3, present=3) == 3
+        assert Hpa(AT_ONCE).sync(0, 2.7, requested=3, present=3) == 3
+        assert Hpa(AT_ONCE).sync(0, 2.6, requested=4, present=4) == 3
 
     def test_hpa_stays_within_min_and_max_replicas(self) -> None:
         hpa = Hpa(AT_ONCE)
-        assert hpa.sync(0, 99, asked=3, present=3) == 10
-        assert hpa.sync(15, 0, asked=10, present=10) == 1
+        assert hpa.sync(0, 99, requested=3, present=3) == 10
+        assert hpa.sync(15, 0, requested=10, present=10) == 1
 
     def test_hpa_without_metric_keeps_replicas(self) -> None:
         hpa = Hpa(AT_ONCE)
-        assert [hpa.sync(15 * n, None, asked=7, present=7) for n in range(100)] == [7] * 100
+        assert [hpa.sync(15 * n, None, requested=7, present=7) for n in range(100)] == [7] * 100
 
     def test_hpa_shrinks_to_largest_value_of_its_window(self) -> None:
         hpa = Hpa(replace(AT_ONCE, down=replace(AT_ONCE.down, stabilization_s=60)))
-        wishes = [8, 8, 3, 5, 3, 3, 3, 3, 3]
-        assert follow(hpa, wishes, asked=8) == [8, 8, 8, 8, 8, 5, 5, 3, 3]
+        desired = [8, 8, 3, 5, 3, 3, 3, 3, 3]
+        assert follow(hpa, desired, requested=8) == [8, 8, 8, 8, 8, 5, 5, 3, 3]
 
     def test_hpa_grows_by_its_most_permissive_policy(self) -> None:
         doubles_or_four = HpaSpec(min_replicas=1, max_replicas=40)
-        assert follow(Hpa(doubles_or_four), [40] * 6, asked=2) == [6, 6, 6, 6, 12, 12]
+        assert follow(Hpa(doubles_or_four), [40] * 6, requested=2) == [6, 6, 6, 6, 12, 12]
 
     def test_hpa_shrinks_by_a_fifth_or_one_in_two_minutes(self) -> None:
         hasty = replace(HpaSpec(min_replicas=1), down=replace(HpaSpec().down, stabilization_s=0))
-        assert follow(Hpa(hasty), [1] * 18, asked=10)[::4] == [8, 8, 6, 6, 4]
+        assert follow(Hpa(hasty), [1] * 18, requested=10)[::4] == [8, 8, 6, 6, 4]
 
     def test_draining_pod_counts_for_the_tolerance(self) -> None:
-        # Nine are there, eight are asked for: 8.2 is within a tenth of what is there, which Kubernetes then asks for.
-        assert Hpa(AT_ONCE).sync(0, 8.2, asked=8, present=9) == 9
+        # Nine pods are present, eight are requested: 8.2 is within a tenth of the present number, which Kubernetes then
+        # requests.
+        assert Hpa(AT_ONCE).sync(0, 8.2, requested=8, present=9) == 9
 
 
-def follow(hpa: Hpa, wishes: Sequence[float], *, asked: int) -> list[int]:
+def follow(hpa: Hpa, desired: Sequence[float], *, requested: int) -> list[int]:
     sizes = []
-    for number, wish in enumerate(wishes):
-        asked = hpa.sync(15.0 * number, wish, asked=asked, present=asked)
-        sizes.append(asked)
+    for number, metric in enumerate(desired):
+        requested = hpa.sync(15.0 * number, metric, requested=requested, present=requested)
+        sizes.append(requested)
     return sizes
 
 
@@ -88,21 +89,21 @@ class TestFleet:
         fleet = Fleet(3, start_s=100)
         fleet.scale(0, 2)
         assert fleet.members(0)[2].state == MemberState.DRAINING
-        fleet.looked(1, ["qwen-2"])
-        fleet.looked(2, [])
-        fleet.looked(3, ["qwen-2"])
+        fleet.check_idle(1, ["qwen-2"])
+        fleet.check_idle(2, [])
+        fleet.check_idle(3, ["qwen-2"])
         assert (fleet.present, fleet.serving) == (3, 2)
-        fleet.looked(4, ["qwen-2"])
+        fleet.check_idle(4, ["qwen-2"])
         assert (fleet.present, len(fleet.members(4)), fleet.pods[2].gone_s) == (2, 2, 4)
 
     def test_draining_pods_are_removed_together(self) -> None:
         fleet = Fleet(4, start_s=100)
         fleet.scale(0, 2)
         for at_s in (1, 2):
-            fleet.looked(at_s, ["qwen-3"])
+            fleet.check_idle(at_s, ["qwen-3"])
         assert (fleet.present, [member.id for member in fleet.members(2)]) == (4, ["qwen-0", "qwen-1", "qwen-2"])
         for at_s in (3, 4):
-            fleet.looked(at_s, ["qwen-2", "qwen-3"])
+            fleet.check_idle(at_s, ["qwen-2", "qwen-3"])
         assert fleet.present == 2
 
     def test_draining_pod_is_taken_back_warm(self) -> None:
@@ -181,7 +182,7 @@ ALL_S = 2400.0
 
 @pytest.fixture(name="step", scope="module")
 def _step() -> Run:
-    """Load that triples and then ends, on a pool that begins with what the first of it takes."""
+    """Load that triples and then ends, on a pool that begins with the instances for the first load."""
     return scaled(load(*STEP), first=4, lasts_s=ALL_S)
 
 
@@ -191,10 +192,10 @@ def test_equal_autoscaling_runs_agree(step: Run) -> None:
 
 
 def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
-    # With an HPA that remembers nothing, so that the fleet is what the load before takes.
+    # With an HPA without a stabilization window, so that the fleet is the one for the load before.
     forgets = replace(HpaSpec(), down=AT_ONCE.down)
     run = run_autoscaled(replace(config(first=4, lasts_s=STEP_S + 150), hpa=forgets), load(*STEP[:2]))
-    (before,) = (sync.asked for sync in run.syncs if sync.at_s == STEP_S)
+    (before,) = (sync.requested for sync in run.syncs if sync.at_s == STEP_S)
     assert lag(run.syncs, since_s=STEP_S, enough=before + 1) == Lag(asked_s=15, serving_s=15 + 120)
     enough = lag(run.syncs, since_s=STEP_S, enough=2 * before)
     assert enough.asked_s is not None
@@ -203,7 +204,7 @@ def test_load_step_scales_at_next_sync_and_serves_after_start() -> None:
 
 def test_pool_without_load_shrinks_to_min_without_aborts(step: Run) -> None:
     assert step.syncs[-1].present == 2
-    after = [sync.asked for sync in step.syncs if sync.at_s > 600]
+    after = [sync.requested for sync in step.syncs if sync.at_s > 600]
     assert all(later <= earlier for earlier, later in pairwise(after))
     assert all(record.finished_s is not None or record.refused is not None for record in step.records)
     assert sum(pod.gone_s is not None for pod in step.pods) > 2
@@ -224,33 +225,33 @@ def test_steady_load_keeps_a_steady_fleet() -> None:
     run = scaled(load(Phase(seconds=2400, rate=1.0)), first=4, lasts_s=2400)
     found = figures(run, slo_ttft_s=5.0, warmup_s=600)
     assert found.turns <= 2
-    assert max(sync.asked for sync in run.syncs) - min(sync.asked for sync in run.syncs) <= 2
+    assert max(sync.requested for sync in run.syncs) - min(sync.requested for sync in run.syncs) <= 2
     assert found.summary.slo_attainment > 0.98
 
 
 def test_lost_metric_changes_no_replicas() -> None:
     blind = replace(config(first=4, lasts_s=1500), blind_s=(200.0, 1500.0))
     run = run_autoscaled(blind, load(Phase(seconds=300, rate=1.0)))
-    assert {sync.asked for sync in run.syncs if sync.at_s > 200} == {run.syncs[12].asked}
+    assert {sync.requested for sync in run.syncs if sync.at_s > 200} == {run.syncs[12].requested}
     seeing = run_autoscaled(replace(blind, blind_s=(1e9, 1e9)), load(Phase(seconds=300, rate=1.0)))
-    assert seeing.syncs[-1].asked < run.syncs[-1].asked
+    assert seeing.syncs[-1].requested < run.syncs[-1].requested
 
 
 def test_fixed_fleet_keeps_its_size() -> None:
     run = run_autoscaled(replace(config(first=3, lasts_s=600), scaler=None), load(Phase(seconds=300, rate=1.0)))
-    assert {sync.asked for sync in run.syncs} == {3}
+    assert {sync.requested for sync in run.syncs} == {3}
     assert figures(run, slo_ttft_s=5.0, warmup_s=0).instance_hours == pytest.approx(3 * 600 / 3600, rel=0.01)
 
 
 def test_doubled_queue_target_halves_desired_replicas() -> None:
     asked = load(Phase(seconds=120, rate=1.0))
-    wishes = {}
+    desired = {}
     for target in (4.0, 8.0):
         fixed = HpaSpec(min_replicas=8, max_replicas=8)
         queue = replace(config(first=8, lasts_s=120), scaler=OnQueue(requests=target), hpa=fixed)
-        wishes[target] = [sync.wish for sync in run_autoscaled(queue, asked).syncs]
+        desired[target] = [sync.desired for sync in run_autoscaled(queue, asked).syncs]
     assert all(
-        few and many and few == pytest.approx(2 * many) for few, many in zip(wishes[4.0], wishes[8.0], strict=True)
+        few and many and few == pytest.approx(2 * many) for few, many in zip(desired[4.0], desired[8.0], strict=True)
     )
 
 
@@ -266,5 +267,5 @@ def test_four_routers_desire_what_one_does_with_slow_instances() -> None:
     fixed = replace(fixed, pool=replace(fixed.pool, engine=engine))
     alone, four = (run_autoscaled(replace(fixed, routers=routers), asked) for routers in (1, 4))
     assert {record.router for record in four.records} == {0, 1, 2, 3}
-    wishes = [[sync.wish or 0.0 for sync in run.syncs if 60 < sync.at_s < 300] for run in (alone, four)]
-    assert sum(wishes[1]) == pytest.approx(sum(wishes[0]), rel=0.15)
+    desired = [[sync.desired or 0.0 for sync in run.syncs if 60 < sync.at_s < 300] for run in (alone, four)]
+    assert sum(desired[1]) == pytest.approx(sum(desired[0]), rel=0.15)

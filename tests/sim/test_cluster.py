@@ -105,7 +105,7 @@ def test_joining_router_knows_replayed_updates(replay_s: float, blocks: int) -> 
     """One request a second; the second router joins at 9.5 s, and its own and the other's later ones it hears of."""
     joining = replace(
         config(small_pool(2), exchange=ReplicationConfig(period_s=0.1, delay_s=0.0)),
-        # The third never comes, but has the cluster remember everything for it.
+        # The third router never joins, but makes the cluster keep all updates for it.
         replicas=(Replica(), Replica(at_s=9.5, replay_s=replay_s), Replica(at_s=1000.0, replay_s=1000.0)),
     )
     cluster = Cluster(joining)

@@ -11,7 +11,7 @@ SLO_S = 2.0
 
 
 def arrived(count: int) -> list[Arrival]:
-    """One each second, from 0 on."""
+    """One request each second, from 0 on."""
     chain = BlockChain(hashes=(), block_tokens=1, tokens=1)
     return [
         Arrival(

@@ -1,4 +1,4 @@
-"""The oracles by hand on small cases: who serves whom, when, in which order, from which cache."""
+"""The oracles by hand on small cases: which instance serves which request, when, in which order, from which cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -222,7 +222,7 @@ def test_samples_show_pending_tokens_of_each_instance() -> None:
 
 
 class _Forgets:
-    """A discipline that loses what it takes."""
+    """A discipline that loses its requests."""
 
     instances: tuple[Instance, ...] = ()
 

@@ -13,7 +13,7 @@ from dualmap_sim.summary import percentile, summarise
 def record(
     number: int, *, ttft_s: float | None = None, e2e_s: float | None = None, failed: bool = False, refused: bool = False
 ) -> Record:
-    """A request of 100 tokens that arrived at its number in seconds."""
+    """A request of 100 tokens that arrived at the second of its number."""
     arrival = one_block_prompts(*map(float, range(number + 1)))[number]
     return Record(
         arrival=arrival,

@@ -1,6 +1,6 @@
-"""The sections of the evaluation, one module each, by the names that ``--section`` takes.
+"""The sections of the evaluation, one module each, by the names accepted by ``--section``.
 
-A section says which cells it needs and turns what they found into a page: a Markdown text with tables, and plots.
+A section defines the cells it needs, and makes a page of their figures: Markdown with tables, and plots.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """How many candidates: d = 1 to 4 (paper section 2.3, A.8, Fig. 15), by the theory and by goodput.
 
-The theory throws balls into the least full of d bins. The goodput is that of the published rule with d candidates in
-place of a pair: the first d members that a key meets on core's ring. Without rebalancing, which is about pairs.
+The theory throws balls, each into the least full of d bins drawn at random. The goodput is that of the published rule
+with d candidates instead of a pair: the first d members after a key on core's ring. Rebalancing is off, because it
+works on pairs.
 """
 
 import random
@@ -50,7 +51,7 @@ class OfSeveral(DualMapNoRebalance):
         self._candidates = candidates
 
     def choose(self, situation: Situation) -> Choice:
-        """Return one of the first members that the key meets."""
+        """Return one of the first members after the key on the ring."""
         candidates = [situation.everyone[place] for place in islice(situation.ring_walk(), self._candidates)]
         warm = situation.least(candidates, lambda each: (-each.matched_tokens, each.pending_tokens))
         if situation.waited_s + warm.ttft_s <= situation.slo_ttft_s:
@@ -65,14 +66,14 @@ def goodput_of(experiment: Experiment, candidates: int) -> Figures:
 
 
 def known(candidates: int) -> AbstractContextManager[object]:
-    """Let core know the policy for a while: policies are chosen by name, and this one is nobody else's to choose."""
+    """Register the policy with core for a while, because core chooses policies by name."""
     return patch("dualmap.chooser.POLICIES", MappingProxyType({**POLICIES, OfSeveral.name: OfSeveral(candidates)}))
 
 
 def deviation(bins: int, candidates: int) -> Figures:
-    """Throw balls, each into the least full of that many bins drawn at random; return by how much the fullest exceeds.
+    """Throw balls, each into the least full of some bins; return how far the fullest bin exceeds the mean.
 
-    The mean over ``_THROWS`` of the maximum load minus the mean load.
+    Each ball draws ``candidates`` bins at random. Returns the mean over ``_THROWS`` of maximum minus mean load.
     """
     rng = random.Random(f"{bins} {candidates}")
     excesses = []

@@ -1,4 +1,4 @@
-"""Scaling under load (paper A.2.3, Fig. 12), and how many keys move when the pool's size changes (sections 3.4, A.1.3).
+"""Scaling under load (paper A.2.3, Fig. 12), and the share of keys that move with it (sections 3.4, A.1.3).
 
 Tool&Agent on 7b: four instances join an overloaded four; half of eight leave, one by one, each drained before it goes.
 Attainment is over the requests that arrived within each ``_STEP_S`` seconds.
@@ -31,7 +31,7 @@ from dualmap_sim.records import Record
 
 _POLICIES: Final = ("cache_affinity", "min_ttft", "dualmap_paper", "dualmap")
 _UP: Final = (4.0, 5.0)
-"""The paper's rate, and one at which four instances of our model are overloaded as far as the paper's were."""
+"""The paper's rate, and one that overloads four instances of our model as much as the paper's were overloaded."""
 _UP_AT_S: Final = 74.0
 _DOWN: Final = 2.0
 _DOWN_FROM_S: Final = 200.0
@@ -70,7 +70,7 @@ def scaling(extent: Extent, policy: str, rate: float, *, up: bool) -> Figures:
 
 
 def remapped(before: int, after: int) -> Figures:
-    """Return which shares of keys get another first candidate, another pair, and nobody of their old pair."""
+    """Return the shares of keys with another first candidate, another pair, and no member of their old pair."""
     old, new = (DualRing(_members(size), Ring()) for size in (before, after))
     first = pair = both = modulo = 0
     for index in range(_KEYS):
@@ -129,7 +129,7 @@ def _attainment(records: Sequence[Record]) -> float:
 
 
 def _recovered_after_s(records: Sequence[Record], change_s: float) -> float | None:
-    """Return how long after the change ten seconds' requests attain the SLO to 90 % again; None if they never do."""
+    """Return the time from the change until requests of ten seconds attain 90 % again; None if they never do."""
     at_s = change_s
     last_s = records[-1].arrival.at_s
     while at_s < last_s:
@@ -220,7 +220,7 @@ def _moved(results: Results) -> str:
 
 
 def expected_to_move(before: int, after: int) -> Mapping[str, float]:
-    """Return the same shares as theory has them, for pairs of two distinct members drawn at random.
+    """Return the same shares in theory, for pairs of two distinct members drawn at random.
 
     A pair stays exactly if both members of the larger pool's pair are among the smaller pool's.
     """

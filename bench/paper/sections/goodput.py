@@ -109,7 +109,7 @@ def _page(results: Results, extent: Extent, plots: Path) -> str:
 
 
 def _price(results: Results, extent: Extent, workload: str, model: str, policy: str) -> str:
-    """Show what the slowest met at the goodput, in the worst window."""
+    """Show TTFT P99.9 and the refused share at the goodput, in the worst window."""
     kept = [results.figures(cell(extent, workload, model, w, policy)) for w in _windows(extent, policy)]
     told = [each for each in kept if each and "ttft_p999_s" in each]
     if not told:

@@ -1,7 +1,7 @@
-"""How long hash keys become (paper appendix A.1.1, Fig. 6), and what prompts share (A.4, Fig. 14).
+"""The lengths of hash keys (paper appendix A.1.1, Fig. 6), and what prompts share (A.4, Fig. 14).
 
-The hotness tree of core replays the arrivals; nothing else of the router is needed. As published a prefix is hot from
-2/n of the traffic; the default policy has its own rule.
+Core's hotness tree replays the arrivals; no other part of the router is used. In the published rule a prefix is hot
+from 2/n of the traffic; the default policy has its own rule.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ def key_lengths(extent: Extent, workload: str, policy: str, instances: int = 8) 
 
 
 def shared_prefixes(extent: Extent, workload: str) -> Figures:
-    """Return what a workload's prompts share with earlier ones, and how hot its hottest prefixes are."""
+    """Return how much a workload's prompts share with earlier ones, and the frequencies of its hottest prefixes."""
     trace = load_workload(extent.workload(workload, 0))
     return {
         "requests": len(trace.requests),

@@ -27,7 +27,7 @@ _RATES: Final[Mapping[str, tuple[float, ...]]] = {
     _CHATS: (3.0, 6.0, 8.0),
     TOOL_AGENT: (2.0, 4.0, 6.0),
 }
-"""A little load, a middling one, and one at which round robin is past its knee."""
+"""A low load, a medium one, and one at which round robin is past its knee."""
 _FIGURES: Final = ("ttft_mean_s", "ttft_p50_s", "ttft_p90_s")
 
 

@@ -1,7 +1,7 @@
-"""What the router itself costs (paper appendix A.3.2, Fig. 13b): time of a decision, of rebalancing, and its memory.
+"""The router's own cost (paper appendix A.3.2, Fig. 13b): time of a decision, of rebalancing, and its memory.
 
-Wall-clock figures of this machine, unlike all others here: comparable within one run only. ``bench/results/core.md``
-has more of them.
+Unlike in other sections these are wall-clock figures of this machine, comparable within one run only.
+``bench/results/core.md`` has more of them.
 """
 
 import time
@@ -36,14 +36,14 @@ _PAPER_BLOCK_BYTES: Final = 16
 
 
 def decision(members: int, policy: str) -> Figures:
-    """Return microseconds of a decision on a prompt of 16,000 tokens, while all are idle and while all are loaded."""
+    """Return the microseconds of a decision on a prompt of 16,000 tokens, with all members idle and with all loaded."""
     chains = prompts(PROMPT_BYTES[_PROMPT])
     idle, loaded = (cost(members, policy, chains, loaded=each) for each in (False, True))
     return {"idle_us": idle.decide_us, "loaded_us": loaded.decide_us, "events_us": idle.events_us}
 
 
 def in_a_run(extent: Extent, policy: str) -> Figures:
-    """Return what decisions and rounds of rebalancing took in a run of Tool&Agent past the knee, in microseconds."""
+    """Return the microseconds of decisions and rebalancing rounds in a run of Tool&Agent past the knee."""
     decisions_s: list[float] = []
     rounds_s: list[float] = []
     experiment = extent.experiment(TOOL_AGENT, "7b", 0, policy, _RATE)
@@ -61,7 +61,7 @@ def in_a_run(extent: Extent, policy: str) -> Figures:
 
 
 def memory() -> Figures:
-    """Return bytes of index for each block held, with prompts as conversations send them."""
+    """Return the bytes of index per cached block, with the prompts of conversations."""
     return {"bytes_per_block": bytes_per_block(conversations, tree_indexes)}
 
 

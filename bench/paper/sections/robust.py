@@ -1,4 +1,4 @@
-"""Goodput where the router knows less than it thinks: several routers, a slow instance, wrong speeds, another SLO.
+"""Goodput where the router's assumptions are wrong: several routers, a slow instance, wrong speeds, another SLO.
 
 First window of both workloads on 7b, and the strongest baselines (four routers: every window, compared with one).
 """
@@ -82,7 +82,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
 
 
 def _found(results: Results, extent: Extent, condition: str, workload: str, policy: str) -> Spread:
-    """Return the goodput under a condition, in the windows in which that is measured."""
+    """Return the goodput under a condition, in the windows measured for that condition."""
     cells = [_cell(extent, condition, workload, window, policy) for window in _windows(condition, extent)]
     return Spread.of(figures["goodput_qps"] for cell in cells if (figures := results.figures(cell)) is not None)
 
@@ -138,7 +138,7 @@ def _routers(results: Results, extent: Extent) -> str:
 
 
 def _claims(_results: Results, _extent: Extent) -> Sequence[Claim]:
-    """Return none: the sources say nothing of several routers, slow instances or wrong estimates."""
+    """Return none: the sources make no claims about several routers, slow instances or wrong estimates."""
     return ()
 
 

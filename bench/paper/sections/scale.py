@@ -1,7 +1,7 @@
 """Goodput of 8 to 256 instances (paper appendix A.3.1, Fig. 13a): Tool&Agent on 7b, requests in proportion.
 
-Beyond 32 instances, where the paper ends, fewer policies, and from 128 on one rate instead of a search, for the time it
-takes.
+The paper ends at 32 instances. Beyond that fewer policies run, and from 128 instances on at one rate instead of a
+search, to save time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +76,7 @@ def _cells(extent: Extent) -> Sequence[Cell]:
 
 
 def _large(extent: Extent) -> tuple[int, ...]:
-    """Return the sizes that are looked at by one run, the smallest beside them to compare with."""
+    """Return the sizes measured by one run, with the smallest size to compare with."""
     return (8,) if extent.quick else (8, *_LARGE)
 
 

@@ -1,8 +1,9 @@
 """EAR's closed loop (Elastic Affinity Routing): an agent's next turn starts when the last one ends.
 
-Wall-clock amplification is the time until the last request has ended over the trace's span, which is what a system that
-takes no time at all would need. The longest sessions alone take longer than that on an idle system, so the same is said
-of the first nine tenths of the requests. With KV moves a session that changes its instance brings its KV along.
+Wall-clock amplification is the time until the last request has ended, divided by the trace's span. A system that took
+no time would need exactly that span. The longest sessions alone take longer than the span on an idle system, so the
+figure is also given for the first nine tenths of the requests. With KV moves, a session that moves to another instance
+takes its KV along.
 """
 
 from collections import defaultdict
@@ -30,7 +31,8 @@ from dualmap_sim.summary import percentile
 from dualmap_sim.workloads.catalog import Workload
 
 _RATES: Final = (2.5, 3.5, 5.5)
-"""Nominal requests per second: half and two thirds of what one endless cache would admit, and a little more than it."""
+"""Nominal requests per second: half, two thirds of and slightly more than what one unlimited shared cache would admit.
+"""
 _WITHOUT_MOVES: Final = (
     "all_cached",
     "round_robin",

@@ -142,7 +142,7 @@ def _tables(found: _Found, rates: Sequence[float], ideal: Figures | None) -> str
 
 
 def _gains(found: _Found, rates: Sequence[float]) -> str:
-    """Return how ours compare with the best baseline, figure by figure (each figure's own best)."""
+    """Return the differences of our policies from the best baseline, figure by figure (the best for each figure)."""
     rows = []
     for policy in OURS:
         for rate in rates:
@@ -244,7 +244,7 @@ _CLAIMED: Final[Mapping[str, tuple[str, str, str]]] = {
 
 
 def _workload_claims(results: Results, extent: Extent, workload: str) -> Sequence[Claim]:
-    """Return what is said of one workload: capacity, latency, hit rate and balance (7B and 14B in the paper)."""
+    """Return the claims on one workload: capacity, latency, hit rate and balance (7B and 14B in the paper)."""
     models = {model: _found(results, extent, workload, model) for model in ("7b", "14b")}
     title = TITLES[workload]
     capacity, affinity, of_ideal = _CLAIMED[workload]
@@ -297,7 +297,7 @@ def _most(models: Mapping[str, _Found], extent: Extent, workload: str) -> str:
 
 
 def _at_high_rates(models: Mapping[str, _Found], extent: Extent, workload: str, name: str) -> str:
-    """Return how our latency compares with the least of the baselines' at the two highest rates of each model."""
+    """Return the difference of our latency from the lowest baseline's at the two highest rates of each model."""
     parts = []
     for policy in OURS:
         changes = []

@@ -1,6 +1,7 @@
-"""What came of an autoscaled run, in figures: cost, objective, how late the fleet followed, and how restless it was.
+"""The figures of an autoscaled run: cost, objective, delay in following the load, and stability.
 
-Neighbours: ``loop`` makes the runs, ``summary`` does the sums over requests, ``bench/autoscaling.py`` shows these.
+Neighbours: ``loop`` makes the runs, ``summary`` computes the figures over requests, ``bench/autoscaling`` shows the
+results.
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,11 @@ class Lag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of a run behind its warm-up; ``instance_hours`` are of all of it, pods that start or drain included.
+    """Figures of a run after its warm-up; ``instance_hours`` cover the whole run, including pods that start or drain.
 
     ``changes`` counts changes of the requested replicas, ``turns`` changes between growing and shrinking.
-    ``worst_minute`` is the least attainment of the requests of one minute. ``cut`` counts requests whose pod was gone
-    before they had ended.
+    ``worst_minute`` is the least attainment of the requests of one minute. ``cut`` counts requests whose pod was
+    deleted before they ended.
     """
 
     summary: Summary
@@ -42,11 +43,15 @@ class Figures:
 
 
 def figures(run: Run, *, slo_ttft_s: float, warmup_s: float) -> Figures:
-    """Measure a run; what arrived within the first ``warmup_s`` is served and paid for, but not judged."""
+    """Measure a run; requests of the first ``warmup_s`` are served and paid for, but not judged."""
     counted = [record for record in run.records if record.arrival.at_s >= warmup_s]
     lifetimes_s = [(run.ended_s if pod.gone_s is None else pod.gone_s) - pod.created_s for pod in run.pods]
     syncs = [sync for sync in run.syncs if sync.at_s >= warmup_s]
-    steps = [later.asked - earlier.asked for earlier, later in pairwise(syncs) if later.asked != earlier.asked]
+    steps = [
+        later.requested - earlier.requested
+        for earlier, later in pairwise(syncs)
+        if later.requested != earlier.requested
+    ]
     return Figures(
         summary=summarise(counted, slo_ttft_s=slo_ttft_s),
         worst_minute=min(share for _, share in attainment(counted, slo_ttft_s=slo_ttft_s)),
@@ -74,7 +79,7 @@ def lag(syncs: Sequence[Sync], *, since_s: float, enough: int) -> Lag:
     """Return the seconds from ``since_s`` until that many instances were requested, and were serving."""
     later = [sync for sync in syncs if sync.at_s >= since_s]
     return Lag(
-        asked_s=next((sync.at_s - since_s for sync in later if sync.asked >= enough), None),
+        asked_s=next((sync.at_s - since_s for sync in later if sync.requested >= enough), None),
         serving_s=next((sync.at_s - since_s for sync in later if sync.serving >= enough), None),
     )
 

@@ -1,8 +1,8 @@
 """The pods of a pool and the members of its ring, as the operator and a StatefulSet manage them (docs/operator.md).
 
-Pods are numbered: the highest are added and taken away. A new one starts for a while, joins with its weight growing
-step by step, and serves; one that is to go is drained first, and the StatefulSet does not shrink before all of those
-are. Pure: ``loop`` passes the time and the requested replicas in, and passes the ring on to the routers.
+Pods are numbered; scaling adds and removes the highest numbers. A new pod starts, joins with a weight that grows step
+by step, and serves. A pod to be removed is drained first; the StatefulSet shrinks only when all such pods are drained.
+The module is pure: ``loop`` passes in the time and the requested replicas, and passes the ring on to the routers.
 """
 
 from collections.abc import Collection
@@ -13,10 +13,10 @@ from typing import Final
 from dualmap.pools.pool import Member, MemberState
 
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75), (30.0, 100))
-"""A joining member's weight from so many seconds on; with the last it is Active."""
-LOOK_S: Final = 0.5
-"""Seconds between two looks at a member that drains."""
-_LOOKS: Final = 2
+"""A joining member's weight from each number of seconds on; after the last step it is Active."""
+IDLE_CHECK_S: Final = 0.5
+"""Seconds between two idle checks of a draining member."""
+_IDLE_CHECKS: Final = 2
 _PORT: Final = 8000
 
 
@@ -24,7 +24,7 @@ _PORT: Final = 8000
 class Pod:
     """One pod from its creation to its end, which is None while it lives. ``serves_s`` is when its engine is ready.
 
-    ``joined_s`` is when it came into the ring, None before; of one that is Active without a ramp it is ``-inf``.
+    ``joined_s`` is when it joined the ring, None before; it is ``-inf`` for a pod that is Active without a ramp.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Pod:
     joined_s: float | None = None
     gone_s: float | None = None
     draining: bool = False
-    idle_looks: int = 0
+    idle_checks: int = 0
 
     @property
     def id(self) -> str:
@@ -48,16 +48,16 @@ class Pod:
 
     @property
     def drained(self) -> bool:
-        """Whether it has been found idle often enough in a row."""
-        return self.draining and self.idle_looks >= _LOOKS
+        """Whether enough idle checks in a row found it idle."""
+        return self.draining and self.idle_checks >= _IDLE_CHECKS
 
 
 class Fleet:
-    """The pods; ``pods`` has those that are gone too, in order of their creation."""
+    """The pods; ``pods`` also has the deleted ones, in order of their creation."""
 
     def __init__(self, replicas: int, *, start_s: float) -> None:
         self._start_s = start_s
-        self.asked = replicas
+        self.requested = replicas
         """``spec.replicas``."""
         self.pods: list[Pod] = []
         self._alive: list[Pod] = []
@@ -66,7 +66,7 @@ class Fleet:
 
     @property
     def present(self) -> int:
-        """``status.replicas``: all pods that there are, those that start or drain among them."""
+        """``status.replicas``: all existing pods, including those that start or drain."""
         return len(self._alive)
 
     @property
@@ -76,43 +76,43 @@ class Fleet:
 
     @property
     def draining(self) -> tuple[str, ...]:
-        """The names of the members that are drained."""
+        """The names of the members that are draining."""
         return tuple(pod.id for pod in self._alive if pod.draining)
 
     def scale(self, now: float, replicas: int) -> None:
-        """Have ``replicas`` pods from now on: create those that lack, take back or drain those there are."""
-        self.asked = replicas
+        """Set the requested replicas: create missing pods, reactivate draining pods or drain pods."""
+        self.requested = replicas
         while len(self._alive) < replicas:
             self._create(now, serves_s=now + self._start_s, joined_s=None)
         for pod in self._alive:
             leaves = pod.number >= replicas and pod.joined_s is not None
             if pod.draining and not leaves:
-                # It is warm, so it needs no ramp.
+                # The pod is warm, so it needs no ramp.
                 pod.joined_s = -inf
             if leaves != pod.draining:
-                pod.draining, pod.idle_looks = leaves, 0
+                pod.draining, pod.idle_checks = leaves, 0
         self._shrink(now)
 
-    def looked(self, now: float, idle: Collection[str]) -> None:
+    def check_idle(self, now: float, idle: Collection[str]) -> None:
         """Record which draining pods are idle at this check, and remove those that are drained."""
         for pod in self._alive:
             if pod.draining:
-                pod.idle_looks = pod.idle_looks + 1 if pod.id in idle else 0
+                pod.idle_checks = pod.idle_checks + 1 if pod.id in idle else 0
         self._shrink(now)
 
     def members(self, now: float) -> tuple[Member, ...]:
         """Return the current ring; pods that have started join it."""
         members = []
         for pod in self._alive:
-            if pod.joined_s is None and pod.serves_s <= now and pod.number < self.asked:
+            if pod.joined_s is None and pod.serves_s <= now and pod.number < self.requested:
                 pod.joined_s = now
             if pod.joined_s is not None and not pod.drained:
                 members.append(_member(pod, now - pod.joined_s))
         return tuple(members)
 
     def next_change_s(self, now: float) -> float | None:
-        """Return when time alone will change the ring; None when it will not."""
-        due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.asked]
+        """Return the time of the next change of the ring that needs no event; None if there is none."""
+        due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.requested]
         due += [
             pod.joined_s + step_s
             for pod in self._alive
@@ -134,12 +134,12 @@ class Fleet:
         self._alive.append(pod)
 
     def _shrink(self, now: float) -> None:
-        """Let the last pods go, as soon as all that are to go are drained or were never in the ring."""
-        leaving = self._alive[self.asked :]
+        """Delete the pods beyond the requested replicas, once all of these are drained or were never in the ring."""
+        leaving = self._alive[self.requested :]
         if all(pod.drained or not pod.draining for pod in leaving):
             for pod in leaving:
                 pod.gone_s = now
-            del self._alive[self.asked :]
+            del self._alive[self.requested :]
 
 
 def _member(pod: Pod, age_s: float) -> Member:

@@ -1,4 +1,4 @@
-"""A HorizontalPodAutoscaler as Kubernetes 1.36 has it: one external metric, target AverageValue 1, and ``behavior``.
+"""A HorizontalPodAutoscaler as in Kubernetes 1.36: one external metric, target AverageValue 1, and ``behavior``.
 
 Computes the replicas at each sync from the metric, the current replicas and earlier decisions
 (https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/). ``loop`` calls it and ``fleet``
@@ -15,12 +15,15 @@ SYNC_S: Final = 15.0
 """Seconds between two syncs (kube-controller-manager's default)."""
 _TOLERANCE: Final = 0.1
 _SLACK: Final = 1e-9
-"""Sums of shares that are whole in decimals are not always so in binary."""
+"""Tolerates rounding: sums that are whole in decimals may not be whole in binary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """At most ``pods`` replicas, or ``percent`` of those there were, within any ``period_s``; the other one is 0."""
+    """Limits the change within any ``period_s`` to a number of ``pods`` or to a percentage.
+
+    ``percent`` refers to the replicas at the period's start. Of ``pods`` and ``percent`` one is 0.
+    """
 
     pods: int = 0
     percent: float = 0.0
@@ -29,7 +32,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """One direction's ``behavior``: of several policies the one that allows most holds (selectPolicy Max)."""
+    """One direction's ``behavior``: of several policies the most permissive one holds (selectPolicy Max)."""
 
     stabilization_s: float
     policies: tuple[Policy, ...]
@@ -58,64 +61,64 @@ class Hpa:
 
     def __init__(self, spec: HpaSpec) -> None:
         self._spec = spec
-        self._wishes: deque[tuple[float, int]] = deque()
-        # When so many replicas were added, and taken away.
+        self._recommendations: deque[tuple[float, int]] = deque()
+        # The times and numbers of replicas added and removed.
         self._added: deque[tuple[float, int]] = deque()
         self._removed: deque[tuple[float, int]] = deque()
 
-    def sync(self, now: float, metric: float | None, *, asked: int, present: int) -> int:
-        """Return the replicas to ask for; the same as before while there is no metric.
+    def sync(self, now: float, metric: float | None, *, requested: int, present: int) -> int:
+        """Return the replicas to request; unchanged while there is no metric.
 
-        ``asked`` is the target's ``spec.replicas`` and ``present`` its ``status.replicas``, which a drain keeps larger.
+        ``requested`` is the target's ``spec.replicas``. ``present`` is its ``status.replicas``, larger during a drain.
         """
         if metric is None:
-            return asked
-        wish = present if abs(metric / present - 1) <= _TOLERANCE else ceil(metric - _SLACK)
-        size = self._limited(now, self._stabilised(now, wish, asked), asked)
-        if size > asked:
-            self._added.append((now, size - asked))
-        elif size < asked:
-            self._removed.append((now, asked - size))
+            return requested
+        desired = present if abs(metric / present - 1) <= _TOLERANCE else ceil(metric - _SLACK)
+        size = self._limited(now, self._stabilised(now, desired, requested), requested)
+        if size > requested:
+            self._added.append((now, size - requested))
+        elif size < requested:
+            self._removed.append((now, requested - size))
         return size
 
-    def _stabilised(self, now: float, wish: int, asked: int) -> int:
+    def _stabilised(self, now: float, desired: int, requested: int) -> int:
         """Return the replicas after stabilization: the recent minimum for growing, the recent maximum for shrinking."""
         up, down = self._spec.up.stabilization_s, self._spec.down.stabilization_s
-        if not self._wishes:
-            self._wishes.append((now, asked))
-        self._wishes.append((now, wish))
-        _forget(self._wishes, now - max(up, down))
-        least = min((each for at_s, each in self._wishes if at_s > now - up), default=wish)
-        most = max((each for at_s, each in self._wishes if at_s > now - down), default=wish)
-        return min(max(asked, least), most)
+        if not self._recommendations:
+            self._recommendations.append((now, requested))
+        self._recommendations.append((now, desired))
+        _forget(self._recommendations, now - max(up, down))
+        least = min((each for at_s, each in self._recommendations if at_s > now - up), default=desired)
+        most = max((each for at_s, each in self._recommendations if at_s > now - down), default=desired)
+        return min(max(requested, least), most)
 
-    def _limited(self, now: float, wish: int, asked: int) -> int:
-        """Keep to the policies, and between the least and the most replicas."""
+    def _limited(self, now: float, desired: int, requested: int) -> int:
+        """Limit the replicas by the policies, the minimum and the maximum."""
         spec = self._spec
-        if wish > asked:
-            wish = min(wish, max(asked, *(self._most(now, each, asked) for each in spec.up.policies)))
-        elif wish < asked:
-            wish = max(wish, min(asked, *(self._least(now, each, asked) for each in spec.down.policies)))
-        return min(max(wish, spec.min_replicas), spec.max_replicas)
+        if desired > requested:
+            desired = min(desired, max(requested, *(self._most(now, each, requested) for each in spec.up.policies)))
+        elif desired < requested:
+            desired = max(desired, min(requested, *(self._least(now, each, requested) for each in spec.down.policies)))
+        return min(max(desired, spec.min_replicas), spec.max_replicas)
 
-    def _most(self, now: float, policy: Policy, asked: int) -> int:
-        began = self._began(now, policy, asked)
+    def _most(self, now: float, policy: Policy, requested: int) -> int:
+        began = self._began(now, policy, requested)
         return ceil(began * (1 + policy.percent / 100) - _SLACK) + policy.pods
 
-    def _least(self, now: float, policy: Policy, asked: int) -> int:
-        began = self._began(now, policy, asked)
+    def _least(self, now: float, policy: Policy, requested: int) -> int:
+        began = self._began(now, policy, requested)
         return floor(began * (1 - policy.percent / 100) + _SLACK) - policy.pods
 
-    def _began(self, now: float, policy: Policy, asked: int) -> int:
-        """Return with how many replicas a policy's period began."""
+    def _began(self, now: float, policy: Policy, requested: int) -> int:
+        """Return the number of replicas at the beginning of a policy's period."""
         since_s = now - policy.period_s
-        return asked - _since(self._added, since_s) + _since(self._removed, since_s)
+        return requested - _since(self._added, since_s) + _since(self._removed, since_s)
 
 
 def _since(changes: Iterable[tuple[float, int]], since_s: float) -> int:
     return sum(replicas for at_s, replicas in changes if at_s > since_s)
 
 
-def _forget(wishes: deque[tuple[float, int]], until_s: float) -> None:
-    while wishes[0][0] < until_s:
-        wishes.popleft()
+def _forget(recommendations: deque[tuple[float, int]], until_s: float) -> None:
+    while recommendations[0][0] < until_s:
+        recommendations.popleft()

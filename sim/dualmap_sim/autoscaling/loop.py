@@ -1,8 +1,8 @@
 """One run of a pool that an autoscaler sizes: requests in, records and the fleet's history out.
 
-The cluster is ``cluster.Cluster`` with the real router and the engine model; here the loop is closed: a meter gives the
-desired instances, the HPA decides every 15 s, and pods start and join, or drain and stop. Neighbours:
-``hpa``, ``fleet`` and ``meters`` are the parts, ``figures`` measures what came of it.
+The cluster is ``cluster.Cluster`` with the real router and the engine model. This module closes the loop: a meter gives
+the desired instances, the HPA decides every 15 s, and pods start and join, or drain and stop. Neighbours: ``hpa``,
+``fleet`` and ``meters`` are the parts, ``figures`` measures the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from dualmap.receipt import Receipt
 from dualmap.requests import FirstToken
 from dualmap.router import PoolRouter
 from dualmap_sim.arrivals import Arrival
-from dualmap_sim.autoscaling.fleet import LOOK_S, Fleet, Pod
+from dualmap_sim.autoscaling.fleet import IDLE_CHECK_S, Fleet, Pod
 from dualmap_sim.autoscaling.hpa import SYNC_S, Hpa, HpaSpec
 from dualmap_sim.autoscaling.meters import OnSlo, Scaler
 from dualmap_sim.cluster import Cluster, ClusterConfig, Replica, ReplicationConfig
@@ -27,10 +27,10 @@ _SAMPLE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaled:
-    """A pool that is scaled: by what, from how many instances on, and how long those take to start.
+    """A pool that is scaled: its scaler, its first number of instances, and their start time.
 
-    ``pool`` states everything but its members. ``lasts_s`` has the run go on at least so long. During ``blind_s``
-    (begin and end) the HPA gets no metric. By ``exchange`` the news of several ``routers`` travels.
+    ``pool`` has all settings but the members. ``lasts_s`` is the least duration of the run. During ``blind_s`` (begin
+    and end) the HPA gets no metric. ``exchange`` is the replication between several ``routers``.
     """
 
     pool: Pool
@@ -51,15 +51,15 @@ class Sync:
     """The fleet after a sync: desired (None without a metric or a scaler), requested and present replicas."""
 
     at_s: float
-    wish: float | None
-    asked: int
+    desired: float | None
+    requested: int
     present: int
     serving: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of it. ``pods`` are all there ever were; ``ended_s`` is when the run was over."""
+    """The results of a run. ``pods`` includes deleted pods; ``ended_s`` is the end of the run."""
 
     records: tuple[Record, ...]
     syncs: tuple[Sync, ...]
@@ -68,7 +68,7 @@ class Run:
 
 
 def run_autoscaled(config: Autoscaled, arrivals: Sequence[Arrival]) -> Run:
-    """Replay requests until the last has ended and ``lasts_s`` are over."""
+    """Replay requests until the last has ended and ``lasts_s`` has passed."""
     loop = _Loop(config)
     cluster = Cluster(
         ClusterConfig(
@@ -98,17 +98,17 @@ class _Loop:
         self._timeline: Timeline
         self._routers: Sequence[PoolRouter] = ()
         self._publish: Callable[[Pool], None]
-        self._is_looking = False
-        # When the ring will be published next; wake-ups that came to be superseded do nothing.
+        self._is_check_due = False
+        # The time of the next publication of the ring; wake-ups scheduled for other times do nothing.
         self._changes_s = inf
 
     @property
     def now_s(self) -> float:
-        """The moment of the run."""
+        """The run's current time."""
         return self._timeline.now_s
 
     def begin(self, timeline: Timeline, routers: Sequence[PoolRouter], publish: Callable[[Pool], None]) -> None:
-        """Sync and sample from now on."""
+        """Start to sync and to sample."""
         self._timeline, self._routers, self._publish = timeline, routers, publish
         timeline.at(SYNC_S, self._sync, SYNC_S, ticks=True)
         timeline.at(0.0, self._sample, _SAMPLE_S, ticks=True)
@@ -136,25 +136,27 @@ class _Loop:
     def _sample(self, every_s: float) -> None:
         if self._meter is not None:
             self._timeline.at(self.now_s + every_s, self._sample, every_s, ticks=True)
-            self._meter.looked([router.status() for router in self._routers])
+            self._meter.sample([router.status() for router in self._routers])
 
     def _sync(self, every_s: float) -> None:
         now, fleet = self.now_s, self.fleet
         self._timeline.at(now + every_s, self._sync, every_s, ticks=True)
-        wish = None
+        desired = None
         if self._meter is not None:
             began_s, ended_s = self._config.blind_s
-            seen = self._meter.wish(now, [router.status() for router in self._routers])
-            wish = None if began_s <= now < ended_s else seen
-            asked = self._hpa.sync(now, wish, asked=fleet.asked, present=fleet.present)
-            if asked != fleet.asked:
-                fleet.scale(now, asked)
+            seen = self._meter.desired_replicas(now, [router.status() for router in self._routers])
+            desired = None if began_s <= now < ended_s else seen
+            requested = self._hpa.sync(now, desired, requested=fleet.requested, present=fleet.present)
+            if requested != fleet.requested:
+                fleet.scale(now, requested)
                 self._refresh()
-                self._look_again()
-        self.syncs.append(Sync(at_s=now, wish=wish, asked=fleet.asked, present=fleet.present, serving=fleet.serving))
+                self._schedule_idle_check()
+        self.syncs.append(
+            Sync(at_s=now, desired=desired, requested=fleet.requested, present=fleet.present, serving=fleet.serving)
+        )
 
     def _refresh(self) -> None:
-        """Publish the ring where it has changed, and again when time changes it."""
+        """Publish the ring if it has changed, and schedule its next change over time."""
         now = self.now_s
         members = self.fleet.members(now)
         if members != self.pool.members:
@@ -172,20 +174,20 @@ class _Loop:
             self._changes_s = inf
             self._refresh()
 
-    def _look_again(self) -> None:
-        if self.fleet.draining and not self._is_looking:
-            self._is_looking = True
-            self._timeline.at(self.now_s + LOOK_S, self._look, self.fleet, ticks=True)
+    def _schedule_idle_check(self) -> None:
+        if self.fleet.draining and not self._is_check_due:
+            self._is_check_due = True
+            self._timeline.at(self.now_s + IDLE_CHECK_S, self._check_idle, self.fleet, ticks=True)
 
-    def _look(self, fleet: Fleet) -> None:
-        """See which of those that drain have nothing to do at any router."""
-        self._is_looking = False
+    def _check_idle(self, fleet: Fleet) -> None:
+        """Check which draining members have no requests at any router."""
+        self._is_check_due = False
         busy = {
             endpoint.id
             for router in self._routers
             for endpoint in router.status().endpoints
             if endpoint.in_flight + endpoint.held
         }
-        fleet.looked(self.now_s, [member for member in fleet.draining if member not in busy])
+        fleet.check_idle(self.now_s, [member for member in fleet.draining if member not in busy])
         self._refresh()
-        self._look_again()
+        self._schedule_idle_check()

@@ -1,4 +1,4 @@
-"""What an autoscaler scales on: the router's own rule, or the requests under way for each instance.
+"""The metrics an autoscaler uses: the router's own rule, or the requests in flight per instance.
 
 A meter receives the routers' events and returns the desired instances, as a metric with a target of 1 per instance.
 ``loop`` calls it. ``dualmap.scaling.scaling`` is the rule, with the same input as in production.
@@ -15,32 +15,32 @@ from dualmap.scaling.scaling import OtherRouter, Scaling
 
 
 class Meter(Protocol):
-    """The metric of one pool. ``router`` is a router's number; statuses are all routers', of this moment."""
+    """The metric of one pool. ``router`` is a router's number; ``statuses`` are the current ones of all routers."""
 
     def adopt(self, pool: Pool) -> None:
-        """Take another version of the pool."""
+        """Apply a new version of the pool."""
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
         """Count a request that was sent to an instance."""
 
     def held(self, now: float, router: int) -> None:
-        """Count a request that is held for now."""
+        """Count a request that was queued."""
 
     def refused(self, now: float, router: int) -> None:
-        """Count a request that found no room."""
+        """Count a request that was rejected."""
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         """Count a first token."""
 
-    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
-        """Look at the routers, once a second."""
+    def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
+        """Sample the routers, once a second."""
 
-    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
+    def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         """Return the desired instances, which the caller rounds up at each sync."""
 
 
 class Scaler(Protocol):
-    """Which metric a pool is scaled on, as a value; None stands for a fleet that is not scaled."""
+    """The metric a pool is scaled on, as a value; None stands for a fleet that is not scaled."""
 
     def meter(self, pool: Pool, *, routers: int) -> Meter:
         """Return a new meter of the pool."""
@@ -48,7 +48,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnSlo:
-    """On ``dualmap_pool_desired_replicas``, summed over routers."""
+    """Scales on ``dualmap_pool_desired_replicas``, summed over routers."""
 
     def meter(self, pool: Pool, *, routers: int) -> Meter:
         """Return a new meter of the pool."""
@@ -57,10 +57,10 @@ class OnSlo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnQueue:
-    """On the requests under way, ``requests`` for each instance, as people do it with what vLLM runs and has waiting.
+    """Scales on the requests in flight, ``requests`` per instance, as is common with vLLM's own metrics.
 
-    Those that the routers hold count, for they would wait in the engines' queues otherwise; the mean over the seconds
-    since the last sync counts, so that a batch at that very moment is not taken for the load.
+    Requests queued in the routers count, because they would otherwise wait in the engines' queues. The mean over the
+    seconds since the last sync counts, so that a short burst at a sync has little effect.
     """
 
     requests: float
@@ -73,8 +73,8 @@ class OnQueue:
 class _Slo:
     def __init__(self, pool: Pool, routers: int) -> None:
         self._scalings = tuple(Scaling(pool) for _ in range(routers))
-        # The last desired replicas of each router, as the others know them.
-        self._wishes = [0.0] * routers
+        # The last desired replicas of each router, as known to the others.
+        self._desired = [0.0] * routers
 
     def adopt(self, pool: Pool) -> None:
         for scaling in self._scalings:
@@ -93,45 +93,45 @@ class _Slo:
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
         self._scalings[router].window.first_token(now, within_slo=first_token.within_slo)
 
-    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
+    def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
         """The rule's input is updated at the sync."""
 
-    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
+    def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
         first_tokens = [scaling.window.first_tokens(now) for scaling in self._scalings]
         for number, (scaling, status) in enumerate(zip(self._scalings, statuses, strict=True)):
             others = tuple(
-                OtherRouter(desired_replicas=wish, first_tokens=came)
-                for other, (wish, came) in enumerate(zip(self._wishes, first_tokens, strict=True))
+                OtherRouter(desired_replicas=desired, first_tokens=came)
+                for other, (desired, came) in enumerate(zip(self._desired, first_tokens, strict=True))
                 if other != number
             )
-            self._wishes[number] = scaling.signals(now, status, others=others).desired_replicas
-        return sum(self._wishes)
+            self._desired[number] = scaling.signals(now, status, others=others).desired_replicas
+        return sum(self._desired)
 
 
 class _Queue:
     def __init__(self, requests: float) -> None:
         self._requests = requests
-        self._looks: list[int] = []
+        self._samples: list[int] = []
 
     def adopt(self, pool: Pool) -> None:
-        """The requests under way are counted whatever the pool is."""
+        """Requests in flight are counted for any version of the pool."""
 
     def routed(self, now: float, router: int, receipt: Receipt) -> None:
-        """Requests under way are looked at, not counted one by one."""
+        """Requests in flight are sampled, not counted one by one."""
 
     def held(self, now: float, router: int) -> None:
-        """Queued requests count, too."""
+        """Queued requests are in the samples."""
 
     def refused(self, now: float, router: int) -> None:
-        """One that was refused is not under way."""
+        """A rejected request is not in flight."""
 
     def first_token(self, now: float, router: int, first_token: FirstToken) -> None:
-        """A request is under way until it ends."""
+        """A request is in flight until it ends."""
 
-    def looked(self, statuses: Sequence[PoolSnapshot]) -> None:
+    def sample(self, statuses: Sequence[PoolSnapshot]) -> None:
         in_flight = sum(endpoint.in_flight for status in statuses for endpoint in status.endpoints)
-        self._looks.append(in_flight + sum(status.held for status in statuses))
+        self._samples.append(in_flight + sum(status.held for status in statuses))
 
-    def wish(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
-        looks, self._looks = self._looks, []
-        return sum(looks) / len(looks) / self._requests if looks else 0.0
+    def desired_replicas(self, now: float, statuses: Sequence[PoolSnapshot]) -> float:
+        samples, self._samples = self._samples, []
+        return sum(samples) / len(samples) / self._requests if samples else 0.0

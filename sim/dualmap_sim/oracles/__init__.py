@@ -1,7 +1,7 @@
-"""Bounds that no router can reach, because they see what none can: every cache, every queue, every prompt's true cost.
+"""Bounds that no router can reach, because oracles see every cache, every queue and every prompt's true cost.
 
-They replay the same arrivals on the same engine model as ``cluster`` and leave the same records, so ``summary``
-measures them as it measures a policy: how far a policy is from ``limit`` is how much routing leaves to gain.
+They replay the same arrivals on the same engine model as ``cluster`` and write the same records, so ``summary``
+measures them like a policy. The distance of a policy from ``limit`` is what better routing could still gain.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ __all__ = ["ORACLES", "OracleInfo", "OracleRun", "run_oracle"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """What an oracle is built for: ``instances`` engines of one kind, and an objective."""
+    """The setting of an oracle: ``instances`` engines of one kind, and an objective."""
 
     engine: EngineConfig
     instances: int
@@ -38,7 +38,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleInfo:
-    """An oracle by its name, with where it comes from; ``build`` makes one for a run."""
+    """An oracle's name and source; ``build`` makes one for a run."""
 
     name: str
     source: str
@@ -58,7 +58,7 @@ def run_oracle(
 ) -> OracleRun:
     """Replay requests, in order of arrival, on ``instances`` engines under an oracle of ``ORACLES``.
 
-    ``gives_up`` is asked at each first token; True ends the run at once. The SLO matters to those that serve by it.
+    ``gives_up`` is called at each first token; True ends the run at once. Some oracles use the SLO to order requests.
     Raises RequestDoesNotFit for a request larger than an engine's memory.
     """
     discipline = ORACLES[name].build(Pool(engine=engine, instances=instances, slo_ttft_s=slo_ttft_s))
@@ -80,7 +80,7 @@ def _limit_pooled(pool: Pool) -> Discipline:
 
 def _limit_deadline(pool: Pool) -> Discipline:
     instances = pool.members(PrefixCache(None))
-    # The cache is the same everywhere, so any instance can tell.
+    # All instances share the cache, so any instance can answer.
     return SingleQueue(instances, HopefulFirst(instances[0].prefill_s, slo_ttft_s=pool.slo_ttft_s))
 
 

@@ -19,7 +19,7 @@ class AllCached:
         self.instances: tuple[Instance, ...] = ()
 
     def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
-        """Hand a request over at once."""
+        """Submit a request at once."""
         work = record.arrival.work
         cache = PrefixCache(None)
         # No cache holds an incomplete block; of a prompt of whole blocks the engine computes the last one.

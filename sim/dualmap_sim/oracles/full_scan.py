@@ -23,7 +23,7 @@ class FullScan:
         self._queues = [_Queue(instance) for instance in instances]
 
     def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
-        """Hand a request over at once."""
+        """Submit a request at once."""
         work = record.arrival.work
 
         def cost(queue: _Queue) -> tuple[float, int]:
@@ -46,17 +46,17 @@ class _Queue:
         self._blocks_ahead: Counter[int] = Counter()
 
     def ttft_s(self, now: float, work: EngineRequest) -> float:
-        """Return after how many seconds a request handed over now has its first token, to a nanosecond."""
+        """Return the seconds until the first token of a request submitted now, to a nanosecond."""
         self._drop_prefilled()
         engine = self.instance.engine
         busy_s = engine.backlog_s(now)
-        # The engine counts by the cache that it has now, and so more than it will take those that wait.
+        # The engine computes the wait with its current cache, and so overestimates the prefills of waiting requests.
         for record, prefill_s in islice(reversed(self._ahead), engine.waiting):
             busy_s += prefill_s - self.instance.prefill_s(record.arrival.work)
         return round(busy_s + self._prefill_s(work), 9)
 
     def add(self, record: Record) -> None:
-        """Take note of a request that is handed over."""
+        """Record a submitted request."""
         work = record.arrival.work
         self._ahead.append((record, self._prefill_s(work)))
         self._blocks_ahead.update(self._whole_blocks(work))

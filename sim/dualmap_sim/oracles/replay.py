@@ -1,11 +1,11 @@
-"""What the oracles share: arrivals and engines on one timeline, with no router between them.
+"""Shared by the oracles: arrivals and engines on one timeline, with no router between them.
 
-A *discipline* decides where a request goes, knowing everything; this module does what ``cluster`` does around its
-routers, with the same records, samples and assertions, so that a bound and a policy are measured alike. All that
-happens inside an engine is the engine model's own: a discipline only ever submits.
+A *discipline* decides where a request goes, with complete knowledge. This module does what ``cluster`` does around its
+routers, with the same records, samples and assertions, so that bounds and policies are measured alike. The engine model
+alone decides what happens inside an engine; a discipline only submits.
 
 Neighbours: ``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, ``ORACLES`` names them; ``cluster``
-does with routers what this does without.
+is the counterpart with routers.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from dualmap_sim.timeline import Timeline
 
 
 class Instance(instances.Instance):
-    """An instance of a cluster: its name, and what it could do for a request."""
+    """An instance of a cluster: its name, and its predictions for a request."""
 
     __slots__ = ("name",)
 
@@ -30,7 +30,7 @@ class Instance(instances.Instance):
         self.name = name
 
     def prefill_s(self, work: EngineRequest) -> float:
-        """Return how long a request's prefill would take here if it began now and had the engine to itself."""
+        """Return the duration of a request's prefill if it began here now and alone."""
         cached_tokens = self.engine.cached_tokens(work)
         return self.engine.config.prefill.seconds(
             new_tokens=work.prompt_tokens - cached_tokens, cached_tokens=cached_tokens
@@ -46,20 +46,20 @@ class Discipline(Protocol):
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """The instances that requests are spread over."""
+        """The instances that serve the requests."""
 
     def arrive(self, now: float, record: Record, hand_over: HandOver) -> None:
-        """Take a request, or hand it over."""
+        """Queue a request, or submit it."""
 
     def changed(self, now: float, hand_over: HandOver) -> None:
-        """Look again: some engine ended a prefill or a request."""
+        """Reconsider queued requests: an engine ended a prefill or a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleRun:
-    """What came of a run: a record of each request in order of arrival, and the samples of the load.
+    """The results of a run: a record of each request in order of arrival, and the samples of the load.
 
-    What waits for no instance in particular is in no sample. ``gave_up`` says that the run was ended early.
+    Samples leave out requests that wait for no instance in particular. ``gave_up`` is true if the run was ended early.
     """
 
     records: tuple[Record, ...]
@@ -68,7 +68,7 @@ class OracleRun:
 
 
 class Replay:
-    """One run of a discipline. ``gives_up`` is asked at each first token; True ends the run at once."""
+    """One run of a discipline. ``gives_up`` is called at each first token; True ends the run at once."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Replay:
     def _due(self, instance: Instance) -> None:
         now = self._timeline.now_s
         if instance.wakes_s != now:
-            return  # It came to be woken at another time instead.
+            return  # Another wake-up time has replaced this one.
         instance.wakes_s = inf
         events = instance.engine.advance(now)
         for event in events:

@@ -1,12 +1,13 @@
-"""One queue for all instances, and one cache: no request ever waits behind the wrong one or finds the wrong cache.
+"""One queue for all instances, and one cache: no request waits behind a wrong one or misses a cached prefix.
 
-The paper's theoretical upper bound of reuse is one shared cache without a limit (section A.2.2). With the queue shared
-too there is no choice of instance left to get wrong: what a policy loses against this, it loses by routing.
+The paper's theoretical upper bound of reuse is one shared cache without a limit (section A.2.2). With a shared queue,
+too, no choice of instance is left. So a policy's distance from this oracle is the loss by routing.
 
-Two things it does not bound. Beyond the knee all are late alike, where unequal queues still serve some in time. And of
-prompts that begin alike and come close together each is computed in full, by several instances side by side, until the
-first of them is cached; one queue per instance has the later ones wait and reuse. That is rare on eight instances of a
-trace of conversations and dominates where a trace is sped up for hundreds: ``ForeseeingInstance`` bounds that too.
+It is no bound in two cases. Beyond the knee all requests are equally late, while unequal queues still serve some in
+time. Also, prompts with a common prefix that arrive close together are each computed in full, by several instances,
+until the first is cached. With one queue per instance the later prompts wait and reuse it. The second
+case is rare for a trace of conversations on eight instances, and dominates for a trace sped up for hundreds.
+``ForeseeingInstance`` bounds it too.
 
 ``waiting_lines`` defines the order.
 """
@@ -21,9 +22,9 @@ from dualmap_sim.records import Record
 
 
 class SingleQueue:
-    """The head of the line goes to an instance that can start it at once; until there is one, all wait.
+    """The head of the queue goes to an instance that can start it at once; until there is one, all wait.
 
-    At once means that nothing waits or is prefilled there and its memory fits; a decode step under way still ends
+    "At once" means that nothing waits or is prefilled there and its memory fits; the current decode step still ends
     first. Of several such instances the one with the least KV reserved takes it, then the first.
     """
 
@@ -46,22 +47,22 @@ class SingleQueue:
             hand_over(record, instance)
 
     def _that_can_start(self, work: EngineRequest) -> Instance | None:
-        # An idle engine that cannot start a request never will, and says so when it is given it.
+        # An idle engine that cannot start a request never will, and reports this on submission.
         able = (each for each in self.instances if each.engine.could_start(work) or not each.engine.running)
         return min(able, key=lambda each: each.engine.kv_tokens_reserved, default=None)
 
 
 class ForeseeingInstance(Instance):
-    """An instance whose shared cache has a prompt's blocks from when the prompt is handed over.
+    """An instance whose shared cache contains a prompt's blocks from its submission on.
 
-    Otherwise they come with the end of its prefill, and until then others that begin alike compute them too. The cache
-    must be without a limit: what a prompt finds at its hand-over has to be there when its prefill begins.
+    Otherwise the blocks are cached at the end of its prefill, and until then other prompts with the same prefix compute
+    them too. The cache must be unlimited: blocks found at submission must still be there when the prefill begins.
     """
 
     __slots__ = ()
 
     def submit(self, now: float, work: EngineRequest, *, weighed: bool) -> None:
-        """Take a request. Its own lookup ends where the cache did before."""
+        """Take a request. The engine's own lookup ends where the cached blocks ended before."""
         cache = self.engine.cache
         found = cache.match(work.blocks)
         cache.insert(work.blocks[: work.prompt_tokens // self.engine.config.block_tokens])

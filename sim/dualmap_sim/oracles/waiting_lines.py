@@ -8,11 +8,11 @@ from dualmap_sim.engine import EngineRequest
 from dualmap_sim.records import Record
 
 PASSED_OVER_MAX: Final = 8
-"""How often in a row the oldest waiting request is passed over: with 8, every ninth start at least is in order.
+"""How often in a row the oldest waiting request may be passed over: with 8, at least every ninth start is in order.
 
-No request starves: one that waits behind k other late ones starts within 9 (k + 1) starts. And as every ninth start is
-more than the tenth of requests that goodput lets be late, these are served as fast as they come: with a number above 9
-goodput could be had by letting a tenth wait for ever longer.
+No request starves: one that waits behind k other late ones starts within 9 (k + 1) starts. Every ninth start is more
+than the tenth of requests that goodput allows to be late, so late requests are served as fast as they come. With a
+number above 9, goodput could be reached by letting a tenth wait for ever.
 """
 
 
@@ -52,7 +52,7 @@ class HopefulFirst:
     """Requests that can still meet the SLO go before those that cannot, each in order of arrival.
 
     All have the same objective, so the order of arrival is that of the deadlines. Serving a late request costs as much
-    as serving one in time and wins nothing, but no late one is passed over for ever: see ``PASSED_OVER_MAX``.
+    as serving one in time and gains nothing. Still no late request waits for ever: see ``PASSED_OVER_MAX``.
     ``prefill_s`` says how long a request's prefill would take if it began now.
     """
 
@@ -60,7 +60,7 @@ class HopefulFirst:
         self._prefill_s = prefill_s
         self._slo_ttft_s = slo_ttft_s
         self._hopeful: deque[Record] = deque()
-        # Older than all hopeful ones, since only the head is ever found to be late.
+        # Late requests are older than all others, because only the head is found to be late.
         self._late: deque[Record] = deque()
         self._passed_over = 0
         self._next_is_late = False

@@ -32,7 +32,7 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 INPUT_TOKENS_MEAN: Final = 33_600
 CONTEXT_TOKENS: Final = PRESETS["agent"].input_tokens_max
-"""A prompt and its answer are never longer."""
+"""The largest length of a prompt with its answer."""
 _LONGEST_PROMPT_TOKENS: Final = CONTEXT_TOKENS - 2048
 _REQUESTS_PER_S: Final = 2.0
 """Nominal; ``Trace.at_rate`` scales it."""
@@ -40,7 +40,7 @@ _REQUESTS_PER_S: Final = 2.0
 TOP_SHARES: Final = ((0.01, 0.465), (0.05, 0.665), (0.10, 0.746), (0.25, 0.875), (0.50, 0.960), (1.0, 1.0))
 """Largest sessions, as a share of all, and the share of all input tokens that they have (EAR paper, section 2.1)."""
 _WITHIN_TOP: Final = 0.75
-"""Within the top 1 % the tokens of the largest x grow as x to this power: no source says how unequal those are."""
+"""Within the top 1 %, the tokens of the largest x grow as x to this power; no source gives this distribution."""
 
 _ONE_TURN_TOKENS: Final = 10_000
 _TURNS_POWER: Final = 0.656

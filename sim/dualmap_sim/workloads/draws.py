@@ -1,4 +1,4 @@
-"""Draws that come out as asked already over a few hundred: stratified numbers, and distributions by their quantiles.
+"""Stratified random numbers, and distributions by their quantiles: a few hundred draws already have the requested mean.
 
 Lengths of prompts are so unequal that plain draws miss their mean by some per cent even over thousands of requests.
 Here every round of draws takes each part of a distribution once, in random order. Neighbours: the generators.
@@ -44,7 +44,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
-    """A log-normal distribution without its outermost ends, so that no draw is beyond all measure."""
+    """A log-normal distribution without its tails, so that draws are bounded."""
 
     median: float
     sigma: float

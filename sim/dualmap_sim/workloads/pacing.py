@@ -1,6 +1,6 @@
-"""A trace under another rate: faster and slower by turns, over and over again where it is too short.
+"""Changes a trace's rate over time, and repeats a trace that is too short.
 
-Its own bursts stay: time itself is stretched. Neighbours: ``trace`` is what is paced.
+The trace's bursts stay, because time itself is stretched. Neighbours: ``trace`` is what is paced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from dualmap_sim.workloads.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """So many seconds at a rate, as a multiple of the trace's own; 0 is silence."""
+    """A number of seconds at a rate, as a multiple of the trace's own; 0 means no requests."""
 
     seconds: float
     rate: float
@@ -26,9 +26,9 @@ def wave(*, period_s: float, low: float, high: float, steps: int = 96) -> tuple[
 
 
 def paced(trace: Trace, phases: Sequence[Phase], *, start: int = 0) -> Trace:
-    """Return a trace that comes at the phases' rates, from its ``start``-th request on, as often as it takes.
+    """Return a trace at the phases' rates, from its ``start``-th request on, repeated as often as needed.
 
-    Every time through, its prompts are new ones, so that no request finds what the same one left an hour before.
+    Each repetition has new prompts, so that no request finds blocks of its earlier copy in a cache.
     """
     assert not trace.closed_loop, "how fast a closed loop comes is the system's business"
     again = _over_and_over(trace, start)

@@ -1,6 +1,6 @@
-"""Sessions of a trace that names none: which requests are turns of one conversation, read off their prompts.
+"""Finds sessions in a trace without session names: which requests are turns of one conversation, by their prompts.
 
-Mooncake's traces say nothing of sessions, though a chat client sends its whole history with every turn. Neighbours:
+Mooncake's traces have no sessions, although a chat client sends its whole history with every turn. Neighbours:
 ``mooncake`` reads such traces, ``catalog`` labels them.
 """
 

@@ -1,4 +1,4 @@
-"""What a trace asks for: lengths, how much of it could be reused at best, and the engine time that leaves.
+"""The statistics of a trace: lengths, the ideal reuse, and the engine time it needs with that.
 
 ``compare`` pairs a trace's figures with the requested ones (each generator's ``ASKED``).
 
@@ -175,7 +175,7 @@ def own_session_hit_rate(trace: Trace) -> float:
 def intra_session_share(trace: Trace) -> float:
     """Return which share of the ideally reused blocks the same session was the first to come with; nan without reuse.
 
-    What many sessions begin with counts as another's in every turn of all but the first of them.
+    A beginning common to many sessions counts as another session's in every turn of all but the first session.
     """
     first_with: dict[int, int | None] = {}
     reused, own = 0, 0

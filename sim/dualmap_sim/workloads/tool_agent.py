@@ -171,7 +171,7 @@ class _Traffic:
         self._waiting: list[tuple[float, int, _Session]] = []
 
     def ask(self, now_s: float) -> TraceRequest:
-        """Return this source's next request."""
+        """Return the source's next request."""
         if self._waiting and self._waiting[0][0] <= now_s:
             session = heapq.heappop(self._waiting)[2]
         else:

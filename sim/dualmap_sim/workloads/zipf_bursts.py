@@ -58,7 +58,7 @@ ASKED: Final = (
     Asked("requests behind one prefix in a burst", BURST_SHARE, hottest_at_times),
     Asked("coefficient of variation of arrivals", 1, arrival_cv),
 )
-"""What Zipf's law and the bursts come to."""
+"""The figures that Zipf's law and the bursts give."""
 
 
 def zipf_bursts_workload(requests: int, *, seed: int = 0) -> Trace:
