@@ -17,7 +17,7 @@ from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.dashboard.histories import Histories
@@ -68,7 +68,7 @@ class Fleet:
             version="0.0",
             pools=lambda: self.picker.pools,
             statuses=self.picker.statuses,
-            demand=PoolDemand(self._demand, self.picker.statuses, shares=False).total,
+            demand=PoolDemand(self._demand, self.picker.statuses, replicated=False).total,
             histories=self.histories,
             clock=time.time,
         )
@@ -108,7 +108,7 @@ class Fleet:
                 group.create_task(self._serve(pool, picked, prefix, len(prompt) // 4, len(tail) // 4))
 
         picked = self.picker.pick(now, json.dumps(body).encode(), None, now, headers={}, resume=go)
-        if not isinstance(picked, Waiting):
+        if not isinstance(picked, AnswerLater):
             go(picked)
 
     async def _serve(self, pool: Pool, picked: Picked, prefix: int, prefix_tokens: int, tail_tokens: int) -> None:

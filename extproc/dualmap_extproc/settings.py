@@ -28,8 +28,8 @@ class Limits:
     ``silence_s`` is how long a body that looks complete may lack its end before the router decides (``stream``).
     ``pause_s`` is how long any other body may pause before the router checks whether it can continue. ``stalled_s`` is
     by how much a pause may exceed the pools' longest queue.maxWait; the generated Envoy configuration waits 15 s more
-    than that queue.maxWait. ``news_s`` is the interval of reports that a response is still passing through the router;
-    the picker forgets a request after ten minutes without a report.
+    than that queue.maxWait. ``alive_interval_s`` is the interval of reports that a response is still passing through
+    the router; the picker forgets a request after ten minutes without a report.
     """
 
     body_bytes: int = 16 * 1024 * 1024
@@ -43,7 +43,7 @@ class Limits:
     silence_s: float = 0.1
     pause_s: float = 2.0
     stalled_s: float = 10.0
-    news_s: float = 60.0
+    alive_interval_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from fuzz.envoy import Peer, message, request
 _STREAMS: Final = 4
 # More steps would be slow and find little more.
 _STEPS: Final = 150
-_LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, news_s=1.0, ended_requests=4)
+_LIMITS: Final = Limits(body_bytes=2000, chunk_bytes=50, alive_interval_s=1.0, ended_requests=4)
 _PAUSES_S: Final = (0.0, 0.01, 0.2, 3.0, 700.0)
 _WINDOWS_S: Final = (0.001, 0.05, 1.0, float("inf"))
 # Each routed request has exactly one of these ends.

@@ -1,7 +1,7 @@
 """A picker with its observer and helpers to call it, for the tests of the picker."""
 
 from dualmap_extproc.errors import Refused
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from extproc.envoy_messages import Recorder, chat, pool
@@ -16,7 +16,7 @@ class Desk:
         self.picker = Picker(limits or Limits(), self.observer.report, id_prefix="r1")
         self.picker.set_pools(0.0, pools or (pool(),))
 
-    def ask(self, body: bytes = chat(), *, now=10.0, subset=None, headers=None) -> Picked | Refused | Waiting:
+    def ask(self, body: bytes = chat(), *, now=10.0, subset=None, headers=None) -> Picked | Refused | AnswerLater:
         return self.picker.pick(now, body, subset, now, headers=headers or {}, resume=self.resumed.append)
 
     def pick(self, body: bytes = chat(), *, now=10.0) -> Picked:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import builders
 from dualmap.pools.pool import Pool
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import Report, Share
+from dualmap.scaling.reports import Report, Share
 from dualmap_extproc.store.contract import Failure, Store
 from dualmap_extproc.store.exchange import Exchange
 

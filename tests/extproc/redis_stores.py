@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import Report, Share
+from dualmap.scaling.reports import Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, StoreError
 from dualmap_extproc.store.redis import RedisStore

@@ -10,7 +10,7 @@ from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.envoy.discovery.service import Discovery
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry.metrics import Metrics
@@ -31,7 +31,7 @@ class Adopted:
 
     def hold(self) -> None:
         held = self.picker.pick(1.0, chat(), None, 1.0, headers={}, resume=self.resumed.put_nowait)
-        assert isinstance(held, Waiting)
+        assert isinstance(held, AnswerLater)
 
     def versions(self) -> list[int]:
         return [status.ring_version for status in self.picker.statuses()]

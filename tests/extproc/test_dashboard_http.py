@@ -14,7 +14,7 @@ import pytest
 
 import builders
 from dualmap.pools.pool import MemberState, Model, Pool, Ring, RingAlgorithm
-from dualmap.scaling.shares import Share
+from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
 from dualmap_extproc.request.observations import FanOut

@@ -4,7 +4,7 @@ import pytest
 
 from dualmap.router import PoolRouter
 from dualmap_extproc.request.ending import AccessLogEntry
-from dualmap_extproc.request.picked import Waiting
+from dualmap_extproc.request.picked import AnswerLater
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 
@@ -59,7 +59,7 @@ def test_picker_forgets_rejected_and_abandoned_requests():
     desk.refused(chat(model="e"))
     first = desk.pick(chat("long " * 10_000))
     waiting = desk.ask()
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, AnswerLater)
     desk.picker.aborted(12.0, waiting.request_id)
     assert set(desk.picker._owners) == {first.request_id}
 

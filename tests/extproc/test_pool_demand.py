@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 import builders
 from dualmap.pools.pool import Pool
 from dualmap.replicas.peers import PEER_TTL_S
-from dualmap.scaling.shares import REMEMBERED_S
+from dualmap.scaling.reports import REMEMBERED_S
 from dualmap_extproc.autoscaling.demand import Demand
 from dualmap_extproc.autoscaling.pool_demand import REPORT_INTERVAL_S, DemandUnknown, PoolDemand
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.store.contract import Answer, Failure, Post, Question, StoreError
@@ -67,7 +67,7 @@ class Router:
         self.traffic = demand
         self.picker = Picker(Limits(), observations.report, id_prefix=name, replicated=store is not None)
         self.picker.set_pools(clock(), (pool,))
-        self.demand = PoolDemand(demand, self.picker.statuses, shares=store is not None, clock=clock)
+        self.demand = PoolDemand(demand, self.picker.statuses, replicated=store is not None, clock=clock)
         self.changed: list[str] = []
         self.demand.on_change(self.changed.append)
         self.exchange = Exchange(
@@ -80,12 +80,12 @@ class Router:
             shown=name,
         )
 
-    def ask(self, tokens: int = 1000) -> Picked | Waiting:
+    def ask(self, tokens: int = 1000) -> Picked | AnswerLater:
         now = self.clock()
         prompt = builders.text_of(tokens, f"{self.name} {next(self._asked)}")
         body = json.dumps({"model": self.pool.model.name, "prompt": prompt, "stream": True}).encode()
         outcome = self.picker.pick(now, body, None, now, headers={}, resume=lambda _: None)
-        assert isinstance(outcome, Picked | Waiting)
+        assert isinstance(outcome, Picked | AnswerLater)
         return outcome
 
     @property
@@ -327,7 +327,7 @@ class TestWaking:
         assert not other.active
         one.changed.clear()
 
-        assert isinstance(one.ask(), Waiting)
+        assert isinstance(one.ask(), AnswerLater)
 
         assert one.changed == [EMPTY.id]
         assert one.active
@@ -343,7 +343,7 @@ class TestWaking:
             assert not router.active
             body = json.dumps({"model": pool.model.name, "prompt": "hello"}).encode()
             outcome = router.picker.pick(clock(), body, None, clock(), headers={}, resume=lambda _: None)
-            if isinstance(outcome, Waiting):
+            if isinstance(outcome, AnswerLater):
                 router.picker.aborted(clock(), outcome.request_id)
             assert router.changed == [pool.id]
             assert router.active

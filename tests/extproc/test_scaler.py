@@ -18,7 +18,7 @@ from dualmap_extproc.autoscaling.pool_demand import PoolDemand
 from dualmap_extproc.autoscaling.scaler import MetadataError, Scaler, Trigger, read_trigger
 from dualmap_extproc.names import SCALER_SERVICE
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker, Refused
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.transport.processor import ExternalProcessor
@@ -48,7 +48,7 @@ class Running:
     now: list[float]
     answers: list[Picked | Refused] = field(default_factory=list)
 
-    def ask(self, pool: Pool, text: str = "hello") -> Picked | Refused | Waiting:
+    def ask(self, pool: Pool, text: str = "hello") -> Picked | Refused | AnswerLater:
         body = json.dumps({"model": pool.model.name, "prompt": text, "stream": True}).encode()
         return self.picker.pick(self.now[0], body, None, self.now[0], headers={}, resume=self.answers.append)
 
@@ -93,7 +93,7 @@ async def running(*pools: Pool, shares: bool = False, repeat_s: float = 600.0) -
     demand.subscribe(observations)
     picker = Picker(Limits(), observations.report, id_prefix="r")
     picker.set_pools(now[0], pools)
-    pool_demand = PoolDemand(demand, picker.statuses, shares=shares, clock=lambda: now[0])
+    pool_demand = PoolDemand(demand, picker.statuses, replicated=shares, clock=lambda: now[0])
     scaler = Scaler(pool_demand, repeat_s=repeat_s)
     processor = ExternalProcessor(picker, observations.report, Limits())
     servers = GrpcServers(processor, services=(scaler.handler(),), access_log=(), limits=Limits())
@@ -231,7 +231,7 @@ class TestStream:
         stream = router.stream(reference("empty"))
         assert await next_word(stream) is False
 
-        assert isinstance(router.ask(EMPTY), Waiting)
+        assert isinstance(router.ask(EMPTY), AnswerLater)
 
         assert await next_word(stream) is True
         assert await router.is_active(reference("empty"))

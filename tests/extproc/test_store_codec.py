@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import PeerShares, Report, Share
+from dualmap.scaling.reports import PeerShares, Report, Share
 from dualmap_extproc.store.codec import (
     NODES_MAX,
     UnreadableUpdate,

@@ -9,7 +9,7 @@ import pytest
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import REMEMBERED_S, Report, Share
+from dualmap.scaling.reports import REMEMBERED_S, Report, Share
 from dualmap_extproc.settings import RedisSettings
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,

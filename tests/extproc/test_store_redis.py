@@ -7,7 +7,7 @@ import pytest
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import Placement
-from dualmap.scaling.shares import REMEMBERED_S
+from dualmap.scaling.reports import REMEMBERED_S
 from dualmap_extproc.store.codec import encode_report, encode_update
 from dualmap_extproc.store.contract import HISTORY_ENTRIES_MAX, Post, Question
 from dualmap_extproc.store.redis import loads_key, reports_key, session_key, updates_key

@@ -19,7 +19,7 @@ from dualmap_extproc.app import main as main_module
 from dualmap_extproc.app.main import router
 from dualmap_extproc.errors import Refused, no_endpoint
 from dualmap_extproc.request.observations import Arrival, FanOut, Observation, Rejected
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits
 from dualmap_extproc.telemetry import tracing as tracing_module
@@ -60,7 +60,7 @@ class Desk:
         self.picker.set_pools(0.0, pools or (pool(),))
         self.resumed: list[Picked | Refused] = []
 
-    def ask(self, body: bytes = chat(SECRET), *, now=10.0, **headers: str) -> Picked | Refused | Waiting:
+    def ask(self, body: bytes = chat(SECRET), *, now=10.0, **headers: str) -> Picked | Refused | AnswerLater:
         return self.picker.pick(now, body, None, now - 0.5, headers=headers, resume=self.resumed.append)
 
     def spans(self) -> list[Span]:
@@ -148,8 +148,8 @@ def test_span_of_a_rejection_has_its_status(collector, body, status, code, faile
 def test_span_of_a_queued_request_has_the_queue_time(collector):
     desk = Desk(collector, crowded_pool())
     desk.ask(LONG, traceparent=UNSAMPLED)
-    assert isinstance(desk.ask(traceparent=SAMPLED), Waiting)
-    assert isinstance(desk.ask(traceparent=UNSAMPLED), Waiting)
+    assert isinstance(desk.ask(traceparent=SAMPLED), AnswerLater)
+    assert isinstance(desk.ask(traceparent=UNSAMPLED), AnswerLater)
 
     desk.picker.stop_queueing(13.0)
 

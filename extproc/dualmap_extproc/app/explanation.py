@@ -13,7 +13,7 @@ from dualmap.receipt import Receipt
 from dualmap_extproc.errors import Refused, body_too_large, no_endpoint
 from dualmap_extproc.request.body import guess_api_of
 from dualmap_extproc.request.observations import FanOut
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.settings import Limits, RedisSettings
 from dualmap_extproc.store.contract import Failure, Question, StoreError
@@ -65,7 +65,7 @@ def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | R
     named = {name: value for name, value in headers.items() if name in picker.kept_headers}
     outcome = picker.pick(_NOW_S, body, None, _NOW_S, headers=named, resume=lambda _: None, api=guess_api_of(body))
     # Only a request to a pool without members waits here.
-    return no_endpoint("") if isinstance(outcome, Waiting) else outcome
+    return no_endpoint("") if isinstance(outcome, AnswerLater) else outcome
 
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

@@ -82,7 +82,7 @@ async def serve(settings: Settings) -> None:
         replicated=settings.redis is not None,
         log_prompts=settings.log_prompts,
     )
-    pool_demand = PoolDemand(demand, picker.statuses, shares=settings.redis is not None)
+    pool_demand = PoolDemand(demand, picker.statuses, replicated=settings.redis is not None)
     scaler = Scaler(pool_demand)
     exchange = None if settings.redis is None else _exchange(settings.redis, picker, pool_demand, metrics, incarnation)
     discovery = Discovery(metrics)

@@ -10,8 +10,8 @@ from typing import Final
 
 from dualmap.pools.pool import Pool
 from dualmap.requests import PoolSnapshot, Reason
+from dualmap.scaling.reports import NO_SHARE, Share, share_of
 from dualmap.scaling.scaling import OtherRouter, PoolSignals, Scaling
-from dualmap.scaling.shares import NO_SHARE, Share, share_of
 from dualmap_extproc.request.observations import Enqueued, FanOut, FirstTokenSeen, Rejected, Routed
 
 # Codes of rejected requests that a further member would have served. Malformed requests are not among them.

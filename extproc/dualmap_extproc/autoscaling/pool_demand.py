@@ -12,8 +12,8 @@ from typing import Final
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import PoolSnapshot
+from dualmap.scaling.reports import NO_SHARE, PeerShares, Report, Share
 from dualmap.scaling.scaling import OtherRouter
-from dualmap.scaling.shares import NO_SHARE, PeerShares, Report, Share
 from dualmap_extproc.autoscaling.demand import Demand
 
 REPORT_INTERVAL_S: Final = 1.0
@@ -29,16 +29,16 @@ class DemandUnknown(Exception):
 class PoolDemand:
     """The demand of all pools by ``namespace/name``.
 
-    ``statuses`` returns those of the named pools (``Picker.statuses``). ``shares`` says that routers exchange reports.
+    ``statuses`` returns those of the named pools (``Picker.statuses``). ``replicated``: the routers exchange reports.
     ``clock`` gives monotonic seconds.
     """
 
     def __init__(
-        self, demand: Demand, statuses: Statuses, *, shares: bool, clock: Callable[[], float] = time.monotonic
+        self, demand: Demand, statuses: Statuses, *, replicated: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._demand = demand
         self._statuses = statuses
-        self._shares = shares
+        self._replicated = replicated
         self._clock = clock
         self._peers: dict[str, PeerShares] = {}
         self._reported_s: dict[str, float] = {}
@@ -112,7 +112,7 @@ class PoolDemand:
 
     def _other_routers(self, pool: str) -> Sequence[OtherRouter] | None:
         """Return the other routers' reports; None before the first exchange, when they are not known."""
-        if self._shares and self._exchanged_s is None:
+        if self._replicated and self._exchanged_s is None:
             return None
         peers = self._peers.get(pool)
         return () if peers is None else peers.others(self._clock())
@@ -141,7 +141,7 @@ class PoolDemand:
         return self._exchanged_s is not None and now - self._exchanged_s <= PEER_TTL_S
 
     def _must_know(self, now: float, pool: str) -> None:
-        if not self._shares:
+        if not self._replicated:
             return
         if not self._has_exchanged(now):
             raise DemandUnknown("shared state is unreachable")

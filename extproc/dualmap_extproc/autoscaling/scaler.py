@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 
-from dualmap.scaling.shares import Share
+from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown, PoolDemand
 from dualmap_extproc.names import SCALER_SERVICE
 from dualmap_extproc.wire import external_scaler_pb2 as wire

@@ -101,7 +101,7 @@ class PoolFileWatcher:
         self._settle_s = settle_s
         self._served: tuple[Pool, ...] = ()
         # The pools last reported, and the conflict between files, if any.
-        self._told: tuple[Pool, ...] = ()
+        self._logged: tuple[Pool, ...] = ()
         self._clash: str | None = None
 
     @property
@@ -115,7 +115,7 @@ class PoolFileWatcher:
             data = _read(file.path)
             file.pools = _parse(file.path, data)
             file.seen = file.acted_on = _digest(data)
-        self._served = self._told = _joined([(file.path, file.pools) for file in self._files])
+        self._served = self._logged = _joined([(file.path, file.pools) for file in self._files])
         return self._served
 
     async def run(
@@ -157,8 +157,8 @@ class PoolFileWatcher:
             )
             on_refused(error)
         if look.pools is not None:
-            log_changes(self._told, look.pools)
-            self._told = look.pools
+            log_changes(self._logged, look.pools)
+            self._logged = look.pools
             on_pools(look.pools)
 
     def _look(self) -> _Look:

@@ -21,7 +21,7 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class AnswerLater:
     """A queued request. Its outcome comes by ``resume``, unless it is aborted first."""
 
     request_id: str

@@ -39,7 +39,7 @@ from dualmap_extproc.request.observations import (
     RoutedBodiless,
     ServedElsewhere,
 )
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.served_pools import Outcomes, ServedPools
 from dualmap_extproc.settings import Limits
 
@@ -124,7 +124,7 @@ class Picker:
             if pool_id in removed:
                 refused = self._reject(now, no_endpoint(pool_id), queued.arrival, now - queued.since_s)
                 self._released.append((request_id, refused))
-        self._settle(now, *effects)
+        self._release(now, *effects)
 
     def stop_queueing(self, now: float) -> None:
         """Release what is queued and queue nothing any longer, since this router is about to end.
@@ -144,7 +144,7 @@ class Picker:
         headers: Mapping[str, str],
         resume: Callable[[Picked | Refused], None],
         api: Api = Api.UNKNOWN,
-    ) -> Picked | Refused | Waiting:
+    ) -> Picked | Refused | AnswerLater:
         """Choose the member for a request that arrived at ``arrived_s``; open its account under a new id.
 
         ``headers`` holds those of ``kept_headers`` that the request has. A queued request is answered by ``resume``,
@@ -175,7 +175,7 @@ class Picker:
             queued = _Queued(router=router, since_s=now, arrival=arrival, quoted=quoted, resume=resume)
             return self._queue(now, request.id, queued, outcomes)
         answer = self._answer(now, pool, decision, arrival, quoted)
-        self._settle(now, (router, outcomes))
+        self._release(now, (router, outcomes))
         return answer
 
     def pick_bodiless(self, now: float, subset: frozenset[str] | None) -> Picked | Refused:
@@ -200,7 +200,7 @@ class Picker:
         first_token, outcomes = router.on_first_token(now, request_id)
         if first_token is not None:
             self._report(FirstTokenSeen(now=now, pool=router.pool.id, first_token=first_token))
-        self._settle(now, (router, outcomes))
+        self._release(now, (router, outcomes))
 
     def heard(self, now: float, request_id: str) -> None:
         """Record that a request's response continues, so that the request does not expire."""
@@ -216,7 +216,7 @@ class Picker:
         elsewhere, outcomes = router.on_served(now, request_id, endpoint)
         if elsewhere:
             self._report(ServedElsewhere(now=now, pool=router.pool.id))
-        self._settle(now, (router, outcomes))
+        self._release(now, (router, outcomes))
 
     def finished(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Close a request whose response is complete. Usage may come now, later, or never."""
@@ -262,7 +262,7 @@ class Picker:
         """Apply replica ``peer``'s update about a pool, ``age_s`` old; pools that are not served here are ignored."""
         router = self._served.router(pool)
         if router is not None:
-            self._settle(now, (router, router.on_update(now, peer, update, age_s).outcomes))
+            self._release(now, (router, router.on_update(now, peer, update, age_s).outcomes))
 
     def on_bindings(self, now: float, pool: str, bindings: Sequence[SharedBinding]) -> None:
         """Apply what the store has of a pool's sessions."""
@@ -290,7 +290,7 @@ class Picker:
             for completion in expired:
                 del self._owners[completion.request_id]
                 self._report(Expired(now=now, pool=router.pool.id, completion=completion))
-            self._settle(now, (router, outcomes))
+            self._release(now, (router, outcomes))
 
     def statuses(self, pools: Collection[str] | None = None) -> tuple[PoolSnapshot, ...]:
         """Return the status of each pool at this moment, or of those of ``pools`` that are served here."""
@@ -327,13 +327,13 @@ class Picker:
 
     def _queue(
         self, now: float, request_id: str, queued: _Queued, outcomes: tuple[Outcome, ...]
-    ) -> Picked | Refused | Waiting:
+    ) -> Picked | Refused | AnswerLater:
         """Keep a queued request until its router decides; resume the others that its arrival released.
 
         A resumed stream may end its request, which may release this one, too: then its answer is returned.
         """
         self._queued[request_id] = queued
-        answer = self._settle(now, (queued.router, outcomes), arriving=request_id)
+        answer = self._release(now, (queued.router, outcomes), arriving=request_id)
         if answer is not None:
             return answer
         if len(self._queued) == 1:
@@ -341,9 +341,9 @@ class Picker:
         self._report(Enqueued(now=now, pool=queued.router.pool.id))
         if _log.debugging:
             _log.debug("Queued", request_id=request_id, pool=queued.router.pool.id)
-        return Waiting(request_id=request_id)
+        return AnswerLater(request_id=request_id)
 
-    def _settle(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
+    def _release(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
         """Resume the queued requests that routers released or rejected.
 
         Return the answer of the request ``arriving`` if it is among them: its stream has not been told that it waits.
@@ -402,7 +402,7 @@ class Picker:
         elif queued is not None:
             del self._owners[request_id]
             self._report(Abandoned(now=now, pool=pool, arrival=queued.arrival, queued_s=now - queued.since_s))
-        self._settle(now, (router, outcomes))
+        self._release(now, (router, outcomes))
         return completion is not None
 
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:

@@ -51,7 +51,7 @@ class Response:
         self._picker = picker
         self._limits = limits
         self._modes = modes
-        self._alive_due_s = arrived_s + limits.news_s
+        self._alive_due_s = arrived_s + limits.alive_interval_s
         # Whether the body comes in one go, so that its first chunk is no first token.
         self._whole = modes.response_body is _WHOLE
         self.phase = _AWAITED
@@ -110,7 +110,7 @@ class Response:
         if chunk.end_of_stream:
             self.end(now, _FINISHED)
         if self.request_id and now >= self._alive_due_s:
-            self._alive_due_s = now + self._limits.news_s
+            self._alive_due_s = now + self._limits.alive_interval_s
             self._picker.heard(now, self.request_id)
         if self._modes.response_body is _DUPLEX:
             return list(answers.response_pieces(chunk.body, self._limits.chunk_bytes, last=chunk.end_of_stream))

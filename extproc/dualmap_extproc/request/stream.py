@@ -28,7 +28,7 @@ from dualmap_extproc.request.body import ReceivedBody
 from dualmap_extproc.request.ending import Ending
 from dualmap_extproc.request.head import RequestHead
 from dualmap_extproc.request.modes import DEFAULT_MODES, DUPLEX, NO_WAIT, WAITING, RequestBody, ResponseBody, read_modes
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from dualmap_extproc.request.picker import Picker
 from dualmap_extproc.request.response import RESPONSE_ENDED, Response
 from dualmap_extproc.request.unanswered import Unanswered
@@ -267,13 +267,13 @@ class Stream:
         if self._modes.answering is DUPLEX:
             self._unanswered.body = body
         outcome = self._pick(now, body)
-        if isinstance(outcome, Waiting):
+        if isinstance(outcome, AnswerLater):
             self._response.request_id = outcome.request_id
             self.phase = _QUEUED
             return []
         return self._answer(outcome)
 
-    def _pick(self, now: float, body: bytes) -> Picked | Refused | Waiting:
+    def _pick(self, now: float, body: bytes) -> Picked | Refused | AnswerLater:
         """Ask the picker for a member: by the prompt, or for any member if the kind of request has no prompt."""
         if self._modes.request_body is _NO_BODY or not self._expects_prompt():
             return self._picker.pick_bodiless(now, self._head.subset)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dualmap.replicas.update import HotnessCounts, Placement, ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import Report, Share
+from dualmap.scaling.reports import Report, Share
 
 NODES_MAX: Final = 4096
 """The most prefixes whose counts one entry may hold, so that one entry cannot fill a router's bounded tree of them."""

@@ -4,7 +4,7 @@ A store keeps four things per pool:
 
 - a stream of replication updates, kept for minutes, which a starting replica reads back;
 - each replica's last loads: each message is complete, and expires after seconds;
-- each replica's last report of the demand, which expires after a minute (``dualmap.scaling.shares``);
+- each replica's last report of the demand, which expires after a minute (``dualmap.scaling.reports``);
 - one binding per session, which expires unless it is renewed.
 
 The store's only decision is which of two bindings is valid (``dualmap.replicas.update``). Replicas share no clock, so
@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import Report
+from dualmap.scaling.reports import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
 """About the most updates that are kept for a pool: five minutes of ten busy routers."""
@@ -91,7 +91,7 @@ class Answer:
 
     ``more`` is True if there are further updates to read at once. ``loads`` has the last loads of each replica that
     wrote any since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``). ``reports`` has likewise
-    those of less than REMEMBERED_S ago (``dualmap.scaling.shares``). ``unreadable`` counts entries and bindings that
+    those of less than REMEMBERED_S ago (``dualmap.scaling.reports``). ``unreadable`` counts entries and bindings that
     were left out because no router wrote them.
     """
 

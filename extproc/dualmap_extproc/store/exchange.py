@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from dualmap.pools.pool import Pool
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
-from dualmap.scaling.shares import Report
+from dualmap.scaling.reports import Report
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.store.contract import Answer, Claim, Failure, Post, Question, Store, StoreError
 from dualmap_extproc.store.unsent import Unsent

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
-from dualmap.scaling.shares import REMEMBERED_S, Report
+from dualmap.scaling.reports import REMEMBERED_S, Report
 from dualmap_extproc.store.contract import (
     HISTORY_ENTRIES_MAX,
     PAGE_ENTRIES,

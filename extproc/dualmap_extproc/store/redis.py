@@ -19,7 +19,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedBinding
-from dualmap.scaling.shares import REMEMBERED_S
+from dualmap.scaling.reports import REMEMBERED_S
 from dualmap_extproc.store.codec import (
     LONGEST_S,
     UnreadableUpdate,

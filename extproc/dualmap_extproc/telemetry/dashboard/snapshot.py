@@ -12,7 +12,7 @@ from typing import Final
 from dualmap.keys.rings import DualRing
 from dualmap.pools.pool import Pool
 from dualmap.requests import Decision, PoolSnapshot
-from dualmap.scaling.shares import Share
+from dualmap.scaling.reports import Share
 from dualmap_extproc.autoscaling.pool_demand import DemandUnknown
 from dualmap_extproc.telemetry.dashboard.histories import Histories
 from dualmap_extproc.telemetry.dashboard.history import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import request, text_of
-from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
+from core.queue_pools import SPEED, ask, ask_all, decided, held, slow_pool
 from dualmap.fleet.suspension import FAILURES_IN_A_ROW, FIRST_SUSPENSION_S
 from dualmap.pools.pool import MemberState, Pool
 from dualmap.replicas.update import HotnessCounts, ReplicaUpdate, SharedLoad

@@ -9,8 +9,8 @@ from dualmap.pools.pool import MemberState, Pool
 from dualmap.replicas.peers import PEER_TTL_S
 from dualmap.requests import PoolSnapshot
 from dualmap.router import PoolRouter
+from dualmap.scaling.reports import NO_SHARE, REMEMBERED_S, PeerShares, Report, Share, share_of
 from dualmap.scaling.scaling import Scaling
-from dualmap.scaling.shares import NO_SHARE, REMEMBERED_S, PeerShares, Report, Share, share_of
 
 OWN = Share(desired_replicas=1.5, pending_prefill_tokens=100, in_flight=3, held=1, first_tokens=10, slo_met=9)
 OTHER = Share(desired_replicas=2.25, pending_prefill_tokens=50, in_flight=4, held=0, first_tokens=30, slo_met=15)

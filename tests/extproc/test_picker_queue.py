@@ -5,7 +5,7 @@ import pytest
 from dualmap_extproc.errors import Refused
 from dualmap_extproc.request.ending import AccessLogEntry
 from dualmap_extproc.request.observations import Abandoned
-from dualmap_extproc.request.picked import Picked, Waiting
+from dualmap_extproc.request.picked import AnswerLater, Picked
 from extproc.desks import Desk
 from extproc.envoy_messages import chat, crowded_pool, pool
 
@@ -23,7 +23,7 @@ class Queue(Desk):
 
     def hold(self, body: bytes = SHORT, *, now=10.0, resume=None) -> str:
         outcome = self.picker.pick(now, body, None, now, headers={}, resume=resume or self.resumed.append)
-        assert isinstance(outcome, Waiting)
+        assert isinstance(outcome, AnswerLater)
         return outcome.request_id
 
     @property
@@ -143,7 +143,7 @@ def test_picker_queued_request_that_releases_another_waits():
 
     later = desk.ask(LONG, now=10_000.0)
 
-    assert isinstance(later, Waiting)
+    assert isinstance(later, AnswerLater)
     assert desk.ids_resumed() == [waiting]
     assert desk.held == 1
 
@@ -192,7 +192,7 @@ def test_picker_queued_too_long_is_rejected_with_retry_after():
 def test_picker_first_member_gets_the_waiting_requests():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
     outcome = desk.ask()
-    assert isinstance(outcome, Waiting)
+    assert isinstance(outcome, AnswerLater)
 
     desk.picker.set_pools(12.0, (crowded_pool(members=2, hold_when_empty=True),))
 
@@ -216,7 +216,7 @@ def test_picker_stopped_queueing_queues_nothing_again():
 
 def test_picker_waiting_for_a_first_member_is_rejected_at_the_end():
     desk = Desk(crowded_pool(members=0, hold_when_empty=True))
-    assert isinstance(desk.ask(), Waiting)
+    assert isinstance(desk.ask(), AnswerLater)
 
     desk.picker.stop_queueing(11.0)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from builders import members, request
-from core.held_pools import ask, decided, held, slow_pool
+from core.queue_pools import ask, decided, held, slow_pool
 from dualmap.pools.pool import MemberState
 from dualmap.requests import Decision, Queued, Reason, Rejection
 from dualmap.router import PoolRouter

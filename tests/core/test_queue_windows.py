@@ -7,7 +7,7 @@ from unittest.mock import ANY
 import pytest
 
 from builders import request, text_of
-from core.held_pools import SPEED, ask, ask_all, decided, held, slow_pool
+from core.queue_pools import SPEED, ask, ask_all, decided, held, slow_pool
 from dualmap.pools.pool import Queue
 from dualmap.queue.request_queue import MemberQueue, QueuedRequest
 from dualmap.receipt import Key
