@@ -40,7 +40,7 @@ class Extent:
 
 FULL = {
     "conversation": Extent(),
-    # On the other workload the window has almost no effect; this run only confirms that.
+    # On this workload the window has almost no effect. Fewer windows are enough to confirm that.
     "default": Extent(windows_s=(0.1, 0.25, 1.0, inf), ordered_windows_s=(1.0,), delayed_windows_s=(0.25, 1.0, inf)),
 }
 QUICK = Extent(

@@ -93,7 +93,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Rejected and failed requests",
-            about="Requests rejected by the router, failed by an engine, or served by another endpoint than picked.",
+            about="Requests that the router rejected, an engine failed, or an endpoint served that was not picked.",
             unit="reqps",
             queries={
                 "rejected: {{code}}": f"sum by (code) ({_rate('dualmap_refused_requests_total')})",

@@ -222,7 +222,7 @@ def busybox_root(folder: Path) -> Path:
     for name in ("bin", "etc", "run", "tmp", "var"):
         (folder / name).mkdir()
     (folder / "tmp").chmod(0o1777)
-    # As in Debian's images: mounts below it go into the image, not into this machine's /run.
+    # In Debian's images /var/run is a link to /run. Mounts below it must go to the image's /run, not this machine's.
     (folder / "var" / "run").symlink_to("/run")
     (folder / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:1000:1001::/home/web:/bin/sh\n")
     shutil.copy(busybox, folder / "bin" / "busybox")

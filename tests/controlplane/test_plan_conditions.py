@@ -154,7 +154,7 @@ def test_invalid_spec_keeps_ring_and_names_error() -> None:
     assert (again.status, again.events) == (made.status, ())
 
 
-def test_degraded_unscheduled_pod_has_grace_period() -> None:
+def test_degraded_follows_an_unscheduled_pod_after_grace() -> None:
     body = json.loads((RECORDED / "pod_pending.json").read_text())
     pending = replace(read_pod(body), name="qwen-2", ordinal=2)
     made_s = read_time(body["metadata"]["creationTimestamp"])

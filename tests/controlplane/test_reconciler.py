@@ -140,7 +140,7 @@ async def test_reconciler_event_during_reconcile_causes_another(scene: Scene) ->
         await until(lambda: len(scene.results) == 2)
 
 
-async def test_reconciler_waits_for_the_watch_after_own_write(scene: Scene) -> None:
+async def test_reconciler_waits_until_the_watch_shows_its_own_write(scene: Scene) -> None:
     scene.outcomes = [Applied(wrote_status=True)]
     scene.requeue_after_s = 0.001
     async with running(scene):

@@ -39,7 +39,7 @@ def test_estimate_single_outlier_has_little_effect() -> None:
 
 @given(seed=st.integers(0, 10_000), stalled=st.floats(0, 0.6))
 @settings(max_examples=60)
-def test_estimate_stalls_do_not_raise_the_speed(seed: int, stalled: float) -> None:
+def test_engine_stalls_do_not_raise_the_estimated_speed(seed: int, stalled: float) -> None:
     # Cut apart, noise that trades the linear for the quadratic part made an instance look 19 times as fast.
     chance, truth, model = random.Random(seed), Speed(1 / 7000, 1 / 7000 * 1.5e-5), PrefillModel(7000)
     for _ in range(200):

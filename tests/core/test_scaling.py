@@ -26,7 +26,7 @@ class TestArrivals:
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(speed=SPEED / 2)) == pytest.approx(2 * desired(scaling, 300, status()))
 
-    def test_desired_replicas_exclude_prefills_of_other_routers(self) -> None:
+    def test_desired_replicas_use_the_solo_prefill_speed(self) -> None:
         scaling = Scaling(pool())
         steady(scaling, rate=10, since=0, until=300)
         assert desired(scaling, 300, status(beside_others=SPEED / 2)) == desired(scaling, 300, status())

@@ -54,8 +54,8 @@ _WORKLOAD: Final[tuple[Decorator, ...]] = (
     click.option(
         "--sessions/--no-sessions",
         default=None,
-        help="Send session ids to the router. In a trace, a prompt that continues another is the next turn of its "
-        "session.  [default: on for a generated workload, off for a trace]",
+        help="Send session ids to the router. In a trace, a prompt that starts with an earlier prompt belongs to "
+        "that prompt's session.  [default: on for a generated workload, off for a trace]",
     ),
     click.option(
         "--requests",

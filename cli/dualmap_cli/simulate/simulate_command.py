@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         "--qps",
         metavar="RATE[,RATE]",
         callback=numbers(float, 0.001, RATE_MOST),
-        help="Mean rate in requests per second, to which arrivals are scaled; separate several by commas.  "
-        "[default: the rate that keeps the engines just busy at half of the possible cache reuse]",
+        help="Mean rate in requests per second; separate several by commas. Arrival times are scaled to it.  "
+        "[default: the rate that fully loads the engines at half of the possible cache reuse]",
     ),
 )
 def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: Any) -> None:

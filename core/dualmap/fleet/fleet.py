@@ -124,7 +124,7 @@ class Fleet:
     # What becomes of requests.
 
     def will_cache(self, member: str, chain: BlockChain) -> None:
-        """Record that a member caches a prompt or is about to; ignored when the member has left."""
+        """Record that a member caches a prompt or will cache it. Does nothing if the member has left."""
         if member in self._instances:
             self._instances[member].index.add(chain.cacheable)
 

@@ -3,7 +3,7 @@
 from math import inf
 
 # After this many failures in a row a member is suspended for FIRST_SUSPENSION_S. Each further failure doubles the time,
-# up to LONGEST_SUSPENSION_S. Any success ends the row.
+# up to LONGEST_SUSPENSION_S. Any success resets the count.
 FAILURES_IN_A_ROW = 3
 FIRST_SUSPENSION_S = 1.0
 LONGEST_SUSPENSION_S = 30.0

@@ -190,7 +190,7 @@ class Situation:
         return warm, PAIR_WARM
 
     def lot(self, among: int, draw: int = 0) -> int:
-        """Return a pseudo-random number below ``among`` from the request's id; each ``draw`` is independent."""
+        """Return a pseudo-random integer from 0 to ``among`` - 1: always the same for a request id and a ``draw``."""
         return xxh3_64_intdigest(self.request_id.encode(), draw) % among
 
 

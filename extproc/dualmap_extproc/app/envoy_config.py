@@ -63,7 +63,7 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     metavar="DIR",
     show_default="Envoy reads TLS files only at its start",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
-    help="Folder for discovery files, by which Envoy reloads replaced TLS files.",
+    help="Folder where this command writes SDS files. With them, Envoy reloads replaced TLS files.",
 )
 @click.option("--static-endpoints", is_flag=True, help="Write the members into the bootstrap instead of using EDS.")
 def envoy_config(

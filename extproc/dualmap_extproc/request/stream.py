@@ -228,7 +228,7 @@ class Stream:
         return []
 
     def _answer_late_body(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """Answer a body message after the end. FULL_DUPLEX_STREAMED repeats some, and expects no answers to these."""
+        """Answer a body message after the body's end. In FULL_DUPLEX_STREAMED, Envoy expects no answer to it."""
         return [] if self._modes.answering is DUPLEX else [answers.PLAIN_REQUEST_BODY]
 
     def _answer_late_trailers(self, _: float, __: wire.ProcessingRequest) -> _Answers:

@@ -15,7 +15,12 @@ class StoreMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._up = Gauge("dualmap_store_up", "1 while replication updates are exchanged, else 0.", registry=registry)
-        errors = Counter("dualmap_store_errors", "Failed exchanges.", ("kind",), registry=registry)
+        errors = Counter(
+            "dualmap_store_errors",
+            "Failed exchanges of replication updates with Redis, by kind of failure.",
+            ("kind",),
+            registry=registry,
+        )
         self._errors = {failure: errors.labels(failure.value) for failure in Failure}
         self._exchange = Histogram(
             "dualmap_store_exchange_seconds",

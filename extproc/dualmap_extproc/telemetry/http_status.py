@@ -80,7 +80,8 @@ class StatusServer:
             await self._runner.cleanup()
             raise
         if sys.platform == "linux":
-            # Connections inherit the option. aiohttp and asyncio wait without end for a client that reads nothing.
+            # aiohttp and asyncio wait forever for a client that does not read. TCP_USER_TIMEOUT closes such
+            # connections, which inherit it from the listening socket.
             for listening in self._listener.sockets:
                 timeout_ms = int(self._stalled_timeout_s * 1000)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)

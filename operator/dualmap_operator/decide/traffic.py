@@ -11,7 +11,7 @@ from typing import Final
 from dualmap_operator.decide.observed import TrafficStatus
 
 _PAUSE_S: Final = 30.0
-"""The published values change at most this often: every change is a write to the API."""
+"""Shortest time between two changes of the published values: each change is a write to the API."""
 _FEWEST: Final = 5
 """The fewest requests for which a share is published."""
 _SLICES: Final = 30

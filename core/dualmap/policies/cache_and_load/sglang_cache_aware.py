@@ -17,7 +17,8 @@ _NO_MATCH = Rule("no-match", "no match is long enough, and it has the fewest req
 class SglangCacheAware:
     """The longest match above 0.3 of the prompt while the load is balanced; else the fewest requests.
 
-    The load is imbalanced when the most requests at a member exceed the fewest by over 64 and by a factor of 1.5.
+    The load is imbalanced when the busiest member has over 64 requests more than the least busy one, and more than 1.5
+    times as many.
     Deviation: for shorter matches SGLang chooses the member with the smallest tree. This policy chooses the fewest
     requests, as its successor (SMG) does.
     """

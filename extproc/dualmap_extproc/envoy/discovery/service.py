@@ -221,6 +221,6 @@ class Discovery:
 
 
 def _written() -> "Written":
-    from dualmap_extproc.envoy.config.discovered import Written  # Here, because it is slow (see ``run``).
+    from dualmap_extproc.envoy.config.discovered import Written  # This import takes over a second (see ``run``).
 
     return Written()

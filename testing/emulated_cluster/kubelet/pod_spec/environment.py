@@ -167,7 +167,7 @@ def _value_from(source: Object, fields: Field, objects: Callable[[str, str], Val
         value = (objects(kind, wanted["name"]) or {}).get(wanted["key"])
         if value is None and not wanted.get("optional", False):
             raise ContainerConfigError(
-                f'{where}: {kind} "{wanted["name"]}" has no key {wanted["key"]}, or is not there'
+                f'{where}: {kind} "{wanted["name"]}" does not exist, or has no key {wanted["key"]}'
             )
         return None if value is None else value.decode()
     raise ContainerConfigError(f"{where}: valueFrom.{'/'.join(source)} is not supported")
