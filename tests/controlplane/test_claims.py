@@ -121,7 +121,7 @@ def test_claims_operator_and_router_agree(
             woken = index.put(document)
         after = {each: index.claims.lost(_key(each)) for each in "abcd"}
         told = {(lost.pool, repr(lost.name), f" {lost.owner} ") for each in after.values() for lost in each}
-        refused = [each for each in router.refusals if each.field == "spec.model"]
+        refused = [each for each in router.invalid if each.field == "spec.model"]
         assert {each[:2] for each in told} == {(each.pool, each.value) for each in refused}
         assert all(any(pool == each.pool and owner in each.accepted for each in refused) for pool, _, owner in told)
         assert {each for each in after if after[each] != before.get(each, ())} <= woken | {name}
