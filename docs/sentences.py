@@ -37,7 +37,7 @@ PLACES: Final = {
     "comments": "comments",
     "tests": "names of tests",
 }
-# Generated from something else that is drawn, recorded, or not written here.
+# Files to leave out: generated from a text that is drawn elsewhere, recorded, or not written in this project.
 _EXCLUDED: Final = re.compile(
     r"_pb2\.pyi?$|^LICENSE$|^constraints\.txt$|^docs/crd\.md$|^bench/results/|^fuzz/corpus/|^e2e/controlplane/go/"
     r"|^helm/dualmap/files/crds/|^manifests/install.*\.yaml$|/(fixtures|goldens|recorded)/"

@@ -234,7 +234,7 @@ async def test_dashboard_focused_decision_pauses_and_marks_its_pair(browser: Bro
     await browser.until("document.querySelector('#tiles').textContent !== arguments[0]", told)
     assert await browser.run(f"return {SEEN}", "#decisions li") == shown
     assert "paused" in await browser.text("#decisions-note")
-    # The rings show its pair; a dot marks the chosen member.
+    # The rings show the decision's pair; a dot marks the chosen member.
     chosen = await browser.run("return document.activeElement.decision.chosen")
     assert await browser.run("return document.querySelector('.chord .chosen').dataset.key") == f"end-{chosen}"
     await browser.run("document.activeElement.blur()")

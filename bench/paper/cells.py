@@ -1,4 +1,4 @@
-"""Defines one measurement of the evaluation: its function, the name of its figures, and its policy.
+"""Defines one measurement of the evaluation: the function to call, where its figures are stored, and its policy.
 
 ``measures`` has the functions that cells call in worker processes; ``results`` stores their figures.
 """

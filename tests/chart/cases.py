@@ -26,7 +26,7 @@ PLACED = {
     "priorityClassName": "high",
     "podAnnotations": {"a": "b"},
 }
-# Of the bundled Redis, which is one pod.
+# Placement of the bundled Redis, which is a single pod.
 PLACED_ALONE = {key: PLACED[key] for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName")}
 ISSUER = {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
 SECRET_TLS = {"mode": "secret", "mutual": True, "secretName": "routers", "gatewaySecretName": "envoys"}

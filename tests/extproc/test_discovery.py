@@ -75,7 +75,7 @@ class Service:
 
     @asynccontextmanager
     async def envoy(self) -> AsyncIterator[Callable[[], Call]]:
-        # A channel of its own connection, as every Envoy has.
+        # Every Envoy has a connection of its own, so this channel must not share one.
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
             method = channel.stream_stream(

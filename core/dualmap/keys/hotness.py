@@ -171,7 +171,7 @@ class HotnessTree:
         return True
 
     def _bucket_at(self, now: float) -> _Bucket:
-        """Return the bucket of ``now``, dropping those the window has passed."""
+        """Remove buckets older than the window; return the bucket of ``now``."""
         began_s = now - now % self._bucket_s
         while self._buckets and self._buckets[0].began_s <= began_s - self._window_s:
             self._forget(self._buckets.popleft())

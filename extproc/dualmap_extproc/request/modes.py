@@ -53,7 +53,7 @@ class ResponseBody(Enum):
     NONE = auto()
     """Not at all: Envoy is configured not to send it."""
     CHUNKS = auto()
-    """In chunks, of which the first is all that the router needs."""
+    """In chunks. The router needs only the first."""
     WHOLE = auto()
     """In one message after the response's end."""
     DUPLEX = auto()

@@ -164,7 +164,7 @@ class _Exports(SpanExporter):
         self._shown = shown
         self._queue_spans = queue_spans
         self._read_offset_ns = offset_ns
-        # Adding it to a monotonic time gives the wall clock's. The export thread keeps it up to date.
+        # A monotonic time plus this offset is the time of the wall clock. The export thread keeps it up to date.
         self.offset_ns = offset_ns()
         self._failing = False
         self._behind = False
