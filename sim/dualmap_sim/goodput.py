@@ -133,9 +133,9 @@ class _Search:
         if not upwards:
             return None, here
         raise NeverOverloaded(
-            f"{experiment.policy}: no rate up to {self.rate(here):.3g} requests/s overloads the instances: "
-            f"{self._attainment:.0%} of the {requests} requests have their first token within "
-            f"{experiment.slo_ttft_s:g} s; give more requests or fewer instances"
+            f"{experiment.policy}: {self._attainment:.0%} of the {requests} requests have their first token within "
+            f"{experiment.slo_ttft_s:g} s at any rate (tried to {self.rate(here):.3g} requests/s); "
+            "give more requests or fewer instances"
         )
 
     def _step(self, rate: float) -> int:
