@@ -253,7 +253,7 @@ async def test_dashboard_reused_number_shows_the_new_decision(browser: Browser) 
 @needs_browser
 async def test_dashboard_names_its_time_zone(browser: Browser) -> None:
     zone = await browser.run("return Intl.DateTimeFormat().resolvedOptions().timeZone")
-    await browser.until("document.getElementById('about').textContent.includes(`browser (${arguments[0]})`)", zone)
+    await browser.until("document.getElementById('about').textContent.includes(`time zone (${arguments[0]})`)", zone)
 
 
 @needs_browser
