@@ -146,7 +146,7 @@ async def test_dashboard_shows_a_running_demo_and_its_end(tmp_path: Path) -> Non
 
         demo.terminate()
         assert await demo.wait(timeout_s=30) == 0
-        await browser.until("/trying again/.test(document.getElementById('connection').textContent)")
+        await browser.until("/reconnecting/.test(document.getElementById('connection').textContent)")
         assert "lost" in await browser.text("#announcement")
         assert await browser.run("return document.title.startsWith('?')"), "the tab title shows it too"
 
