@@ -1,6 +1,6 @@
 """The prefix hotness tree: how many blocks a request's hash key spans (paper section 3.2, A.1.1).
 
-A key starts at ``initial_blocks``. A prefix is *split* while it carries more than ``split_share`` of the window's
+A key starts at ``initial_blocks``. A prefix is *split* when it carries more than ``split_share`` of the window's
 requests. The key then has one more block, so that the requests behind a hot prefix spread over more pairs. A split
 prefix is merged again when its share falls below ``merge_share``. A node is named by its block's chained hash, which
 already names the whole path above it, so the tree is a dictionary.
