@@ -168,7 +168,7 @@ class Dispatcher:
         else:
             self._fleet.will_cache(member, request.chain)
             self._queue.enqueue(now, placed)
-            # It may fit although the request before it does not.
+            # The arriving request may fit although the request before it does not.
             self._release(now, member, outcomes)
 
     def _may_take(self, now: float, member: str, request: Request) -> bool:

@@ -1,8 +1,8 @@
 """The receipt of a routing decision: what the router knew, which rule decided, and the chosen member.
 
 Receipts leave the router as the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary), as
-JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``). They are named tuples: as immutable as
-frozen dataclasses and made in a third of the time, and each decision makes several.
+JSON (``dualmap explain --json``, debug logs) and in words (``dualmap explain``). Receipts are named tuples: as
+immutable as frozen dataclasses and made in a third of the time, and each decision makes several.
 """
 
 from typing import NamedTuple

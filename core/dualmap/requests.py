@@ -1,8 +1,8 @@
 """The values that go into a pool's router and come out of it.
 
 ``PoolRouter`` (dualmap.router) answers a Request with a Decision, a Rejection, or Queued. A later event returns the
-outcome of a queued request: its Decision or Rejection. The drivers (the ext_proc server, the simulator) report to the
-router how requests go on, and receive values to count and log.
+outcome of a queued request: its Decision or Rejection. The drivers (the ext_proc server, the simulator) report each
+request's progress to the router, and receive values to count and log.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Request:
 
     ``id`` is unique among requests that have not ended. ``arrived_s`` is on the clock of every ``now``. ``subset``
     holds the ``ip:port`` or bare ``ip`` strings that the gateway allows (None: no restriction; empty: none is allowed).
-    ``streamed`` says whether the answer comes token by token, so that the router sees the first token. ``session`` is
-    the key of its session (dualmap.keys.sessions), None if the client named none.
+    ``streamed`` is true if the answer comes token by token, so that the router sees the first token. ``session`` is the
+    key of its session (dualmap.keys.sessions), None if the client named none.
     """
 
     id: str

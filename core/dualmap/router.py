@@ -1,8 +1,8 @@
 """One pool's router: a synchronous, sans-IO object that turns requests into decisions.
 
 Events and ``now`` (monotonic seconds) go in. An event that may release queued requests returns its effects: the answer
-to the event, and the outcomes of those requests. ``next_deadline`` tells the driver when to call ``on_deadline``. The
-gRPC server drives the router with the event loop's clock, the simulator with a heap.
+to the event, and the outcomes of those requests. ``next_deadline`` is the time at which the driver must call
+``on_deadline``. The gRPC server drives the router with the event loop's clock, the simulator with a heap.
 
 The router composes the rooms of a request's walk (docs/architecture.md). The chooser finds a request's member: hotness
 gives the key, the rings give the pair, the fleet describes the candidates, the policy chooses. The dispatcher sends the

@@ -3,8 +3,8 @@
 Every module calls ``get_logger`` and logs a constant message with key=value details. Ids, counts, addresses and reasons
 may be logged. Prompt text and header values never are, except in ``picker``'s debug line with ``--log-prompts``.
 
-Messages pass through ``logging``: libraries' messages get the same format, and its handlers ignore a broken stderr, so
-that a log reader that goes away fails no request. structlog renders them. Its import takes a third of a second, so only
+Messages pass through ``logging``: libraries' messages get the same format. The handlers ignore a broken stderr, so that
+a log reader that ends fails no request. structlog renders them. Its import takes a third of a second, so only
 ``configure`` imports it.
 """
 

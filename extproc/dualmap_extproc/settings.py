@@ -12,7 +12,7 @@ REPLICA_ID_CHARACTERS: Final = 253
 
 
 class TracingError(DualMapError):
-    """The settings for exporting spans are wrong; the message says how."""
+    """The settings for exporting spans are wrong; the message names the fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 Computing ``n`` new tokens behind ``h`` cached ones is modelled as ``(n + a/2 * ((n+h)^2 - h^2)) / r`` seconds: linear
 work plus attention that grows with the context. ``1/r`` and ``a/2r`` are fitted to observed first-token times by least
-squares with forgetting, regularised towards a prior and bounded, so that no burst of outliers makes a member look free
-or unusable.
+squares with forgetting. The fit is regularised towards a prior and bounded, so that no burst of outliers makes a member
+look free or unusable.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
 # A sample is clipped to this factor of the prediction: stalls and preemptions are not prefill speed.
 _SAMPLE_CLIP = 3.0
-# This many undisturbed prefills among about the last 50 say how fast a member is by itself; fewer count for less. They
-# weigh as much as the prior then.
+# This many undisturbed prefills among about the last 50 suffice to estimate a member's own speed; fewer count for less.
+# At this number the prefills weigh as much as the prior.
 _SOLO_SAMPLES = 4.0
-# Shorter prefills are dominated by scheduling and network time and say nothing about speed.
+# Scheduling and network time dominate shorter prefills, which therefore do not show a member's speed.
 _SHORTEST_SAMPLE_TOKENS = 64
 
 
@@ -73,8 +73,8 @@ class PrefillModel:
         """Solve the regularised normal equations over ``0 <= a <= _MOST_ATTENTION``, then bound the speed.
 
         Where the unconstrained solution lies outside, the best one lies on one of the two borders, on each of which a
-        single number is left to fit. (Cutting linear and quadratic part apart from each other would let noise that
-        trades one for the other make an instance look many times as fast as any of its samples.)
+        single number is left to fit. (Bounding the linear and the quadratic part separately is not enough. Noise that
+        trades one for the other could make an instance look many times as fast as any of its samples.)
         """
         ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
         ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4

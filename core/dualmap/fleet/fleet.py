@@ -255,7 +255,7 @@ class Fleet:
         }
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
-            # This also outdates every summary, since the new version may have other rules.
+            # The new version also outdates every summary, since it may have other rules.
             self._ledger.loads[member].others_changed(partial(self._peers.load, member))
         self._update_suspended(now)
         return stayed

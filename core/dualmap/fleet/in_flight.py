@@ -22,7 +22,7 @@ class InFlightRequest:
     ``compute_s`` is the expected time to compute the uncached part of its prompt. The router sees the end of a prefill
     only when the answer is ``streamed``; otherwise it assumes that the prefill ends on time. ``prefilled`` is set when
     the end was seen or assumed by that rule. A request without reports may reach a later ``stage`` without it.
-    ``silent_since_s`` is the time of the last report, or of the beginning of decoding. ``alone`` says that no other
+    ``silent_since_s`` is the time of the last report, or of the beginning of decoding. ``alone`` is true if no other
     replica had prefills at the member when this request was dispatched.
     """
 

@@ -5,8 +5,8 @@ from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 
-# A decoding request counts as ended without a report after this long a silence (requests that are alive need not be
-# reported more often), or after this many times the mean silence of requests at their end, whichever is longer.
+# A decoding request without reports counts as ended after this time, or after this many times the mean silence of
+# requests at their end, whichever is longer. Requests that are alive need not be reported more often.
 SILENT_DECODE_S = 120.0
 SILENT_DECODE_FACTOR = 10.0
 # The weight of each request that ends in that mean.

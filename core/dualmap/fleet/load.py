@@ -1,8 +1,8 @@
 """One member's load: what it works on, what is queued for it, and what other replicas sent it.
 
 ``MemberLoad`` composes one account per subject and keeps them consistent. Every number is a sum over live requests, so
-none can become negative or leak. Reports get lost, and a lost report must not close a member for ever: a prefill that
-was overtaken or is silent for long is no longer pending, and a request whose end was missed frees its KV (``update``).
+none can become negative or leak. Reports get lost, and a lost report must not close a member for ever. A prefill that
+was overtaken or is silent for long is no longer pending. A request whose end was missed frees its KV (``update``).
 """
 
 from collections.abc import Callable

@@ -5,8 +5,8 @@ from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest
 
-# A prefill at the head counts as ended without a report when no prefill of the member ended for this long, or for this
-# many times the prefill's own expected time, whichever is longer.
+# A prefill at the head without a report counts as ended when no prefill of the member ended for this time. The limit is
+# this many times the prefill's own expected time if that is longer.
 SILENT_PREFILL_S = 30.0
 SILENT_PREFILL_FACTOR = 10.0
 
@@ -74,8 +74,8 @@ class PrefillAccount:
         """Return how many seconds of prefill are pending.
 
         The head's progress so far is deducted. If the head runs ``decode_stall_s`` longer than its own computation
-        should take, the member is in the paper's decode bottleneck, and the time without a completed prefill is added
-        (section A.7). Deviation: the paper compares the whole interval with T, which flags every prefill that is longer
+        should take, the member is in the paper's decode bottleneck (section A.7). The time without a completed prefill
+        is then added. Deviation: the paper compares the whole interval with T, which flags every prefill that is longer
         than T for good reason, such as one of 20 000 tokens.
         """
         head = self.head

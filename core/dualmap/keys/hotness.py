@@ -1,14 +1,14 @@
 """The prefix hotness tree: how many blocks a request's hash key spans (paper section 3.2, A.1.1).
 
-A key starts at ``initial_blocks``. While the prefix under it carries more than ``split_share`` of the window's requests
-it is *split*: one more block goes into the key, so that the requests behind a hot prefix spread over more pairs. A
-split prefix is merged again when its share falls below ``merge_share``. A node is named by its block's chained hash,
-which already names the whole path above it, so the tree is a dictionary.
+A key starts at ``initial_blocks``. A prefix is *split* when it carries more than ``split_share`` of the window's
+requests. The key then has one more block, so that the requests behind a hot prefix spread over more pairs. A split
+prefix is merged again when its share falls below ``merge_share``. A node is named by its block's chained hash, which
+already names the whole path above it, so the tree is a dictionary.
 
 Counts live in buckets of a sliding window. A request counts its prefixes from the initial length down to one block
-below what earlier requests have counted: a prefix seen once costs one node, one seen by many is known as deep as they
-share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so the counts of other router
-replicas are added to them. Replicas that have exchanged their counts and split nodes agree on every key.
+below what earlier requests have counted. A prefix seen once costs one node. A prefix of many requests is known as deep
+as they share it, and its key can grow by many blocks at once when it turns hot. Counts are sums, so the counts of other
+router replicas are added to them. Replicas that have exchanged their counts and split nodes agree on every key.
 
 Deviations from the paper: the policy sets the thresholds relative to ``1/n`` (published: 2/n and 1/n). Shares are
 compared at every request instead of between windows, over the window and over its newest two buckets. No prefix splits

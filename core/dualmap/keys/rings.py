@@ -3,10 +3,10 @@
 A ring is an immutable snapshot of the members that take new keys; a change of membership makes a new one. Identity is
 the member's id: order, address and restarts do not matter, and a member that leaves and returns finds its keys again.
 
-Deviations from the paper: instead of one anchor per instance, whose arcs are wildly unequal, a ring is either weighted
-rendezvous hashing (every member scores every key, the best score wins) or ``virtual_nodes`` anchors per member. When
-both rings map a key to one member, the second candidate is the *next distinct member on ring 2* instead of
-``id + 1 mod n`` (eq. 5), which keeps the pair stable when membership changes.
+Deviations from the paper: instead of one anchor per instance, whose arcs are very unequal, a ring has one of two forms.
+In weighted rendezvous hashing every member scores every key, and the best score wins. The other form has
+``virtual_nodes`` anchors per member. When both rings map a key to one member, the second candidate is the *next
+distinct member on ring 2* instead of ``id + 1 mod n`` (eq. 5), which keeps the pair stable when membership changes.
 """
 
 from bisect import bisect_left

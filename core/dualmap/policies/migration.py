@@ -1,7 +1,7 @@
 """EAR's move rule: the member for a session's next turn while sessions stay with their host.
 
-A session stays where its KV is. It moves when its host is hot, the session has not moved within the cooldown, and there
-is a member with room for its context and a much smaller load. The least loaded such member is chosen. The KV is not
+A session stays where its KV is. The session moves when its host is hot, it has not moved within the cooldown, and a
+member has room for its context and a much smaller load. The least loaded such member is chosen. The KV is not
 transferred; the new host computes it again.
 
 Deviations: the threshold is relative, since with a fixed one sessions thrash when all members are hot. The host is hot

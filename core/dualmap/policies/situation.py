@@ -204,10 +204,10 @@ class Choice(NamedTuple):
 class Policy(Protocol):
     """How a request's member is chosen. Policies keep no state: the situation is their only input.
 
-    ``hotness`` says when hot prefixes get longer keys; None keeps every key at its initial length. ``rebalances`` says
-    whether queued requests move within their pair, if the pool enables that. Only DualMap's policies rebalance; it
-    would undo the choices of others. ``defers`` says whether queued requests that will miss the SLO are overtaken by
-    those that can still meet it; under other policies, the pool's ``queue.order: Deadline`` has that effect.
+    ``hotness`` sets when hot prefixes get longer keys; None keeps every key at its initial length. If ``rebalances`` is
+    true, queued requests move within their pair where the pool enables that. Only DualMap's policies rebalance; it
+    would undo the choices of others. If ``defers`` is true, queued requests that can still meet the SLO overtake those
+    that will miss it. Under other policies, the pool's ``queue.order: Deadline`` has that effect.
     """
 
     name: ClassVar[str]

@@ -52,7 +52,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model a pool serves: ``name`` is what requests say in "model", ``aliases`` are accepted too.
+    """The model a pool serves: requests have ``name`` or one of ``aliases`` in their field "model".
 
     ``adapters`` are the LoRA adapters that its engines serve. Requests name an adapter in "model". Each adapter has
     cache keys of its own, since its KV cache differs from the base model's.

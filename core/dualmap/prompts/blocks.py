@@ -1,4 +1,4 @@
-"""Prompt text to chained block hashes, by which prefixes are compared.
+"""Prompt text to chained block hashes, which are used to compare prefixes.
 
 Each block's hash names the block *with everything before it* (DualMap paper, sections 3.2 and A.1.1). Two prompts
 therefore share a prefix exactly as long as their chains agree. The chain is rooted in model, LoRA adapter and

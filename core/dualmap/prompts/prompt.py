@@ -181,8 +181,8 @@ _PATHS: Final = {
 class Prompt:
     """What of a request body matters to routing.
 
-    ``text`` is canonical; ``lora`` and ``cache_salt`` may be empty; ``streamed`` says whether the answer is to come
-    token by token; ``session`` is the session the body names, empty where it names none.
+    ``text`` is canonical; ``lora`` and ``cache_salt`` may be empty. ``streamed`` is true if the answer is to come token
+    by token. ``session`` is the session the body names, empty where it names none.
     """
 
     model: str

@@ -1,10 +1,10 @@
 """Hotspot-aware rebalancing: moves queued requests away from an overloaded member (paper section 3.3, A.1.2, eq. 6).
 
-When both candidates of a request are overloaded, each of them is relieved. Those of its queued requests move that would
-get their first token sooner at the other member of their own pair (benefit B > 0), and there within the SLO. They move
-in the order of falling benefit until the rest is expected to meet the SLO. There is one round, never recursive: a
-request that has moved stays. Deviations: the other member's load is read again before each move, since moves add to it,
-and at most MAX_CONSIDERED requests from the head of a queue are considered in one round.
+When both candidates of a request are overloaded, each of them is relieved. A queued request moves if the other member
+of its pair would produce its first token sooner (benefit B > 0) and within the SLO. Requests move in the order of
+falling benefit until the rest is expected to meet the SLO. There is one round, never recursive: a request that has
+moved stays. Deviations: the other member's load is read again before each move, since moves add to it. At most
+MAX_CONSIDERED requests from the head of a queue are considered in one round.
 """
 
 from collections.abc import Callable

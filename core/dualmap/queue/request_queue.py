@@ -25,8 +25,8 @@ class QueuedRequest:
     """A request with the member that it is placed at: it waits in that member's queue, or is dispatched at once.
 
     ``matched_tokens`` of its prompt will be cached there when it is dispatched, and ``compute_s`` is the expected time
-    to compute the rest. ``pair`` are the members that its key maps to. ``moved`` says that it was rebalanced, which
-    happens once. ``overtaken`` counts how often others were dispatched before it while it was the oldest.
+    to compute the rest. ``pair`` are the members that its key maps to. ``moved`` is true once it was rebalanced, which
+    happens at most once. ``overtaken`` counts how often others were dispatched before it while it was the oldest.
     """
 
     request: Request
@@ -88,8 +88,8 @@ class MemberQueue:
     def next(self, now: float, *, within_s: float | None, max_overtaken: int) -> QueuedRequest:
         """Return the next request to dispatch, which stays in the queue; the queue must not be empty.
 
-        ``within_s`` is given where late requests are deferred: the time from a request's arrival within which it must
-        have waited and been computed to meet the SLO, after the member's backlog is deducted.
+        ``within_s`` is given where late requests are deferred. It is the limit for a request's wait plus computation
+        that meets the SLO, after the member's backlog is deducted.
         """
         oldest = next(iter(self.requests.values()))
         if within_s is None or oldest.overtaken >= max_overtaken:
@@ -184,7 +184,7 @@ class RequestQueue:
         self._drop_if_empty(queued.member)
 
     def forget(self, request_id: str) -> bool:
-        """Forget a request that has left its member's queue for good; return whether it was queued."""
+        """Forget a request that has left its member's queue and will not return; return whether it was queued."""
         if self._since_s.pop(request_id, None) is None:
             return False
         self._forget_unplaced(request_id)

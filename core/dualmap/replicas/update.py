@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class HotnessCounts:
     """The requests that one replica counted since its last update: in all, and per node of its hotness tree.
 
-    ``split`` are the nodes that are split, sent when they change and once per bucket: a node whose share lies between
+    ``split`` are the nodes that are split, sent when they change and once per bucket. A node whose share lies between
     the thresholds is split because of its past, which a replica that started later has not seen.
     """
 

@@ -82,7 +82,7 @@ class Arrivals:
     """The recent arrivals: uncached tokens per second, and their work in tokens of a short prompt.
 
     Rejected and queued requests count like the average request. ``work_per_token`` is the work of one uncached token.
-    ``traffic`` says whether any request arrived, including queued and aborted ones.
+    ``traffic`` is true if any request arrived, including queued and aborted ones.
     """
 
     traffic: bool

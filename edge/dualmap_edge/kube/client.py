@@ -122,7 +122,7 @@ class KubeClient:
         """Yield the events of a collection after the ``resourceVersion`` in ``query``.
 
         Returns when the server ends the watch, after ``timeout_s``. Raises KubeError, also after ``inactivity_s`` of
-        silence; its ``expired`` says that the version is no longer available. Close the generator
+        silence; its ``expired`` is true if the version is no longer available. Close the generator
         (``contextlib.aclosing``) to stop early.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]

@@ -2,7 +2,8 @@
 
 The operator's ``observe.mirror`` and the router's ``pools.kube`` each run a ``Reflector`` (client-go's name for this
 loop). How they recover differs, so ``WatchPolicy`` is an argument. While the API server is away, the store keeps what
-it has. A watch that was cut without a word ends by its inactivity limit, and ``age_s`` shows how old the copy is.
+it has. A watch whose connection was cut without notice ends by its inactivity limit, and ``age_s`` shows how old the
+copy is.
 """
 
 import asyncio

@@ -101,7 +101,7 @@ def envoy_config(
     Give all --tls-... paths as Envoy sees them. Envoy reloads files that are moved into their folders (a rename, a
     mounted Kubernetes Secret), not files that are written in place.
     """
-    # Here, because importing Envoy's types and YAML takes a second, which --help does not need.
+    # Imported here because Envoy's types and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
     from dualmap_extproc.envoy.config.transport import discovery_files
     from dualmap_extproc.pools.file import PoolFileError, load_pool_files

@@ -1,6 +1,7 @@
 """Makes the decision of a router that has just started, for the command ``explain``.
 
-It uses the router's own Picker, without earlier requests. With Redis, the Picker first gets the other routers' state.
+The explanation uses the router's own Picker, without earlier requests. With Redis, the Picker first gets the other
+routers' state.
 """
 
 import asyncio

@@ -160,8 +160,8 @@ def router(
 
     After SIGTERM the router reports unready, serves open requests, and exits with status 0.
     """
-    # Before gRPC is loaded: it would write a line past the router's logs for every connection that TLS rejects, and a
-    # client may retry for ever. gRPC has no other setting for this.
+    # Set before gRPC is loaded. gRPC would bypass the router's logs and write a line for every connection that TLS
+    # rejects, and a client may retry for ever. gRPC has no other setting for this.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
     from dualmap_extproc.app.wiring import run  # Here: importing gRPC and aiohttp takes a second; --help needs neither.
 

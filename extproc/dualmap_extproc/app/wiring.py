@@ -145,7 +145,7 @@ def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], 
     """Have spans made where they are exported; return the headers they need, and a function that exports the last."""
     if settings.otlp_endpoint is None:
         return frozenset(), lambda: None
-    # Here, because OpenTelemetry is an extra and takes time to import.
+    # Imported here because OpenTelemetry is an extra and takes time to import.
     try:
         from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, tracing_to
     except ValueError as error:
@@ -232,7 +232,7 @@ def _dashboard(
 
 
 def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]]) -> Callable[[], Reach]:
-    """Return a function that says how recently the store and the pools' source answered."""
+    """Return a function that returns how recently the store and the pools' source answered."""
     return lambda: Reach(store_lost_s=None if exchange is None else exchange.lost_for_s, watch_ages_s=ages_s())
 
 

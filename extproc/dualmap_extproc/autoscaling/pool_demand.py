@@ -23,7 +23,7 @@ Statuses = Callable[[Collection[str] | None], tuple[PoolSnapshot, ...]]
 
 
 class DemandUnknown(Exception):
-    """The sum over all routers is not known at the moment; the message says why."""
+    """The sum over all routers is not known at the moment; the message gives the reason."""
 
 
 class PoolDemand:

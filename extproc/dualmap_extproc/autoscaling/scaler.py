@@ -1,7 +1,7 @@
 """KEDA's external-push scaler: serves whether a pool is active and how many replicas its traffic needs.
 
-It implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port; docs/autoscaling.md describes the
-ScaledObject. ``read_trigger`` reads a ScaledObject's metadata, ``Scaler`` serves, ``pool_demand`` has the numbers.
+The scaler implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port; docs/autoscaling.md describes
+the ScaledObject. ``read_trigger`` reads a ScaledObject's metadata, ``Scaler`` serves, ``pool_demand`` has the numbers.
 """
 
 import asyncio

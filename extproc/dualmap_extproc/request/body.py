@@ -56,7 +56,7 @@ class ReceivedBody:
 
 
 def read_body(body: bytes, api: Api) -> Prompt | Refused:
-    """Return the prompt of a whole body that was sent to ``api``, or the 400 that says what is wrong with it."""
+    """Return the prompt of a whole body that was sent to ``api``, or a 400 that names the fault."""
     if not body:
         return invalid_body("the request has no body")
     try:

@@ -9,7 +9,7 @@ from typing import Final
 
 from dualmap.requests import Usage
 
-# Statuses below 500 by which an engine says that it is slow or full, not that the request is wrong.
+# Statuses below 500 that mean that the engine is slow or full, not that the request is wrong.
 _OVERLOAD_STATUSES: Final = (408, 429)
 
 # Envoy's flags of a response that did not reach its end (envoy.data.accesslog.v3.ResponseFlags, by field name). The
@@ -55,7 +55,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessLogEntry:
-    """How one request ended, as Envoy saw it; None where Envoy did not say.
+    """How one request ended, as Envoy saw it; None where Envoy did not report it.
 
     ``request_id`` is the one the router gave at the pick. ``served_endpoint`` (``ip:port``) is the member Envoy spoke
     to last. ``flags`` are field names of ResponseFlags, in its order.

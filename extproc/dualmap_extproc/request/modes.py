@@ -42,7 +42,7 @@ class RequestBody(Enum):
 
     CHUNKS = auto()
     WHOLE = auto()
-    """In one message, which need not say that the body ends."""
+    """In one message, which need not mark the end of the body."""
     NONE = auto()
     """Not at all: Envoy is configured not to send it."""
 

@@ -5,7 +5,7 @@ reports how they ended, ``store`` brings other replicas' updates, and ``transpor
 pool's ``dualmap.router.PoolRouter`` decides and keeps the accounts. Every event is reported as an observation.
 
 A pool's router may queue a request. A later event releases it (a first token, a new member, the time): the event's
-outcomes say so, and the picker resumes the stream that waits.
+outcomes include it, and the picker resumes the stream that waits.
 """
 
 from collections import deque
@@ -346,9 +346,9 @@ class Picker:
     def _release(self, now: float, *effects: Outcomes, arriving: str = "") -> Picked | Refused | None:
         """Resume the queued requests that routers released or rejected.
 
-        Return the answer of the request ``arriving`` if it is among them: its stream has not been told that it waits.
-        All outcomes of a call are reported before the first stream is resumed. What a resumed stream releases in turn
-        is resumed after it, by the outermost call.
+        Return the answer of the request ``arriving`` if it is among them: its stream does not wait yet. All outcomes of
+        a call are reported before the first stream is resumed. What a resumed stream releases in turn is resumed after
+        it, by the outermost call.
         """
         for router, outcomes in effects:
             for each in outcomes:

@@ -21,7 +21,7 @@ class ServedPools:
         self.max_wait_s = 0.0
         """The longest time that any pool lets a request queue."""
         self.session_headers: frozenset[str] = frozenset()
-        """The lower-case names of the headers by which the pools name sessions."""
+        """The lower-case names of the headers that identify sessions, over all pools."""
 
     def __iter__(self) -> Iterator[PoolRouter]:
         return iter(tuple(self._routers.values()))

@@ -117,7 +117,7 @@ class Stream:
         return self._decide(now, retries=False)
 
     def close(self, now: float, *, cancelled: bool) -> None:
-        """Report the end of the stream to the picker. ``cancelled`` says that Envoy or its client broke it off.
+        """Report the end of the stream to the picker. ``cancelled`` is true if Envoy or its client cancelled it.
 
         A stream whose client has gone can also end without an error. If Envoy sends the response's body, an end before
         the end of that body counts as aborted.
@@ -128,7 +128,7 @@ class Stream:
         self.phase = _ENDED
 
     def _begin(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take the headers of a stream's first request; the first message says how Envoy talks."""
+        """Take the headers of a stream's first request; the first message shows Envoy's mode."""
         self._read_modes(message)
         self._expect_request(now)
         return self._read_headers(now, message)
@@ -183,7 +183,7 @@ class Stream:
         return []
 
     def _read_body(self, now: float, message: wire.ProcessingRequest) -> _Answers:
-        """Take the next part of a body; decide if it is the last, otherwise answer it if the mode says so."""
+        """Take the next part of a body; decide if it is the last, otherwise answer it if the mode requires that."""
         head, limits, answering = self._head, self._limits, self._modes.answering
         head.read_subset(message, limits)
         if head.unacceptable is not None:
@@ -260,7 +260,7 @@ class Stream:
     def _decide(self, now: float, *, retries: bool = True) -> _Answers:
         """Ask for the pick and answer with it; return nothing if the request is queued.
 
-        ``retries`` says whether Envoy may retry the request.
+        ``retries`` is true if Envoy may retry the request.
         """
         self._retries = retries
         body = self._body.take()

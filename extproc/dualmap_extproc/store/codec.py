@@ -208,7 +208,7 @@ class _Reader:
 
 
 def _seconds(value: float) -> float:
-    # This rejects NaN too: every comparison with it is false.
+    # The comparison rejects NaN too: every comparison with NaN is false.
     if not 0.0 <= value <= LONGEST_S:
         raise UnreadableUpdate(f"{value} seconds")
     return value

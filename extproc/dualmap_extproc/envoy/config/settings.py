@@ -86,7 +86,7 @@ class Tls:
     """TLS from Envoy to routers and access log sinks. Paths are as Envoy sees them; all files are PEM.
 
     ``certificate`` and ``key`` are Envoy's client certificate (None: none). ``ca`` verifies the server's certificate
-    (None: Envoy accepts any). ``sds`` is the folder of the discovery files by which Envoy reloads changed files (None:
+    (None: Envoy accepts any). ``sds`` is the folder of the discovery files that let Envoy reload changed files (None:
     it reads them once). Raises EnvoySettingsError for an incomplete combination.
     """
 

@@ -1,4 +1,4 @@
-"""Makes the config sources by which Envoy asks the routers for endpoints, and with ``--discover`` clusters and routes.
+"""Makes the config sources that let Envoy ask the routers for endpoints, and with ``--discover`` clusters and routes.
 
 ``dualmap_extproc.envoy.discovery.service`` is the routers' side.
 """

@@ -4,7 +4,7 @@
 both use one membership. Envoy uses a pushed endpoint within milliseconds.
 
 ``subscriptions`` decides what each Envoy gets; this module runs it under grpc.aio. Each stream has its own task, and an
-event instead of a queue wakes it, so that a slow or dead Envoy delays no other and misses at most one push.
+event instead of a queue wakes it. A slow or dead Envoy therefore delays no other and misses at most one push.
 """
 
 import asyncio

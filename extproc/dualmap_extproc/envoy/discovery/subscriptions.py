@@ -36,8 +36,8 @@ class Snapshot:
         """Return the resources of a type with these names, None if not made yet. Clusters are always returned whole.
 
         A cluster that belongs to no pool gets an assignment without endpoints. Without an answer Envoy would delay its
-        listeners until ``initial_fetch_timeout``, and would send requests of a removed pool to its old addresses, which
-        may belong to other pods by now.
+        listeners until ``initial_fetch_timeout``. Envoy would also send requests of a removed pool to its old
+        addresses, which may belong to other pods by now.
         """
         if type_url == CLUSTER_LOAD_ASSIGNMENT_TYPE:
             return {name: self.assignments.get(name) or no_endpoints(name) for name in names}
@@ -71,7 +71,7 @@ class _Subscription:
 
     def on_request(self, request: discovery_pb2.DiscoveryRequest) -> Rejection | None:
         if self.responses and request.response_nonce not in ("", self.nonce):
-            # This answers an older response; the answer to the last one will follow.
+            # This request answers an older response; the answer to the last one will follow.
             return None
         self.answered = self.answered or bool(request.response_nonce)
         # Sorted and without duplicates, so that the version depends only on the content.

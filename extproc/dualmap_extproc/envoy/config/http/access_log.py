@@ -37,7 +37,7 @@ TAGS = {
 def access_logs(settings: EnvoySettings) -> list[AccessLog]:
     """Return one logger per sink.
 
-    Each sink gets every entry: only the router that chose a request's member can end its account, and Envoy sends a
+    Each sink gets every entry. Only the router that chose a request's member can end its account, but Envoy sends a
     logger's entries to any one host of a cluster.
     """
     return [
