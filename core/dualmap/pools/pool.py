@@ -86,7 +86,8 @@ class Engine:
     """What runs on each member. The speed is a prior, and is learnt per member afterwards.
 
     ``cache_tokens`` is how much KV a member keeps for reuse. ``kv_tokens`` is how much KV its requests in flight can
-    use together; None if unknown, and then it limits nothing.
+    use together; None if unknown, and then it limits nothing. ``max_model_len`` is the longest prompt in tokens that
+    the router accounts for; the engine rejects a longer one.
     """
 
     type: str = "vLLM"
@@ -94,6 +95,7 @@ class Engine:
     prefill_tokens_per_second: float = 7000.0
     cache_tokens: int = 1_000_000
     kv_tokens: int | None = None
+    max_model_len: int = 131_072
     kv_events: KvEvents = KvEvents()
 
 
@@ -177,11 +179,31 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fairness:
+    """How the clients of a pool are told apart: by the request header ``header``; empty for none."""
+
+    header: str = ""
+
+
+class ReceiptFields(StrEnum):
+    """The fields of x-dualmap-decision. ``CHOSEN`` leaves out what other clients' prompts influence."""
+
+    FULL = "Full"
+    CHOSEN = "Chosen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """All settings that decide the member of a request. ``receipt_header`` switches x-dualmap-decision on."""
+    """All settings that decide the member of a request.
+
+    ``receipt_header`` switches x-dualmap-decision on. ``max_body_bytes`` is the largest request body.
+    """
 
     policy: str = "dualmap"
     receipt_header: bool = True
+    receipt_fields: ReceiptFields = ReceiptFields.FULL
+    max_body_bytes: int = 16 * 1024 * 1024
+    fairness: Fairness = Fairness()
     ring: Ring = Ring()
     prefix: Prefix = Prefix()
     spill: Spill = Spill()
