@@ -20,7 +20,8 @@ class Request:
     ``id`` is unique among requests that have not ended. ``arrived_s`` is on the clock of every ``now``. ``subset``
     holds the ``ip:port`` or bare ``ip`` strings that the gateway allows (None: no restriction; empty: none is allowed).
     ``streamed`` is true if the answer comes token by token, so that the router sees the first token. ``session`` is the
-    key of its session (dualmap.keys.sessions), None if the client named none.
+    key of its session (dualmap.keys.sessions), None if the client named none. ``client`` identifies the client among
+    those of the pool; 0 if clients are not told apart.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Request:
     subset: frozenset[str] | None = None
     streamed: bool = True
     session: int | None = None
+    client: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

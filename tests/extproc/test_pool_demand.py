@@ -219,9 +219,12 @@ class TestWhileTheStoreIsAway:
     @pytest.mark.parametrize("trouble", ["down", "full"])
     @pytest.mark.parametrize("away_s", [5.0, 80.0])
     async def test_demand_lost_store_adds_nothing(self, clock, store, away_s, trouble):
+        calm = Clock()
+        undisturbed = await self.late(calm, Shelf(calm), "ab", away_s=0.0)
         wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
         assert 4.0 <= wishes[119] < 4.2
-        assert max(wishes[120:]) <= wishes[119] * 1.02
+        # The learnt speed still changes the wish a little.
+        assert max(wishes[120:]) <= max(undisturbed[120:]) * 1.02
 
     async def test_demand_lost_store_adds_nothing_for_new_routers(self, clock, store):
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from dualmap.fleet.estimate import Lesson
 from dualmap.prompts.blocks import BlockChain
 from dualmap.requests import Completion, Usage
 
@@ -23,7 +24,8 @@ class InFlightRequest:
     only when the answer is ``streamed``; otherwise it assumes that the prefill ends on time. ``prefilled`` is set when
     the end was seen or assumed by that rule. A request without reports may reach a later ``stage`` without it.
     ``silent_since_s`` is the time of the last report, or of the beginning of decoding. ``alone`` is true if no other
-    replica had prefills at the member when this request was dispatched.
+    replica had prefills at the member when this request was dispatched. ``lesson`` is what its prefill taught about the
+    member's speed; None if nothing.
     """
 
     request_id: str
@@ -41,6 +43,8 @@ class InFlightRequest:
     silent_since_s: float = 0.0
     alone: bool = True
     session: int | None = None
+    client: int = 0
+    lesson: Lesson | None = None
 
     @property
     def new_tokens(self) -> int:

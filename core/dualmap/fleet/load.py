@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isnan, nan
 
-from dualmap.fleet.estimate import LearntSpeed
+from dualmap.fleet.estimate import LearntSpeed, Lesson
 from dualmap.fleet.in_flight import InFlightRequest, Stage
 from dualmap.fleet.kv import KvAccount
 from dualmap.fleet.prefills import PrefillAccount
+from dualmap.fleet.samples import Agreement
 from dualmap.fleet.suspension import Suspension
 from dualmap.queue.request_queue import MemberQueue
 from dualmap.replicas.peers import NO_LOAD
@@ -74,19 +75,20 @@ class ReplicasLoad:
 class MemberLoad:
     """The load of one member.
 
-    ``outdated`` and ``redispatch`` are shared by all loads of a pool. A load that changes adds itself to ``outdated``,
-    and to ``redispatch`` if requests are queued for it; both keep the order of the changes.
+    ``agreement``, ``outdated`` and ``redispatch`` are shared by all loads of a pool. A load that changes adds itself to
+    ``outdated``, and to ``redispatch`` if requests are queued for it; both keep the order of the changes.
     """
 
     def __init__(
         self,
         prior_tokens_per_second: float,
+        agreement: Agreement,
         outdated: "dict[MemberLoad, None]",
         redispatch: "dict[MemberLoad, None]",
     ) -> None:
         self.prefills = PrefillAccount()
         self.kv = KvAccount()
-        self.speed = LearntSpeed(prior_tokens_per_second)
+        self.speed = LearntSpeed(prior_tokens_per_second, agreement)
         self.suspension = Suspension()
         self.queue = MemberQueue(self._changed)
         self.others = ReplicasLoad()
@@ -107,9 +109,9 @@ class MemberLoad:
         """How many requests the member is believed to work on: those in flight without the silent ones."""
         return len(self.prefills.pending) + len(self.kv.decoding)
 
-    def set_prior(self, tokens_per_second: float) -> None:
+    def set_prior(self, tokens_per_second: float, agreement: Agreement) -> None:
         """Take another prior of the prefill speed and forget what was learnt."""
-        self.speed = LearntSpeed(tokens_per_second)
+        self.speed = LearntSpeed(tokens_per_second, agreement)
         self._changed()
 
     def others_changed(self, sum_loads: Callable[[], SharedLoad]) -> None:
@@ -146,12 +148,20 @@ class MemberLoad:
         prefills.restart(now + others_s / (len(prefills.pending) + 1))
         # A prefill that may have waited behind another replica's is no sample of the speed either.
         if in_order and request.streamed and request.alone and not others_s:
-            self.speed.observe(
+            request.lesson = self.speed.observe(
+                now,
+                client=request.client,
                 new_tokens=request.new_tokens,
                 cached_tokens=request.matched_tokens,
                 service_s=busy_s,
                 solo=self.others.busy_s < now - busy_s,
             )
+        self._changed()
+
+    def retract(self, lesson: Lesson) -> None:
+        """Take back what was learnt from a prefill."""
+        # A pool with another prior may have replaced the speed that learnt it.
+        lesson.learnt_by.retract(lesson)
         self._changed()
 
     def heard(self, now: float, request: InFlightRequest) -> None:

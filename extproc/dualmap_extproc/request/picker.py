@@ -162,7 +162,12 @@ class Picker:
         root = chain_root(model=pool.model.name, lora=lora, cache_salt=prompt.cache_salt)
         request = Request(
             id=f"{self._id_prefix}-{next(self._sequence)}",
-            chain=chain_blocks(prompt.text, root=root, block_tokens=pool.routing.prefix.block_tokens),
+            chain=chain_blocks(
+                prompt.text,
+                root=root,
+                block_tokens=pool.routing.prefix.block_tokens,
+                max_tokens=pool.engine.max_model_len,
+            ),
             arrived_s=arrived_s,
             subset=subset,
             streamed=prompt.streamed,
@@ -250,7 +255,10 @@ class Picker:
                 self.rejected(now, entry.request_id)
             case Ending.ABORTED | Ending.FAILED:
                 end = self.failed if entry.ending is Ending.FAILED else self.aborted
+                router = self._owners.get(entry.request_id)
                 end(now, entry.request_id)
+                if router is not None and entry.usage is not None:
+                    router.on_usage(entry.request_id, entry.usage)
                 # Envoy sees a client that closes right after the whole answer as gone; the answer's usage is valid.
                 self._measure(now, entry.request_id, entry.usage)
 
@@ -408,5 +416,11 @@ class Picker:
     def _measure(self, now: float, request_id: str, usage: Usage | None) -> None:
         """Report the engine's measurement for a request that had ended before its usage was known."""
         measured = self._ended.measure(request_id, usage)
-        if measured is not None:
-            self._report(Measured(now=now, pool=measured[0], completion=measured[1]))
+        if usage is None or measured is None:
+            return
+        pool, completion = measured
+        router = self._served.router(pool)
+        if router is not None:
+            router.on_usage(request_id, usage)
+        if completion.measured_cached_tokens is not None:
+            self._report(Measured(now=now, pool=pool, completion=completion))
