@@ -1,5 +1,6 @@
 """The router: an Envoy endpoint picker (ext_proc) over one or more pools.
 
-Rooms import downwards only: app; transport, telemetry, envoy, store, pools; autoscaling; request; wire, settings,
-errors; names. Only app and telemetry import autoscaling. Import contracts in pyproject.toml enforce this.
+The subpackages, from top to bottom: app; transport, telemetry, envoy, store, pools; autoscaling; request; wire,
+settings, errors; names. A subpackage imports only from the levels below its own. Only app and telemetry import
+autoscaling. Import contracts in pyproject.toml enforce these rules.
 """

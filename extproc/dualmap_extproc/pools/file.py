@@ -1,8 +1,8 @@
 """Reads pool files at the start and watches them: InferencePool objects in YAML, for a router without Kubernetes.
 
 A file may hold one object, several documents, or the ``List`` that ``kubectl get dmpool -o yaml`` prints. This module
-opens and parses files within limits; ``dualmap.objects.pool_reader`` interprets the objects. The watcher polls the
-content, which detects renames, writes in place, swapped ConfigMap links and changes on network file systems.
+opens files and parses them within limits. ``dualmap.objects.pool_reader`` reads the objects. The watcher polls the
+content of files. Polling detects renames, writes in place, swapped ConfigMap links and changes on network file systems.
 """
 
 import asyncio
@@ -22,15 +22,18 @@ from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
 
-# A member takes about 100 bytes: room for tens of thousands of members, or for hundreds of pools with pod templates.
+# The largest file. A member takes about 100 bytes, so the limit allows tens of thousands of members, or hundreds of
+# pools with pod templates.
 MAX_BYTES: Final = 4 * 1024 * 1024
-# A pod template has about 15 levels. libyaml recurses in C and crashes the process at about 10 000 levels.
+# The deepest nesting in a file. A pod template has about 15 levels. libyaml recurses in C and crashes the process at
+# about 10 000 levels.
 MAX_DEPTH: Final = 64
-# Counts each alias as the values it stands for: a few nested aliases can stand for billions.
+# The most values in a file. Each alias counts as all values that it expands to, because a few nested aliases can expand
+# to billions of values.
 MAX_NODES: Final = 500_000
 
-# The interval between two polls, and the shorter one after a poll that found a change. A change is applied when two
-# polls in a row read the same bytes, so that a half-written file is not applied.
+# The interval between two polls, and the shorter interval after a poll that found a change. The watcher applies a
+# change when two successive polls read the same bytes. It therefore does not apply a half-written file.
 POLL_S: Final = 0.5
 SETTLE_S: Final = 0.2
 

@@ -1,6 +1,7 @@
-"""Makes the clusters and routes that a router serves by discovery, as bytes.
+"""Makes the serialized clusters and routes that a router serves by discovery.
 
-The bootstrap's own functions make them, so that Envoy gets the same configuration of a pool either way.
+The functions that make the bootstrap also make these resources, so that Envoy gets the same configuration of a pool
+from both.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from dualmap_extproc.wire import discovery_pb2
 
 
 class Written:
-    """Makes clusters and routes; it makes the parts that all pools share once."""
+    """The maker of clusters and routes. It serializes the fields that all pools' clusters share only once."""
 
     def __init__(self) -> None:
         self._nameless = bytes(pool_cluster("", endpoints=shared_stream()))
@@ -20,8 +21,8 @@ class Written:
     def clusters(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return a serialized cluster for each name.
 
-        Serializing one with Envoy's typed classes takes 8 ms. So each is a cluster with only the name, followed by the
-        shared cluster without a name: protobuf merges concatenated messages.
+        To serialize a cluster with Envoy's typed classes takes 8 ms. This method therefore concatenates two messages: a
+        cluster with only the name, and the shared cluster without a name. Protobuf merges concatenated messages.
         """
         return {name: discovery_pb2.Cluster(name=name).SerializeToString() + self._nameless for name in names}
 

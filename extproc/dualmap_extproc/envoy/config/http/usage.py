@@ -1,4 +1,4 @@
-"""Makes the Envoy filter that reads token usage from engines' answers into dynamic metadata, for the access log.
+"""Makes the Envoy filter that copies token usage from engines' answers to dynamic metadata, for the access log.
 
 The router gets token counts without reading the answers. The filter runs the script ``usage.lua`` in Envoy's Lua
 filter, because Envoy's own filters for this crash or reject answers (docs/adr/0006-usage-from-responses.md).
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def usage_filter() -> HttpFilter:
-    """Return the filter. Envoy logs an error of the script, which ends the reading of only that response."""
+    """Return the filter. If the script fails, Envoy logs the error, and the filter reads no more of that response."""
     return HttpFilter(
         name="envoy.filters.http.lua",
         typed_config=packed(Lua(default_source_code=DataSource(inline_string=_script()))),
