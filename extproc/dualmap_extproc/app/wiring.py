@@ -147,7 +147,7 @@ async def serve(settings: Settings) -> None:
 
 
 def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], Callable[[], None]]:
-    """Set up tracing if it is enabled; return the headers that spans need and a function that exports the last spans."""
+    """Set up tracing if it is enabled; return the headers that spans need and a function that exports pending spans."""
     if settings.otlp_endpoint is None:
         return frozenset(), lambda: None
     # The import is here because OpenTelemetry is an optional dependency and takes time to import.

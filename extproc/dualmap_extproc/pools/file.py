@@ -72,7 +72,7 @@ def load_pool_files(paths: Iterable[Path]) -> tuple[Pool, ...]:
 class _WatchedFile:
     """One file: the digest last read, the digest last applied, and the last valid pools.
 
-    ``refused`` is True if the content last applied was invalid.
+    ``refused`` is true if the last content was invalid.
     """
 
     path: Path
@@ -94,8 +94,8 @@ class _Look:
 class PoolFileWatcher:
     """Keeps the pools of some files up to date: call ``load`` once, then ``run``, which ends only when cancelled.
 
-    An invalid or missing file keeps its last valid pools, and changes of other files still apply. While two files
-    claim the same pool name or model, no change of any file applies.
+    If a file becomes invalid or missing, the watcher keeps the file's last valid pools, and still applies changes of
+    other files. While two files define the same pool name or model, the watcher applies no changes.
     """
 
     def __init__(self, paths: Iterable[Path], *, poll_s: float = POLL_S, settle_s: float = SETTLE_S) -> None:
@@ -103,7 +103,7 @@ class PoolFileWatcher:
         self._poll_s = poll_s
         self._settle_s = settle_s
         self._served: tuple[Pool, ...] = ()
-        # The pools last reported, and the conflict between files, if any.
+        # The pools of the last report, and the current conflict between files.
         self._logged: tuple[Pool, ...] = ()
         self._clash: str | None = None
 
@@ -129,12 +129,12 @@ class PoolFileWatcher:
     ) -> None:
         """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per error.
 
-        ``on_looked`` is called after each poll with whether any file is invalid or missing.
+        The method calls ``on_looked`` after each poll; the argument is true if any file is invalid or missing.
         """
         unsettled = False
         while True:
             await asyncio.sleep(self._settle_s if unsettled else self._poll_s)
-            # In a thread: a disk may be slow, and parsing a long file takes a second.
+            # The poll runs in a thread, because a disk may be slow, and a long file takes a second to parse.
             try:
                 look = await asyncio.to_thread(self._look)
                 on_looked(self.refused)
@@ -165,7 +165,7 @@ class PoolFileWatcher:
             on_pools(look.pools)
 
     def _look(self) -> _Look:
-        """Read every file once, apply the changes that two polls in a row saw, and return the result."""
+        """Read every file once, apply the changes that two successive polls found, and return the result."""
         refusals: list[PoolFileError] = []
         unsettled = changed = False
         for file in self._files:
@@ -206,7 +206,7 @@ class PoolFileWatcher:
         try:
             pools = _joined([(file.path, file.pools) for file in self._files])
         except PoolFileError as clash:
-            # A conflict is reported once, also if a file that has no part in it changes.
+            # The watcher reports a conflict once, even if a file without the conflict changes later.
             if str(clash) != self._clash:
                 refusals.append(clash)
             self._clash = str(clash)
@@ -219,7 +219,7 @@ class PoolFileWatcher:
 
 
 def _is_pipe(path: Path) -> bool:
-    """Return whether a path is a pipe or a device; False on an error, which reading the path will report."""
+    """Return whether a path is a pipe or a device. Return False after an error, which the next read reports."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -263,7 +263,7 @@ def _parse(path: Path, data: bytes) -> tuple[Pool, ...]:
 
 
 def _joined(files: Iterable[tuple[Path, tuple[Pool, ...]]]) -> tuple[Pool, ...]:
-    """Return the pools of all files. Raises PoolFileError for a name or model that an earlier file already claims."""
+    """Return the pools of all files. Raises PoolFileError for a pool name or model that an earlier file already has."""
     joined: tuple[Pool, ...] = ()
     for path, pools in files:
         joined += pools
@@ -284,18 +284,21 @@ def _load_yaml(path: Path, data: bytes) -> list[object]:
         field = "document" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
         raise UnreadablePoolFileError(path, field, error.problem or error.context, "YAML") from error
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # ReaderError (bytes that are no text) has no mark. The others come from PyYAML's conversions of scalars, which
-        # check nothing: 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError), `!!int ""` (IndexError), ...
+        # ReaderError (the bytes are not text) has no mark. The other errors come from PyYAML, which converts scalars
+        # without checks. Examples are 2026-13-45, a 5000-digit number, `!!bool maybe` (KeyError) and `!!int ""`
+        # (IndexError).
         raise UnreadablePoolFileError(
             path, "document", f"{type(error).__name__}: {error}", "values that YAML can read"
         ) from error
 
 
 def _refuse_bombs(path: Path, data: bytes) -> None:
-    """Raise PoolFileError for YAML that is too deep, too long or circular; it reads events, in constant C stack.
+    """Raise PoolFileError for YAML that is too deep, too long or circular.
 
-    ``open_nodes`` holds the anchor of each collection being read and the number of nodes before it, so that an alias
-    counts as the nodes it stands for.
+    The check parses events, which needs a constant size of the C stack.
+
+    ``open_nodes`` holds the anchor of each open collection and the number of nodes before the collection. The two
+    numbers give the size of a collection, so that an alias counts as the nodes that it expands to.
     """
     nodes = 0
     sizes: dict[str | None, int] = {}

@@ -1,14 +1,15 @@
-"""The interface of a store of shared state, which ``memory`` and ``redis`` implement and ``exchange`` uses.
+"""The interface of a store of shared state; ``memory`` and ``redis`` implement it, and ``exchange`` uses it.
 
 A store keeps four things per pool:
 
-- a stream of replication updates, kept for minutes, which a starting replica reads back;
-- each replica's last loads: each message is complete, and expires after seconds;
-- each replica's last report of the demand, which expires after a minute (``dualmap.scaling.reports``);
-- one binding per session, which expires unless it is renewed.
+- a stream of replication updates, kept for minutes, which a starting replica reads;
+- the last loads of each replica: each message is complete, and expires after seconds;
+- the last demand report of each replica, which expires after a minute (``dualmap.scaling.reports``);
+- one binding per session, which expires unless a replica renews it.
 
-The store's only decision is which of two bindings is valid (``dualmap.replicas.update``). Replicas share no clock, so
-that everything read from a store has an age by the store's clock.
+If two replicas write a binding of the same session, the store decides which binding is valid
+(``dualmap.replicas.update``). The store makes no other decision. Replicas have different clocks, so each value from a
+store has an age by the store's clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,9 @@ from dualmap.replicas.update import ReplicaUpdate, SharedBinding, SharedLoad
 from dualmap.scaling.reports import Report
 
 HISTORY_ENTRIES_MAX: Final = 32_768
-"""About the most updates that are kept for a pool: five minutes of ten busy routers."""
+"""The approximate number of updates that a store keeps for a pool: five minutes of ten busy routers."""
 PAGE_ENTRIES: Final = 16
-"""The most updates in an answer: decoding them takes 3 ms, during which requests wait."""
+"""The most updates in an answer: the router decodes this number in 3 ms, during which requests wait."""
 
 
 class Failure(StrEnum):
@@ -37,7 +38,7 @@ class Failure(StrEnum):
 
 
 class StoreError(Exception):
-    """A call of the store failed; a later one may succeed. The message is for people and contains no secret."""
+    """A call of the store failed; a later call may succeed. The message is for people and contains no secret."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         self.failure = failure
@@ -48,8 +49,8 @@ class StoreError(Exception):
 class Question:
     """A replica's query about a pool (``namespace/name``).
 
-    ``cursor`` is the end of its last answer; without one the answer starts with entries at most ``window_s`` old.
-    ``wanted`` are sessions whose bindings the replica looks up.
+    ``cursor`` is the end of the replica's last answer. Without a cursor, the answer starts with entries that are at
+    most ``window_s`` seconds old. ``wanted`` lists the sessions with the bindings that the replica requests.
     """
 
     pool: str
@@ -60,7 +61,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An update that the replica ``peer`` wrote ``age_s`` seconds ago; its ``wanted`` and ``loads`` are empty."""
+    """An update that the replica ``peer`` wrote ``age_s`` seconds ago. Its ``wanted`` and ``loads`` are empty."""
 
     peer: str
     update: ReplicaUpdate
@@ -69,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadEntry:
-    """All loads of the replica ``peer``, as it wrote them ``age_s`` seconds ago."""
+    """All loads that the replica ``peer`` wrote ``age_s`` seconds ago."""
 
     peer: str
     loads: Mapping[str, SharedLoad]

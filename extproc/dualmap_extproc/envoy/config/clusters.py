@@ -155,8 +155,7 @@ def _cluster_of(pool: Pool, settings: EnvoySettings) -> Cluster:
 
 
 def pool_cluster(name: str, *, endpoints: ConfigSource | ClusterLoadAssignment) -> Cluster:
-    """Return a pool's cluster. The router names a request's host; for other requests Envoy chooses a host by round
-    robin.
+    """Return a pool's cluster. The router names a request's host; without a name, Envoy uses round robin.
 
     ``endpoints`` is a fixed list of endpoints, or the source from which Envoy requests the endpoints by the cluster's
     name.

@@ -67,8 +67,7 @@ class Address:
 
     @classmethod
     def _split(cls, text: str) -> Self | None:
-        """Split at the last colon and remove brackets; return None without a port, or for an IPv6 host without
-        brackets.
+        """Split at the last colon and remove brackets; return None without a port, or for IPv6 without brackets.
 
         "localhost" is read as 127.0.0.1: Envoy cannot listen on a name, and the router does not listen on ::1.
         """

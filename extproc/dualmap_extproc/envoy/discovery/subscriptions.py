@@ -170,7 +170,7 @@ class Conversation:
         return clusters is None or clusters.answered
 
     def _forget_endpoints(self, before: Mapping[str, bytes], now: Mapping[str, bytes]) -> None:
-        """Mark the endpoints of changed clusters as not sent: Envoy recreates these clusters and waits for endpoints."""
+        """Mark endpoints of changed clusters as not sent: Envoy recreates these clusters and waits for endpoints."""
         endpoints = self._subscriptions.get(CLUSTER_LOAD_ASSIGNMENT_TYPE)
         if endpoints is not None and endpoints.sent is not None:
             kept = {name: sent for name, sent in endpoints.sent.items() if before.get(name) == now.get(name)}
