@@ -23,7 +23,8 @@ from dualmap_extproc.wire import external_scaler_pb2 as wire
 
 # The interval in which a stream checks whether its pool became idle. A stream detects new traffic immediately.
 _LOOK_S: Final = 1.0
-# The interval in which a stream repeats that its pool is active. KEDA may drop a message, and polls only every 30 s.
+# The interval in which a stream repeats that its pool is active. KEDA drops a message that it cannot act on, and polls
+# only every 30 s.
 _REPEAT_S: Final = 5.0
 _SHOWN_CHARACTERS: Final = 100
 _DEFAULT_METRIC: Final = "desired_replicas"

@@ -88,12 +88,13 @@ class ReportEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to a Question: at most PAGE_ENTRIES updates of other replicas, oldest first, and known bindings.
+    """The answer to a Question: at most PAGE_ENTRIES updates of other replicas, oldest first, and stored bindings.
 
-    ``more`` is True if there are further updates to read at once. ``loads`` has the last loads of each replica that
-    wrote any since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``). ``reports`` has likewise
-    those of less than REMEMBERED_S ago (``dualmap.scaling.reports``). ``unreadable`` counts entries and bindings that
-    were left out because no router wrote them.
+    ``more`` is true if the store has further updates to read immediately. ``loads`` contains each replica's last loads
+    if the replica wrote them since the last answer and less than PEER_TTL_S ago (``dualmap.replicas.peers``).
+    ``reports`` contains each replica's last report if the replica wrote it since the last answer and less than
+    REMEMBERED_S ago (``dualmap.scaling.reports``). ``unreadable`` is the number of invalid entries and bindings, which
+    the answer omits.
     """
 
     cursor: str
@@ -107,7 +108,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Bindings that a replica claims, at most one per session; the store keeps the valid ones for ``ttl_s``."""
+    """Bindings that a replica claims, at most one per session; the store keeps the valid bindings for ``ttl_s``."""
 
     pool: str
     ttl_s: float
@@ -116,10 +117,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """What a replica publishes about a pool; None for parts that it does not publish now.
+    """A replica's publication about a pool; fields that the replica does not publish now are None.
 
-    ``update`` is kept for at least ``keep_s``, without its loads and wanted sessions. ``loads`` and ``report`` replace
-    the replica's earlier ones.
+    The store keeps ``update`` for at least ``keep_s``, without its loads and wanted sessions. ``loads`` and ``report``
+    replace the replica's earlier loads and report.
     """
 
     pool: str
@@ -130,16 +131,16 @@ class Post:
 
 
 class Store(Protocol):
-    """Keeps the state that replicas share. Every method returns or raises StoreError within bounded time."""
+    """A store of the state that replicas share. Every method returns or raises StoreError within bounded time."""
 
     async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
         """Return the answer to each question, without entries of ``peer`` itself."""
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return for each claimed binding the one that is valid from now on: itself, or the one that it lost to.
+        """Return for each claimed binding the valid binding: the claimed one or another replica's binding.
 
-        The higher version is valid; of equal versions, the one stored first. A claim for the same host renews the
-        stored binding's tokens and time to live.
+        The binding with the higher version is valid; with equal versions, the binding that was stored first. A claim
+        for the same host renews the stored binding's tokens and time to live.
         """
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:

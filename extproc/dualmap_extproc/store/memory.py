@@ -1,6 +1,6 @@
 """A store for several routers in one process, without a server: implements ``contract.Store``.
 
-Tests and benchmarks of several replicas use it. A router without ``--redis`` is a single one and has no store.
+Tests and benchmarks of several replicas use it. A router without ``--redis`` has no store.
 """
 
 import math
@@ -64,13 +64,13 @@ class _PoolState:
     updates: deque[_StoredUpdate] = field(default_factory=lambda: deque(maxlen=HISTORY_ENTRIES_MAX))
     loads: dict[str, _StoredLoads] = field(default_factory=dict)
     reports: dict[str, _StoredReport] = field(default_factory=dict)
-    # Numbers all posts in the order in which they were published.
+    # The number of the last post; posts are numbered in the order of publication.
     numbers: int = 0
     bindings: dict[int, _StoredBinding] = field(default_factory=dict)
 
 
 class MemoryStore:
-    """Keeps the shared state of any number of replicas, which use this object; ``clock`` returns seconds."""
+    """A store in memory: all replicas use the same object. ``clock`` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -112,7 +112,7 @@ class MemoryStore:
         state = self._pool(question.pool)
         after, last_words_after = (0, 0) if question.cursor is None else map(int, question.cursor.split())
         since_s = now - question.window_s if question.cursor is None else -math.inf
-        # From the newest: a replica that reads regularly has few new updates, of thousands that are kept.
+        # The search starts at the newest update: a replica that reads regularly needs few of the thousands of updates.
         new = takewhile(lambda told: told.number > after and told.at_s >= since_s, reversed(state.updates))
         heard = [told for told in new if told.peer != peer][::-1]
         more, page = len(heard) > PAGE_ENTRIES, heard[:PAGE_ENTRIES]
@@ -144,7 +144,8 @@ class MemoryStore:
                 return held.at(now)
             moved_at_s = held.moved_at_s
         kept = _StoredBinding(binding=binding, moved_at_s=moved_at_s, until_s=now + claim.ttl_s)
-        # Moving it to the end keeps the dictionary in order of renewal. Each call removes one expired binding.
+        # The move to the end keeps the dictionary in the order of renewal. Each call removes at most one expired
+        # binding.
         bindings.pop(binding.session, None)
         bindings[binding.session] = kept
         oldest = next(iter(bindings))
