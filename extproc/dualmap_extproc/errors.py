@@ -1,4 +1,4 @@
-"""The HTTP answers to requests that are not dispatched.
+"""The HTTP error answers to requests that the router does not send to a member.
 
 The status is 400, 404, 413, 429 or 503. The body is an OpenAI error object, so that OpenAI clients show the message.
 The module ``request.stream`` passes the answers to Envoy, which sends them to the client.
@@ -12,15 +12,16 @@ import orjson
 
 from dualmap.requests import Reason, Rejection
 
-# The largest Retry-After: the most that a pool may set as queue.maxWait.
+# The largest Retry-After, equal to the largest queue.maxWait that a pool may set.
 _RETRY_AFTER_MAX_S = 600
 _TYPE_OF_STATUS = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The answer to a request that is not dispatched. ``pool`` is empty if no pool was found for the request.
+    """The error answer to a request that the router does not send to a member.
 
+    ``pool`` is empty if no pool was found for the request.
     ``code`` is for programs and metrics, and does not change between versions; ``message`` is for people.
     ``retry_after_s`` is in whole seconds (RFC 9110 section 10.2.3).
     """

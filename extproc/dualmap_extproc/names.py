@@ -7,7 +7,7 @@ Extension (proposal 004, "Endpoint Picker Protocol"). Names with ``dualmap`` are
 
 from typing import Final
 
-# Request headers. The router removes all headers with a reserved prefix from clients' requests.
+# Names of request headers. The router removes all headers with a reserved prefix from clients' requests.
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 CLUSTER_HEADER: Final = "x-dualmap-cluster"
 NO_RETRY_HEADER: Final = "x-dualmap-no-retry"
@@ -61,6 +61,6 @@ SCALER_SERVICE: Final = "externalscaler.ExternalScaler"
 def cluster_name(namespace: str, name: str) -> str:
     """Return the name of a pool's Envoy cluster, which is also its EDS resource and the value of CLUSTER_HEADER.
 
-    Only pools' clusters have a slash in their names.
+    Only the names of pools' clusters contain a slash.
     """
     return f"{namespace}/{name}"

@@ -30,8 +30,8 @@ class Limits:
     ``silence_s`` is the pause after which the router decides by a body that looks complete but has no end (``stream``).
     ``pause_s`` is the pause after which the router checks whether any other body can continue. A pause may last at most
     ``stalled_s`` longer than the longest queue.maxWait of all pools. Envoy's timeout in the generated configuration is
-    15 s longer than this queue.maxWait. ``alive_interval_s`` is the interval of reports that a response still passes
-    through the router. The picker removes a request after ten minutes without a report.
+    15 s longer than the longest queue.maxWait. ``alive_interval_s`` is the interval of reports that a response still
+    passes through the router. The picker removes a request after ten minutes without a report.
     """
 
     body_bytes: int = 16 * 1024 * 1024
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """The Redis that keeps the state shared between replicas.
+    """The settings of the Redis that stores the state shared between replicas.
 
     ``url`` is ``redis://``, ``rediss://`` (TLS) or ``unix://``. ``password`` replaces the password in the URL, so that
     the command line need not contain a password. ``ca_file`` verifies the server's certificate (None: the system's
@@ -74,7 +74,7 @@ class Settings:
     """The settings of ``dualmap router``. Port 0 means any free port; ``tls`` is off, self-signed or a folder.
 
     The router reads pools from the files ``pools``, or from the Kubernetes API if ``kube`` is set. ``tls_client_ca``
-    verifies clients' certificates (None: clients need none). ``redis`` is None for a single router. With
+    verifies clients' certificates (None: clients need no certificate). ``redis`` is None for a single router. With
     ``log_prompts``, debug logs quote headers and prompts. The router sends spans to the OpenTelemetry collector at
     ``otlp_endpoint`` (None: no spans), and serves the ``dashboard`` on the metrics port.
     """

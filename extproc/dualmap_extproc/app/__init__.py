@@ -1,4 +1,4 @@
-"""The command line, the start of the router from its components, the adoption of pools, and ``explain``.
+"""The commands ``router``, ``explain`` and ``envoy-config``, the start of the router, and the use of new pool versions.
 
-This package may import every other package of the router. No other package imports it.
+This package may import every other package of the router. No other package imports this package.
 """

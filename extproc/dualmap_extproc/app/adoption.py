@@ -1,10 +1,10 @@
 """Applies each new version of the pools to metrics, autoscaling demand and discovery, and then to the picker.
 
-Envoy gets the new version first. Usually the picker gets it immediately afterwards. If a pick names an endpoint that
-Envoy does not have yet, Envoy sends the request to another member.
+Envoy gets the new version first. Usually the picker gets the new version immediately after Envoy. If a pick names an
+endpoint that Envoy does not have yet, Envoy sends the request to another member.
 
-In one case there is no other member: the pool has queued requests, and Envoy has no member of the new version. The
-picker then gets the version after a delay, when Envoy has applied it.
+In one case there is no other member: the pool has queued requests, and Envoy has no member of the new version. In this
+case, the picker gets the new version after a delay, in which Envoy applies the version.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ NOTICE_S: Final = 0.25
 
 
 class Adoption:
-    """Applies every version of the pools."""
+    """The component that applies every version of the pools, first to Envoy and then to the picker."""
 
     def __init__(self, metrics: Metrics, demand: Demand, discovery: Discovery, picker: Picker) -> None:
         self._metrics = metrics

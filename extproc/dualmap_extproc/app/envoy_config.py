@@ -130,7 +130,10 @@ def envoy_config(
 
 
 def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static: bool) -> Discover | None:
-    """Return how Envoy discovers pools, or None if pool files list the pools. Raises UsageError for both or none."""
+    """Return how Envoy discovers pools, or None if pool files list the pools.
+
+    Raises UsageError unless exactly one of both is given.
+    """
     if switch == pools:
         wrong = "--pool and --discover exclude each other" if switch else "no pools"
         raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --discover")

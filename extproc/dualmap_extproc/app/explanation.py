@@ -25,7 +25,7 @@ from dualmap_extproc.store.target import target_of
 _NOW_S: Final = 86_400.0
 _NAME: Final = "explain"
 READ_S: Final = 2.0
-"""The longest wait for Redis."""
+"""The timeout for an answer of Redis."""
 
 
 def decide(
@@ -78,7 +78,7 @@ def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) ->
 
 async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Read the state that a starting router reads, and pass it to the picker. Raises StoreError."""
-    from dualmap_extproc.store.redis import RedisStore  # A slow import (0.4 s), not always needed.
+    from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
 
     store = RedisStore(target_of(redis))
     deliveries = {pool.id: AnswerDelivery(picker, lambda: _NOW_S, pool.id) for pool in picker.pools}
@@ -100,7 +100,7 @@ async def _read(picker: Picker, redis: RedisSettings, wanted: Mapping[str, tuple
 
 
 def in_words(receipt: Receipt) -> str:
-    """Return a receipt as text for people."""
+    """Return the text of a receipt for people."""
     lines = [
         f"{receipt.chosen} ({receipt.address}) gets this request of pool {receipt.pool}.",
         f"Reason: {receipt.reason} (policy {receipt.policy}, rule {receipt.rule}).",

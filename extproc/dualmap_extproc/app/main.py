@@ -74,7 +74,10 @@ def _installed(*modules: str) -> bool:
 def _kube_settings(
     pools: tuple[Path, ...], *, kube: bool, namespace: str | None, all_namespaces: bool
 ) -> KubeSettings | None:
-    """Return the Kubernetes settings, or None if pools come from files. Raises UsageError for both sources or none."""
+    """Return the Kubernetes settings, or None if pools come from files.
+
+    Raises UsageError unless exactly one source is given.
+    """
     if bool(pools) == kube:
         wrong = "--pool and --kube exclude each other" if kube else "no pools"
         raise click.UsageError(f"{wrong}; give --pool FILE, once or more, or --kube")
@@ -164,7 +167,7 @@ def router(
     # connection that TLS rejects, outside the router's logs. A client may retry without end. gRPC has no other setting
     # for this output.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # noqa: TID251
-    from dualmap_extproc.app.wiring import run  # These imports take a second; --help needs none.
+    from dualmap_extproc.app.wiring import run  # A slow import that --help does not need.
 
     watched = _kube_settings(pools, kube=kube, namespace=namespace, all_namespaces=all_namespaces)
     _check_distinct({name: options[name] for name in ("grpc_port", "health_port", "metrics_port", "als_port")})

@@ -202,7 +202,7 @@ async def _at_once() -> None:
 async def _first_ended(
     tasks: Sequence[asyncio.Task[Any]], *, before: Coroutine[Any, Any, object]
 ) -> set[asyncio.Task[Any]]:
-    """Return the tasks that end before ``before`` ends; return an empty set if ``before`` ends first."""
+    """Return the tasks that end before the coroutine ``before`` ends, or an empty set if ``before`` ends first."""
     awaited = asyncio.create_task(before)
     try:
         done, _ = await asyncio.wait([awaited, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +243,7 @@ def _reach(exchange: Exchange | None, ages_s: Callable[[], Mapping[str, float]])
 
 def _exchange(redis: RedisSettings, picker: Picker, pool_demand: PoolDemand, metrics: Metrics, peer: str) -> Exchange:
     """Return the exchange of replication updates with the other routers; they identify this router by ``peer``."""
-    from dualmap_extproc.store.redis import RedisStore  # Only here, because the import takes 0.4 s.
+    from dualmap_extproc.store.redis import RedisStore  # This import takes 0.4 s.
 
     target = target_of(redis)
     clock = asyncio.get_running_loop().time

@@ -64,7 +64,10 @@ class Demand:
         }
 
     def share(self, status: PoolSnapshot) -> Share:
-        """Return this router's share of a pool's demand (empty for a removed pool); ``status`` must be current."""
+        """Return this router's share of the demand on a pool.
+
+        The share of a removed pool is empty. ``status`` must be current.
+        """
         scaling = self._pools.get(status.pool)
         if scaling is None:
             return NO_SHARE
@@ -78,7 +81,7 @@ class Demand:
             self._arrived(routed.pool)
 
     def _queued(self, queued: Enqueued) -> None:
-        """Count a queued request regardless of its outcome: even an abandoned one needed a member."""
+        """Count a queued request regardless of its outcome: even an abandoned request needed a member."""
         scaling = self._pools.get(queued.pool)
         if scaling is not None:
             scaling.window.enqueue(queued.now)
@@ -98,7 +101,7 @@ class Demand:
 
 
 def _ignore_arrival(_pool: str) -> None:
-    """Do nothing: nothing subscribed to arrivals."""
+    """Do nothing, because there is no subscriber to arrivals."""
 
 
 def _no_other_router(_pool: str) -> Sequence[OtherRouter]:

@@ -1,8 +1,8 @@
 """The demand on each pool, summed over all routers: this router's share and the other routers' reports.
 
 ``store.exchange`` transfers the reports between the routers, and ``scaler`` serves the sums to KEDA. Without a store,
-the sum is this router's own share. If a router has not reached its store recently, the answer is DemandUnknown. A sum
-without the other routers' shares would scale down a busy pool.
+the sum is this router's own share. If a router has not reached its store recently, ``total`` raises DemandUnknown. A
+sum without the other routers' shares would scale down a busy pool.
 
 All calls must come from the event loop's thread.
 """
@@ -158,4 +158,4 @@ class PoolDemand:
 
 
 def _ignore_change(_pool: str) -> None:
-    """Do nothing: nothing subscribed to changes."""
+    """Do nothing, because there is no subscriber to changes."""

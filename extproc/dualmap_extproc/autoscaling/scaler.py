@@ -1,4 +1,4 @@
-"""KEDA's external-push scaler: serves whether a pool is active and how many replicas its traffic needs.
+"""KEDA's external-push scaler: reports to KEDA whether a pool is active and how many replicas its traffic needs.
 
 The scaler implements KEDA's ``externalscaler.proto`` (2.20) on the router's gRPC port; docs/autoscaling.md describes
 the ScaledObject. ``read_trigger`` reads a ScaledObject's metadata. ``Scaler`` is the gRPC service. ``pool_demand``
@@ -117,7 +117,7 @@ class Scaler:
         demand.on_change(self._wake)
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """Return the service as grpc.aio registers it."""
+        """Return the service's handler, for registration in grpc.aio."""
         reference, request = wire.ScaledObjectRef.FromString, wire.GetMetricsRequest.FromString
         methods = {
             "IsActive": grpc.unary_unary_rpc_method_handler(
@@ -158,8 +158,8 @@ class Scaler:
     ) -> AsyncIterator[wire.IsActiveResponse]:
         """Send whether the pool is active: immediately, after each change, and repeatedly while the pool is active.
 
-        While the demand is unknown, the last answer stays valid. If there is no earlier answer, the stream sends
-        nothing, because KEDA before 2.20 scales to zero on "inactive".
+        While the demand is unknown, the last answer stays valid. Without an earlier answer, the stream sends no
+        message, because KEDA before 2.20 scales to zero on "inactive".
         """
         trigger = await self._trigger(reference, context)
         said: bool | None = None

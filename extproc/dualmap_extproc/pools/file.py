@@ -22,18 +22,18 @@ from dualmap.pools.pool import Pool
 from dualmap_edge.logs import get_logger
 from dualmap_extproc.pools.changes import log_changes
 
-# The largest file. A member takes about 100 bytes, so the limit allows tens of thousands of members, or hundreds of
-# pools with pod templates.
+# The largest size of a pool file. A member takes about 100 bytes, so the limit allows tens of thousands of members, or
+# hundreds of pools with pod templates.
 MAX_BYTES: Final = 4 * 1024 * 1024
 # The deepest nesting in a file. A pod template has about 15 levels. libyaml recurses in C and crashes the process at
 # about 10 000 levels.
 MAX_DEPTH: Final = 64
-# The most values in a file. Each alias counts as all values that it expands to, because a few nested aliases can expand
-# to billions of values.
+# The largest number of values in a file. Each alias counts as all values that it expands to, because a few nested
+# aliases can expand to billions of values.
 MAX_NODES: Final = 500_000
 
 # The interval between two polls, and the shorter interval after a poll that found a change. The watcher applies a
-# change when two successive polls read the same bytes. It therefore does not apply a half-written file.
+# change when two successive polls read the same bytes. The watcher therefore does not apply a half-written file.
 POLL_S: Final = 0.5
 SETTLE_S: Final = 0.2
 
@@ -43,7 +43,7 @@ _log = get_logger(__name__)
 
 
 class PoolFileError(PoolError):
-    """A pool file is invalid. ``file`` is its path as given; the other fields are PoolError's."""
+    """A pool file is invalid. ``file`` is the path from the command line; the other fields are those of PoolError."""
 
     def __init__(self, file: Path, field: str, value: object, accepted: str) -> None:
         self.file = file
@@ -54,7 +54,7 @@ class PoolFileError(PoolError):
 
 
 class UnreadablePoolFileError(PoolFileError):
-    """A pool file is missing, too large, or not YAML. ``value`` describes the fault, which is in no single field."""
+    """A pool file is missing, too large, or not YAML. ``value`` describes the fault, which is in no field."""
 
     def __str__(self) -> str:
         where = "" if self.field in ("file", "document") else f"{self.field}: "
@@ -84,7 +84,7 @@ class _WatchedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """The result of one poll: new pools to serve, errors to report, and whether a file is still changing."""
+    """The result of one poll: new pools to serve, errors to report, and whether a file changed since the last poll."""
 
     pools: tuple[Pool, ...] | None
     refusals: tuple[PoolFileError, ...]
@@ -92,7 +92,7 @@ class _Look:
 
 
 class PoolFileWatcher:
-    """Keeps the pools of some files up to date: call ``load`` once, then ``run``, which ends only when cancelled.
+    """The watcher of pool files: call ``load`` once, and then ``run``, which ends only when cancelled.
 
     If a file becomes invalid or missing, the watcher keeps the file's last valid pools, and still applies changes of
     other files. While two files define the same pool name or model, the watcher applies no changes.
@@ -127,7 +127,7 @@ class PoolFileWatcher:
         on_refused: Callable[[PoolFileError], None] = lambda _: None,
         on_looked: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """Watch until cancelled: call ``on_pools`` with all pools after a change, ``on_refused`` once per error.
+        """Watch until cancelled: call ``on_pools`` with all pools after a change, and ``on_refused`` once per error.
 
         The method calls ``on_looked`` after each poll; the argument is true if any file is invalid or missing.
         """
@@ -202,7 +202,7 @@ class PoolFileWatcher:
         return _Look(pools=pools, refusals=tuple(refusals), unsettled=unsettled)
 
     def _rejoin(self, refusals: list[PoolFileError]) -> tuple[Pool, ...] | None:
-        """Return the pools of all files if they differ from those served; add a conflict to ``refusals``."""
+        """Return the pools of all files if they differ from the served pools. Add a conflict to ``refusals``."""
         try:
             pools = _joined([(file.path, file.pools) for file in self._files])
         except PoolFileError as clash:
@@ -297,8 +297,8 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
 
     The check parses events, which needs a constant size of the C stack.
 
-    ``open_nodes`` holds the anchor of each open collection and the number of nodes before the collection. The two
-    numbers give the size of a collection, so that an alias counts as the nodes that it expands to.
+    ``open_nodes`` holds the anchor of each open collection and the number of nodes before the collection. At the end of
+    a collection, the difference of the node counts is the collection's size. An alias counts as its collection's size.
     """
     nodes = 0
     sizes: dict[str | None, int] = {}
@@ -330,7 +330,7 @@ def _refuse_bombs(path: Path, data: bytes) -> None:
 
 
 def _clipped(value: object) -> str:
-    """Return an invalid value for the log, shortened."""
+    """Return a shortened invalid value for the log."""
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = 80
     return shortened.repr(value)

@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 
 
 class KubePoolsObserver(Protocol):
-    """Counts lists and failures; ``metrics`` implements it."""
+    """The counters of lists and failures; ``pools.metrics`` implements this interface."""
 
     def kube_listed(self, resource: str) -> None:
         """Count a list of a collection."""
@@ -55,7 +55,7 @@ class _PodWatch:
 
 
 class KubePools:
-    """Keeps the pools of one namespace (None: of all namespaces) up to date while ``run`` runs.
+    """The source of the pools of one namespace (None: of all namespaces). Pools are up to date while ``run`` runs.
 
     For an invalid object, the router keeps the last valid version. A failed request to the API server removes no pool.
     """
@@ -193,7 +193,7 @@ class KubePools:
 
 
 class _PoolStore:
-    """Receives InferencePool objects (``dualmap_edge.kube.watch.Store``)."""
+    """The receiver of InferencePool objects (``dualmap_edge.kube.watch.Store``)."""
 
     def __init__(self, objects: PoolObjects, changed: Callable[[], None], *, listed: Callable[[], None]) -> None:
         self._objects = objects
@@ -215,7 +215,7 @@ class _PoolStore:
 
 
 class _PodStore:
-    """Receives the pods of one pool (``dualmap_edge.kube.watch.Store``)."""
+    """The receiver of the pods of one pool (``dualmap_edge.kube.watch.Store``)."""
 
     def __init__(self, pods: PoolPods, changed: Callable[[], None], *, listed: Callable[[], None]) -> None:
         self._pods = pods

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 
 class KubeMetrics:
-    """Implements ``pools.kube.KubePoolsObserver``; ``pools_refused`` counts invalid changes of pools."""
+    """The metrics of ``pools.kube`` (KubePoolsObserver); ``pools_refused`` counts invalid changes of pools."""
 
     def __init__(self, registry: CollectorRegistry, pools_refused: Callable[[], None]) -> None:
         self.pools_refused = pools_refused
@@ -37,7 +37,7 @@ class KubeMetrics:
 
 
 class _Ages(Collector):
-    """Collects the age of each watch at the time of a scrape."""
+    """A collector that reads the age of each watch at a scrape."""
 
     def __init__(self, ages_s: Callable[[], Mapping[str, float]]) -> None:
         self._ages_s = ages_s

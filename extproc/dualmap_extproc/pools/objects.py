@@ -68,7 +68,7 @@ class PoolObjects:
         self._known.pop(_key(body), None)
 
     def replace(self, bodies: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all objects with these."""
+        """Replace all objects with ``bodies``."""
         bodies = tuple(bodies)
         for key in self._known.keys() - {_key(body) for body in bodies}:
             del self._known[key]

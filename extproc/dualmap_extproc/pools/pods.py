@@ -18,8 +18,8 @@ class PoolPods:
     """The pods of one pool, by name. A pod's name is the member's id."""
 
     def __init__(self) -> None:
-        # The value is None for a deleted pod. A member without a known pod is absent, because the member may not run in
-        # a pod.
+        # The value is None for a deleted pod. A member without a known pod is absent from this dictionary, because the
+        # member may not run in a pod.
         self._pods: dict[str, PodFacts | None] = {}
         # The members with a newer state in the pool object than in their pod.
         self._overruled: set[str] = set()
@@ -39,7 +39,7 @@ class PoolPods:
             self._pods.pop(name, None)
 
     def listed(self, pods: Iterable[PodFacts]) -> None:
-        """Replace all pods with these."""
+        """Replace all pods with ``pods``."""
         present = {pod.name: pod for pod in pods}
         for name in self._pods.keys() - present.keys():
             self.gone(name)
@@ -74,7 +74,7 @@ class PoolPods:
 def _is_said_anew(before: Member | None, now: Member) -> bool:
     """Return whether the operator added a member, or changed its endpoint or incarnation.
 
-    In these cases, the operator has observed that the pod serves.
+    After such a change, the operator has observed that the pod serves.
     """
     if now.state is MemberState.DRAINING:
         return False

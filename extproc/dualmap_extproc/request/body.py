@@ -50,7 +50,7 @@ class ReceivedBody:
         return (last_chunk[-_END_BYTES:].rstrip() or last_chunk.rstrip()).endswith(b"}")
 
     def may_continue(self, content_length: int) -> bool:
-        """Return whether more bytes are announced, or without a length, whether they could complete a JSON object."""
+        """Return whether more bytes are announced, or without a length, whether more bytes could complete the JSON."""
         if content_length:
             return self.size_bytes < content_length
         return may_go_on(b"".join(self._chunks))

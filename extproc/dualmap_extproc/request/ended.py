@@ -11,7 +11,7 @@ class EndedRequests:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # By request id, oldest first.
+        # The ended requests by request id, oldest first.
         self._ended: OrderedDict[str, tuple[str, Completion]] = OrderedDict()
 
     def add(self, pool: str, completion: Completion) -> None:

@@ -1,6 +1,6 @@
 """How a request ended, by its HTTP status or Envoy's access log: one rule for ``stream`` and the access log.
 
-``picker`` records the end of a request by its ending. Metrics count requests by the ending's name.
+The picker uses the ending to record the end of a request. Metrics count requests by the ending's name.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class AccessLogEntry:
     """Envoy's report of the end of one request; fields that Envoy did not report are None.
 
     ``request_id`` is the id that the router assigned at the pick. ``served_endpoint`` (``ip:port``) is the last member
-    that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of its fields.
+    that Envoy connected to. ``flags`` are field names of ResponseFlags, in the order of the .proto file.
     """
 
     request_id: str
@@ -82,8 +82,9 @@ class AccessLogEntry:
 def ending_of(status: int | None) -> Ending:
     """Return the ending by a response's HTTP status (None: no status).
 
-    2xx and 3xx mean FINISHED, and 5xx means FAILED. 408 and 429 mean ABORTED, and any other 4xx means REJECTED. Envoy
-    answers 503 if it cannot reach the member, or if the member closes the connection before its response.
+    The statuses 2xx and 3xx mean FINISHED, and 5xx means FAILED. The statuses 408 and 429 mean ABORTED, and any other
+    4xx means REJECTED. Envoy answers 503 if it cannot reach the member, or if the member closes the connection before
+    its response.
     """
     if status is None:
         return Ending.ABORTED

@@ -115,7 +115,7 @@ def read_response(headers: base.HeaderMap, ending: Ending) -> tuple[Ending, bool
         if key == ":status":
             status = answers.header_value(header)
             ending = ending_of(int(status[:4]) if status.isdigit() else None)
-            # A response with another status than 2xx, such as a redirect, contains no tokens.
+            # A response without a 2xx status, such as a redirect, contains no tokens.
             whole |= not status.startswith(b"2")
         elif key == "content-type" and answers.header_value(header).startswith(b"application/json"):
             # An engine sends a JSON response after it has all tokens, so the first chunk is not the first token.

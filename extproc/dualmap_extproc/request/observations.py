@@ -1,7 +1,7 @@
 """Observations: typed events about requests, and the fan-out that passes them to subscribers.
 
 ``picker`` and the transport report each event once, on the event loop. Metrics, autoscaling demand, the dashboard and
-tracing subscribe to the types they need. ``now`` is the event's time in monotonic seconds, ``pool`` the pool's
+tracing subscribe to the types they need. ``now`` is the event's time in monotonic seconds. ``pool`` is the pool's
 ``namespace/name``. Loads are not observations: subscribers read loads from the pools' statuses (``Picker.statuses``).
 
 Observations are named tuples, which are immutable and take half the time of frozen dataclasses to create. Every request
@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """A request with a prompt was sent to a member; ``queued_s`` is its time in the queue (None: never queued)."""
+    """The router sent a request with a prompt to a member; ``queued_s`` is its time in the queue (None: not queued)."""
 
     now: float
     pool: str
@@ -73,7 +73,7 @@ class Abandoned(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """Reading a body, choosing a member and building the answer took ``seconds`` of this process."""
+    """The router read a body, picked a member and built the answer in ``seconds``."""
 
     now: float
     seconds: float
@@ -138,7 +138,7 @@ _Kind = TypeVar("_Kind", bound=Observation)
 
 
 class FanOut:
-    """Passes each observation to the handlers of its type, in the order of their subscription.
+    """The fan-out, which passes each observation to the handlers of its type, in the order of their subscription.
 
     Handlers must not block. If a handler raises an error, the fan-out logs the handler's first error. The error does
     not affect routing or other handlers.

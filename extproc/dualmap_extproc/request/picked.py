@@ -1,4 +1,4 @@
-"""The answers to a pick: a destination now, or a queued request whose answer comes later."""
+"""The results of a pick: a destination, or a queued request that gets its answer later."""
 
 from dataclasses import dataclass, field
 
@@ -23,6 +23,6 @@ class Picked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLater:
-    """A queued request. The picker passes its outcome to ``resume``, unless the request is aborted before."""
+    """A queued request. The picker passes the request's outcome to ``resume``, unless the request is aborted before."""
 
     request_id: str

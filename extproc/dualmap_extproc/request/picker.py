@@ -98,12 +98,12 @@ class Picker:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools as last given, in their order."""
+        """The pools of the last ``set_pools``, in their order."""
         return self._served.pools
 
     @property
     def max_wait_s(self) -> float:
-        """The longest time that any pool lets a request queue."""
+        """The longest time that a request may be queued in any pool."""
         return self._served.max_wait_s
 
     @property
@@ -283,7 +283,7 @@ class Picker:
 
     @property
     def has_queued(self) -> bool:
-        """Whether any request is queued, so that any event may bring an earlier deadline."""
+        """Whether any request is queued. While requests are queued, any event may cause an earlier deadline."""
         return bool(self._queued)
 
     def on_first_queued(self, wake: Callable[[], None]) -> None:
@@ -356,7 +356,7 @@ class Picker:
 
         If the request ``arriving`` is among the released requests, return its answer, because its stream does not wait
         yet. The method reports all outcomes of a call before it resumes the first stream. A resumed stream may release
-        further requests. The outermost call resumes the further requests later.
+        further requests. The outermost call of ``_release`` resumes these further requests later.
         """
         for router, outcomes in effects:
             for each in outcomes:

@@ -40,7 +40,7 @@ _FINISHED, _ABORTED = Ending.FINISHED, Ending.ABORTED
 class Response:
     """The response to one request, and the request's id in the picker between its pick and its end.
 
-    ``request_id`` is the request's id in the picker. It is empty before the pick, after the end, and for a request
+    ``request_id`` is the request's id in the picker. The id is empty before the pick, after the end, and for a request
     without a prompt. ``receipt`` is the value of the decision header, or None without this header. ``ending`` is the
     request's ending by the response's status.
     """

@@ -11,7 +11,7 @@ Outcomes = tuple[PoolRouter, tuple[Outcome, ...]]
 
 
 class ServedPools:
-    """The routers of all pools. With ``replicated``, they keep replication updates for other replicas."""
+    """The routers of all pools. With ``replicated``, the routers keep replication updates for other replicas."""
 
     def __init__(self, *, replicated: bool) -> None:
         self._replicated = replicated
@@ -28,7 +28,7 @@ class ServedPools:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools as last given, in their order."""
+        """The pools of the last ``replace``, in their order."""
         return tuple(router.pool for router in self._routers.values())
 
     def router(self, pool: str) -> PoolRouter | None:
@@ -40,7 +40,7 @@ class ServedPools:
         return self._models.get(model)
 
     def queue_no_more(self) -> None:
-        """Disable queueing in all pools from the next ``replace`` on."""
+        """Disable queueing in all pools, starting at the next ``replace``."""
         self._queues = False
 
     def replace(self, now: float, pools: Sequence[Pool]) -> tuple[frozenset[str], list[Outcomes]]:

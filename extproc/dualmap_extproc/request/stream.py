@@ -76,10 +76,10 @@ def _row(
 class Stream:
     """The state machine of one ext_proc stream.
 
-    ``receive`` never raises, for any messages in any order. The transport calls ``on_deadline`` at ``deadline_s`` if no
-    message arrives before, and ``close`` after the stream's end. The stream passes answers without a preceding message
-    to ``deliver``, during a call of the picker. If ``ended`` is true, the transport must end the stream. ``decided`` is
-    true after the stream has called ``Picker.pick`` with a body.
+    ``receive`` never raises an error, for any messages in any order. The transport calls ``on_deadline`` at
+    ``deadline_s`` if no message arrives before, and ``close`` after the stream's end. The stream passes answers without
+    a preceding message to ``deliver``, during a call of the picker. If ``ended`` is true, the transport must end the
+    stream. ``decided`` is true after the stream has called ``Picker.pick`` with a body.
     """
 
     # Slots make the access to attributes faster: 2 us per request.
@@ -189,7 +189,7 @@ class Stream:
         if head.unacceptable is not None:
             return self._refuse(now, head.unacceptable)
         body = message.request_body
-        # Each access to a message's bytes copies them.
+        # Each access to a message's bytes copies the bytes, so the method accesses them only once.
         chunk = body.body
         self._body.add(chunk)
         if self._body.size_bytes > limits.body_bytes:
@@ -211,8 +211,8 @@ class Stream:
         modes = self._modes
         waiting = modes.answering is WAITING
         if waiting and modes.request_body is not _WHOLE_BODY and len(self._picker.pools) > 1:
-            # An answer to trailers cannot set headers, so it cannot name a cluster. Envoy would use the first pool's
-            # cluster.
+            # An answer to trailers cannot set headers, so it cannot name a cluster. Without a named cluster, Envoy
+            # would use the first pool's cluster.
             return self._refuse(now, trailers_unsupported())
         self._unanswered.trailers = True
         return self._decide(now, retries=waiting)
@@ -248,7 +248,7 @@ class Stream:
         return out
 
     def _stop(self, _: float, __: wire.ProcessingRequest) -> _Answers:
-        """End the stream at a kind of message that this version cannot answer; Envoy continues without the router."""
+        """End the stream after an unknown kind of message; Envoy continues the request without the router."""
         self.phase = _ENDED
         return []
 

@@ -27,7 +27,8 @@ _REPORT: Final = struct.Struct("<B" + 2 * "dQIIII")
 LONGEST_S: Final = 1e9
 """The longest time in an entry, about thirty years. The encoder replaces longer times by this value."""
 _REPLICAS_MAX: Final = 1e6
-# The largest number of pending prefill tokens. No pool has more, and a sum over routers fits KEDA's 64 bits.
+# The largest number of pending prefill tokens. No pool has more tokens than this limit, and a sum over routers fits
+# KEDA's 64 bits.
 _PENDING_MAX: Final = 2**48
 _U32_MAX: Final = 2**32 - 1
 _TEXT_BYTES_MAX: Final = 1024
@@ -61,7 +62,7 @@ def encode_update(update: ReplicaUpdate) -> bytes:
         parts += [_text(placement.endpoint), _hashes(placement.hashes)]
     parts.append(_COUNT.pack(len(update.bindings)))
     for binding in update.bindings:
-        # Another client of the store may have written the largest version, and the router then incremented it.
+        # If another client of the store wrote the largest version, the router's increment exceeds the format's limit.
         version = min(binding.version, _U32_MAX)
         packed = _BINDING.pack(binding.session, binding.tokens, version, _bounded(binding.moved_ago_s))
         parts += [_text(binding.host), packed]

@@ -3,7 +3,8 @@
 The task publishes the picker's updates to the store, and passes the other routers' updates to the picker. No request
 waits for the task. A starting router reads the updates of the last minutes page by page, oldest first, while it routes.
 While the store is unreachable, routing continues, and the task retries at least once a second. The task keeps unsent
-updates within bounds (``unsent``). It logs once when the store becomes unreachable and once when the store recovers.
+updates within bounds (``unsent``). The task logs once when the store becomes unreachable and once when the store
+recovers.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from dualmap_extproc.store.unsent import Unsent
 
 INTERVAL_S: Final = 0.1
 SHORTEST_HISTORY_S: Final = 300.0
-"""The shortest history that a starting router reads. Turns of a conversation are minutes apart."""
+"""The shortest history that a starting router reads. A conversation's turns are minutes apart."""
 LONGEST_PAUSE_S: Final = 1.0
 """The longest pause between two attempts while the store does not answer."""
 LEAVE_S: Final = 1.0
@@ -69,7 +70,7 @@ class Reporter(Protocol):
 
 
 class StoreObserver(Protocol):
-    """Counts exchanges and failures; ``metrics`` implements it."""
+    """The counters of exchanges and failures; ``store.metrics`` implements this interface."""
 
     def exchanged(self, seconds: float) -> None:
         """Count a successful exchange, and record its duration."""
@@ -120,7 +121,7 @@ class Exchange:
         return None if self._lost_s is None else self._clock() - self._lost_s
 
     async def run(self) -> None:
-        """Exchange until cancelled."""
+        """Exchange updates regularly until cancelled."""
         pause_s = INTERVAL_S
         while True:
             began_s = self._clock()

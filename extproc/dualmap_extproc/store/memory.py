@@ -1,6 +1,6 @@
 """A store for several routers in one process, without a server: implements ``contract.Store``.
 
-Tests and benchmarks of several replicas use it. A router without ``--redis`` has no store.
+Tests and benchmarks of several replicas use this store. A router without ``--redis`` has no store.
 """
 
 import math

@@ -11,7 +11,7 @@ _EXCHANGE_BUCKETS_S: Final = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5,
 
 
 class StoreMetrics:
-    """Implements ``exchange.StoreObserver``. The router exports the metrics only if it has a store."""
+    """Implements ``exchange.StoreObserver``. The router exports these metrics only if it has a store."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._up = Gauge("dualmap_store_up", "1 while replication updates are exchanged, else 0.", registry=registry)

@@ -1,7 +1,8 @@
 """The store in a Redis server (6.2 or later) or a Redis Cluster. Only this module imports the redis library.
 
-docs/state.md describes the keys. All keys of a pool have the same hash tag, and no command uses keys of two pools. The
-first call creates the client. Every failure discards the client, so that no broken connection is reused.
+docs/state.md describes the keys. In a Redis Cluster, all keys of a pool have the same hash tag, and no command uses
+keys of two pools. The first call creates the client. Every failure discards the client, so that no broken connection is
+reused.
 """
 
 import asyncio
@@ -178,8 +179,8 @@ class RedisStore:
 def _raise_if_cancelled() -> None:
     """Raise CancelledError if the task was cancelled.
 
-    The library may treat a cancellation as its own timeout. It also loses a cancellation that arrives together with a
-    reply.
+    The library may treat a cancellation as its own timeout. The library also loses a cancellation that arrives together
+    with a reply.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -293,7 +294,7 @@ def _client(target: Target, *, clustered: bool) -> Redis | RedisCluster:
         return RedisCluster(host=target.host, port=target.port, retry=retry, **options)
     if target.path:
         options["unix_socket_path"] = target.path
-    # The library must not retry, because it could send a command twice. The exchange retries.
+    # The library must not retry, because it could send a command twice. The exchange retries instead.
     return Redis(host=target.host, port=target.port, db=target.db, retry=Retry(NoBackoff(), 0), **options)
 
 

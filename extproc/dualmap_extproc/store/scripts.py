@@ -66,8 +66,8 @@ return {string.format('%.0f', now_ms), mended, streams, bindings}
 )
 """Read new entries of three streams, and session bindings. A read-only replica of Redis can also run the script.
 
-The script returns the server's time in milliseconds and the number of keys of the wrong type. For each stream, it
-returns the new cursor and the entries, oldest first. For each session key, it returns a value or nil.
+The script returns the server's time in milliseconds and the number of keys of the wrong type. For each stream, the
+script returns the new cursor and the entries, oldest first. For each session key, the script returns a value or nil.
 """
 
 RESOLVE: Final = (

@@ -15,7 +15,7 @@ ACCEPTED: Final = "redis://[USER[:PASSWORD]@]HOST[:PORT][/DB], rediss:// likewis
 
 
 class RedisSettingsError(Exception):
-    """An option for Redis is invalid; the message names the option and what is accepted, and contains no secret."""
+    """An option for Redis is invalid; the message names the option and the accepted values, and contains no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

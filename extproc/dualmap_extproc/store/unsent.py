@@ -40,8 +40,8 @@ class Unsent:
         self._placements: deque[Placement] = deque()
         self._placed_hashes = 0
         self._loads: dict[str, SharedLoad] = {}
-        # By session: bindings to claim, and successfully claimed bindings to publish. Each has the time when it was
-        # added.
+        # By session: bindings to claim, and successfully claimed bindings to publish. Each binding has the time when it
+        # was added.
         self._claims: dict[int, tuple[float, SharedBinding]] = {}
         self._won: dict[int, tuple[float, SharedBinding]] = {}
         self._wanted: dict[int, None] = {}
@@ -102,7 +102,8 @@ class Unsent:
     def loads(self, now: float) -> Mapping[str, SharedLoad] | None:
         """Return the loads if they are due, else None.
 
-        Unchanged loads are due HEARTBEAT_S after the last message, changed loads LOADS_INTERVAL_S after it.
+        Unchanged loads are due HEARTBEAT_S after the last message. Changed loads are due LOADS_INTERVAL_S after the
+        last message.
         """
         since_s = inf if self._sent_loads_s is None else now - self._sent_loads_s
         interval_s = HEARTBEAT_S if self._loads == self._sent_loads else LOADS_INTERVAL_S

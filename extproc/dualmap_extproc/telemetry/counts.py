@@ -1,7 +1,7 @@
 """Counts observations of requests by pool and endpoint, and converts the counts to Prometheus series at a scrape.
 
 ``RequestCounts`` subscribes to observations and counts in plain numbers. A counter of prometheus_client takes 1 us per
-increment, and a histogram 2 us per observation. Plain numbers take a tenth to a twentieth of this time.
+increment, and a histogram 2 us per observation. An update of a plain number takes a tenth to a twentieth of this time.
 
 The event loop writes the numbers while another thread may read them. Each number is correct, but two numbers may differ
 by one event. When an endpoint or pool is removed, its counts are removed too, so that none of its series remains.
@@ -134,7 +134,7 @@ _ENDPOINT_COUNTERS: Final[tuple[tuple[str, str, Callable[[_EndpointCounts], int]
         lambda counts: counts.measured_cached_tokens,
     ),
 )
-# The same with an additional label.
+# Further counters of endpoints, with an additional label.
 _ENDPOINT_KINDS: Final[tuple[tuple[str, str, str, Callable[[_EndpointCounts], dict[str, int]]], ...]] = (
     ("dualmap_completions", "Requests that ended, by outcome.", "outcome", lambda counts: counts.outcomes),
     ("dualmap_first_tokens", "First tokens, within the SLO or not.", "slo", lambda counts: counts.first_tokens),

@@ -1,4 +1,4 @@
-"""The HTTP server of the metrics port: ``/metrics`` for Prometheus, ``/pools`` for people and the operator, dashboard.
+"""The HTTP server of the metrics port: metrics for Prometheus, status for people and the operator, and the dashboard.
 
 The server runs in the event loop, where it reads the pools' statuses quickly. A separate thread renders the metrics
 page, which takes long for a thousand endpoints.
@@ -29,8 +29,9 @@ STALLED_TIMEOUT_S: Final = 30.0
 
 
 class StatusServer:
-    """The HTTP server. Each request reads the current ``statuses`` and ``signals``; ``router`` is this router's name.
+    """The HTTP server of the metrics port.
 
+    Each request reads the current ``statuses`` and ``signals``. ``router`` is this router's name.
     Without ``dashboard``, the path ``/`` does not exist. The server disconnects a client that completes no request
     within ``idle_timeout_s``, or does not read an answer for ``stalled_timeout_s``. These timeouts keep connections
     free for Prometheus.

@@ -28,11 +28,12 @@ from dualmap_extproc.request.observations import Abandoned, Arrival, FanOut, Rej
 from dualmap_extproc.settings import TracingError
 
 SPAN: Final = "dualmap.route"
-# W3C Trace Context: the trace of a request, and whether the client records it.
+# The headers of W3C Trace Context: the trace of a request, and whether the client records the trace.
 TRACE_HEADERS: Final = frozenset({"traceparent", "tracestate"})
 
 # The most spans that wait for export. While the queue is full, the router makes no spans. The library exports spans in
-# batches, at the latest after a second. It drops a batch that the collector does not accept within the timeout.
+# batches, at the latest after a second. The library drops a batch that the collector does not accept within the
+# timeout.
 QUEUE_SPANS: Final = 2048
 _BATCH_SPANS: Final = 512
 _DELAY_MS: Final = 1000
@@ -65,7 +66,7 @@ class Tracing:
         shown: str = "",
         offset_ns: Callable[[], int] = clock_offset_ns,
     ) -> None:
-        # The library logs several lines for each batch that fails; _Exports logs one.
+        # The library's own log is disabled, because it has several lines per failed batch. _Exports logs one line.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         resource = Resource.create(
             {"service.name": "dualmap-router", "service.instance.id": replica_id, "service.version": version}
@@ -142,7 +143,7 @@ class Tracing:
 
 
 def tracing_to(endpoint: str, *, replica_id: str, version: str) -> Tracing:
-    """Return a Tracing to a collector at ``http://HOST:PORT``, or ``https://`` for TLS (OTLP over gRPC).
+    """Return a Tracing object for a collector at ``http://HOST:PORT``, or ``https://`` for TLS (OTLP over gRPC).
 
     Raises TracingError for OTEL_* settings in the environment that OpenTelemetry rejects.
     """

@@ -36,7 +36,7 @@ class ExternalProcessor:
         self._idle.set()
 
     def handler(self) -> Handler:
-        """Return the service as grpc.aio registers it."""
+        """Return the service's handler, for registration in grpc.aio."""
         method = grpc.stream_stream_rpc_method_handler(
             self._process,
             request_deserializer=wire.ProcessingRequest.FromString,
@@ -50,7 +50,7 @@ class ExternalProcessor:
         return self._streams
 
     async def idle(self) -> None:
-        """Return when no stream is open."""
+        """Wait until no stream is open."""
         await self._idle.wait()
 
     def stop_queueing(self) -> None:
@@ -127,8 +127,8 @@ class _StreamDeadlines:
     """The deadlines of streams: a stream is called if its deadline passes before its next message arrives.
 
     One timer checks all deadlines 50 times a second while there are any. Nearly every request sets a deadline, but few
-    requests reach it. A timer for each request would cost 6 us per request. If an answer ends its stream (a rejection),
-    Envoy closes the call, so the handler's read returns.
+    requests reach their deadline. A timer for each request would cost 6 us per request. If an answer ends its stream (a
+    rejection), Envoy closes the call, so the handler's read returns.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ READINESS_SERVICES: Final = ("", "readiness", EXT_PROC_SERVICE)
 # The delay before the port closes, in which Envoy and Kubernetes detect the change of the health status.
 NOTICE_S = 0.5
 _NO_END_S: Final = 1e6
-# The time for gRPC to send the end of calls after their handlers have returned. A call that is cut before its end
+# The time in which gRPC sends the end of calls after their handlers have returned. A call that is cut before its end
 # breaks the response in Envoy.
 _FLUSH_S: Final = 0.25
 # The most pending streams: as many as a pool may queue (docs/pool.md), and more than Envoy's circuit breakers allow.
@@ -68,7 +68,7 @@ class GrpcServers:
             # A port in use must be an error: the router must not share the port with another process.
             ("grpc.so_reuseport", 0),
             # Queued requests are open streams. By default, if more than 1000 streams arrive together, gRPC itself
-            # rejects some of them. Envoy then forwards their requests without a pick.
+            # rejects some of them. Envoy then forwards the requests of rejected streams without a pick.
             ("grpc.server.max_pending_requests", _STREAMS_PENDING_MAX),
             ("grpc.server.max_pending_requests_hard_limit", _STREAMS_PENDING_MAX),
             # Envoy may send keepalive pings at any rate.
@@ -122,7 +122,7 @@ class GrpcServers:
         await self._set_ready(HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(NOTICE_S, timeout_s))
         self._processor.stop_queueing()
-        # The grace period never ends: grpc.aio 1.85 crashes if it ends while another `stop` is running.
+        # The grace period must not end: grpc.aio 1.85 crashes if a grace period ends while another `stop` is running.
         stopping = asyncio.create_task(self._main.stop(_NO_END_S))
         idle = asyncio.create_task(self._processor.idle())
         left_s = max(0.0, deadline_s - loop.time())

@@ -34,7 +34,7 @@ Pair: TypeAlias = tuple[bytes, bytes]
 
 
 class TlsError(Exception):
-    """``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file and the fault."""
+    """The option ``--tls`` or ``--tls-client-ca`` is invalid; the message names the option or file, and the fault."""
 
 
 def server_credentials(tls: str, client_ca: Path | None = None) -> Callable[[], grpc.ServerCredentials] | None:
@@ -85,8 +85,8 @@ def self_signed() -> Pair:
 class Certificates:
     """The current certificate and client CA of the ports. If the files are invalid, the last valid content applies.
 
-    ``pair`` is the pair itself, or a folder with tls.key and tls.crt. The constructor raises TlsError for invalid
-    files.
+    ``pair`` is a key with its certificates, or a folder with tls.key and tls.crt. The constructor raises TlsError for
+    invalid files.
 
     gRPC requests the certificates at every handshake, on its own threads. The class compares the contents of files, not
     time stamps. To read three small files costs less than a handshake, and works with the symbolic links of a mounted

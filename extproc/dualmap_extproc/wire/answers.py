@@ -14,7 +14,7 @@ from dualmap_extproc import names
 from dualmap_extproc.wire import base_pb2 as base
 from dualmap_extproc.wire import ext_proc_pb2 as wire
 
-# Answers that change nothing. All streams share them; they must not be modified.
+# Answers without changes to a message. All streams share these objects, so they must not be modified.
 PLAIN_REQUEST_BODY: Final = wire.ProcessingResponse(request_body=wire.BodyResponse())
 PLAIN_RESPONSE_HEADERS: Final = wire.ProcessingResponse(response_headers=wire.HeadersResponse())
 PLAIN_RESPONSE_BODY: Final = wire.ProcessingResponse(response_body=wire.BodyResponse())
@@ -52,8 +52,8 @@ def add_pick(
     """Write a pick into an answer to request headers, body or trailers; without ``retries``, Envoy does not retry.
 
     The answer contains the destination as a header and as dynamic metadata, because some gateways read only one of
-    them. The access log returns the request id. An answer to trailers cannot set headers. It contains only the
-    metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
+    them. The access log returns the request id. An answer to trailers cannot set headers. Such an answer contains only
+    the metadata, which selects an endpoint in Envoy's default cluster. With several pools, the stream therefore rejects
     requests with such an answer.
     """
     kind = answer.WhichOneof("response")

@@ -55,7 +55,7 @@ def _tag(tags: Mapping[str, str], name: str) -> str:
 
 def _metadata_id(common: wire.AccessLogCommon) -> str:
     """Return the request id from the dynamic metadata, for gateways without the router's tags in the access log."""
-    # Test with `in` first: protobuf maps of messages insert an absent key when it is read.
+    # The test with `in` comes first, because a read of an absent key inserts the key into a protobuf map of messages.
     namespaces = common.metadata.filter_metadata
     if DUALMAP_NAMESPACE not in namespaces:
         return ""

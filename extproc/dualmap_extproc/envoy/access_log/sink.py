@@ -26,10 +26,10 @@ _log = get_logger(__name__)
 
 
 class AccessLogObserver(Protocol):
-    """Counts access log entries; ``telemetry.metrics`` implements it."""
+    """The counters of access log entries; ``telemetry.metrics`` implements this interface."""
 
     def access_log_entries(self, *, known: int, others: int) -> None:
-        """Count the entries of a batch with a request id and those without."""
+        """Count a batch's entries with a request id (``known``) and without a request id (``others``)."""
 
     def access_log_unreadable(self) -> None:
         """Count a batch that cannot be parsed; its entries are lost."""
@@ -38,8 +38,8 @@ class AccessLogObserver(Protocol):
 class AccessLogSink:
     """The access log service: passes the entries of each batch to ``on_entries``, on the event loop.
 
-    Entries whose id does not begin with ``id_prefix`` are skipped: every router receives the entries of all routers.
-    The check of an entry's id costs 1 us; reading the entry would cost 10 us.
+    Every router receives the entries of all routers. The service skips entries with an id that does not begin with
+    ``id_prefix``. The check of an entry's id costs 1 us; reading the entry would cost 10 us.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AccessLogSink:
         self._id_prefix = id_prefix
 
     def handler(self) -> "grpc.GenericRpcHandler[Any, Any]":
-        """Return the service as grpc.aio registers it."""
+        """Return the service's handler, for registration in grpc.aio."""
         # The method has no deserializer, so that a batch that is not protobuf does not end the stream.
         method = grpc.stream_unary_rpc_method_handler(
             self._receive, response_serializer=wire.StreamAccessLogsResponse.SerializeToString
@@ -62,7 +62,7 @@ class AccessLogSink:
         return grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {ACCESS_LOG_METHOD: method})
 
     async def _receive(self, batches: AsyncIterator[bytes], _context: _Context) -> wire.StreamAccessLogsResponse:
-        """Read the batches of one Envoy worker until it closes its stream."""
+        """Read the batches of one Envoy worker until the worker closes its stream."""
         async for data in batches:
             try:
                 batch = wire.StreamAccessLogsMessage.FromString(data)

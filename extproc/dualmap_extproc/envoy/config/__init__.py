@@ -1,4 +1,5 @@
 """Generates Envoy's configuration: the static bootstrap, and the resources for discovery.
 
-Only this package imports Envoy's typed configuration (envoy_data_plane). It may import the packages below ``request``.
+Only this package imports Envoy's typed configuration (envoy_data_plane). This package may import the router's packages
+below ``request``.
 """

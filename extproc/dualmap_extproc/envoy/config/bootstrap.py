@@ -27,7 +27,7 @@ from dualmap_extproc.names import LONGEST_WAIT_KEY
 
 
 def bootstrap(settings: EnvoySettings) -> Bootstrap:
-    """Return the whole configuration of an Envoy that serves the pools."""
+    """Return the complete configuration of an Envoy that serves the pools."""
     listeners, needed = [listener(settings)], clusters(settings)
     if settings.status is not None:
         listeners.append(status_listener(settings.status))
@@ -35,8 +35,8 @@ def bootstrap(settings: EnvoySettings) -> Bootstrap:
     node = Node(id="dualmap-envoy", cluster="dualmap")
     dynamic = None
     if settings.discover is not None:
-        # The routers read this value and warn of pools that may queue requests for a longer time. The value is text,
-        # because Envoy converts a YAML number with a decimal point to text.
+        # The routers read this value and warn of pools that may queue requests for a longer time than Envoy waits. The
+        # value is text, because Envoy converts a YAML number with a decimal point to text.
         node.metadata = Struct.from_dict({LONGEST_WAIT_KEY: str(settings.discover.longest_wait_s)})
         dynamic = BootstrapDynamicResources(ads_config=shared_stream_to(), cds_config=shared_stream())
     return Bootstrap(
@@ -58,7 +58,7 @@ def to_yaml(message: betterproto2.Message) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a literal block, so that the Lua script stays readable."""
+    """A YAML writer that writes text of several lines as a literal block, so that the Lua script stays readable."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -55,11 +55,11 @@ CONNECT_TIMEOUT = timedelta(seconds=1)
 ROUTER_KEEPALIVE = KeepaliveSettings(interval=timedelta(seconds=1), timeout=timedelta(seconds=2))
 
 # The number of requests in flight that Envoy's circuit breakers allow. With Envoy's default of 1024, 276 of 1300 queued
-# requests got a 500. With its default of 3 retries at a time, most requests of a failed engine would be lost.
+# requests got a 500. With Envoy's default of 3 simultaneous retries, most requests of a failed engine would be lost.
 CONCURRENCY_MAX = 40_000
 
 # vLLM's HTTP server closes idle connections after 5 s. Envoy closes idle connections earlier, so that vLLM does not
-# close one while Envoy sends a request.
+# close a connection while Envoy sends a request.
 ENGINE_IDLE_TIMEOUT = timedelta(seconds=4)
 
 _LOOKED_UP = "envoy.cluster.dns"
@@ -84,14 +84,15 @@ def _routers(settings: EnvoySettings) -> Cluster:
 
     The cluster has a health check and outlier detection, because FULL_DUPLEX fails open only while no router is
     healthy. In a measurement, about 20 requests arrived in the 1.5 s after a router was killed. Without outlier
-    detection, up to 17 of these requests got 503. Without both checks, all got 503; with both checks, none. After a
-    restart of a router, the health check makes the router available again. The panic threshold of 0 stops Envoy from
-    using unhealthy routers when all are unhealthy.
+    detection, up to 17 of these requests got 503. Without both checks, all requests got 503; with both checks, no
+    request got 503. After a restart of a router, the health check makes the router available again. The panic threshold
+    of 0 stops Envoy from using unhealthy routers when all are unhealthy.
 
-    A router that hangs still accepts connections. With a TCP health check, 12 clients got fewer than 60 answers in the
-    100 s after one of two routers was stopped: each request waited for ``message_timeout``. The gRPC health check
-    detects a router that hangs and a router that is about to end. Envoy also sends HTTP/2 pings. It closes a connection
-    without answers to pings, which ends the calls on the connection.
+    A router that hangs still accepts connections. In a measurement with a TCP health check, one of two routers was
+    stopped. In the next 100 s, 12 clients got fewer than 60 answers, because each request waited for
+    ``message_timeout``. The gRPC health check detects a router that hangs and a router that is about to end. Envoy also
+    sends HTTP/2 pings. If a router does not answer pings, Envoy closes the connection, which ends all calls on the
+    connection.
     """
     cluster = _grpc_cluster(ROUTERS_CLUSTER, settings.routers, settings, keepalive=ROUTER_KEEPALIVE)
     cluster.health_checks = [
@@ -119,7 +120,8 @@ def _grpc_cluster(
 ) -> Cluster:
     """Return a cluster of gRPC servers at fixed addresses; ``keepalive`` sets HTTP/2 pings.
 
-    Access log sinks have no pings: a router that hangs reads the buffered entries when it continues.
+    Connections to access log sinks have no pings, so that a router that hangs can read the buffered entries when it
+    continues.
 
     Envoy resolves DNS names every second, because a restarted router has a new address. Until Envoy has the new
     address, the router gets no requests and no access log entries. A request without an entry about its end counts as

@@ -1,7 +1,7 @@
-"""Makes the serialized clusters and routes that a router serves by discovery.
+"""Makes the serialized clusters and routes that a router serves to Envoy by discovery.
 
-The functions that make the bootstrap also make these resources, so that Envoy gets the same configuration of a pool
-from both.
+The functions that make the bootstrap also make these resources. Envoy therefore gets the same configuration from the
+bootstrap and from discovery.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from dualmap_extproc.wire import discovery_pb2
 
 
 class Written:
-    """The maker of clusters and routes. It serializes the fields that all pools' clusters share only once."""
+    """The maker of clusters and routes. The object serializes only once the fields that all pools' clusters share."""
 
     def __init__(self) -> None:
         self._nameless = bytes(pool_cluster("", endpoints=shared_stream()))
@@ -27,5 +27,5 @@ class Written:
         return {name: discovery_pb2.Cluster(name=name).SerializeToString() + self._nameless for name in names}
 
     def routes(self, unpicked: str | None) -> bytes:
-        """Return the serialized routes; requests without a pick go to ``unpicked`` (None: they are rejected)."""
+        """Return the serialized routes. Requests without a pick go to ``unpicked``, or are rejected if it is None."""
         return bytes(routes(unpicked=unpicked))

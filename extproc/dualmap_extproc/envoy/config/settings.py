@@ -13,7 +13,7 @@ PORT_MAX = 65535
 
 
 class EnvoySettingsError(DualMapError):
-    """A setting that Envoy cannot use; ``str()`` names the field, the value and what is accepted."""
+    """A setting that Envoy cannot use; the message names the field, the value and the accepted values."""
 
     def __init__(self, field: str, value: str, accepted: str) -> None:
         self.field = field
@@ -69,7 +69,8 @@ class Address:
     def _split(cls, text: str) -> Self | None:
         """Split at the last colon and remove brackets; return None without a port, or for IPv6 without brackets.
 
-        "localhost" is read as 127.0.0.1: Envoy cannot listen on a name, and the router does not listen on ::1.
+        The method replaces "localhost" by 127.0.0.1, because Envoy cannot listen on a name, and the router does not
+        listen on ::1.
         """
         host, colon, port = text.strip().rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
@@ -85,9 +86,10 @@ class Address:
 class Tls:
     """TLS from Envoy to routers and access log sinks. Paths are those in Envoy's file system; all files are PEM.
 
-    ``certificate`` and ``key`` are Envoy's client certificate (None: none). ``ca`` verifies the server's certificate
-    (None: Envoy accepts any). ``sds`` is the folder of the discovery files, by which Envoy reloads changed files (None:
-    Envoy reads files only at its start). Raises EnvoySettingsError for an incomplete combination.
+    ``certificate`` and ``key`` are the files of Envoy's client certificate and its key (None: no certificate). ``ca``
+    verifies the server's certificate (None: Envoy accepts any). ``sds`` is the folder of the discovery files (SDS),
+    which let Envoy reload changed files. If ``sds`` is None, Envoy reads the files only at its start. Raises
+    EnvoySettingsError for an incomplete combination.
     """
 
     certificate: str | None = None
@@ -106,7 +108,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discover:
-    """The setting that Envoy requests the pools from the routers.
+    """The settings for an Envoy that requests the pools from the routers.
 
     No pool may queue a request for more than ``longest_wait_s``.
 
@@ -120,11 +122,11 @@ class Discover:
 class EnvoySettings:
     """The inputs of ``bootstrap``.
 
-    The pools are ``pools``, or with ``discover``, Envoy requests the pools from the routers. The routers serve ext_proc
-    and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls`` applies to connections to
-    routers and sinks (None: plain text). ``status`` is the address that serves readiness and statistics to other hosts
-    (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of members. Raises
-    EnvoySettingsError for a combination that Envoy would reject.
+    Envoy's configuration contains the pools in ``pools``. With ``discover``, Envoy requests the pools from the routers.
+    The routers serve ext_proc and discovery. Envoy sends every access log entry to each of ``access_logs``. ``tls``
+    applies to connections to routers and sinks (None: plain text). ``status`` is the address that serves readiness and
+    statistics to other hosts (None: nowhere). With ``static_endpoints``, the bootstrap contains a fixed list of
+    members. Raises EnvoySettingsError for a combination that Envoy would reject.
     """
 
     pools: tuple[Pool, ...] = ()

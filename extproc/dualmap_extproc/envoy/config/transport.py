@@ -1,8 +1,8 @@
 """Makes Envoy's TLS configuration for routers and access log sinks: the TLS socket, and the discovery files.
 
 Envoy reads the certificate files named in its bootstrap once, at its start (measured with 1.40). Envoy reads files
-named in a discovery file (SDS) again when a file is moved into their folder. A renewed certificate replaces the old one
-by such a move: a rename, or a change of a mounted Kubernetes Secret. ``app.envoy_config`` writes the discovery files.
+named in a discovery file (SDS) again when a file is moved into their folder. The renewal of a certificate is such a
+move: a rename, or a change of a mounted Kubernetes Secret. ``app.envoy_config`` writes the discovery files.
 """
 
 from pathlib import Path, PurePosixPath

@@ -4,7 +4,7 @@
 this service and to the picker, so that both use the same members. Envoy uses a pushed endpoint within milliseconds.
 
 ``subscriptions`` decides which resources each Envoy gets; this module connects ``subscriptions`` to grpc.aio. Each
-stream has its own task, and an event wakes the task. There is no queue of pushes. A slow Envoy therefore does not delay
+stream has its own task, and an event wakes the task. Streams do not queue pushes. A slow Envoy therefore does not delay
 other Envoys, and skips outdated pushes.
 """
 
@@ -41,7 +41,7 @@ _log = get_logger(__name__)
 
 
 class DiscoveryObserver(Protocol):
-    """Counts streams and responses; ``metrics`` implements it."""
+    """The counters of streams and responses; ``telemetry.metrics`` implements this interface."""
 
     def discovery_streams(self, count: int) -> None:
         """Set the number of open streams."""
@@ -57,7 +57,7 @@ class DiscoveryObserver(Protocol):
 class _Stream:
     """One open stream: its subscriptions, and the event that wakes its sender.
 
-    ``longest_wait_s`` is the longest time that this Envoy lets a router queue a request. It is None if Envoy's
+    ``longest_wait_s`` is the longest time that this Envoy lets a router queue a request. The value is None if Envoy's
     configuration lists the pools.
     """
 
@@ -71,7 +71,7 @@ class Discovery:
     """The discovery services. ``publish`` sends changed pools to all streams immediately.
 
     Before the first ``publish``, this router sends no answers. Envoy therefore keeps an earlier router's configuration
-    until this router has its pools. Clusters and routes are served while ``run`` runs.
+    until this router has its pools. The services send clusters and routes only while ``run`` runs.
     """
 
     def __init__(self, observer: DiscoveryObserver) -> None:
@@ -86,7 +86,7 @@ class Discovery:
         self._warned: set[tuple[str, float]] = set()
 
     def handlers(self) -> "tuple[grpc.GenericRpcHandler[Any, Any], ...]":
-        """Return the services as grpc.aio registers them."""
+        """Return the services' handlers, for registration in grpc.aio."""
 
         async def endpoints(requests: AsyncIterator[discovery_pb2.DiscoveryRequest], context: _Context) -> None:
             await self._serve(Conversation(only=CLUSTER_LOAD_ASSIGNMENT_TYPE), requests, context)
@@ -112,7 +112,8 @@ class Discovery:
     def publish(self, pools: Iterable[Pool]) -> None:
         """Serve these pools. Returns immediately, because each stream sends in its own task.
 
-        Streams send changed members immediately. They send added and removed pools after ``run`` has made the clusters.
+        Streams send changed members immediately. Streams send added and removed pools after ``run`` has made the
+        clusters.
         """
         self._pools = tuple(pools)
         known = self._snapshot or Snapshot(assignments={})
@@ -127,8 +128,8 @@ class Discovery:
     async def run(self) -> None:
         """Make clusters and routes after each change of the pools, until cancelled.
 
-        The method does nothing until an Envoy requests clusters or routes. It then imports Envoy's types in a thread,
-        because the import takes 24 MB and more than a second.
+        The method does nothing until an Envoy requests clusters or routes. After this request, the method imports
+        Envoy's types in a thread, because the import takes 24 MB and more than a second.
         """
         written: Written | None = None
         while True:
@@ -142,8 +143,8 @@ class Discovery:
             if self._snapshot.clusters is not None and tuple(self._snapshot.clusters) == names:
                 continue
             clusters = written.clusters(names)
-            # With several pools, only a router can find the pool of a request. Envoy then rejects a request without a
-            # pick.
+            # With several pools, only a router can find the pool of a request. With several pools, Envoy therefore
+            # rejects a request without a pick.
             routes = await asyncio.to_thread(written.routes, names[0] if len(names) == 1 else None)
             self._snapshot = Snapshot(
                 assignments=self._snapshot.assignments, clusters=clusters, routes={ROUTES: routes}

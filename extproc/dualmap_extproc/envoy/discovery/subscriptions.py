@@ -1,8 +1,8 @@
 """The resources that one Envoy subscribed to and received by discovery (xDS, state of the world).
 
-This module does no I/O: it receives requests and returns the responses that are due. ``service`` connects it to
-grpc.aio. A stream subscribes to endpoints only (one stream per cluster of the bootstrap), or to clusters, endpoints and
-routes together (ADS).
+This module does no I/O: it receives requests and returns the responses that are due. The module ``service`` connects
+this module to grpc.aio. A stream subscribes to endpoints only (one stream per cluster of the bootstrap), or to
+clusters, endpoints and routes together (ADS).
 """
 
 import hashlib
@@ -23,7 +23,7 @@ ORDER: Final = (CLUSTER_TYPE, CLUSTER_LOAD_ASSIGNMENT_TYPE, ROUTE_CONFIGURATION_
 
 
 class SubscriptionError(Exception):
-    """A discovery request asks for something that the router does not serve; the message is for the peer."""
+    """A discovery request for a resource that the router does not serve; the message is for the peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class Conversation:
         return self._subscriptions.setdefault(type_url, _Subscription(type_url)).on_request(request)
 
     def respond(self, snapshot: Snapshot) -> discovery_pb2.DiscoveryResponse | None:
-        """Return one response that is due and count it as sent; None if none is due.
+        """Return one response that is due and record it as sent; return None if no response is due.
 
         The stream sends routes only after the peer has acknowledged the clusters. Envoy 1.40 acknowledges clusters
         after it has received all their endpoints. Endpoints follow the clusters without an acknowledgement. The version

@@ -98,7 +98,7 @@ class Feed:
                 wanted = {watcher.pool for watcher in self._watchers}
                 self._documents = await asyncio.to_thread(self._snapshots.tell, self._snapshots.look(), wanted)
                 for watcher in self._watchers:
-                    # If a page opened during the work on the snapshots, they may lack its pool.
+                    # If a page opened while the snapshots were made, its pool may have no snapshot.
                     if watcher.pool in self._documents:
                         watcher.offer(self._documents[watcher.pool])
         finally:

@@ -273,7 +273,7 @@ class PoolHistory:
 def percentile(counts: Sequence[int], share: float) -> float | None:
     """Return the value that ``share`` of the counted TTFTs do not exceed, or None without TTFTs.
 
-    The value is interpolated between two bounds on a logarithmic scale. Its error is at most 26 %.
+    The value is interpolated between two bounds on a logarithmic scale. The error of the value is at most 26 %.
     """
     *below, total = accumulate(counts, initial=0)
     if not total:

@@ -1,7 +1,7 @@
 """The dashboard's HTTP routes: the page at ``/``, its files, and the stream of snapshots at ``/events``.
 
 The router reads the files once, at its start. The Content-Security-Policy prevents a browser from loading or running
-anything else. A malicious name of a pool or member therefore does no harm, even if the page has a fault. Links are
+other files. A malicious name of a pool or member therefore does no harm, even if the page has a fault. Links are
 relative, so the page works behind ``kubectl port-forward`` and below another path, such as behind the API server's
 proxy.
 """
@@ -73,7 +73,7 @@ class Dashboard:
         headers = {**_HEADERS, "Cache-Control": "no-store"}
         try:
             with self._feed.watching(request.query.get("pool", "")) as watcher:
-                # Without this header nginx would buffer the events.
+                # Without the header X-Accel-Buffering, nginx would buffer the events.
                 headers |= {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
                 response = web.StreamResponse(headers=headers)
                 await response.prepare(request)

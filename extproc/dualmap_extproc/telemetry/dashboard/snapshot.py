@@ -1,7 +1,7 @@
 """Makes the dashboard's snapshots: the state of one pool as JSON, with the verdict on every pool.
 
-Each snapshot is complete, so that a page may miss earlier snapshots. A snapshot contains loads, counts and reasons. It
-never contains addresses, prompts, hashes of prompts, sessions or headers.
+Each snapshot is complete, so that a page may miss earlier snapshots. A snapshot contains loads, counts and reasons. A
+snapshot never contains addresses, prompts, hashes of prompts, sessions or headers.
 """
 
 import json

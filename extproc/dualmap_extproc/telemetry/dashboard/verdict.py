@@ -32,7 +32,7 @@ The alert DualMapMembershipStale has the same threshold.
 _LOST_S: Final = 3.0
 """The duration of a Redis failover. The router retries every second."""
 _NAMED: Final = 3
-"""The most members that a problem names; it counts the other members."""
+"""The most members that a problem's text names. The text counts the other members."""
 
 
 class Level(StrEnum):
@@ -60,7 +60,8 @@ class Reach:
     """Whether the store and the Kubernetes API answer.
 
     ``store_lost_s`` is the time since the store became unreachable, or None while it is reachable or not used.
-    ``watch_ages_s`` is the time since the Kubernetes API's last answer, by resource. It is empty for pools from files.
+    ``watch_ages_s`` is the time since the Kubernetes API's last answer, by resource. ``watch_ages_s`` is empty for
+    pools from files.
     """
 
     store_lost_s: float | None = None

@@ -16,11 +16,13 @@ from dualmap_extproc.envoy.config.extensions import grpc_to, packed
 from dualmap_extproc.envoy.config.settings import EnvoySettings
 from dualmap_extproc.envoy.config.sources import reconnect_policy
 
-# Envoy's longest delay of an entry. A router counts a finished request as in flight until its entry arrives.
+# The longest time that Envoy delays an access log entry. A router counts a finished request as in flight until its
+# entry arrives.
 FLUSH_INTERVAL = timedelta(milliseconds=100)
 FLUSH_BYTES = 65536
 
-# The value of each custom tag. TTFT ends at the first body byte of the engine, which sends headers before prefill.
+# The values of the custom tags of an entry. The TTFT ends at the first body byte of the engine, because an engine sends
+# headers before the prefill.
 TAGS = {
     names.TAG_REQUEST_ID: f"%DYNAMIC_METADATA({names.DUALMAP_NAMESPACE}:{names.REQUEST_ID_KEY})%",
     names.TAG_TTFT_US: "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%",

@@ -24,7 +24,7 @@ from dualmap_extproc.envoy.config.settings import EnvoySettings, Mode
 from dualmap_extproc.envoy.config.sources import ROUTERS_CLUSTER
 from dualmap_extproc.names import DUALMAP_NAMESPACE, LB_NAMESPACE, SUBSET_NAMESPACE
 
-# The time that Envoy's timeout for an answer exceeds the longest time in a queue. After the timeout, Envoy fails open.
+# Envoy's timeout for an answer is the longest queueing time plus this margin. After the timeout, Envoy fails open.
 ANSWER_MARGIN = timedelta(seconds=15)
 
 EXT_PROC = "envoy.filters.http.ext_proc"
@@ -34,9 +34,9 @@ def http_filters(settings: EnvoySettings) -> list[HttpFilter]:
     """Return the filter chain; responses pass the filters in reverse order.
 
     The chain disables ext_proc, and the virtual host enables it (``ext_proc_enabled``). With ext_proc enabled in the
-    chain, Envoy's own error for a request without a route would wait for a router that has not received the request.
-    Envoy would lose the error if the connection closes. In tests, requests with an invalid head got no 400, and CONNECT
-    requests hung.
+    chain, ext_proc would also process Envoy's own error for a request without a route. This error would wait for a
+    router that has not received the request. If the connection closed meanwhile, the client would not get the error. In
+    tests, requests with an invalid head got no 400, and CONNECT requests hung.
     """
     return [
         HttpFilter(name=EXT_PROC, typed_config=packed(_ext_proc(settings)), disabled=True),

@@ -63,7 +63,8 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
     """Return the connection manager.
 
     HTTP/1 trailers stay disabled, because retries of a request with trailers send the body twice, and STREAMED requests
-    with trailers hang. HTTP/2 has no such option; ``routes`` handles its trailers. HTTP/1.0 clients may omit the host.
+    with trailers hang. HTTP/2 has no such option; ``routes`` handles HTTP/2 trailers. HTTP/1.0 clients may omit the
+    host.
     """
     return HttpConnectionManager(
         stat_prefix="requests",
@@ -85,8 +86,8 @@ def _connection_manager(settings: EnvoySettings) -> HttpConnectionManager:
 def _removals() -> HeaderMutation:
     """Return the mutation that removes reserved headers of clients before any filter runs.
 
-    Otherwise a client could choose a member by the router's headers while Envoy fails open. It could also change
-    retries and timeouts by Envoy's own headers.
+    Without this removal, a client could choose a member by the router's headers while Envoy fails open. A client could
+    also change retries and timeouts by Envoy's own headers.
     """
     return HeaderMutation(
         mutations=[
@@ -99,12 +100,12 @@ def _removals() -> HeaderMutation:
 def routes(*, unpicked: str | None) -> RouteConfiguration:
     """Return the routes: to the cluster that the router names, or to the cluster ``unpicked`` if the router names none.
 
-    The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects such a request,
-    because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects a request for
-    which the router names no cluster: with several pools, only a router can find the right pool.
+    The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
+    absent cluster, because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects a
+    request for which the router names no cluster: with several pools, only a router can find the right pool.
 
-    Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. This fault
-    occurs while Envoy fails open, and for requests with trailers. For requests with trailers, the router therefore
+    Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. Envoy sends a
+    body twice while it fails open, and for requests with trailers. For requests with trailers, the router therefore
     selects the route without retries.
     """
     named = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
@@ -140,9 +141,9 @@ def _cluster(pool: Pool) -> str:
 def _retry_policy() -> RetryPolicy:
     """Return the policy that retries once, at the pick's second candidate or, without a pick, at another host.
 
-    Envoy retries if the first host is unreachable, fails before its response begins, or answers 503 because it is full
-    or starting. A retry is safe, because an engine keeps only cached blocks of a request. The limit of one retry
-    ensures that a request that crashes engines crashes at most two.
+    Envoy retries if the first host is unreachable, fails before its response begins, or answers 503 (full or starting).
+    A retry is safe, because an engine keeps only cached blocks of a request. With one retry, a request that crashes
+    engines crashes at most two engines.
     """
     return RetryPolicy(
         retry_on="connect-failure,refused-stream,reset,retriable-status-codes",

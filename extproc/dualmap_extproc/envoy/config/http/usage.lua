@@ -1,15 +1,16 @@
--- This script reads token usage from responses chunk by chunk and writes it as dynamic metadata. It does not change,
--- delay or buffer responses. usage.py adds the definitions of NAMESPACE, PROMPT, COMPLETION and CACHED before this
--- text.
+-- This script reads token usage from responses chunk by chunk and writes it as dynamic metadata. The script does not
+-- change, delay or buffer responses. The module usage.py adds the definitions of NAMESPACE, PROMPT, COMPLETION and
+-- CACHED before this text.
 --
 -- The script finds the usage object by its key. JSON escapes quotes within strings. Therefore the seven characters
 -- "usage" after a brace, a comma or a blank are a complete JSON string. The string is a key if a colon follows. No text
--- of the model can imitate this key. A response may be invalid JSON, so the work per byte is bounded for any input.
+-- of the model can imitate this key. A response may be invalid JSON. The script therefore limits the work per byte for
+-- any input.
 
 local KEY = '"usage"'
 local WINDOW_BYTES = 65536 -- the most bytes of a chunk that one search covers: chunks may have megabytes
 local OBJECT_BYTES = 2048  -- the longest usage object, from its key to its closing brace
-local LAST = 4             -- the number of keys checked in a window, from its end: the last usage is valid
+local LAST = 4             -- the most keys checked per window, from its end: only the last usage is valid
 
 local function is_readable(headers)
   local encoding = headers:get("content-encoding") or "identity"

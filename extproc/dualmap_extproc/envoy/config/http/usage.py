@@ -30,6 +30,6 @@ def usage_filter() -> HttpFilter:
 
 
 def _script() -> str:
-    """Return the script, with the metadata names that it writes."""
+    """Return the script, preceded by the names of the metadata that the script writes."""
     names = "".join(f'local {variable} = "{name}"\n' for variable, name in _NAMES.items())
     return names + files("dualmap_extproc.envoy.config.http").joinpath("usage.lua").read_text(encoding="utf-8")

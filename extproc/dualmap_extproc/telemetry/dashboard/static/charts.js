@@ -62,8 +62,8 @@ export class Charts {
     const bars = [];
     for (let index = first; index <= last; index += 1) {
       const height = (counts[index] / most) * 100;
-      // A bar that contains the SLO is split at the SLO, because the counts do not separate its requests into early and
-      // late.
+      // A bar that contains the SLO is split at the SLO, because the counts do not show which of the bar's requests met
+      // the SLO.
       const pieces = low(index) < slo && slo < high(index)
         ? [[low(index), slo, "met"], [slo, high(index), "missed"]]
         : [[low(index), high(index), high(index) <= slo ? "met" : "missed"]];

@@ -40,7 +40,7 @@ export class Rings {
   show(endpoints, slo, marked) {
     const [ring1, ring2] = (this.arcs = [layOut(endpoints, "ring_1"), layOut(endpoints, "ring_2")]);
     const onRing = endpoints.filter((each) => ring1.has(each.id));
-    // Without labels the picture can be larger.
+    // The picture can be larger if it has no labels.
     setAttributes(this.node, { viewBox: onRing.length <= LABELS ? "-262 -200 524 400" : "-182 -182 364 364" });
     this.arcsOf(this.layers.ring1, onRing, ring1, RING_1, marked);
     this.arcsOf(this.layers.ring2, endpoints.filter((each) => ring2.has(each.id)), ring2, RING_2, marked);
