@@ -132,7 +132,7 @@ def envoy_config(
 def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static: bool) -> Discover | None:
     """Return how Envoy discovers pools, or None if pool files list the pools.
 
-    Raises UsageError unless exactly one of both is given.
+    Raises UsageError unless the command has either pool files or ``--discover``.
     """
     if switch == pools:
         wrong = "--pool and --discover exclude each other" if switch else "no pools"

@@ -76,7 +76,7 @@ def _kube_settings(
 ) -> KubeSettings | None:
     """Return the Kubernetes settings, or None if pools come from files.
 
-    Raises UsageError unless exactly one source is given.
+    Raises UsageError unless the command has either pool files or ``--kube``.
     """
     if bool(pools) == kube:
         wrong = "--pool and --kube exclude each other" if kube else "no pools"

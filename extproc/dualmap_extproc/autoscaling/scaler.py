@@ -29,7 +29,7 @@ _REPEAT_S: Final = 5.0
 _SHOWN_CHARACTERS: Final = 100
 _DEFAULT_METRIC: Final = "desired_replicas"
 _NUMBER: Final = re.compile(r"[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII)
-# KEDA also sends the target as a whole number, so the target must stay within these limits.
+# The limits of a target. KEDA also uses the target as a whole number.
 _TARGET_MIN: Final = 0.001
 _TARGET_MAX: Final = 1e12
 _VALUES: Final[Mapping[str, Callable[[Share], float]]] = {
@@ -44,7 +44,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class MetadataError(Exception):
-    """A ScaledObject's metadata is invalid; the message names the field, its value and what is accepted."""
+    """A ScaledObject's metadata is invalid; the message names the field, its value and the accepted values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

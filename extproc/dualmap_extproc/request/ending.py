@@ -82,9 +82,9 @@ class AccessLogEntry:
 def ending_of(status: int | None) -> Ending:
     """Return the ending by a response's HTTP status (None: no status).
 
-    The statuses 2xx and 3xx mean FINISHED, and 5xx means FAILED. The statuses 408 and 429 mean ABORTED, and any other
-    4xx means REJECTED. Envoy answers 503 if it cannot reach the member, or if the member closes the connection before
-    its response.
+    The ending is FINISHED for 2xx and 3xx, and FAILED for 5xx. The ending is ABORTED for 408 and 429, and REJECTED for
+    any other 4xx. Envoy answers 503 if it cannot reach the member, or if the member closes the connection before its
+    response.
     """
     if status is None:
         return Ending.ABORTED

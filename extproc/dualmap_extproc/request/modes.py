@@ -9,8 +9,10 @@ Envoy's ``ext_proc.v3.ProcessingMode`` describes the modes. The answers that eac
   without waiting for answers. The router sends no answer before the end of the body. Then the answer to the headers
   contains the pick, and each body message gets its own answer. If the router answered a body message before the
   headers, Envoy would lose the pick and could corrupt the body.
+
 - ``DUPLEX`` (``FULL_DUPLEX_STREAMED``): the router sends no answer before the pick, and then sends the body back in
   pieces. The response also passes through the router, so the stream stays open to the end of the response.
+
 - ``WAITING`` (``BUFFERED``, ``STREAMED`` without the flag, or no ``protocol_config``): Envoy waits for the answer to
   each message. The answer to the last message of the request contains the pick.
 """
@@ -44,14 +46,14 @@ class RequestBody(Enum):
     WHOLE = auto()
     """The body arrives in one message, which may lack the mark of the body's end."""
     NONE = auto()
-    """Not at all: Envoy is configured not to send it."""
+    """The body does not arrive, because Envoy is configured not to send it."""
 
 
 class ResponseBody(Enum):
     """How a response's body arrives."""
 
     NONE = auto()
-    """Not at all: Envoy is configured not to send it."""
+    """The body does not arrive, because Envoy is configured not to send it."""
     CHUNKS = auto()
     """The body arrives in chunks. The router needs only the first chunk."""
     WHOLE = auto()

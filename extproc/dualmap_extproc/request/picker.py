@@ -131,7 +131,8 @@ class Picker:
     def stop_queueing(self, now: float) -> None:
         """Release all queued requests and stop queueing, because this router is about to end.
 
-        The picker rejects requests of a pool without members: another router may serve them, also at a later attempt.
+        The picker rejects requests of a pool without members. Another router may serve these requests at a later
+        attempt.
         """
         self._served.queue_no_more()
         self.set_pools(now, self.pools)

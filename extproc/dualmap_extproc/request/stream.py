@@ -11,7 +11,9 @@ In ``NO_WAIT``, if an HTTP/2 request has trailers, Envoy does not send the body'
 has answered the headers. The router therefore decides after a time without messages (``on_deadline``):
 
 - A body that looks complete counts as a body with trailers after ``Limits.silence_s``.
+
 - The router rejects a body that cannot become a JSON object after ``Limits.pause_s``.
+
 - Any other body may come from a slow client. The router rejects the body shortly before Envoy's timeout, after which
   Envoy would forward the request without a pick.
 

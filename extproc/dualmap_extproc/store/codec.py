@@ -1,8 +1,8 @@
 """Encodes replication updates and demand reports as bytes: the entries of a pool's streams.
 
 The format is little-endian: a version byte, then the fields in the order of ``encode_update``. A count precedes each
-list, and a length precedes each text (UTF-8). A router writes ten entries a second, so the format is compact: hashes
-and counts are packed arrays, and a prompt of 8000 tokens takes 500 bytes.
+list, and a length precedes each text (UTF-8). A router writes ten entries a second, so the format is compact. Hashes
+and counts are packed arrays, so a prompt of 8000 tokens takes 500 bytes.
 
 The decoder checks every value, because any client of the store may have written the bytes.
 """

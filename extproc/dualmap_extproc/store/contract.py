@@ -2,10 +2,13 @@
 
 A store keeps four things per pool:
 
-- a stream of replication updates, kept for minutes, which a starting replica reads;
-- the last loads of each replica: each message is complete, and expires after seconds;
-- the last demand report of each replica, which expires after a minute (``dualmap.scaling.reports``);
-- one binding per session, which expires unless a replica renews it.
+- A stream of replication updates, kept for minutes, which a starting replica reads.
+
+- The last loads of each replica: each message is complete, and expires after seconds.
+
+- The last demand report of each replica, which expires after a minute (``dualmap.scaling.reports``).
+
+- One binding per session, which expires unless a replica renews it.
 
 If two replicas write a binding of the same session, the store decides which binding is valid
 (``dualmap.replicas.update``). The store makes no other decision. Replicas have different clocks, so each value from a
@@ -137,7 +140,7 @@ class Store(Protocol):
         """Return the answer to each question, without entries of ``peer`` itself."""
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return for each claimed binding the valid binding: the claimed one or another replica's binding.
+        """Return the valid binding for each claim: the claimed binding, or a binding of another replica.
 
         The binding with the higher version is valid; with equal versions, the binding that was stored first. A claim
         for the same host renews the stored binding's tokens and time to live.

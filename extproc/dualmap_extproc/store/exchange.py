@@ -252,7 +252,7 @@ class Exchange:
 
 
 class AnswerDelivery:
-    """A delivery of a store's answers about one pool to the picker."""
+    """The object that passes a store's answers about one pool to the picker."""
 
     def __init__(self, picker: SharingPicker, clock: Callable[[], float], pool: str) -> None:
         self._picker = picker

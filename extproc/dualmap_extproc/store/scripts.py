@@ -3,7 +3,7 @@
 Each script uses keys of one pool, which have the same hash tag and are therefore on the same node.
 
 The router sends scripts as text (EVAL). Redis compiles a text once, and the router need not load scripts again after a
-restart, a failover or SCRIPT FLUSH. A reply is an error if Redis rejected a write. Scripts replace a key of the wrong
+restart, SCRIPT FLUSH or a failover. A reply is an error if Redis rejected a write. Scripts replace a key of the wrong
 type, because keys with this prefix belong to the router.
 """
 

@@ -1,8 +1,8 @@
 """Keeps one pool's updates until the store has accepted them. All collections are bounded and drop their oldest items.
 
-Usually the unsent updates are those of a tenth of a second. While the store is unreachable, the unsent updates contain
-the last loads, the traffic of the last seconds, and the newest placements and bindings. Loads are always complete and
-are most of the bytes, so the router sends loads less often than other updates.
+Usually the unsent updates cover a tenth of a second. While the store is unreachable, the unsent updates contain the
+last loads, the traffic of the last seconds, and the newest placements and bindings. Loads are always complete and are
+most of the bytes, so the router sends loads less often than other updates.
 """
 
 from collections import deque

@@ -25,7 +25,7 @@ from dualmap_extproc.telemetry.metrics import CONTENT_TYPE, Metrics
 CONNECTIONS_MAX: Final = 256
 """The most open connections. More connections could use up the file descriptors that routing needs."""
 STALLED_TIMEOUT_S: Final = 30.0
-"""The time without a read of an answer after which the server disconnects a client."""
+"""The server disconnects a client that does not read an answer for this time."""
 
 
 class StatusServer:

@@ -1,7 +1,7 @@
 """Passes a snapshot per second to open dashboard pages, and no snapshot while no page is open.
 
-All pages of a pool share one snapshot. A page holds at most one waiting snapshot, so a slow page skips older snapshots.
-This module does not use HTTP; ``routes`` sends the snapshots over HTTP.
+All pages of a pool share one snapshot. The feed keeps only the newest unread snapshot for each page, so a slow page
+skips older snapshots. This module does not use HTTP; ``routes`` sends the snapshots over HTTP.
 """
 
 import asyncio

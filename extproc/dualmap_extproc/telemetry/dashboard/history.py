@@ -170,7 +170,8 @@ class PoolHistory:
         self._step = _Step(number=-1)
         self._minute = _Minute(-1)
         self._until_s = -inf
-        # Number, time and event. Only a view creates Happening objects, because their creation is expensive.
+        # The number, time and event of each item. Only a view creates Happening objects, because their creation is
+        # expensive.
         self._happenings: deque[tuple[int, float, Decision | Refused]] = deque(maxlen=DECISIONS)
         self._happened = 0
 

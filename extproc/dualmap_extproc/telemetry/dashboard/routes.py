@@ -35,7 +35,7 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 _WRITE_TIMEOUT_S: Final = 30.0
-"""The time without a read after which the router disconnects a page."""
+"""The router disconnects a page that does not read for this time."""
 
 
 class Dashboard:

@@ -71,7 +71,7 @@ class Moment:
 
 
 class Snapshots:
-    """The maker of snapshots, in two steps: ``look`` is fast; ``tell`` takes longer and may run in another thread.
+    """A factory for snapshots, in two steps: ``look`` is fast; ``tell`` takes longer and may run in another thread.
 
     The object caches ring shares, which change only with the members.
     """

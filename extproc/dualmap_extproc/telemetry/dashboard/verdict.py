@@ -17,15 +17,15 @@ from dualmap_extproc.telemetry.dashboard.history import HistoryView, Recent
 _FEW_FIRST_TOKENS: Final = 20
 """With fewer first tokens in a minute, the attainment covers five minutes."""
 _BELIEVED: Final = 0.7
-"""The lowest normal ratio of measured to predicted cache hits; below, engines have evicted indexed blocks."""
+"""Below this ratio of measured to predicted cache hits, engines have evicted blocks that are in the index."""
 _CHECKED_TOKENS: Final = 10_000
-"""The smallest number of measured predictions, in tokens, for a problem about evicted blocks."""
+"""The verdict reports evicted blocks only if at least this number of predicted tokens is measured."""
 _SLOW: Final = 0.5
 """A member is slow if its prefill speed is below this share of the median speed."""
 _TOLERANCE: Final = 1.1
 """The allowed ratio of desired replicas to members, as in ``dualmap.scaling.scaling``."""
 _STALE_S: Final = 75.0
-"""The age of a stale watch. A reachable API server answers within 45 s for every resource.
+"""A watch is stale above this age. A reachable API server answers within 45 s for every resource.
 
 The alert DualMapMembershipStale has the same threshold.
 """

@@ -102,7 +102,7 @@ def routes(*, unpicked: str | None) -> RouteConfiguration:
 
     The router may name a cluster that Envoy does not have yet, or has already removed. Envoy rejects a request to an
     absent cluster, because no other pool serves the model (``replies``). If ``unpicked`` is None, Envoy also rejects a
-    request for which the router names no cluster: with several pools, only a router can find the right pool.
+    request for which the router names no cluster. With several pools, only a router can find the right pool.
 
     Envoy 1.40 sends a body twice if it keeps a copy for retries while ext_proc still forwards the body. Envoy sends a
     body twice while it fails open, and for requests with trailers. For requests with trailers, the router therefore

@@ -25,9 +25,9 @@ ENGINE_UNREACHABLE = Refused(
     status=503, code="service_unavailable", message="The gateway cannot reach an instance for this request"
 )
 
-# Conditions on Envoy's response details. "cluster_not_found": Envoy does not have the pool's cluster yet, or has
-# removed it. "route_not_found": no router has sent the routes yet; CONNECT requests always have this detail. The
-# router's error answers and direct responses already have a body.
+# Conditions on Envoy's response details. The detail "cluster_not_found" means that Envoy does not have the pool's
+# cluster yet, or has removed it. The detail "route_not_found" means that no router has sent the routes yet. A CONNECT
+# request always has the detail "route_not_found". The router's error answers and direct responses already have a body.
 _TOO_LARGE = 'response.code_details == "request_payload_too_large"'
 _NO_CLUSTER = 'response.code_details == "cluster_not_found"'
 _NO_ROUTE = 'response.code_details == "route_not_found" && request.method != "CONNECT"'
