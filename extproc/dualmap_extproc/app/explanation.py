@@ -70,7 +70,7 @@ def _pick(picker: Picker, body: bytes, headers: Mapping[str, str]) -> Picked | R
 
 
 def _wanted(pools: tuple[Pool, ...], body: bytes, headers: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return, by pool, the sessions for which a router would request bindings to answer this request."""
+    """Return the sessions with bindings that a router would read for this request, by pool."""
     picker = _picker(pools, replicated=True)
     _pick(picker, body, headers)
     return {pool: update.wanted for pool, update in picker.take_update(_NOW_S)}

@@ -21,7 +21,7 @@ class PoolPods:
         # The value is None for a deleted pod. A member without a known pod is absent from this dictionary, because the
         # member may not run in a pod.
         self._pods: dict[str, PodFacts | None] = {}
-        # The members with a newer state in the pool object than in their pod.
+        # The members for which the pool object has a newer state than the pod.
         self._overruled: set[str] = set()
         self._members: dict[str, Member] = {}
 

@@ -51,7 +51,7 @@ class Ending(Enum):
     ABORTED = "aborted"
     """The client cancelled the request, the response broke off without the member's fault, or the member was full."""
     FAILED = "failed"
-    """The member failed: the member answered 5xx, refused the connection, or closed it before the response's end."""
+    """The member failed: the member answered 5xx, or refused or closed the connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

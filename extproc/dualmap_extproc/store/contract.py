@@ -1,6 +1,6 @@
 """The interface of a store of shared state; ``memory`` and ``redis`` implement it, and ``exchange`` uses it.
 
-A store keeps four things per pool:
+A store keeps this data for each pool:
 
 - A stream of replication updates, kept for minutes, which a starting replica reads.
 

@@ -4,7 +4,7 @@
 increment, and a histogram 2 us per observation. An update of a plain number takes a tenth to a twentieth of this time.
 
 The event loop writes the numbers while another thread may read them. Each number is correct, but two numbers may differ
-by one event. When an endpoint or pool is removed, its counts are removed too, so that none of its series remains.
+by one event. For a removed endpoint or pool, ``set_pools`` also removes all counts and series.
 """
 
 from bisect import bisect_left
@@ -172,8 +172,8 @@ _POOL_DISTRIBUTIONS: Final[tuple[tuple[str, str, Sequence[float], Callable[[_Poo
 class RequestCounts(Collector):
     """The counts of one router. Only ``collect`` may run outside the event loop's thread.
 
-    ``set_pools`` must precede observations of a pool or member. Observations of a removed endpoint count for the pool
-    only.
+    Call ``set_pools`` with a pool or member before the first observation of it. Observations of a removed endpoint
+    count for the pool only.
     """
 
     def __init__(self) -> None:

@@ -149,7 +149,7 @@ class Metrics:
     def set_pools(self, pools: Sequence[Pool]) -> None:
         """Keep the series of these pools and their members, and discard the series of all others.
 
-        This call must precede observations of a pool or member (``RequestCounts``).
+        Call this method with a pool or member before the first observation of it (``RequestCounts``).
         """
         for pool in self._counts.pools - {pool.id for pool in pools}:
             self._slo_ttft_s.remove(pool)

@@ -50,8 +50,9 @@ def clock_offset_ns() -> int:
 
 
 class Tracing:
-    """A subscriber that makes spans from observations. A thread exports the spans; only ``close`` waits for the
-    collector.
+    """A subscriber that makes spans from observations.
+
+    A thread exports the spans. Only ``close`` waits for the collector.
 
     ``shown`` is the collector's name in log lines. Spans use the wall clock, and observations use the monotonic clock;
     ``offset_ns`` returns the difference. The exporter calls ``offset_ns`` at the start and at each export, but not for

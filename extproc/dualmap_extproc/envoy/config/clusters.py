@@ -227,7 +227,7 @@ def _lb_metadata(key: str) -> MetadataKey:
 
 
 def _eject_unreachable(**limits: Any) -> OutlierDetection:
-    """Return outlier detection that ejects a host after one failed connection, but never for a 5xx answer of an engine."""
+    """Return outlier detection that ejects a host after one failed connection, but not for an engine's 5xx answer."""
     return OutlierDetection(
         split_external_local_origin_errors=True,
         consecutive_local_origin_failure=1,

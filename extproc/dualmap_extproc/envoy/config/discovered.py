@@ -13,7 +13,7 @@ from dualmap_extproc.wire import discovery_pb2
 
 
 class Written:
-    """A factory for clusters and routes. The object serializes only once the fields that all pools' clusters share."""
+    """A factory for clusters and routes. The factory serializes the fields shared by all pools' clusters only once."""
 
     def __init__(self) -> None:
         self._nameless = bytes(pool_cluster("", endpoints=shared_stream()))

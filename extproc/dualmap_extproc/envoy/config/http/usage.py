@@ -1,7 +1,7 @@
 """Makes the Envoy filter that copies token usage from engines' answers to dynamic metadata, for the access log.
 
 The router gets token counts without reading the answers. The filter runs the script ``usage.lua`` in Envoy's Lua
-filter, because Envoy's own filters for this crash or reject answers (docs/adr/0006-usage-from-responses.md).
+filter, because Envoy's own filters for token usage crash or reject answers (docs/adr/0006-usage-from-responses.md).
 """
 
 from importlib.resources import files
