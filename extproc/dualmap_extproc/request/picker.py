@@ -114,7 +114,7 @@ class Picker:
     def set_pools(self, now: float, pools: Sequence[Pool]) -> None:
         """Replace the pools. Keep the requests of pools that stay, and drop the requests of removed pools.
 
-        If two pools have the same model, the first pool serves it; the reader of pool files rejects such files. The
+        If two pools have the same model, the first pool serves it. (The reader of pool files rejects such pools.) The
         picker rejects the queued requests of a removed pool.
         """
         removed, effects = self._served.replace(now, pools)

@@ -77,15 +77,15 @@ class MemoryStore:
         self._pools: dict[str, _PoolState] = {}
 
     async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Return the answer to each question (Store)."""
+        """Return the answer to each question (``contract.Store``)."""
         return tuple(self._answer(peer, question) for question in questions)
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return the valid bindings (Store)."""
+        """Return the valid bindings (``contract.Store``)."""
         return tuple(tuple(self._resolve(claim, binding) for binding in claim.bindings) for claim in claims)
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Publish to the other replicas (Store)."""
+        """Publish to the other replicas (``contract.Store``)."""
         now = self._clock()
         for post in posts:
             state = self._pool(post.pool)
@@ -105,7 +105,7 @@ class MemoryStore:
                 state.reports[peer] = _StoredReport(number=state.numbers, report=post.report, at_s=now)
 
     async def close(self) -> None:
-        """Do nothing: there are no connections (Store)."""
+        """Do nothing: there are no connections (``contract.Store``)."""
 
     def _answer(self, peer: str, question: Question) -> Answer:
         now = self._clock()

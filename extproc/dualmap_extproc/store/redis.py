@@ -98,13 +98,13 @@ class RedisStore:
         self._clustered = False
 
     async def read(self, peer: str, questions: Sequence[Question]) -> tuple[Answer, ...]:
-        """Return the answer to each question (Store)."""
+        """Return the answer to each question (``contract.Store``)."""
         replies = await self._run([_read(question) for question in questions])
         with _replies_as_scripted():
             return tuple(_answer(peer, *each) for each in zip(questions, replies, strict=True))
 
     async def resolve(self, claims: Sequence[Claim]) -> tuple[tuple[SharedBinding, ...], ...]:
-        """Return the valid bindings (Store)."""
+        """Return the valid bindings (``contract.Store``)."""
         replies = await self._run([_resolve(claim) for claim in claims])
         with _replies_as_scripted():
             return tuple(
@@ -117,11 +117,11 @@ class RedisStore:
             )
 
     async def publish(self, peer: str, posts: Sequence[Post]) -> None:
-        """Publish to the other replicas (Store)."""
+        """Publish to the other replicas (``contract.Store``)."""
         await self._run([_publish(peer, post) for post in posts])
 
     async def close(self) -> None:
-        """Close the connections (Store)."""
+        """Close the connections (``contract.Store``)."""
         client, self._client = self._client, None
         if client is not None:
             # The shield is necessary because no other code closes these connections if this task is cancelled.

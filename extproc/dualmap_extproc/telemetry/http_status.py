@@ -1,7 +1,7 @@
 """The HTTP server of the metrics port: metrics for Prometheus, status for people and the operator, and the dashboard.
 
 The server runs in the event loop, where it reads the pools' statuses quickly. A separate thread renders the metrics
-page, which takes long for a thousand endpoints.
+page, because this takes a long time for a thousand endpoints.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 The module ``counts`` counts requests. This module has counters of discovery, the access log and pool changes. The
 module also makes gauges of each pool's load at a scrape, from the pools' statuses and signals. The page docs/metrics.md
-lists every name with its meaning and use, and a test compares this list with the page. ``http_status`` serves the page.
+lists every name with its meaning and use, and a test compares this list with the metrics. ``http_status`` serves the
+page.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

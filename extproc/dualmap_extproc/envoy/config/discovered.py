@@ -21,8 +21,9 @@ class Written:
     def clusters(self, names: Iterable[str]) -> dict[str, bytes]:
         """Return a serialized cluster for each name.
 
-        To serialize a cluster with Envoy's typed classes takes 8 ms. This method therefore concatenates two messages: a
-        cluster with only the name, and the shared cluster without a name. Protobuf merges concatenated messages.
+        The serialization of a cluster with Envoy's typed classes takes 8 ms. This method therefore concatenates two
+        messages: a cluster with only the name, and the shared cluster without a name. Protobuf merges concatenated
+        messages.
         """
         return {name: discovery_pb2.Cluster(name=name).SerializeToString() + self._nameless for name in names}
 

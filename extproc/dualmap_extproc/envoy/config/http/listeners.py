@@ -142,8 +142,8 @@ def _retry_policy() -> RetryPolicy:
     """Return the policy that retries once, at the pick's second candidate or, without a pick, at another host.
 
     Envoy retries if the first host is unreachable, fails before its response begins, or answers 503 (full or starting).
-    A retry is safe, because an engine keeps only cached blocks of a request. With one retry, a request that crashes
-    engines crashes at most two engines.
+    A retry is safe, because an engine keeps no state of a request except cached blocks. With one retry, a request that
+    crashes engines crashes at most two engines.
     """
     return RetryPolicy(
         retry_on="connect-failure,refused-stream,reset,retriable-status-codes",
