@@ -133,7 +133,7 @@ function showTiles(pool, endpoints) {
     ["TTFT, median", seconds(recent.ttft_p50_s), `90th percentile ${seconds(recent.ttft_p90_s)}, SLO ${seconds(slo.ttft_s)}`],
     ["Requests a minute", count(minute.requests), minute.refused ? `${count(minute.refused)} rejected` : "none rejected"],
     ["In flight", count(sum("in_flight")), `on ${plural(endpoints.length, "instance")}`],
-    ["Queued", count(pool.held), "in this router"],
+    ["Queued", count(pool.held), "requests in this router"],
     ["Pending prefill", short(sum("pending_tokens")), "prompt tokens not yet prefilled"],
     ["Hit rate", percent(hits.measured ?? hits.predicted), hits.measured === null ? "predicted, because the engines report no value" : `measured; predicted ${percent(hits.predicted)}`],
     ["Instances", count(serving), all ? `desired: ${count(Math.ceil(all.wanted))}` : `of ${endpoints.length}`],
