@@ -121,7 +121,8 @@ def _objective(pool: Pool, status: PoolSnapshot, past: HistoryView) -> tuple[Lev
         if keeps and not _busy(status) and not past.minute.requests + past.minute.refused:
             return (
                 Level.IDLE,
-                f"{pool.id} is idle and received no request in the last minute. Before the last minute, the pool met its SLO.",
+                f"{pool.id} is idle and received no request in the last minute. "
+                "Before the last minute, the pool met its SLO.",
             )
         return (
             Level.OK if keeps else Level.BAD,
