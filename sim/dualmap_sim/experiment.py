@@ -89,10 +89,10 @@ def run_experiment(
 ) -> Outcome:
     """Replay an experiment to its end.
 
-    With ``stop_below``, a run ends as soon as that share of the counted requests can no longer meet the SLO. Each first
-    token or rejection calls ``on_answer``, to show progress. Raises UnknownWorkload or TraceError if the workload
-    cannot be loaded. Raises ValueError if the warm-up leaves no requests to count, or if an oracle gets engines that
-    differ.
+    With ``stop_below``, a run ends as soon as that share of the counted requests can no longer meet the SLO. The run
+    calls ``on_answer`` at each first token or rejection, to show progress. Raises UnknownWorkload or TraceError if the
+    workload cannot be loaded. Raises ValueError if the warm-up leaves no requests to count, or if an oracle gets
+    engines that differ.
     """
     trace = load_trace(experiment)
     if not 0 <= experiment.warmup < len(trace.requests):
