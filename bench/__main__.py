@@ -20,27 +20,27 @@ VIRTUAL = {"window": window.main, "replicas": replicas.main}
 
 
 def main(names: list[str]) -> None:
-    """Run the named benchmarks; without names, all of the core's."""
+    """Run the named benchmarks; without names, run all benchmarks of core."""
     if names[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return
     if names[:1] == ["gateway"]:
-        # Imported here, because loading Envoy's types takes seconds and the core's benchmarks do not use them.
+        # Imported here because Envoy's types take seconds to load, and core's benchmarks do not use them.
         from bench.gateway.command import gateway
 
         gateway(names[1:], prog_name="python -m bench gateway")
     if names[:1] == ["tracing"]:
-        # Imported here, because it needs the extra otlp.
+        # Imported here because the module needs the extra `otlp`.
         from bench.tracing import main as tracing
 
         tracing(names[1:], prog_name="python -m bench tracing")
     if names[:1] == ["autoscaling"]:
-        # As paper's.
+        # Imported here because the plotting library takes a second to load.
         from bench.autoscaling.command import autoscaling
 
         autoscaling(names[1:], prog_name="python -m bench autoscaling")
     if names[:1] == ["paper"]:
-        # Imported here, because loading the plotting library takes a second.
+        # Imported here because the plotting library takes a second to load.
         from bench.paper.command import paper
 
         paper(names[1:], prog_name="python -m bench paper")
