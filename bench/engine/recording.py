@@ -66,8 +66,10 @@ class Recording:
     """The full result of one run of ``record``."""
 
     engine: Mapping[str, str | int]
-    """``version``, ``model``, ``options``, ``block_tokens``, ``kv_tokens``, and ``step_tokens``: the maximum tokens of one
-        step, vLLM's ``max_num_batched_tokens``."""
+    """``version``, ``model``, ``options``, ``block_tokens``, ``kv_tokens`` and ``step_tokens``.
+
+    ``step_tokens`` is the maximum number of tokens of one step, vLLM's ``max_num_batched_tokens``.
+    """
     machine: Mapping[str, str | int]
     groups: tuple[Group, ...]
 
