@@ -1,13 +1,18 @@
 """python -m bench [NAME] [OPTIONS]: the benchmarks. Results are recorded in bench/results/.
 
-  rings, decisions, memory   of the core; all three (about five minutes) without a name
-  gateway                    through a real Envoy (about six minutes; --quick: two)
-  tracing                    what OpenTelemetry's spans cost a router (seconds)
-  window, replicas           in virtual time (about twenty minutes; --quick: a minute or three)
-  autoscaling                scaling on the SLO, in virtual time (about a quarter of an hour; --quick: seconds)
-  paper                      the published evaluations in virtual time (about half an hour; --quick: two minutes)
+  rings, decisions, memory   parts of core; without NAME, all three run (5 minutes)
 
-The last five have options of their own: python -m bench gateway --help.
+  gateway                    the router behind a real Envoy (6 minutes; --quick: 2)
+
+  tracing                    the cost of OpenTelemetry's spans in a router (seconds)
+
+  window, replicas           the dispatch window and several routers, in virtual time (20 minutes; --quick: 1 to 3)
+
+  autoscaling                scaling on the SLO, in virtual time (15 minutes; --quick: seconds)
+
+  paper                      the published evaluations, in virtual time (30 minutes; --quick: 2)
+
+All benchmarks except the first three have a --help option: python -m bench gateway --help.
 """
 
 import os

@@ -199,7 +199,8 @@ def _of_python(file: str, text: str) -> Iterator[Sentence]:
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
             places[node.value] = "" if unread else "errors"
         elif isinstance(node, ast.Expr):
-            # This may be the docstring of an attribute. Those of modules, classes and functions were visited before.
+            # This may be an attribute's docstring. The docstrings of modules, classes and functions were visited
+            # before.
             places.setdefault(node.value, "docstrings")
         elif isinstance(node, ast.keyword) and node.arg in ("help", "short_help", "epilog"):
             places[node.value] = "help"

@@ -19,7 +19,7 @@ import click
 from fuzz import targets
 
 INPUT_BYTES: Final = 4096
-# A run of one input that takes longer is also a finding: such a request would delay all other requests.
+# An input that takes longer is also a finding, because such a request would delay all other requests.
 _INPUT_S: Final = 10
 _MEMORY_MB: Final = 2048
 # Seconds between two progress lines of a random run.

@@ -19,7 +19,7 @@ from bench.engine.replay import Replayed, replay
 from dualmap_sim.presets import EngineConfig, slowed
 
 RATES: Final = tuple(0.6 + 0.02 * step for step in range(56))
-"""Possible factors by which a group may be slower; the search selects the best factor."""
+"""Possible ratios of a group's real times to the predicted times. The search selects the best ratio."""
 RATED_REQUESTS: Final = 4
 """Groups with fewer requests get no rate of their own, because a factor would fit them with any model."""
 
@@ -34,7 +34,7 @@ class Fitted:
     at_own_rate: tuple[Replayed, ...]
     """The requests of groups with at least ``RATED_REQUESTS``, each group replayed at its own rate."""
     rates: tuple[tuple[str, float], ...]
-    """The scenario of each such group, and the factor by which the group took longer than predicted."""
+    """The scenario of each such group, and the ratio of its real times to the predicted times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def counted(group: Group) -> list[Seen]:
 
 
 def own_rate(config: EngineConfig, group: Group) -> float:
-    """Return the factor by which this group took longer than predicted: the factor with the lowest mean error."""
+    """Return the group's ratio of real times to predicted times: the ratio with the lowest mean error."""
     return min(RATES, key=lambda rate: fmean(abs(each.ttft_error) for each in replay(slowed(config, rate), group)))
 
 

@@ -91,7 +91,7 @@ async def _healthy(server: asyncio.subprocess.Process, url: str, log: Path) -> N
                         if response.status == 200:
                             return
                 except aiohttp.ClientError:
-                    pass  # vLLM does not listen yet.
+                    pass  # The server is still starting.
                 await asyncio.sleep(0.5)
     except TimeoutError as error:
         raise ServeError(f"vLLM was not healthy within {START_LIMIT_S:.0f} s:\n{_end_of(log)}") from error

@@ -174,7 +174,8 @@ class Lab:
             "apiVersion": "serving.dualmap.dev/v1alpha1",
             "kind": "InferencePool",
             "metadata": {"name": MODEL, "namespace": NAMESPACE},
-            # These engines prefill in no time. With a lower speed, the router would count all of them as overloaded.
+            # The engines of this benchmark prefill in no time. With a lower speed, the router would count all of them
+            # as overloaded.
             "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
             "status": {"ring": {"version": 1, "members": listed}},
         }

@@ -28,7 +28,7 @@ def check(data: bytes) -> None:
     """Check that bytes are either rejected with UnreadableUpdate or read as an update within bounds.
 
     An update must be equal after encoding and decoding. The input is used twice: as an entry of the store's streams,
-    and as choices that build updates. Both of the store's streams have the same format.
+    and as choices that build updates. The store's two streams have the same format.
     """
     with suppress(UnreadableUpdate):
         update = decode_update(data)

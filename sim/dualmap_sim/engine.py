@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that have not begun their prefill."""
+        """Number of requests that wait for their prefill."""
         return self._waiting.size
 
     @property

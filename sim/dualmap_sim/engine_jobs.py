@@ -53,7 +53,7 @@ class Job:
 
 
 class WaitingJobs:
-    """The jobs that have not begun their prefill, ordered by priority and then by arrival."""
+    """The jobs that wait for their prefill, ordered by priority and then by arrival."""
 
     __slots__ = ("_arrivals", "_heap", "size")
 

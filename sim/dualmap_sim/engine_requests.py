@@ -18,12 +18,12 @@ class EngineRequest:
     blocks: Sequence[int] = ()
     """Chained hashes of the prompt's blocks of ``EngineConfig.block_tokens``. An incomplete last block is ignored."""
     priority: int = 0
-    """The lowest number goes first among waiting requests. Equal numbers go in order of arrival (as in vLLM)."""
+    """The waiting request with the lowest number runs first. Equal numbers run in order of arrival, as in vLLM."""
     pulled_tokens: int = 0
     """Leading prompt tokens whose KV another engine holds.
 
     If ``EngineConfig.pull_tokens_per_s`` allows a pull, the engine pulls the tokens that are missing from its own
-    cache. Otherwise it computes them.
+    cache. Otherwise the engine computes these tokens.
     """
 
 

@@ -61,7 +61,7 @@ def writing_results() -> Iterator[None]:
 def command_errors(command: str) -> Iterator[None]:
     """Exit with 1 after a failure, and with 128 plus the signal's number after SIGTERM.
 
-    Ctrl-C raises KeyboardInterrupt, which ``main`` handles. Both exceptions end the worker processes.
+    Ctrl-C raises KeyboardInterrupt, which ``main`` handles. SystemExit and KeyboardInterrupt end the worker processes.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:

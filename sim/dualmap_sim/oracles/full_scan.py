@@ -1,7 +1,8 @@
 """A router with complete and exact state that dispatches every request at once.
 
-Each arrival goes to the instance with the lowest T_q + T_c, queue time plus prefill time (DualMap paper, eq. 1). Both
-are true values: the engine's own backlog, and its cache when the prefill begins, including blocks of earlier prefills.
+Each arrival goes to the instance with the lowest T_q + T_c, queue time plus prefill time (DualMap paper, eq. 1). T_q is
+the engine's true backlog. T_c uses the engine's true cache at the beginning of the prefill, including blocks of earlier
+prefills.
 The rule considers one request at a time. So a policy that spreads prefixes ahead of time or queues requests can do
 better. The rule does not predict completions, evictions or requests that wait for memory.
 """
@@ -38,7 +39,7 @@ class FullScan:
 
 
 class _Queue:
-    """An instance's requests that are not prefilled yet, in order, each with its prefill time."""
+    """An instance's requests that are not prefilled, in order, with their prefill times."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance

@@ -46,7 +46,7 @@ _ONE_TURN_TOKENS: Final = 10_000
 _TURNS_POWER: Final = 0.656
 """A session of s tokens in total has (s / 10,000) ** 0.656 turns: one for a median session, dozens for the largest.
 
-Both numbers are fitted: to the mean prompt, and to the share of tokens that sessions reuse from themselves.
+The two numbers are fitted to the mean prompt, and to the share of tokens that sessions reuse from themselves.
 """
 _MEAN_OF_LONGEST: Final = 0.65
 """Ratio of a session's mean prompt to its last prompt, unless the context limit ends the growth earlier."""

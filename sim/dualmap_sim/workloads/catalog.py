@@ -59,8 +59,8 @@ class UnknownWorkload(Exception):
 class Workload:
     """The requests to replay: ``requests`` requests, starting with number ``start``.
 
-    They come from a recorded ``trace`` in Mooncake's format. Without a ``trace``, they come from the generated workload
-    ``name`` with ``seed``.
+    The requests are read from a recorded ``trace`` in Mooncake's format. Without a ``trace``, the workload ``name`` is
+    generated with ``seed``.
     """
 
     name: str = "default"

@@ -1,12 +1,12 @@
 """A reconstruction of the DualMap paper's Tool&Agent workload: two hot tool prompts with agents, and conversations.
 
 The trace itself is not available, but its statistics are (paper sections A.1.1, A.2.1 Table 1, A.4). Two tool prompts
-start 37.8 % and 14.9 % of the requests. The publishers of the trace show its first lines. These requests have twelve or
-five common blocks, a short question of the agent and a very short answer. The other requests resemble those of the
-Conversation trace, so this module uses the lengths, pauses and answers of the Conversation trace. The probability that
-a conversation continues and the scale of its lengths are fitted. With these values, the first 8000 requests match the
-paper's statistics before prompts are cut. Requests arrive in batches every three seconds at a steady rate, as in
-Mooncake's traces. ``draws`` provides the random numbers, and ``statistics`` measures the result.
+start 37.8 % and 14.9 % of the requests. The publishers of the trace show its first lines. The requests in these lines
+have twelve or five common blocks, a short question of the agent and a very short answer. The other requests resemble
+those of the Conversation trace, so this module uses the lengths, pauses and answers of the Conversation trace. The
+probability that a conversation continues and the scale of its lengths are fitted. With these values, the first 8000
+requests match the paper's statistics before prompts are cut. Requests arrive in batches every three seconds at a steady
+rate, as in Mooncake's traces. ``draws`` provides the random numbers, and ``statistics`` measures the result.
 
 Deviation: 2.1 % of the paper's requests have a key of a fourth length that the paper does not describe. Here they count
 as conversations.
