@@ -1,8 +1,8 @@
 """Convert a trace into the two forms a cluster needs: the router's block chains and the engine's requests.
 
 ``workloads`` makes the traces, and ``cluster`` replays the arrivals. In production, the router and the engine each cut
-the prompt's text into blocks and hash them. Their block lengths may differ. The simulation uses the trace's block ids
-instead of the text.
+the prompt's text into blocks and hash them. Router and engine may use different block lengths. The simulation uses the
+trace's block ids instead of the text.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ class Arrival:
     """One request of a workload: its arrival time, and its data for the router and for the engine.
 
     In a closed loop, each later request of a session follows an earlier request: ``follows`` is the earlier request's
-    id. The later request arrives ``pause_s`` after the earlier request ends. Its ``at_s`` is then nominal: the arrival
-    time on an infinitely fast system.
+    id. The later request arrives ``pause_s`` after the earlier request ends. The ``at_s`` of the later request is
+    nominal: the arrival time on an infinitely fast system.
     """
 
     at_s: float
@@ -39,7 +39,7 @@ class Arrival:
 
 
 def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int) -> tuple[Arrival, ...]:
-    """Return a trace's requests in order. A request's id is its number in the trace. Any block lengths are valid."""
+    """Return a trace's requests in order. A request's id is its number in the trace. The two block lengths may differ."""
     root, names = chain_root(model=trace.name), _PrefixNames(trace.block_tokens)
     made = []
     for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True)):

@@ -8,16 +8,16 @@ order, while their KV fits into memory. A prompt that exhausts the budget contin
 prompt is partly computed, and it continues in every step. Each request that joins the decodes had at least one prompt
 token in the step before.
 
-The time of such a step combines the costs in docs/engine-model.md. A step without decodes costs the same as a prefill
-of its tokens. A step without prompt tokens costs the same as a decode step. Costs that grow with the work add up: the
-linear layers and the attention of each prompt token, and the KV that the decodes read. Reading the weights and
-launching the pass are fixed costs: ``o`` of a prefill, ``d0`` of a decode step. The step pays the higher of the two
+The time of a chunked step combines the costs in docs/engine-model.md. A step without decodes costs the same as a
+prefill of its tokens. A step without prompt tokens costs the same as a decode step. Costs that grow with the work add
+up: the linear layers and the attention of each prompt token, and the KV that the decodes read. Reading the weights and
+launching the pass are fixed costs: ``o`` of a prefill, ``d0`` of a decode step. The step pays the higher fixed cost
 once. The same vLLM page gives this shared pass over the weights as the reason to mix compute-bound prompts with
 memory-bound decodes. Every further step of a prompt pays ``o`` again.
 
-Other prompts can reuse a prompt's blocks as soon as its last piece is scheduled, even in the same step. vLLM also
-registers blocks when it allocates them (docs.vllm.ai, "Automatic Prefix Caching"). A prompt aborted before its last
-piece leaves no blocks in the cache, which is simpler than in vLLM.
+Other prompts can reuse a prompt's blocks as soon as the prompt's last piece is scheduled, even in the same step. The
+same holds for vLLM, which registers blocks when it allocates them (docs.vllm.ai, "Automatic Prefix Caching"). A prompt
+aborted before its last piece leaves no blocks in the cache, which is simpler than in vLLM.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,10 @@
 """A cluster in virtual time: routers, engines and the messages between them, as discrete events on a timeline.
 
 The routers are core's ``PoolRouter`` and the engines are ``engine.Engine``: the same classes serve in wall-clock time.
-This module drives them as the router's ``request/`` and ``engine_driver.py`` do. Reports are late as in production.
-First tokens and completions reach a router after ``feedback_delay_s``, or are lost. Updates of other routers arrive
-after the replication period and delay. Equal configurations and arrivals give equal records on any machine.
+This module drives routers and engines in the same way as the router's ``request/`` and ``engine_driver.py``. Reports
+are late as in production. First tokens and completions reach a router after ``feedback_delay_s``, or are lost. Updates
+of other routers arrive after the replication period and delay. Equal configurations and arrivals give equal records on
+any machine.
 
 ``arrivals`` makes the requests, ``records`` holds the results, and ``summary`` computes the figures. ``instances``,
 ``replication`` and ``events`` are components of this module. An ``observer`` may observe and change the pool.
@@ -58,7 +59,7 @@ class ClusterConfig:
     sample_s: float | None = None
     """Seconds between two samples of the load; None takes no samples."""
     gives_up: Callable[[Record], bool] | None = None
-    """Called at each first token, rejection and failure. The result True ends the run at once."""
+    """A function that the run calls at each first token, rejection and failure. If it returns True, the run ends."""
     lasts_s: float = 0.0
     """The minimum duration of a run, even without requests."""
 
@@ -76,8 +77,8 @@ class Cluster:
         self._instances = Instances(config.pool, engine=config.engine, engines=config.engines)
         self._timeline = Timeline()
         self._records: dict[str, Record] = {}
-        # Number of requests that are not over, including the next arrival. It counts one more until the run's minimum
-        # duration has passed.
+        # Number of requests that are not over, including the next arrival, plus one until the run's minimum duration
+        # has passed.
         self._open = 0
         self._arrivals: Iterator[Arrival] = iter(())
         self._followers: dict[str, list[Arrival]] = {}
@@ -89,8 +90,8 @@ class Cluster:
     def run(self, arrivals: Sequence[Arrival]) -> tuple[Record, ...]:
         """Replay the requests until the last has ended; return a record of each, in order of arrival.
 
-        ``arrivals`` are in order of ``at_s``. A request that follows another arrives ``pause_s`` after the earlier
-        request has finished, was rejected or failed, because a client continues after any answer.
+        ``arrivals`` are in order of ``at_s``. A request that follows another request arrives ``pause_s`` after the end
+        of the earlier request. A rejection or a failure is also an end, because a client continues after any answer.
         """
         for arrival in arrivals:
             if arrival.follows is not None:
@@ -184,7 +185,7 @@ class Cluster:
         self._wake_engine(instance)
 
     def _with_pull(self, work: EngineRequest, session: int, to: Instance) -> EngineRequest:
-        """Pull the KV of a session from the engine of its last request, if that engine differs from the new one."""
+        """Pull the KV of a session from the engine of its last request, if the new engine is another engine."""
         host = self._hosts.get(session)
         self._hosts[session] = to
         if host is None or host is to or not host.alive or to.engine.config.pull_tokens_per_s is None:
@@ -314,7 +315,7 @@ class Cluster:
 
     def _die(self, instance: Instance) -> None:
         if instance.alive:
-            # The tokens that the engine has generated until now count.
+            # The engine advances first, because its tokens until now count.
             self._advance(instance)
             for request_id in instance.die():
                 self._fail(self._records[request_id])

@@ -21,7 +21,7 @@ class DecodeBatch:
         self.steps = 0
         """All steps of the batch so far, also those of requests that have left."""
         self.kv_tokens = 0
-        """KV tokens that the current requests hold after those steps."""
+        """KV tokens that the current requests hold after ``steps``."""
         # Aborted jobs stay in the heap until they reach its top.
         self._by_last_step: list[tuple[int, int, Job]] = []
         self._joins = 0

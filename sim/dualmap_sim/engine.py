@@ -30,7 +30,7 @@ __all__ = ["Engine", "EngineEvent", "EngineRequest", "Finished", "FirstToken"]
 class Engine:
     """The engine model. ``now`` is in seconds from any origin, and never decreases.
 
-    Several engines may share a ``cache``. Without the argument, the engine has its own cache of the configured size.
+    Several engines may share a ``cache``. Without ``cache``, the engine has its own cache of the configured size.
     """
 
     def __init__(self, config: EngineConfig, *, cache: PrefixCache | None = None) -> None:
@@ -38,9 +38,9 @@ class Engine:
         self.cache = PrefixCache(config.cache_tokens // config.block_tokens) if cache is None else cache
         self.now_s = -inf
         self.prompt_tokens_total = 0
-        """Prompt tokens of all prefills started."""
+        """Prompt tokens of all started prefills."""
         self.cached_tokens_total = 0
-        """Prompt tokens of those prefills that were found in the prefix cache."""
+        """Prompt tokens of all started prefills that were found in the prefix cache."""
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingJobs()
         # The requests with a prompt, or a piece of a prompt, in the current step.
@@ -99,7 +99,7 @@ class Engine:
     def could_start(self, request: EngineRequest) -> bool:
         """Return whether a request submitted at the last ``now`` would begin its prefill after the current decode step.
 
-        This requires that no request waits or prefills, and that the request's memory is free.
+        The result is True if no request waits or prefills, and if the memory for the request is free.
         """
         return not self._waiting.size and not self._prefilling and self._admits(self._need_tokens(request))
 
@@ -241,7 +241,7 @@ class Engine:
             self._end_s = inf
 
     def _start_prefill(self, now: float) -> float | None:
-        """Begin the whole prefill of the queue's head; return its duration."""
+        """Begin the full prefill of the queue's head; return its duration."""
         job = self._admissible()
         if job is None:
             return None
@@ -282,7 +282,7 @@ class Engine:
         self.cached_tokens_total += job.cached_tokens
 
     def _reused(self, request: EngineRequest) -> tuple[int, int]:
-        """Return the prompt tokens that need no computation: tokens cached here, and further tokens to pull."""
+        """Return the prompt tokens that need no computation: tokens in the engine's cache, and further tokens to pull."""
         cached = self.cached_tokens(request)
         if self.config.pull_tokens_per_s is None:
             return cached, 0
@@ -309,7 +309,7 @@ class Engine:
             self._start_next(now)
 
     def _end_prefills(self, now: float) -> None:
-        """End a step that computed prompts, and the decode step of the batch if it was in the same step."""
+        """End a step that computed prompts. In a chunked step, the batch also ends its decode step."""
         jobs, self._prefilling = self._prefilling, []
         if self.config.chunk_tokens is None:
             self._store(jobs[0].request)

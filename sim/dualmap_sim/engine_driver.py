@@ -1,4 +1,4 @@
-"""Drives one engine model in real time: model time is the wall clock times a speed.
+"""Drives one engine model in real time: model time runs ``speed`` times as fast as the wall clock.
 
 In the simulated engine, only this module uses asyncio's clock. ``engine_server.py`` starts a Generation per request and
 waits for its tokens. The driver has one timer for the engine, set to the model's next event.
@@ -11,15 +11,15 @@ from dualmap_sim.engine import Engine, EngineRequest, Finished, FirstToken
 from dualmap_sim.metrics import EngineMetrics
 
 TICK_S: Final = 0.02
-"""Shortest wall-clock time between two wake-ups that only decode steps cause.
+"""Minimum wall-clock time between two wake-ups that serve only decode steps.
 
-At speed 1 a step takes longer than this interval, so every token is its own chunk. Faster engines put several tokens
-into a chunk, as vLLM does under load. The interval never delays the first token or the end of a request.
+At speed 1 a step takes longer than this interval, so every chunk has one token. Faster engines put several tokens into
+a chunk, as vLLM does under load. The interval never delays the first token or the end of a request.
 """
 
 
 class Generation:
-    """A request in the engine, as its HTTP handler sees it."""
+    """A request in the engine, with its progress for the HTTP handler."""
 
     __slots__ = (
         "_changed",

@@ -17,7 +17,7 @@ from dualmap_sim.presets import PRESETS
 from dualmap_sim.server_settings import ServerSettings
 
 BLOCK_TOKENS: Final = 16
-"""vLLM's block size. The presets have 512, the traces' block size."""
+"""vLLM's block size. The presets use the traces' block size of 512."""
 DRAIN_TIMEOUT_S: Final = 120.0
 """Seconds that a stopped server waits for running requests before it aborts them."""
 

@@ -1,11 +1,12 @@
 """One experiment: a workload at a rate, a policy, engines and an SLO, replayed in virtual time.
 
-An ``Experiment`` is a value: equal experiments give equal outcomes on any machine. Another process can run it, and
-``dataclasses.replace`` makes a variant. Its fields are the variables of the DualMap paper's evaluation (section 5).
+An ``Experiment`` is a value: equal experiments give equal outcomes on any machine. Another process can run an
+experiment, and ``dataclasses.replace`` makes a variant. The fields are the variables of the DualMap paper's evaluation
+(section 5).
 
 ``cluster`` and ``oracles`` replay the requests, and ``summary`` computes the figures. ``goodput`` searches over rates,
 and ``parallel`` runs several experiments. Traces and prompts are cached per process. Runs that differ only in policy or
-rate share them.
+rate share the cached traces and prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ _KEPT: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """The settings of one experiment: workload, rate, engines, policy, and the requests that count.
+    """The settings of one experiment: workload, rate, engines, policy, and more.
 
     Prompts longer than the engine's maximum are cut (DualMap paper, A.2.1). Members have the ids ``qwen-0``,
     ``qwen-1``, ...
@@ -75,7 +76,7 @@ class Outcome:
     """The results of an experiment.
 
     ``records`` and ``samples`` cover the full run; ``summary`` excludes the warm-up. If ``gave_up`` is true, the run
-    ended early because it could no longer attain the share. The figures then cover the time until its end.
+    ended early because it could no longer attain the share. The figures of such a run cover the time until its end.
     """
 
     summary: Summary
@@ -89,8 +90,8 @@ def run_experiment(
 ) -> Outcome:
     """Replay an experiment to its end.
 
-    With ``stop_below``, a run ends as soon as that share of the counted requests can no longer meet the SLO. The run
-    calls ``on_answer`` at each first token or rejection, to show progress. Raises UnknownWorkload or TraceError if the
+    With ``stop_below``, a run ends as soon as its counted requests can no longer attain that share. The run calls
+    ``on_answer`` at each first token or rejection, to show progress. Raises UnknownWorkload or TraceError if the
     workload cannot be loaded. Raises ValueError if the warm-up leaves no requests to count, or if an oracle gets
     engines that differ.
     """

@@ -2,7 +2,7 @@
 
 Section 5.1 of the DualMap paper defines this measure. Attainment falls as the rate rises, but not monotonically: at a
 slightly different rate, different requests coincide. So attainment may cross the required share at several rates. The
-search returns one such rate: it attains the share, and the next rate, a relative ``tolerance`` higher, does not. All
+search returns a rate that attains the share, while the next rate, higher by the factor 1 + ``tolerance``, does not. All
 searches use the same grid of rates, so that policies are compared at equal rates. Several windows and seeds show the
 random variation.
 
@@ -36,7 +36,7 @@ class Goodput:
 
     The upper end of ``bracket`` is the next rate of the grid, which did not attain the share. The rate is 0 if even
     requests that never overlap do not attain the share. ``summary`` has the figures of the run at the rate, without a
-    CV, which needs samples of the load. It is None if the rate is 0.
+    CV, which needs samples of the load. ``summary`` is None if the rate is 0.
     """
 
     requests_per_s: float
@@ -55,8 +55,8 @@ def goodput(
 ) -> Goodput:
     """Return the highest rate at which ``attainment`` of the counted requests meet the SLO, to ``tolerance``.
 
-    The search ignores the experiment's own rate. It begins at ``guess``, by default the capacity with an ideal cache.
-    The search calls ``on_try`` with each rate before its run. Raises NeverOverloaded and the errors of
+    The search ignores the experiment's own rate. The search begins at ``guess``, by default the capacity with an ideal
+    cache. The search calls ``on_try`` with each rate before its run. Raises NeverOverloaded and the errors of
     ``run_experiment``.
     """
     search = _Search(experiment, attainment=attainment, tolerance=tolerance, on_try=on_try)

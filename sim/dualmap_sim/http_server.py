@@ -2,9 +2,9 @@
 
 As in vLLM, response headers leave when a request is accepted, and the first body chunk leaves with the first token. A
 client that disconnects aborts its request, and ``/metrics`` uses vLLM's metric names. Unlike vLLM, the server accepts
-prompts of any length. It computes only their first tokens, up to the preset's limit, as the DualMap paper does with its
-traces. Two response headers are for tests. ``x-engine`` identifies the instance. ``x-request-sha256`` is the digest of
-the received request body, which shows whether a proxy changed the body.
+prompts of any length. The server computes only the first tokens, up to the preset's limit, as the DualMap paper does
+with its traces. Two response headers are for tests. ``x-engine`` identifies the instance. ``x-request-sha256`` is the
+digest of the received request body, which shows whether a proxy changed the body.
 
 ``openai_api.py`` and ``openai_answers.py`` define the format of bodies. ``engine_driver.py`` provides the timing, and
 ``engine_server.py`` the command and the signals. Only this module uses aiohttp.
@@ -30,7 +30,7 @@ from dualmap_sim.openai_answers import Answer
 from dualmap_sim.server_settings import ServerSettings
 
 BODY_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Larger than the largest body of a test (64 MB), because the router and Envoy enforce the limits."""
+"""The limit exceeds the largest body of a test (64 MB), because the router and Envoy enforce their own limits."""
 KEEPALIVE_S: Final = 5.0
 """Seconds an idle connection stays open, as in vLLM (uvicorn's default). A proxy must close its side earlier."""
 
@@ -39,7 +39,7 @@ _DIGEST: Final = web.RequestKey("x-request-sha256", str)
 
 
 class EngineHttpServer:
-    """One simulated engine behind a listening socket. Create and use it on one event loop."""
+    """One simulated engine behind a listening socket. Create and use the server on one event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -63,7 +63,7 @@ class EngineHttpServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> str:
-        """Listen on the configured address; return the bound ``host:port``. Raises OSError if it is not available."""
+        """Listen on the configured address; return the bound ``host:port``. Raises OSError if the address is not free."""
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
         await self._site.start()

@@ -27,7 +27,7 @@ class Instance:
         self.pending_tokens = 0
 
     def submit(self, now: float, work: EngineRequest, *, weighed: bool) -> None:
-        """Submit a request. With ``weighed``, its uncomputed tokens count as pending, which needs a cache lookup."""
+        """Submit a request. With ``weighed``, the uncomputed tokens count as pending, which needs a cache lookup."""
         uncomputed = 0
         if weighed:
             uncomputed = work.prompt_tokens - max(self.engine.cached_tokens(work), work.pulled_tokens)

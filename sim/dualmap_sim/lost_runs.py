@@ -1,8 +1,8 @@
 """Detects early that a run is lost: too many of its requests can no longer meet the SLO.
 
-``experiment`` creates the detector. ``cluster`` and the oracles call it at each first token and rejection. Early
-detection saves most of the time of ``goodput``. It never ends a run that would attain the share, so it changes no
-result.
+``experiment`` creates the detector. ``cluster`` and the oracles call the detector at each first token and rejection.
+Early detection saves most of the time of ``goodput``. The detector never ends a run that would attain the share, so it
+changes no result.
 """
 
 from collections.abc import Sequence

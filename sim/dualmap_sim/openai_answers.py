@@ -1,8 +1,8 @@
 """OpenAI responses in vLLM's format: complete answers, SSE chunks and errors, as bytes to send.
 
-Fields and their order follow vLLM 0.32, as recorded from it. Every generated token is a space and three letters. So an
-answer that returns in the next turn's prompt counts as many tokens as were generated. The text needs no escaping.
-So a stream's chunk is a concatenation of bytes, without a JSON document for each chunk.
+Fields and their order follow vLLM 0.32, as recorded from a real server. Every generated token is a space and three
+letters. So an answer that returns in the next turn's prompt counts as many tokens as were generated. The text needs no
+escaping. So a stream's chunk is a concatenation of bytes, without a JSON document for each chunk.
 
 ``openai_api.py`` reads the requests.
 """

@@ -42,11 +42,11 @@ class Call:
         return count_tokens(self.prompt)
 
     def output_tokens(self, *, room_tokens: int) -> int:
-        """Return the number of tokens of the answer; ``room_tokens`` fit into the context. May raise ApiError.
+        """Return the number of tokens of the answer; ``room_tokens`` is the free context. May raise ApiError.
 
         The simulated model never ends an answer early: the answer has exactly ``max_tokens``. Without ``max_tokens``
-        the answer ends after a fixed length. With ``ignore_eos`` it then ends at the end of the context, as with a real
-        model.
+        the answer ends after a fixed length. With ``ignore_eos`` and without ``max_tokens``, the answer fills the
+        context, as with a real model.
         """
         if self.max_tokens is None:
             natural = DEFAULT_OUTPUT_TOKENS if self.chat else DEFAULT_COMPLETION_TOKENS

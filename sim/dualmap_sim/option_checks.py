@@ -21,7 +21,7 @@ class FiniteFloatRange(click.FloatRange):
 
 
 def not_blank(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    """Return the option's text, as a click callback. Raises click.BadParameter if it is empty or white space."""
+    """Return the option's text, as a click callback. Raises click.BadParameter if the text is blank."""
     if not value.strip():
         raise click.BadParameter(f"{value!r} is not accepted; give at least one character that is not white space.")
     return value

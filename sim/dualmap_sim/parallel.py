@@ -2,7 +2,7 @@
 
 The workers are forked, so they share the data that the parent has loaded. Each worker receives one item at a time
 through its own pipe. The parent therefore detects a worker that dies. If the parent dies, each worker ends after its
-current item. ``experiment`` and ``goodput`` run here.
+current item. The items are runs of ``experiment`` or searches of ``goodput``.
 """
 
 import gc
@@ -94,7 +94,7 @@ class _Worker(Generic[Item, Result]):
         )
         # The parent's signal handlers must not run in the worker. An exception from a handler before ``_work`` resets
         # the handlers is lost in the interpreter's start-up. ``end`` would then never return. So signals stay pending
-        # until then.
+        # until ``_work`` runs.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)
         try:
             self._process.start()

@@ -1,6 +1,6 @@
 """The engine's prefix cache: the prompt blocks with cached KV, and the order of their eviction.
 
-This is the true content of an instance's cache. ``engine.py`` fills the cache when prefills end. The router's estimate,
+The module models the real cache of an instance. ``engine.py`` fills the cache when prefills end. The router's estimate,
 core's prefix index, is separate on purpose: as in production, both can differ.
 """
 

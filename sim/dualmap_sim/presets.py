@@ -106,7 +106,7 @@ class EngineConfig:
 def slowed(config: EngineConfig, factor: float) -> EngineConfig:
     """Return an engine that takes ``factor`` times as long to prefill and to decode.
 
-    Its memory and its speed of pulling KV stay the same, because the network limits that speed.
+    The engine's memory stays the same. So does its speed of pulling KV, because the network limits that speed.
     """
     prefill, decode = config.prefill, config.decode
     return replace(

@@ -16,7 +16,7 @@ class Record:
 
     ``arrival.at_s`` is the actual arrival time, also in a closed loop. ``cached_tokens`` are the prompt tokens in the
     engine's own cache. ``pulled_tokens`` are further tokens from another engine. ``failed`` is true if the engine
-    failed before the request ended, or had failed before.
+    failed before or during the request.
     """
 
     arrival: Arrival
@@ -43,7 +43,7 @@ class LoadSample:
     """The load of every member at one moment, by id.
 
     ``pending_tokens`` are prompt tokens that are neither cached nor prefilled. For a submitted request, the engine's
-    cache decides which tokens count. For a queued request, the router's estimate decides.
+    cache decides which tokens count. For a queued request, the router's estimate of the cache decides.
     """
 
     at_s: float

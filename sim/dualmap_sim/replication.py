@@ -1,7 +1,8 @@
 """The replication between the routers of a simulated cluster, with delays as in production.
 
-``cluster`` owns the routers and the timeline. This module sends updates between the routers. It also replaces the
-store that decides which replica's session binding is valid. In production, ``dualmap_extproc.store.exchange`` decides.
+``cluster`` owns the routers and the timeline. This module sends updates between the routers. The module also replaces
+the store that decides which replica's session binding is valid. In production, ``dualmap_extproc.store.exchange`` makes
+this decision.
 """
 
 from collections import deque
@@ -44,7 +45,7 @@ class ReplicationConfig:
 
 
 class Replication:
-    """The replication between the routers of one run. ``after`` receives a router and its outcomes."""
+    """The replication between the routers of one run. ``after`` is called with a router and its outcomes."""
 
     def __init__(
         self,

@@ -12,10 +12,10 @@ from dualmap_sim.records import LoadSample, Record
 class Summary:
     """Figures over some of a run's requests. Shares are from 0 to 1.
 
-    TTFT, E2E (arrival to last token) and hit rate cover the served requests. A rejected or failed request counts as a
-    missed SLO. ``pending_cv`` measures how unevenly pending prompt tokens are distributed over the members. It is the
-    standard deviation over the mean, averaged over all samples with pending tokens. ``rules`` counts the requests sent
-    by each of the policy's rules.
+    TTFT, E2E (arrival to last token) and hit rate cover the served requests. A rejected or failed request counts as an
+    SLO miss. ``pending_cv`` measures how unevenly pending prompt tokens are distributed over the members.
+    ``pending_cv`` is the standard deviation over the mean, averaged over all samples with pending tokens. ``rules``
+    counts the requests sent by each of the policy's rules.
     """
 
     requests: int

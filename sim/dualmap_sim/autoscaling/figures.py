@@ -75,7 +75,7 @@ def attainment(
 
 
 def lag(syncs: Sequence[Sync], *, since_s: float, enough: int) -> Lag:
-    """Return the seconds from ``since_s`` until ``enough`` instances were requested, and until as many served."""
+    """Return the seconds from ``since_s`` until ``enough`` instances were requested, and until ``enough`` served."""
     later = [sync for sync in syncs if sync.at_s >= since_s]
     return Lag(
         asked_s=next((sync.at_s - since_s for sync in later if sync.requested >= enough), None),

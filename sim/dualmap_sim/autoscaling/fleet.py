@@ -14,7 +14,7 @@ from typing import Final
 from dualmap.pools.pool import Member, MemberState
 
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75), (30.0, 100))
-"""A joining member's weight from each number of seconds on; at the last step the member becomes Active."""
+"""The weight of a joining member by seconds since it joined; the last step makes the member Active."""
 IDLE_CHECK_S: Final = 0.5
 """Seconds between two idle checks of a draining member."""
 _IDLE_CHECKS: Final = 2
@@ -23,9 +23,10 @@ _PORT: Final = 8000
 
 @dataclass(slots=True, kw_only=True)
 class Pod:
-    """One pod. ``serves_s`` is the time its engine is ready. ``gone_s`` is the time of its deletion, None until then.
+    """One pod. ``serves_s`` is the time at which the engine is ready. ``gone_s`` is the time of deletion, or None.
 
-    ``joined_s`` is the time it joined the ring, None until then. A pod that is Active without a ramp has ``-inf``.
+    ``joined_s`` is the time at which the pod joined the ring, None until then. A pod that is Active without a ramp has
+    ``-inf``.
     """
 
     number: int
@@ -112,7 +113,7 @@ class Fleet:
         return tuple(members)
 
     def next_change_s(self, now: float) -> float | None:
-        """Return the time of the ring's next change that time alone causes, None if no such change is due."""
+        """Return the next time at which a pod joins or a weight grows, None if no such change is due."""
         due = [pod.serves_s for pod in self._alive if pod.joined_s is None and pod.number < self.requested]
         due += [
             pod.joined_s + step_s

@@ -1,8 +1,8 @@
 """One run of a pool with an autoscaler. The input is a list of requests; the results are records and fleet history.
 
-``cluster.Cluster`` runs the real router and the engine model. This module adds the control loop: a meter computes the
-desired instances, the HPA decides every 15 s, and pods start and join, or drain and stop. ``hpa``, ``fleet`` and
-``meters`` are its components, and ``figures`` measures the results.
+``cluster.Cluster`` runs the real router and the engine model. This module adds the control loop. A meter computes the
+desired instances, and the HPA decides every 15 s. Pods then start and join, or drain and stop. ``hpa``, ``fleet`` and
+``meters`` are components of the loop, and ``figures`` measures the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ _SAMPLE_S = 1.0
 class Autoscaled:
     """The settings of a pool with an autoscaler. ``first`` is the initial number of instances.
 
-    ``pool`` has all settings except the members. ``start_s`` is the start time of a pod. ``lasts_s`` is the minimum
-    duration of the run. From the first to the second time of ``blind_s`` the HPA gets no metric. ``exchange`` is the
-    replication between several ``routers``.
+    ``pool`` has all settings except the members. ``start_s`` is the time that a pod needs to start. ``lasts_s`` is the
+    minimum duration of the run. From the first to the second time of ``blind_s`` the HPA gets no metric. ``exchange``
+    is the replication between several ``routers``.
     """
 
     pool: Pool

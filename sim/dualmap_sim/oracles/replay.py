@@ -1,9 +1,9 @@
 """The replay that all oracles share: arrivals and engines on one timeline, without a router between them.
 
 A *discipline* selects the instance of each request, with complete knowledge. This module replaces the part of
-``cluster`` outside its routers. It writes the same records and samples and makes the same assertions, so that bounds
-and policies are measured alike. A discipline only submits requests; the engine model decides what happens inside an
-engine.
+``cluster`` outside its routers. The module writes the same records and samples and makes the same assertions, so that
+bounds and policies are measured alike. A discipline only submits requests; the engine model decides what happens inside
+an engine.
 
 ``single_queue``, ``full_scan`` and ``all_cached`` are the disciplines, and ``ORACLES`` lists them. ``cluster`` is the
 corresponding module with routers.
@@ -60,7 +60,8 @@ class Discipline(Protocol):
 class OracleRun:
     """The results of a run: a record of each request in order of arrival, and the samples of the load.
 
-    Samples exclude requests that wait in a queue of all instances. ``gave_up`` is true if the run was ended early.
+    Samples exclude requests that wait in the common queue of all instances. ``gave_up`` is true if the run was ended
+    early.
     """
 
     records: tuple[Record, ...]

@@ -5,9 +5,9 @@ queue, too, routing has no effect. So a policy's distance from this oracle is th
 
 A policy can exceed this oracle in two cases. First, when the load exceeds the capacity, all requests of the single
 queue are equally late, while unequal queues still serve some requests in time. Second, several instances may compute
-the same prefix at the same time, before the first of them has cached it. With one queue per instance, the later prompts
-wait and reuse the prefix. The second case is rare for a trace of conversations on eight instances. It dominates for a
-trace sped up for hundreds of instances. ``ForeseeingInstance`` removes the second case.
+the same prefix at the same time, before the prefix is cached. With one queue per instance, the later prompts wait and
+reuse the prefix. The second case is rare for a trace of conversations on eight instances. The second case dominates for
+a trace sped up for hundreds of instances. ``ForeseeingInstance`` removes the second case.
 
 ``waiting_lines`` defines the order of the queue.
 """
@@ -22,11 +22,11 @@ from dualmap_sim.records import Record
 
 
 class SingleQueue:
-    """Sends the head of the queue to an instance that can start it at once. Until one can, all requests wait.
+    """Sends the head of the queue to an instance that can start it at once. All requests wait until an instance can.
 
     An instance can start a request at once if no request waits or prefills there and the request's memory is free. The
-    current decode step still ends first. Of several such instances, the oracle selects the one with the lowest reserved
-    KV, then the first.
+    current decode step still ends first. Of several such instances, the oracle selects the instance with the lowest
+    reserved KV, then the first.
     """
 
     def __init__(self, instances: Sequence[Instance], line: WaitingLine) -> None:
@@ -48,16 +48,17 @@ class SingleQueue:
             hand_over(record, instance)
 
     def _that_can_start(self, work: EngineRequest) -> Instance | None:
-        # An idle engine that cannot start a request is too small for it. The engine raises an error on submission.
+        # An idle engine that cannot start a request is too small for the request. The engine raises an error on
+        # submission.
         able = (each for each in self.instances if each.engine.could_start(work) or not each.engine.running)
         return min(able, key=lambda each: each.engine.kv_tokens_reserved, default=None)
 
 
 class ForeseeingInstance(Instance):
-    """An instance with a shared cache that contains a prompt's blocks from the moment of its submission.
+    """An instance with a shared cache that contains a prompt's blocks as soon as the prompt is submitted.
 
-    In other instances the blocks are cached when the prefill ends. Until then, other prompts with the same prefix
-    compute them too. The cache must be unlimited: blocks found at submission must still be there when the prefill
+    In other instances the blocks are cached when the prefill ends. Until then, other prompts with the same prefix also
+    compute these blocks. The cache must be unlimited: blocks found at submission must still be cached when the prefill
     begins.
     """
 

@@ -10,9 +10,9 @@ from dualmap_sim.records import Record
 PASSED_OVER_MAX: Final = 8
 """Number of starts in a row that may pass over the oldest waiting request. With 8, every ninth start is in order.
 
-No request starves: a request behind k other late requests starts within 9 (k + 1) starts. Goodput allows a tenth of
-the requests to be late. Every ninth start exceeds a tenth, so late requests do not accumulate. With a number above 9,
-goodput could be reached while a tenth of the requests never starts.
+No request starves: a request behind k other late requests starts within 9 (k + 1) starts. Goodput allows a tenth of the
+requests to be late. One start in nine is more than one in ten, so late requests do not accumulate. With a number above
+9, goodput could be reached while a tenth of the requests never starts.
 """
 
 
@@ -60,7 +60,7 @@ class HopefulFirst:
         self._prefill_s = prefill_s
         self._slo_ttft_s = slo_ttft_s
         self._hopeful: deque[Record] = deque()
-        # Late requests are older than all other requests, because only the oldest of the others can become late.
+        # Late requests are older than all other requests, because the oldest of the other requests becomes late first.
         self._late: deque[Record] = deque()
         self._passed_over = 0
         self._next_is_late = False

@@ -3,8 +3,8 @@
 Tools answer at once, so the speed of the system decides when the next request arrives. Only the starts of sessions are
 given; they are a Poisson process. Session sizes are extremely unequal, and random sizes would vary too much with few
 sessions. So the sizes are quantiles of the published shares of input tokens. A session's prompt grows turn by turn, up
-to the model's context. It begins with a system prompt that all agents of a kind share. Files follow that all sessions
-of a project share. ``draws`` provides the random numbers, and ``statistics`` measures the result.
+to the model's context. The prompt begins with a system prompt that all agents of a kind share. Then it has files that
+all sessions of a project share. ``draws`` provides the random numbers, and ``statistics`` measures the result.
 
 All requests of a workload are planned together. So a shorter workload is not the beginning of a longer workload.
 """
@@ -38,9 +38,9 @@ _REQUESTS_PER_S: Final = 2.0
 """The nominal rate; ``Trace.at_rate`` scales it."""
 
 TOP_SHARES: Final = ((0.01, 0.465), (0.05, 0.665), (0.10, 0.746), (0.25, 0.875), (0.50, 0.960), (1.0, 1.0))
-"""A share of the sessions, largest first, and their share of all input tokens (EAR paper, section 2.1)."""
+"""Pairs of a share of the sessions, from the largest, and their share of all input tokens (EAR paper, section 2.1)."""
 _WITHIN_TOP: Final = 0.75
-"""Within the top 1 %, the tokens of the largest x grow as x to this power. No source has this distribution."""
+"""The exponent of a power law for input tokens within the largest 1 % of sessions. No source has this exponent."""
 
 _ONE_TURN_TOKENS: Final = 10_000
 _TURNS_POWER: Final = 0.656
@@ -109,7 +109,8 @@ def agentic_workload(requests: int, *, seed: int = 0) -> Trace:
 def _plan(requests: int) -> list[tuple[float, int]]:
     """Return each session's input tokens and turns, largest first, with ``requests`` turns in total.
 
-    More sessions are smaller and have fewer turns each. The search finds the number of sessions with that total.
+    A larger number of sessions means smaller sessions with fewer turns. The search finds the largest number of sessions
+    with at most ``requests`` turns.
     """
     fewest, too_many = 1, requests + 1
     while too_many - fewest > 1:
@@ -148,7 +149,7 @@ def _turns(tokens: float) -> int:
 
 
 def _prompts(tokens: float, turns: int, growths: list[float]) -> list[int]:
-    """Return the lengths of a session's prompts: ``tokens`` in total, each longer than the previous by ``growths``.
+    """Return the lengths of a session's prompts: ``tokens`` in total, increasing in proportion to ``growths``.
 
     The mean determines the last prompt. The first prompt then follows from the total.
     """

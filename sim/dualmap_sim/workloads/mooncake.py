@@ -1,8 +1,8 @@
 """Reads Mooncake's JSONL traces: one request per line, with the prompt as ids of 512-token blocks.
 
-A line is ``{"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": [ID, ...]}``.
-The DualMap paper replays two such traces (section A.2.1). The error for an invalid line contains its number, field and
-value.
+A line is ``{"timestamp": MILLISECONDS, "input_length": TOKENS, "output_length": TOKENS, "hash_ids": [ID, ...]}``. The
+DualMap paper replays two such traces (section A.2.1). The error for an invalid line contains the line's number, the
+field and the value.
 """
 
 import json

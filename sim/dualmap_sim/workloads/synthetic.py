@@ -1,8 +1,8 @@
 """The default workload: a mix of multi-turn conversations and tool-calling agents, generated from a seed.
 
-Its two halves have opposite demands on a router, like the DualMap paper's two traces (sections 4, A.2.1). Conversations
-grow turn by turn, so that only the engine of the last turn can reuse the history. Agents begin with one of a few long
-tool prefixes of very unequal popularity. So routing by prefix alone overloads an engine.
+The workload's two halves have opposite demands on a router, like the DualMap paper's two traces (sections 4, A.2.1).
+Conversations grow turn by turn, so that only the engine of the last turn can reuse the history. Agents begin with one
+of a few long tool prefixes of very unequal popularity. So routing by prefix alone overloads an engine.
 """
 
 import heapq
@@ -28,9 +28,9 @@ class SessionKind:
     """The parameters of one half of the mix. Lengths are log-normal: a median in tokens and the sigma ``spread``.
 
     The sessions share ``prefixes`` prefixes, such as system prompts or tool descriptions. ``prefix_blocks`` is the
-    range of their lengths. Zipf's law with exponent ``prefix_skew`` gives their popularity. A session continues after
-    each turn with probability ``continues``, after a pause with mean ``pause_s``. A session also ends if its prompt
-    exceeds ``context_tokens``.
+    range of prefix lengths in blocks. Zipf's law with exponent ``prefix_skew`` gives the prefixes' popularity. A
+    session continues after each turn with probability ``continues``, after a pause with mean ``pause_s``. A session
+    also ends if its prompt exceeds ``context_tokens``.
     """
 
     sessions_per_s: float

@@ -3,10 +3,10 @@
 The trace itself is not available, but its statistics are (paper sections A.1.1, A.2.1 Table 1, A.4). Two tool prompts
 start 37.8 % and 14.9 % of the requests. The publishers of the trace show its first lines. The requests in these lines
 have twelve or five common blocks, a short question of the agent and a very short answer. The other requests resemble
-those of the Conversation trace, so this module uses the lengths, pauses and answers of the Conversation trace. The
-probability that a conversation continues and the scale of its lengths are fitted. With these values, the first 8000
-requests match the paper's statistics before prompts are cut. Requests arrive in batches every three seconds at a steady
-rate, as in Mooncake's traces. ``draws`` provides the random numbers, and ``statistics`` measures the result.
+the Conversation trace, so this module uses that trace's lengths, pauses and answers. The probability that a
+conversation continues and the scale of its lengths are fitted. With these values, the first 8000 requests match the
+paper's statistics before prompts are cut. Requests arrive in batches every three seconds at a steady rate, as in
+Mooncake's traces. ``draws`` provides the random numbers, and ``statistics`` measures the result.
 
 Deviation: 2.1 % of the paper's requests have a key of a fourth length that the paper does not describe. Here they count
 as conversations.
@@ -39,7 +39,7 @@ _REQUESTS_PER_S: Final = 23_608 / 3600
 _BURN_IN_S: Final = 600.0
 """Seconds that are generated first and dropped. So the trace begins during sessions, like a recorded trace."""
 _CONTEXT_TOKENS: Final = 128_000
-"""A session ends if its next prompt would be longer. The longest prompt of the Conversation trace has 126,195."""
+"""A session ends if its next prompt would be longer. The longest in the Conversation trace has 126,195 tokens."""
 PROMPT_BANDS: Final = (8000, 32_000)
 """Bounds between short, medium and long prompts. In the Conversation trace, longer prompts continue less often."""
 _STRATA: Final = 250
@@ -53,8 +53,8 @@ class TrafficPart:
     """One part of the traffic: ``share`` of the requests (0 to 1), which all begin with the same ``prefix_blocks``.
 
     Lengths are in tokens. ``opening`` is the first input after the prefix, and ``said`` the input of each further turn.
-    ``answer`` is the length of an answer. ``continues`` has one probability for each of the PROMPT_BANDS that a session
-    continues after a request. Its next request then arrives ``pause_s`` seconds after the last request.
+    ``answer`` is the length of an answer. ``continues`` is the probability that a session continues after a request,
+    for each of the PROMPT_BANDS. The session's next request arrives ``pause_s`` seconds after the last request.
     """
 
     share: float

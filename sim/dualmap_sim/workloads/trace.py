@@ -30,8 +30,8 @@ class Trace:
     """Requests in order of arrival. ``block_tokens`` is the length of a full block.
 
     In a closed loop, only the first request of a session arrives at its ``arrival_s``. Each later request arrives
-    ``pause_s`` after the end of the previous request of its session. Its ``arrival_s`` is nominal: the arrival time on
-    an infinitely fast system.
+    ``pause_s`` after the end of the previous request of its session. The ``arrival_s`` of the later request is nominal:
+    the arrival time on an infinitely fast system.
     """
 
     name: str
