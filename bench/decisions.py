@@ -2,9 +2,9 @@
 
 The times exclude reading and hashing the prompt. Each time is the tenth percentile, because other processes on the
 machine disturb the slower samples. The dispatch window is unlimited, so no request is queued in the router. Each prompt
-was sent a few times before and aborted. So the hotness tree contains its key, and the pair is known, as in a
-conversation. But no member has the unique half of the prompt in its cache. The benchmark ``rings`` shows the cost of a
-new key.
+was sent a few times before and aborted. So the hotness tree contains the prompt's key, and the pair is known, as in a
+conversation. The unique half of the prompt is in no member's cache. The benchmark ``rings`` shows the cost of a new
+key.
 """
 
 import random
@@ -30,7 +30,7 @@ BLOCK_TOKENS = 128
 SYSTEM_PROMPTS = 8
 REQUESTS = 200
 REHEARSALS = 5
-# The rules whose decisions examined every member.
+# The rules that examine every member for a decision.
 SEARCHED = ("spill", "pair-marginal", "pair-cold", "min-ttft", "least-loaded")
 
 

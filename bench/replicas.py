@@ -1,7 +1,8 @@
 """Compares one, two and four routers, with different data shared between them and with a router that joins later.
 
-In the first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second, a router joins
-running routers. In the third, requests have sessions. Session ids and bindings need less data than the full index.
+In the first section, replicas share from nothing to all data, every 50 to 1000 ms. In the second section, a router
+joins running routers. In the third section, requests have sessions. Session ids and bindings need less data than the
+full index.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from dualmap_sim.cluster import Record, Replica, ReplicationConfig, everything
 from dualmap_sim.summary import Summary, summarise
 
 RATES = {"conversation": (3.1,), "default": (7.26, 9.0)}
-"""The last rate of each workload is near the maximum. The demo uses 7.26/s."""
+"""Requests per second. The last rate of each workload is near the maximum. The demo uses a rate of 7.26."""
 SAMPLES = (0, 1, 2)
 PERIODS_S = (0.05, 0.1, 0.25, 1.0)
 USUAL_PERIOD_S = 0.1
@@ -118,7 +119,7 @@ def weigh(case: Case) -> Weighed:
 
 
 def after_join(case: Case) -> tuple[tuple[Reuse, Reuse], ...]:
-    """Run a case with a last router that joins at JOINS_S; return its reuse and the others' for each of BUCKETS_S."""
+    """Run a case whose last router joins at JOINS_S. Return its reuse and that of the others for each of BUCKETS_S."""
     buckets = tuple((Reuse(), Reuse()) for _ in BUCKETS_S)
     joined = len(case.replicas) - 1
     for record in run(case):

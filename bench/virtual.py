@@ -82,7 +82,7 @@ def measure(case: Case) -> Summary:
 def run_all(of: Callable[[Case], Result], cases: Sequence[Case]) -> list[Result]:
     """Apply a measurement to every case, in two processes, with the progress on stderr."""
     results = []
-    # Garbage collection is off: a run's objects stay in use until its end.
+    # Garbage collection is off, because a run's objects stay in use until its end.
     with get_context("fork").Pool(PROCESSES, initializer=gc.disable) as pool:
         for number, result in enumerate(pool.imap(of, cases), start=1):
             results.append(result)

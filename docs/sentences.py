@@ -48,11 +48,11 @@ _SLASH_COMMENTS: Final = (".proto", ".js")
 _DIRECTIVE: Final = re.compile(r"^(noqa|type:|fmt:|pragma|!|-\*-)")
 _END: Final = re.compile(r"(?<=[a-z0-9)`\"'\]}*][.!?])\s+(?=[\"'(`*\[]*[A-Z`])|\n\s*\n")
 _WORD: Final = re.compile(r"[A-Za-z]{2}")
-# Two words in a table's cell or a diagram's label are not a sentence; two words can be a log message.
+# In tables and diagrams, two words are no sentence. In logs, two words can be a message.
 _FEWEST_WORDS: Final = 3
 _SHORT: Final = ("logs", "conditions", "metrics", "alerts", "tests", "dashboard")
 _LOG_CALLS: Final = ("debug", "info", "warning", "error", "exception", "critical")
-# Calls that make an error: an exception, the answer to a rejected request, and the ways of click and sys to end a
+# Names of calls that make an error: exceptions, answers to rejected requests, and calls of click and sys that end a
 # command.
 _ERROR_CALL: Final = re.compile(r"(Error|Refused|Rejection|Invalid)$|\b(fail|sys\.exit|BadParameter|UsageError)$")
 _EXPRESSION: Final = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")
@@ -223,7 +223,7 @@ def _is_log(call: ast.Call) -> bool:
 
 
 def _said(call: ast.Call) -> dict[ast.AST, str]:
-    """Return the places of an error's texts. A third argument has the accepted values, which belong to another text."""
+    """Return the places of an error's texts. The third argument is skipped: it has the accepted values."""
     arguments = [*call.args[:2], *(each.value for each in call.keywords)]
     return {node: "errors" for argument in arguments for node in ast.walk(argument)}
 
@@ -255,7 +255,7 @@ def _words(text: str) -> int:
 
 
 def _split(place: str, file: str, line: int, text: str) -> Iterator[Sentence]:
-    """Yield the sentences of a text that begins in this line, without sentences of too few words."""
+    """Yield the sentences of a text that begins in ``line``. Sentences with too few words are left out."""
     start = 0
     breaks = [each.start() for each in re.finditer("\n", text)]
     for end, following in [*((found.start(), found.end()) for found in _END.finditer(text)), (len(text), len(text))]:

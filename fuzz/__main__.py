@@ -24,7 +24,7 @@ _PROGRESS: Final = re.compile(r"#(\d+)\t\w+(?:\s+cov: (\d+))?")
 _NOISE: Final = re.compile(r"(INFO|WARNING): ")
 # Seconds between two progress lines; libFuzzer also reports every new input.
 _REPORT_S: Final = 5.0
-# The number of printed lines at the end of a crashed run's output, which contain the traceback.
+# The number of lines to print from the end of a crashed run's output. The lines contain the traceback.
 _TAIL_LINES: Final = 60
 
 

@@ -1,8 +1,8 @@
 """Drives one target in its own process: ``python -m fuzz.engine`` (``__main__`` starts it and reads its stderr).
 
-atheris controls the process and never returns; it uses coverage to select the inputs to mutate. atheris has wheels for
-few platforms. Without atheris, or with ``--random``, inputs are mutated at random. The checks and the lines on stderr
-are the same.
+atheris controls the process and never returns; it uses coverage to select the inputs to mutate. Wheels of atheris exist
+for few platforms. Without atheris, or with ``--random``, inputs are mutated at random. The checks and the lines on
+stderr are the same.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import click
 from fuzz import targets
 
 INPUT_BYTES: Final = 4096
-# An input that takes longer is also a finding, because such a request would delay all other requests.
+# An input that takes more seconds is also a finding, because such a request would delay all other requests.
 _INPUT_S: Final = 10
 _MEMORY_MB: Final = 2048
 # Seconds between two progress lines of a random run.

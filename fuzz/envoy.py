@@ -62,7 +62,7 @@ def request(choices: Choices) -> list[wire.ProcessingRequest]:
 
 
 def message(choices: Choices) -> wire.ProcessingRequest:
-    """Return a message that Envoy may send. Choices determine its kind and most of its content."""
+    """Return a message that Envoy may send. Choices determine the message's kind and most of its content."""
     made = wire.ProcessingRequest()
     kind = choices.pick(_MESSAGES)
     match kind:
@@ -148,7 +148,7 @@ class Peer:
                 self._there[kind] += getattr(sent, kind).body
 
     def take(self, answers: list[wire.ProcessingResponse], *, ended: bool) -> None:
-        """Check the router's answers. ``ended`` is whether the stream has ended with them."""
+        """Check the router's answers. ``ended`` is whether the stream has ended with these answers."""
         assert not (self.ended and answers), "an answer after the end"
         for position, answer in enumerate(answers):
             assert wire.ProcessingResponse.FromString(answer.SerializeToString()) == answer

@@ -12,7 +12,7 @@ import dualmap_extproc
 from fuzz import targets
 from fuzz.engine import inputs, name_of
 
-# A sufficient start for a run; the run finds the remaining branches again.
+# Maximum size of a corpus. A run that starts from the corpus finds the remaining branches again.
 INPUTS: Final = 50
 _PACKAGES: Final = tuple(f"{folder}/" for package in (dualmap, dualmap_extproc) for folder in package.__path__)
 
@@ -23,7 +23,7 @@ _Feature: TypeAlias = tuple[_Branch, int]
 
 
 def minimise(name: str, kept: Path, found: Path) -> tuple[int, int, int]:
-    """Keep the best INPUTS of ``kept`` and ``found`` in ``kept``.
+    """Select the best INPUTS of the folders ``kept`` and ``found``, and leave only these in ``kept``.
 
     Return the number of kept inputs, the number of all inputs, and the bytes of the kept inputs. An input whose check
     fails is left out; add the input to the corpus after its fault is fixed.

@@ -45,7 +45,7 @@ from dualmap_sim.workloads.trace import Trace
 SECTION: Final = "autoscaling"
 _ENGINE: Final = PRESETS["7b"]
 _SEED_REQUESTS: Final = 4000
-"""The run of each further seed begins this number of requests later in the trace."""
+"""Number of requests between the starts of two seeds in the trace."""
 _TOOL_AGENT_PER_S: Final = 7.0
 """At this rate the generated workload needs about as many instances as the trace at its recorded rate."""
 _SERIES_S: Final = 30.0

@@ -21,7 +21,7 @@ class Shape:
     """The load over time, as multiples of the trace's recorded rate.
 
     ``first`` is the number of instances at the start. ``highest`` is the highest rate. ``rises_s`` is the time at which
-    the load rises suddenly to that rate; None for a shape without a sudden rise.
+    the load rises suddenly to ``highest``, or None.
     """
 
     says: str

@@ -27,7 +27,8 @@ class FitError(Exception):
 def fit(recording: Recording, groups: Sequence[Group], *, chunk_tokens: int | None) -> EngineConfig:
     """Return the engine configuration that fits these groups of the recording best. Raises FitError.
 
-    With ``chunk_tokens``, prefills are cut into chunks, and each chunk pays ``o``. With None, prefills are not cut.
+    With ``chunk_tokens``, prefills are cut into chunks, and each chunk pays ``o``. If ``chunk_tokens`` is None,
+    prefills are not cut.
     """
     block_tokens, kv_tokens = recording.tokens("block_tokens"), recording.tokens("kv_tokens")
     return EngineConfig(
@@ -78,8 +79,8 @@ def _decode(groups: Iterable[Group]) -> DecodeCost:
 def _steady(batch: Sequence[Seen]) -> tuple[int, float] | None:
     """Return the KV tokens of a batch halfway through its common steps, and the median time of these steps.
 
-    All requests of the batch are in every common step. None without a common step: on a busy machine the last request
-    may begin after the first has ended.
+    All requests of the batch are in every common step. The result is None without a common step: on a busy machine the
+    last request may begin after the first has ended.
     """
     begin_s, end_s = max(each.token_s[0] for each in batch), min(each.token_s[-1] for each in batch)
     last = max(batch, key=lambda each: each.token_s[0])

@@ -21,7 +21,7 @@ PROBES = 5
 FIRST_PROBE = 1_000_000
 """Number of the first probe's text; the texts of the scenarios have lower numbers."""
 PAUSE_S = 0.05
-"""The pause between groups, because an engine still finishes its step after the last token."""
+"""Seconds between groups, because an engine still finishes its step after the last token."""
 
 
 async def record(url: str, *, rounds: int, step_tokens: int, options: str, say: Callable[[str], None]) -> Recording:

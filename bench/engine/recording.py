@@ -15,7 +15,7 @@ from typing import Any, Final
 FORMAT: Final = "dualmap engine recording 1"
 
 Piece = tuple[int, int]
-"""A piece of a prompt: the number of its text, and the number of tokens from the text's beginning."""
+"""A piece of a prompt: the number of a text, and the number of tokens from the text's beginning."""
 
 
 class RecordingError(Exception):
@@ -24,7 +24,7 @@ class RecordingError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One request as recorded by its client. Times are in seconds since its group began."""
+    """One request as recorded by its client. Times are in seconds since the beginning of the group."""
 
     pieces: tuple[Piece, ...]
     cached_tokens: int
@@ -33,7 +33,7 @@ class Seen:
     token_s: tuple[float, ...]
     """The arrival time of each output token."""
     setup: bool
-    """Whether the request was sent only to warm the cache for other requests; its times are not counted."""
+    """Whether the request only warms the cache for other requests. The times of such a request are not counted."""
     wave: int
     """The number of the request's wave. A wave begins when all requests of the previous wave have ended."""
 

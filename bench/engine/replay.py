@@ -42,7 +42,7 @@ class Replayed:
 
 
 def replay(config: EngineConfig, group: Group) -> list[Replayed]:
-    """Replay a group on an empty engine model; return its requests without the setup requests.
+    """Replay a group on an empty engine model; return the predictions without those for setup requests.
 
     As in the recording, a wave begins when the previous wave has ended. Within a wave, requests keep their times.
     """
@@ -55,7 +55,7 @@ def replay(config: EngineConfig, group: Group) -> list[Replayed]:
         late_s = max(late_s, engine.now_s - asked[0][1].sent_s)
         events: list[EngineEvent] = []
         for position, seen in asked:
-            # The difference may be less than now by a rounding error.
+            # By a rounding error, the computed time may be earlier than ``engine.now_s``.
             at_s = max(engine.now_s, late_s + seen.sent_s)
             events += engine.advance(at_s)
             engine.submit(at_s, _request(position, seen, blocks))

@@ -4,7 +4,7 @@ Next to each error is a *floor*: the difference between two runs of the same req
 its floor cannot be distinguished from noise.
 
 On a shared machine some groups run faster than others. So groups are replayed a second time *at their own rate*: the
-best factor for the group slows the model. The remaining error comes from the form of the model.
+model is slowed by the best factor for the group. The remaining error comes from the form of the model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from dualmap_sim.presets import EngineConfig, slowed
 RATES: Final = tuple(0.6 + 0.02 * step for step in range(56))
 """Possible ratios of a group's real times to the predicted times. The search selects the best ratio."""
 RATED_REQUESTS: Final = 4
-"""Groups with fewer requests get no rate of their own, because a factor would fit them with any model."""
+"""Minimum number of requests for a rate of their own, because a factor fits few requests under any model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Fitted:
     at_own_rate: tuple[Replayed, ...]
     """The requests of groups with at least ``RATED_REQUESTS``, each group replayed at its own rate."""
     rates: tuple[tuple[str, float], ...]
-    """The scenario of each such group, and the ratio of its real times to the predicted times."""
+    """The scenario of each group in ``at_own_rate``, and the ratio of the group's real times to the predicted times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def by_scenario(replayed: Iterable[Replayed]) -> dict[str, list[Replayed]]:
 def floor(recording: Recording, scenario: str) -> float | None:
     """Return the median relative difference between TTFTs of the same request in a fitted and a predicted round.
 
-    None if each round draws new requests.
+    The result is None if each round draws new requests.
     """
     if scenario.startswith("poisson"):
         return None

@@ -1,6 +1,7 @@
 """Defines the groups of requests to a real engine, from a single request to a Poisson mix, and their prompts' tokens.
 
-``record.py`` sends the groups. Every group has its own texts, so an engine's cache contains no blocks of it.
+``record.py`` sends the groups. Every group has its own texts, so an engine's cache contains no blocks of the group
+beforehand.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ import aiohttp
 
 HERE = Path(__file__).parent
 START_LIMIT_S = 240.0
-"""vLLM starts in 25 s on an idle machine, and in up to 150 s on a busy one."""
+"""vLLM starts in 25 s on an idle machine, and in up to 150 s on a busy machine."""
 STOP_LIMIT_S = 20.0
 LOG_CHARACTERS = 3000
 ENVIRONMENT: Mapping[str, str] = {

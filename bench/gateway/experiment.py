@@ -155,7 +155,7 @@ class Experiment:
 
     async def _rounds(self, lab: Lab, stacks: Sequence[Stack], cells: Sequence[Cell]) -> None:
         for stack in stacks:
-            # The first round warms up interpreter, connections and caches. Its samples are dropped.
+            # The first round warms up interpreter, connections and caches. The samples of the first round are dropped.
             self._say(f"warming up: {stack.name}")
             for cell in cells:
                 if not cell.rate:
@@ -178,7 +178,7 @@ class Experiment:
                 ramp_s=_RAMP_S,
                 prompt_bytes=cell.prompt_kb * 1024,
                 chunks=cell.chunks,
-                # Every measurement has new conversations, so that no stack has cached their prompts.
+                # Every measurement has new conversations, so that no engine has cached their prompts.
                 first=next(self._firsts),
                 pids=stack.pids,
             )

@@ -3,10 +3,10 @@
 ``python -m bench.gateway.load`` prints a port. Each line received on the port is a ``Job`` in JSON; the answer is a
 ``Result``. The process writes raw HTTP/1.1 on asyncio protocols. A request of 1 KB costs 20 to 50 us, half of Envoy's
 own cost (``load`` in ``Result.cpu_s``). A client library would cost several times as much as Envoy. The client process
-itself reads the CPU clocks of the measured processes at both ends of its window. So no messages between processes delay
+itself reads the CPU clocks of the measured processes at both ends of the window. So no messages between processes delay
 the readings.
 
-In an open loop, a request's times count from its due time, not from the moment with a free connection. So a stall
+In an open loop, a request's times count from its due time, not from the moment when a connection is free. So a stall
 appears in every request that it delayed (coordinated omission).
 """
 
@@ -31,8 +31,8 @@ _CONNECTIONS_MAX = 256
 class Job:
     """One measurement. ``rate`` is requests per second, or 0 for a closed loop of ``connections``.
 
-    The window of ``seconds`` begins after ``ramp_s``. ``chunks`` is the number of events in an answer, or 0 for JSON.
-    ``first`` is the number of the first conversation. ``pids`` are the processes to measure, by name.
+    The window of ``seconds`` begins after ``ramp_s``. ``chunks`` is the number of events in an answer, or 0 for a JSON
+    answer. ``first`` is the number of the first conversation. ``pids`` are the processes to measure, by name.
     """
 
     port: int
@@ -65,8 +65,8 @@ class Result:
 def cpu_s(pid: int) -> float:
     """Return the CPU seconds that all threads of a process have used, in user and kernel mode.
 
-    The clock has nanoseconds, while /proc/PID/stat has ticks of 10 ms. Linux derives the clock id from the process id
-    (posix-timers.h, MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED).
+    The clock's resolution is a nanosecond; that of /proc/PID/stat is 10 ms. Linux derives the clock id from the process
+    id (posix-timers.h, MAKE_PROCESS_CPUCLOCK with CPUCLOCK_SCHED).
     """
     return time.clock_gettime((~pid << 3) | 2)
 
@@ -254,13 +254,14 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def main() -> None:
-    """Serve jobs until killed."""
+    """Serve jobs until the process is killed."""
     server = await asyncio.start_server(_serve, "127.0.0.1", 0)
     print(f"dualmap bench-load ready control=127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    # epoll has timeouts in milliseconds, select in microseconds. A millisecond would distort the measured times.
+    # epoll has timeouts in milliseconds, select in microseconds. A delay of a millisecond would distort the measured
+    # times.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())) as runner:
         runner.run(main())

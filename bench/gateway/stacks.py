@@ -2,7 +2,7 @@
 
 The product's own generator makes every Envoy configuration. Envoy alone and Envoy with the trivial picker run without
 the filters that they do not use (ext_proc, usage script, access log). All processes listen on ports that the kernel
-selects. All end with the benchmark (``dualmap_cli.demo.children``).
+selects. All processes end with the benchmark (``dualmap_cli.demo.children``).
 """
 
 import asyncio
@@ -174,8 +174,8 @@ class Lab:
             "apiVersion": "serving.dualmap.dev/v1alpha1",
             "kind": "InferencePool",
             "metadata": {"name": MODEL, "namespace": NAMESPACE},
-            # The engines of this benchmark prefill in no time. With a lower speed, the router would count all of them
-            # as overloaded.
+            # The engines of this benchmark need no time for prefill. With a lower speed, the router would count all
+            # engines as overloaded.
             "spec": {"model": {"name": MODEL}, "engine": {"prefillTokensPerSecond": 1_000_000}},
             "status": {"ring": {"version": 1, "members": listed}},
         }

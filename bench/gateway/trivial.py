@@ -1,9 +1,9 @@
 """The trivial picker process: the minimum cost of a grpc.aio picker in Python.
 
 ``python -m bench.gateway.trivial DESTINATION CLUSTER`` uses Envoy's no-wait STREAMED mode, like the router. The picker
-sends no answer before the body's end, then one answer per message. It ends the stream at the first chunk of the
+sends no answer before the body's end, then one answer per message. The picker ends the stream at the first chunk of the
 response. Every answer is built once, at the start. The picker reads only the kind of each message, and whether the body
-ends. It has no access log, no endpoint discovery and no metrics. It answers Envoy's health checks.
+ends. The picker has no access log, no endpoint discovery and no metrics. It answers Envoy's health checks.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Figures = Mapping[str, Any]
-"""A measurement's figures as JSON. Names end with their units, and null stands for a missing value."""
+"""The figures of a measurement as JSON values. Names end with their units, and null stands for a missing value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ _END: Final = "<!-- end of claims -->\n"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim of a source, its location in the source, and our measurement, which is empty if it is missing."""
+    """A claim of a source, its location in the source, and our measurement, or an empty text."""
 
     source: str
     says: str

@@ -132,9 +132,9 @@ def _to_measure(
 ) -> list[Cell]:
     """Return the cells to measure, each once.
 
-    Without ``policies``, the result is all missing cells. With ``commit``, it also has the cells that another version
-    of the code measured. With ``policies`` alone, the result is all cells of these policies. With both, it is the cells
-    of these policies that are missing or that another version measured.
+    Without ``policies``, the result is all missing cells. With ``commit``, the result also has the cells that another
+    version of the code measured. With ``policies`` alone, the result is all cells of these policies. With both, the
+    result is the cells of these policies that are missing or that another version measured.
     """
     cells = {(cell.section, cell.name): cell for section in sections for cell in section.cells(extent)}
     if policies is not None:

@@ -15,7 +15,7 @@ TOOL_AGENT: Final = "tool_agent"
 WORKLOADS: Final = (CONVERSATION, TOOL_AGENT)
 MODELS: Final = ("7b", "14b", "pd")
 TRACE: Final = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
-"""The Conversation trace of the DualMap paper. If the file is missing, the sections leave out its measurements."""
+"""The Conversation trace of the DualMap paper. Without the file, the sections leave out the trace's measurements."""
 
 OURS: Final = ("dualmap", "dualmap_paper")
 BASELINES: Final = ("min_ttft", "preble", "least_loaded", "cache_affinity")

@@ -1,7 +1,7 @@
 """Entry point of ``dualmap``: lists every subcommand and imports only the subcommand that runs.
 
 Start-up takes less than half a second, because a subcommand's module may import large libraries (gRPC, aiohttp, Envoy's
-types). The module is imported when its subcommand is looked up, and never for the ``--help`` of another subcommand.
+types). A module is imported when its subcommand is looked up, and never for the ``--help`` of another subcommand.
 """
 
 import importlib
@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
     """A group of subcommands whose modules are imported on first use."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Parse the command line, run the subcommand and exit with its status, even if stderr is closed."""
+        """Parse the command line, run the subcommand and exit with its status, also if stderr is closed."""
         drop_what_stderr_refuses()
         return super().main(*arguments, **options)
 

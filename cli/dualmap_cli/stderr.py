@@ -10,7 +10,7 @@ class _DroppingFile(io.FileIO):
     """A file that drops data that cannot be written."""
 
     def write(self, data: Any, /) -> int:
-        """Write ``data``. Return its length also if the reader has exited or the disk is full."""
+        """Write ``data`` and return its length, also if the reader has exited or the disk is full."""
         try:
             return super().write(data)
         except OSError:
@@ -20,8 +20,8 @@ class _DroppingFile(io.FileIO):
 def drop_what_stderr_refuses() -> None:
     """Replace this process's ``sys.stderr`` by a stream on the same descriptor that never fails.
 
-    Without this stream, the first line after the reader's exit raises BrokenPipeError. Or the line stays in the buffer;
-    Python then fails to flush the buffer at exit and exits with status 120. If a test has replaced ``sys.stderr``, its
+    Without this stream, the first line after the reader's exit raises BrokenPipeError. If the line stays in the buffer,
+    Python fails to flush the buffer at exit and exits with status 120. If a test has replaced ``sys.stderr``, its
     stream stays.
     """
     stderr = sys.__stderr__

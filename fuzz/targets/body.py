@@ -14,7 +14,7 @@ from dualmap.prompts.blocks import BlockChain, chain_blocks, chain_root
 from dualmap.prompts.prompt import Prompt, read_prompt
 from fuzz import trees
 
-# The length is small, so that inputs of a few hundred bytes have several blocks.
+# Blocks are short, so that inputs of a few hundred bytes have several blocks.
 _BLOCK_TOKENS: Final = 4
 _BLOCK_BYTES: Final = 4 * _BLOCK_TOKENS
 _AFTER_TURNS: Final = (

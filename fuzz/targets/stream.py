@@ -175,7 +175,7 @@ class _Talk:
         )
 
     def _raw(self) -> wire.ProcessingRequest:
-        """Return the message parsed from chosen bytes; its fields may be unknown or contradict each other."""
+        """Return the message parsed from chosen bytes. The message's fields may be unknown or contradict each other."""
         try:
             return wire.ProcessingRequest.FromString(self._source.chunk())
         except DecodeError:

@@ -39,7 +39,7 @@ class Arrival:
 
 
 def arrivals(trace: Trace, *, router_block_tokens: int, engine_block_tokens: int) -> tuple[Arrival, ...]:
-    """Return a trace's requests in order. A request's id is its number in the trace. The two block lengths may differ."""
+    """Return a trace's requests in order. A request's id is its number in the trace. Block lengths may differ."""
     root, names = chain_root(model=trace.name), _PrefixNames(trace.block_tokens)
     made = []
     for number, (request, follows) in enumerate(zip(trace.requests, _followed(trace), strict=True)):

@@ -282,7 +282,7 @@ class Engine:
         self.cached_tokens_total += job.cached_tokens
 
     def _reused(self, request: EngineRequest) -> tuple[int, int]:
-        """Return the prompt tokens that need no computation: tokens in the engine's cache, and further tokens to pull."""
+        """Return the prompt tokens that need no computation: tokens in the own cache, and further tokens to pull."""
         cached = self.cached_tokens(request)
         if self.config.pull_tokens_per_s is None:
             return cached, 0

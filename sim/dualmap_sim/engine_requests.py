@@ -16,7 +16,7 @@ class EngineRequest:
     output_tokens: int
     """Tokens to generate, at least 1. The prefill yields the first token; a prefill-only engine stops after it."""
     blocks: Sequence[int] = ()
-    """Chained hashes of the prompt's blocks of ``EngineConfig.block_tokens`` tokens. An incomplete last block is ignored."""
+    """Chained hashes of the prompt's blocks (``EngineConfig.block_tokens``). An incomplete last block is ignored."""
     priority: int = 0
     """The waiting request with the lowest number runs first. Equal numbers run in order of arrival, as in vLLM."""
     pulled_tokens: int = 0

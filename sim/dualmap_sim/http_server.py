@@ -63,7 +63,7 @@ class EngineHttpServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> str:
-        """Listen on the configured address; return the bound ``host:port``. Raises OSError if the address is not free."""
+        """Listen on the configured address; return the bound ``host:port``. Raises OSError if it is in use."""
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024)
         await self._site.start()

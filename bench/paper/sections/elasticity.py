@@ -1,8 +1,8 @@
-"""Scaling under load (DualMap paper, A.2.3, Fig. 12), and the share of keys that it moves (sections 3.4, A.1.3).
+"""Scaling under load (DualMap paper, A.2.3, Fig. 12), and the share of moved keys (sections 3.4, A.1.3).
 
-The workload is Tool&Agent on 7b. In one run, four instances join four overloaded instances. In the other, four of eight
-instances leave one by one, each after its drain. Attainment covers the requests that arrived within each ``_STEP_S``
-seconds.
+The workload is Tool&Agent on 7b. In one run, four instances join four overloaded instances. In the other run, four of
+eight instances leave one by one, each after its drain. Attainment covers the requests that arrived within each
+``_STEP_S`` seconds.
 """
 
 from collections.abc import Mapping, Sequence

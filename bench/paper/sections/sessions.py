@@ -1,4 +1,4 @@
-"""EAR's closed loop (Elastic Affinity Routing): an agent's next turn starts when the last one ends.
+"""EAR's closed loop (Elastic Affinity Routing): an agent's next turn starts when the last turn ends.
 
 Wall-clock amplification is the time until the last request has ended, divided by the trace's duration. An infinitely
 fast system would need exactly that duration. Even an idle system needs longer, because of the longest sessions. So the

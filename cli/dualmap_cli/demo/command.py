@@ -32,7 +32,7 @@ _REFRESHES_PER_S: Final = 4
 
 
 class _Interrupted(Exception):
-    """Ctrl-C or SIGTERM. ``exit_code`` is the shell's exit code for a command that the signal ended."""
+    """An interruption by Ctrl-C or SIGTERM, with the usual ``exit_code`` of a command that the signal ended."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -153,7 +153,7 @@ def _require_extra() -> None:
 
 
 async def _interruptible(work: Coroutine[object, object, T]) -> T:
-    """Run ``work``. The first Ctrl-C or SIGTERM cancels it; later signals do not interrupt its clean-up."""
+    """Run ``work``. The first Ctrl-C or SIGTERM cancels ``work``. Later signals do not interrupt the clean-up."""
     task = asyncio.ensure_future(work)
     received: list[signal.Signals] = []
 

@@ -45,7 +45,7 @@ def request_deadline_s(plan: Plan) -> float:
 
 
 async def run_all(plan: Plan, progress: Progress) -> tuple[PolicyRun, ...]:
-    """Run every policy of the plan. Raises DemoError. No process runs on after the return or an error."""
+    """Run every policy of the plan. Raises DemoError. All processes end, also after an error."""
     return tuple([await _run(plan, policy, progress) for policy in plan.policies])
 
 

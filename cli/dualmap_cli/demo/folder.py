@@ -19,8 +19,8 @@ LOCK_FILE: Final = "demo.lock"
 def held(out: Path) -> Iterator[None]:
     """Create ``out`` and lock it against other demos. Raises OutputRefused.
 
-    The kernel releases the lock when the process ends. The empty lock file stays. If it were removed while another demo
-    opens it, two demos could hold a lock.
+    The kernel releases the lock when the process ends. The empty lock file stays. If the file were removed while
+    another demo opens it, two demos could hold a lock.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,8 @@
 
 Run as ``python -I -S launch.py PARENT_PID COMMAND...``. Process groups and an orderly stop (``children``) cover every
 end of the demo except SIGKILL, after which the demo cannot stop its children. So this program asks the kernel to kill
-the process when its parent dies (prctl's PR_SET_PDEATHSIG, Linux only). Then it replaces itself by the command with
-exec, which keeps this setting. A separate program is safer than code between fork and exec.
+the process when its parent dies (prctl's PR_SET_PDEATHSIG, Linux only). Then the program replaces itself by the command
+with exec, which keeps this setting. A separate program is safer than code between fork and exec.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Bind this process to its parent's life, and replace it by the command."""
+    """Let the kernel kill this process when its parent dies, and replace the process by the command."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -26,9 +26,9 @@ SLO_TTFT_S: Final = 5.0
 HALF_REUSE_LOAD: Final = 1.0
 """The default load: the engines' utilisation if half of the reusable prompt tokens are reused.
 
-At 1, a router that reuses less than half overloads the engines in time, and a router that reuses more does not. So
-routing decides whether the pool is overloaded. The value was chosen so that round robin is overloaded. It is not tuned
-by another policy's results.
+At 1, a router that reuses less than half overloads the engines sooner or later, and a router that reuses more does not.
+So routing decides whether the pool is overloaded. The value was chosen so that round robin is overloaded. The results
+of other policies did not influence the value.
 """
 _WINDOW_S_LEAST: Final = 5.0
 """The minimum of ``routing.prefix.window`` in the pool's schema."""
@@ -49,7 +49,7 @@ class Load:
 class Plan:
     """One demo. ``rate`` is requests per model second; ``speed`` is model seconds per wall-clock second.
 
-    ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut to it.
+    ``prompts_cut`` counts the prompts that were longer than an engine's maximum and were cut.
     """
 
     engines: int
@@ -85,7 +85,7 @@ def make_plan(
     seed: int,
     out: Path,
 ) -> Plan:
-    """Read or generate the workload and set its rate, by default the rate for HALF_REUSE_LOAD. Raises TraceError."""
+    """Read or generate the workload and set its rate, by default for HALF_REUSE_LOAD. Raises TraceError."""
     engine = PRESETS[PRESET]
     if trace_file is None:
         trace = default_workload(requests, seed=seed)

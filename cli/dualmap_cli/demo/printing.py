@@ -15,7 +15,7 @@ _COLUMNS: Final = (
 _TELLING_ATTAINMENT: Final = 0.99
 """If every policy reaches this attainment, differences between policies are random."""
 _LAG_SHARE: Final = 0.1
-"""Share of the SLO. A load generator that is later than this share distorts the measurement."""
+"""Share of the SLO that the load generator's delay may reach without distorting the measurement."""
 
 
 def announcement(plan: Plan) -> str:
@@ -92,7 +92,7 @@ LEGEND: Final = (
 
 
 def preamble(plan: Plan) -> str:
-    """Return a description of the workload, for the lines above the table."""
+    """Return a description of the workload, for the lines before the table."""
     facts = measure(plan.trace)
     sessions = f" in {facts.sessions:,} sessions" if facts.sessions is not None else ""
     cut = (

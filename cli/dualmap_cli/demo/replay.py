@@ -1,8 +1,8 @@
 """Open-loop load: every request leaves at its arrival time, without waiting for earlier requests, like real traffic.
 
-The load generator shares the cores with the engines, the router and Envoy, so it uses little CPU time. It measures its
-own delay as ``sent_s`` minus ``due_s``. TTFT ends at the first chunk of the response body, as Envoy and the router
-measure it, because vLLM sends the headers earlier.
+The load generator shares the cores with the engines, the router and Envoy, so it uses little CPU time. The load
+generator measures its own delay as ``sent_s`` minus ``due_s``. TTFT ends at the first chunk of the response body,
+because vLLM sends the headers earlier. Envoy and the router measure TTFT in the same way.
 """
 
 import asyncio

@@ -29,8 +29,8 @@ class PolicyRun:
 class PolicyReport:
     """One policy's figures. Percentiles cover the successful requests; they are None without such requests.
 
-    ``slo_attainment`` covers all requests: a failed request counts as a missed SLO. ``pending_cv`` is the paper's
-    equation 1, averaged over the samples with pending tokens. It is None without such samples.
+    ``slo_attainment`` covers all requests: a failed request counts as a miss. ``pending_cv`` is the paper's equation 1,
+    averaged over the samples with pending tokens. ``pending_cv`` is None without such samples.
     """
 
     policy: str

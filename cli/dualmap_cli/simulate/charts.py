@@ -22,7 +22,7 @@ _DPI: Final = 130
 _ROW_INCHES: Final = 3.3
 _COLUMNS: Final = 3
 _LINES_MOST: Final = 16
-"""The maximum number of instances with a line each. With more instances, the chart shows range and median."""
+"""The maximum number of instances with one line per instance. With more instances, the chart shows range and median."""
 
 
 def draw_runs(path: Path, runs: Sequence[Run]) -> None:
@@ -50,7 +50,7 @@ def draw_runs(path: Path, runs: Sequence[Run]) -> None:
         first = first or axes
         _draw_loads(axes, run, styles)
     if first is not None:
-        # Set the limit after the last panel, because it ends the automatic scaling of all panels with shared axes.
+        # The limit is set after the last panel, because it ends the automatic scaling of all panels with shared axes.
         first.set_ylim(bottom=0)
     base = runs[0].experiment
     figure.suptitle(

@@ -108,8 +108,8 @@ def make_plan(
 def half_reuse_rate(experiment: Experiment) -> float:
     """Return the rate, to two digits, at which the engines are fully loaded if half of the reusable tokens are reused.
 
-    At this rate a policy with less reuse becomes overloaded, and a policy with more reuse does not. So policies differ
-    most here.
+    At this rate a policy with less reuse becomes overloaded, and a policy with more reuse does not. So this rate shows
+    the differences between policies.
     """
     trace, engine = load_trace(experiment), experiment.engine
     work_s = decode_work_s(trace, engine) + sum(

@@ -1,6 +1,6 @@
 """The progress of the runs, as one bar on stderr.
 
-The bar is redrawn at each report. It uses no thread, because this process forks the worker processes.
+The bar is redrawn at each report. The bar uses no thread, because this process forks the worker processes.
 """
 
 from collections.abc import Iterator

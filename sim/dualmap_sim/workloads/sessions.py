@@ -10,7 +10,7 @@ from dualmap_sim.workloads.trace import Trace
 
 
 def label_sessions(trace: Trace) -> Trace:
-    """Return the trace with sessions and turns. A prompt that contains a session's last prompt is the session's next turn.
+    """Return the trace with sessions and turns. A prompt that contains a session's last prompt is its next turn.
 
     The last full block identifies a prompt, unless other sessions also have the block. A block of several sessions is
     the end of a common system prompt. If two requests continue the same prompt, the first continues its session, and

@@ -1,4 +1,4 @@
-"""Prefixes with Zipf popularity and bursts: a cold prefix becomes hot for some seconds, then another prefix becomes hot.
+"""Prefixes with Zipf popularity and bursts: one cold prefix after another becomes hot for some seconds.
 
 A router that lengthens the keys of hot prefixes must detect each burst while it lasts, and end the lengthening
 afterwards. Every request has a prefix from a common set, and tokens of its own. There are no sessions. Times refer to
