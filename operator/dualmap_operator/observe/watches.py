@@ -63,7 +63,10 @@ class ChildObject:
     statefulset: ObservedStatefulSet | None = None
 
     def belongs_to(self, uid: str) -> bool:
-        """Return whether the pool with ``uid`` is the controller, or the operator applied an object without controller."""
+        """Return whether this object belongs to the pool with ``uid``.
+
+        The pool is the object's controller, or the object has no controller and the operator has applied it.
+        """
         return self.controller == uid or (self.ours and not self.controller)
 
 
