@@ -185,7 +185,7 @@ class Dispatcher:
         return self._fleet.has_room(member, request.chain.tokens)
 
     def _release(self, now: float, member: str, outcomes: list[Outcome]) -> None:
-        """Dispatch queued requests while the member's backlog is within the dispatch window and they fit into its memory."""
+        """Dispatch queued requests while the member's backlog is within the window and they fit into its memory."""
         queue = self._queue.queues.get(member)
         if queue is None:
             return

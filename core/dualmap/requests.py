@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The destination of a request: ``endpoints`` (``ip:port``), the chosen endpoint first; Envoy tries them in order."""
+    """The destination of a request: ``endpoints`` (``ip:port``) with the choice first; Envoy tries them in order."""
 
     request_id: str
     endpoints: tuple[str, ...]

@@ -107,7 +107,7 @@ class Fleet:
         return self._ledger.loads[member].queue
 
     def next_dispatch_s(self, *, after_s: float) -> float | None:
-        """Return the first dispatch time after ``after_s`` without an event; None if only an event allows a dispatch."""
+        """Return the first dispatch time after ``after_s`` without an event; None if a dispatch needs an event."""
         return self._ledger.dispatch_times.first_s(self._pool.routing.queue.dispatch_window_s, after_s=after_s)
 
     def retry_after_s(self, now: float, member: str | None) -> float | None:
@@ -129,7 +129,7 @@ class Fleet:
             self._instances[member].index.add(chain.cacheable)
 
     def will_not_cache(self, request: QueuedRequest) -> None:
-        """Record that a queued request's member will not compute the prompt; earlier cached blocks stay in the index."""
+        """Record that a queued request's member will not compute the prompt; blocks cached earlier stay indexed."""
         self._uncache(request.member, request.request.chain, request.matched_tokens)
 
     def dispatched(self, now: float, queued: QueuedRequest) -> InFlightRequest:

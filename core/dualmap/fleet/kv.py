@@ -55,7 +55,7 @@ class KvAccount:
         self._mean_silence_s += _SILENCE_WEIGHT * (silence_s - self._mean_silence_s)
 
     def overdue_s(self) -> float:
-        """Return the time at which the decoding request with the oldest report counts as ended; infinity if none is decoding."""
+        """Return the time at which the first of ``decoding`` counts as ended; infinity if none is decoding."""
         for most_silent in self.decoding.values():
             return most_silent.silent_since_s + max(SILENT_DECODE_S, SILENT_DECODE_FACTOR * self._mean_silence_s)
         return inf

@@ -108,7 +108,7 @@ class PrefillAccount:
         return began_s + self.compute_s, behind_s, stalls_s
 
     def reaches_s(self, backlog_s: float) -> float:
-        """Return the time at which the backlog decreases to ``backlog_s`` without an event; infinity if it needs an event."""
+        """Return when the backlog decreases to ``backlog_s`` without an event; infinity if it needs an event."""
         head = self.head
         if head is None:
             return inf

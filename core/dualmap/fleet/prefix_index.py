@@ -64,7 +64,7 @@ class PrefixTree:
         return path
 
     def holders(self, path: Path) -> "Mapping[PrefixIndex, int]":
-        """Return the number of a prompt's blocks from block 0 on that each member holds, without members that hold none."""
+        """Return each member's number of held blocks of a prompt from block 0 on, without members that hold none."""
         held: dict[PrefixIndex, int] = {}
         for run, at in path:
             # A member that holds a run also holds all earlier runs, so the last run per member counts.
@@ -125,7 +125,7 @@ class PrefixIndex:
         self._drop_excess()
 
     def cut(self, hashes: Sequence[int], blocks: int) -> None:
-        """Remove all blocks of a prompt after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
+        """Remove a prompt's blocks after the first ``blocks`` blocks, and all runs that follow the removed blocks."""
         began = 0
         for run, at in self._tree.path(hashes):
             if run not in self._held:
@@ -227,6 +227,6 @@ def _split(run: _Run, at: int) -> _Run:
 
 
 def _agreement(run: Sequence[int], hashes: Sequence[int], began: int) -> int:
-    """Return how many blocks of a run are equal to a prompt's blocks from block ``began`` on; the first block is equal."""
+    """Return how many blocks of a run are equal to a prompt's blocks from ``began`` on; the first block is equal."""
     most = min(len(run), len(hashes) - began)
     return bisect_left(range(most), True, lo=1, key=lambda block: run[block] != hashes[began + block])

@@ -128,7 +128,7 @@ class Everyone:
         return [each.requests for each in self._roster.summaries]
 
     def placed_tokens(self) -> list[int]:
-        """Return each member's KV tokens: of its requests in flight, plus the tokens that its queued requests will add."""
+        """Return each member's KV tokens of requests in flight, plus the tokens that its queued requests will add."""
         return [each.placed_tokens for each in self._roster.summaries]
 
     def matched_tokens(self) -> list[int]:
