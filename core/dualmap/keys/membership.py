@@ -26,7 +26,7 @@ class Membership:
         self._rings: dict[frozenset[str] | None, DualRing] = {}
         self._ring = self._build(None)
         self.size = len(self._ring.members)
-        """The number of members that new keys may map to, including suspended members; hotness thresholds depend on it."""
+        """The number of members that new keys may map to, including suspended members; hotness thresholds use it."""
 
     def ring(self, subset: frozenset[str] | None) -> DualRing:
         """Return the rings over the members that a request may use; an ``ip`` in ``subset`` allows all its ports."""

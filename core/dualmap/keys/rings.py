@@ -43,7 +43,7 @@ class HashRing(Protocol):
 
 
 class RendezvousRing:
-    """Weighted rendezvous (highest random weight) hashing: shares exactly proportional to weights, O(members) per key."""
+    """Weighted rendezvous (highest random weight) hashing: shares are proportional to weights, O(members) per key."""
 
     def __init__(self, members: Sequence[Member], *, seed: int) -> None:
         self._ids = [member.id for member in members]
