@@ -173,7 +173,7 @@ class Situation:
         return everyone[equal[self.lot(len(equal))]]
 
     def less_loaded(self) -> Candidate:
-        """Return the candidate of the pair with less pending prefill (paper section 3.2); fewer in flight breaks ties."""
+        """Return the candidate of the pair with less pending prefill (paper section 3.2), then fewer in flight."""
         return self.least(self.pair, lambda each: (each.pending_tokens, each.in_flight))
 
     def warmest(self) -> tuple[Candidate, Rule]:

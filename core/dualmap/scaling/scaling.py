@@ -235,7 +235,7 @@ class LoadWindow:
 
 
 class Scaling:
-    """One router's share of a pool's desired replicas: ``window`` records every request, ``signals`` computes the share."""
+    """One router's share of a pool's desired replicas: ``window`` records requests, ``signals`` computes the share."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -21,7 +21,7 @@ The estimates are not more precise, and the pair also serves later requests with
 
 
 class DualMap:
-    """Chooses the longer match of the pair if its predicted TTFT is within a fraction of the SLO; else by marginal cost.
+    """Chooses the longer match of the pair if its predicted TTFT is low enough, else the lowest marginal cost.
 
     The marginal cost is ``T_q + prefillWeight * T_c + activeKvWeight * active_KV / speed`` (T_q and T_c: paper eq. 7).
     The member with the lowest marginal cost is chosen. T_c has a weight above 1 because other requests wait for this
