@@ -1,4 +1,4 @@
-"""Access to the Kubernetes API: connection (``library``), requests and watches (``client``), list-watch loop (``watch``).
+"""Kubernetes API access: the connection (``library``), requests (``client``) and the list-watch loop (``watch``).
 
 This package may import aiohttp and the core's readers of Kubernetes objects, but not the core's routing state. Only
 ``library`` may import the kubernetes library.

@@ -85,7 +85,7 @@ class Library:
         body: object = None,
         content_type: str = "application/json",
     ) -> aiohttp.ClientResponse:
-        """Send one request and return its response with an unread body; after a 401, retry once with new credentials."""
+        """Send a request and return its response with an unread body; after a 401, retry once with new credentials."""
         url = f"{self.host}{path}" + (f"?{urlencode(query)}" if query else "")
         response = await self._send(method, url, body, content_type, timeout)
         if response.status != _UNAUTHORIZED:
