@@ -111,12 +111,12 @@ class Chooser:
 
     @property
     def rebalances(self) -> bool:
-        """Whether queued requests move within their pair if both members are overloaded."""
+        """True if queued requests move within their pair when both members are overloaded."""
         return self._policy.rebalances and self._pool.routing.rebalance.enabled
 
     @property
     def defers(self) -> bool:
-        """Whether requests that can still meet the SLO are dispatched before requests that will miss it."""
+        """True if requests that can still meet the SLO are dispatched before requests that will miss the SLO."""
         return self._policy.defers or self._pool.routing.queue.order == "Deadline"
 
     def bind(self, now: float, request: InFlightRequest) -> None:
@@ -133,7 +133,7 @@ class Chooser:
         return min(candidates, key=lambda each: each.ttft_s, default=None)
 
     def _may_move(self, now: float, binding: Binding) -> bool:
-        """Whether the cooldown since the session's last move has passed."""
+        """Return whether the cooldown since the session's last move has passed."""
         return binding.version == 0 or now - binding.moved_s >= self._pool.routing.session.migration.cooldown_s
 
     def _session_choice(self, situation: Situation) -> Choice | None:

@@ -1,7 +1,7 @@
 """Sends requests to their members, and queues requests while their member is saturated.
 
-The router calls one method per event. Each method returns the outcomes of queued requests: the decisions of released
-requests and the rejections of expired requests.
+The router calls one method per event. Each of these methods returns the decisions of released requests and the
+rejections of expired requests.
 """
 
 from collections.abc import Collection
@@ -52,7 +52,7 @@ class Dispatcher:
         self._pool = pool
 
     def place(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
-        """Send a new request to its member, queue it, or reject it."""
+        """Send a new request to its member, queue the request, or reject the request."""
         outcomes: list[Outcome] = []
         self._place(now, request, None, outcomes)
         if len(outcomes) == 1 and outcomes[0].request_id == request.id:
@@ -80,7 +80,8 @@ class Dispatcher:
     def requeue(self, now: float, stayed: Collection[str]) -> tuple[Outcome, ...]:
         """Choose new members for queued requests without a usable member.
 
-        A member is usable if it may be picked and is in ``stayed``. Requests that had no member are included.
+        A member is usable if it may be picked and is in ``stayed``. Unplaced requests, which have no member, also get a
+        member.
         """
         outcomes: list[Outcome] = []
         ring = self._fleet.ring(None)
@@ -163,7 +164,7 @@ class Dispatcher:
             outcomes.append(self._rejection(now, request.id, Reason.NO_ENDPOINT))
 
     def _admit(self, now: float, placed: QueuedRequest, outcomes: list[Outcome]) -> None:
-        """Dispatch a placed request, queue it, or reject it if the queue is full."""
+        """Dispatch a placed request, queue the request, or reject the request if the queue is full."""
         request, member = placed.request, placed.member
         queue = self._queue.queues.get(member)
         if queue:

@@ -1,8 +1,8 @@
 """The receipt of a routing decision: the inputs, the rule that decided, and the chosen member.
 
-The router returns a receipt as the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary),
-as JSON (``dualmap explain --json``, debug logs) and as sentences (``dualmap explain``). Each decision creates several
-of these objects, so they are named tuples. A named tuple is immutable and takes a third of the time of a frozen
+A receipt has three formats: the ``x-dualmap-decision`` response header (an RFC 9651 Structured Fields dictionary), JSON
+(``dualmap explain --json``, debug logs) and sentences (``dualmap explain``). The classes are named tuples, because each
+decision creates several of these objects. A named tuple is immutable and takes a third of the time of a frozen
 dataclass.
 """
 

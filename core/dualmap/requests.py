@@ -47,7 +47,7 @@ class Decision:
 
 
 class Reason(StrEnum):
-    """Why a request is rejected."""
+    """The reason for a rejection."""
 
     NO_ENDPOINT = "no_endpoint"
     QUEUE_FULL = "queue_full"
@@ -67,7 +67,7 @@ class Rejection:
 class Queued:
     """A request that is queued in the router.
 
-    A later event returns its outcome, unless the client aborts the request.
+    A later event returns the request's outcome, unless the client aborts the request.
     """
 
     request_id: str
@@ -81,8 +81,8 @@ class Effects(NamedTuple, Generic[AnswerT]):
     """The effects of one router event.
 
     ``answer`` is the answer to the event itself. ``outcomes`` are the decisions and rejections of queued requests that
-    the event released or rejected, in this order. The class is a named tuple because every event creates one: a named
-    tuple is immutable and takes half the time of a frozen dataclass.
+    the event released or rejected, in this order. The class is a named tuple because every event creates an instance. A
+    named tuple is immutable and takes half the time of a frozen dataclass.
     """
 
     answer: AnswerT

@@ -51,7 +51,7 @@ class PoolRouter:
         return self._pool
 
     def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
-        """Choose the member of a new request; dispatch the request to it, queue it, or reject it."""
+        """Choose the member of a new request; dispatch, queue or reject the request."""
         self._fleet.resume(now)
         return self._dispatcher.place(now, request)
 
@@ -63,7 +63,7 @@ class PoolRouter:
         return tuple(members[(turn + step) % len(members)].endpoint for step in range(min(2, len(members))))
 
     def on_served(self, now: float, request_id: str, endpoint: str) -> Effects[bool]:
-        """Move a request to the member that served it; the answer is whether this is not the chosen member."""
+        """Move a request to the member that served it; the answer is True if that is not the chosen member."""
         served = self._fleet.served(now, request_id, endpoint)
         if served is None:
             return Effects(False)
@@ -99,7 +99,7 @@ class PoolRouter:
         return Effects(request.completion(usage), self._dispatcher.release(now, request.member))
 
     def on_aborted(self, now: float, request_id: str) -> Effects[Completion | None]:
-        """End a request after its client disconnected; the answer is None if it is unknown, has ended or was queued."""
+        """End a request whose client disconnected; the answer is None if the request is unknown, ended or queued."""
         was_queued, outcomes = self._dispatcher.forget(now, request_id)
         if was_queued:
             return Effects(None, outcomes)

@@ -31,7 +31,7 @@ class Logger:
 
     @property
     def debugging(self) -> bool:
-        """Whether debug lines are written; check this property before computing expensive details."""
+        """True if debug lines are written; check this property before computing expensive details."""
         return self._logger.isEnabledFor(logging.DEBUG)
 
     def debug(self, sentence: str, **details: object) -> None:

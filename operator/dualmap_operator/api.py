@@ -1,8 +1,8 @@
 """The operator's requests to the API server: one method for each kind of request, over ``dualmap_edge.kube.client``.
 
-``apply`` and ``events`` use this module for writes, and ``leader`` for its Lease. It raises the exceptions of the
-``errors`` module. While ``may_write`` returns False, it sends no writes: an operator without the lease must not race
-the leader.
+``apply`` and ``events`` use this module for writes, and ``leader`` for its Lease. All methods raise exceptions of the
+``errors`` module. No write is sent while ``may_write`` returns False, because an operator without the lease must not
+race the leader.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ _PLURALS: Final[Mapping[str, str]] = {
 
 
 class ApiObserver(Protocol):
-    """Counts requests to the API server."""
+    """An observer that counts requests to the API server."""
 
     def api_request(self, verb: str, code: int) -> None:
         """Count one request by its API verb and HTTP status; status 0 means no answer."""

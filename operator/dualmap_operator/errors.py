@@ -8,7 +8,7 @@
     |-- ControlError        a watch or kopf ended unexpectedly (``run.control``)
     `-- LeadershipLostError the lease was not renewed (``run.leader``)
 
-An error in a user's object is a ``dualmap.errors.PoolError``. It contains the field, its value and the accepted values.
+An error in a user's object is a ``dualmap.errors.PoolError`` with the field, its value and the accepted values.
 """
 
 

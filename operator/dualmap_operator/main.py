@@ -82,7 +82,7 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
     dualmap-system) is the namespace of the Lease and of the routers' Service. On SIGTERM the operator finishes its
     writes, releases the Lease, and exits 0.
     """
-    from dualmap_operator.wiring import run  # Imported here because kopf and aiohttp take a second to import.
+    from dualmap_operator.wiring import run  # A late import, because kopf and aiohttp take a second to import.
 
     if namespace is not None and all_namespaces:
         raise click.UsageError("--namespace and --all-namespaces exclude each other; give one of them")
@@ -95,7 +95,7 @@ def operator(namespace: str | None, all_namespaces: bool, **options: Any) -> Non
     settings = Settings(
         namespace=namespace,
         pod_namespace=pod_namespace,
-        # A random suffix: a restarted pod is a new candidate and cannot continue its former lease.
+        # The random suffix makes a restarted process a new candidate, which does not continue its former lease.
         identity=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         **options,
     )

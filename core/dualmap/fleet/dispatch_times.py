@@ -1,7 +1,7 @@
 """The next times at which queued requests can be dispatched without an event, for each member with a queue.
 
-After every event, the router reads the earliest of these times. Every member of a pool may have one, so a heap stores
-the times, and only times of changed loads are computed again.
+After every event, the router reads the earliest of these times. Every member may have a dispatch time, so a heap stores
+the times. Only the times of changed loads are computed again.
 """
 
 from heapq import heapify, heappop, heappush
@@ -9,7 +9,7 @@ from itertools import count
 
 from dualmap.fleet.load import MemberLoad
 
-# The limit of invalid times in the heap, in addition to the number of valid times.
+# The heap may contain this many invalid times in addition to twice the number of valid times.
 _INVALID = 64
 
 

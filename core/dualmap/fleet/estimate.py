@@ -13,15 +13,15 @@ _PRIOR_ATTENTION = 3.0e-5
 _MOST_ATTENTION = 1.0e-4
 # The learnt speed is at most this factor above or below the pool's prior.
 _SPEED_BOUND = 20.0
-# Each new sample multiplies the weight of all earlier samples by this factor: about 50 samples have an effect.
+# The factor for the weight of all earlier samples at each new sample: about 50 samples have an effect.
 _FORGET = 0.98
 # The prior has the weight of this many samples of _PRIOR_TOKENS tokens.
 _PRIOR_SAMPLES = 4.0
 _PRIOR_TOKENS = 2000.0
 # A sample is clipped to this factor of the prediction, because stalls and preemptions do not show the prefill speed.
 _SAMPLE_CLIP = 3.0
-# This number of undisturbed prefills among about the last 50 gives the estimate of a member's own speed its full
-# weight; fewer prefills reduce the weight. At this number, the prefills have the same weight as the prior.
+# The number of undisturbed prefills, among about the last 50, that gives the solo speed its full weight. At this
+# number, the prefills have the same weight as the prior.
 _SOLO_SAMPLES = 4.0
 # Shorter prefills do not show a member's speed, because scheduling and network take most of their time.
 _SHORTEST_SAMPLE_TOKENS = 64
@@ -35,7 +35,7 @@ class Speed:
     quadratic_s: float
 
     def compute_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Return T_c: the seconds to prefill ``new_tokens`` after ``cached_tokens``."""
+        """Return T_c (paper eq. 7): the seconds to prefill ``new_tokens`` after ``cached_tokens``."""
         return self.linear_s * new_tokens + self.quadratic_s * _attention(new_tokens, cached_tokens)
 
     @property
@@ -73,9 +73,9 @@ class PrefillModel:
     def _solve(self) -> Speed:
         """Solve the regularised normal equations over ``0 <= a <= _MOST_ATTENTION``, then bound the speed.
 
-        If the unconstrained solution is outside the range of ``a``, the best solution is at one of its two limits,
-        where only one parameter remains to fit. Separate limits for the linear and the quadratic parameter are not
-        sufficient: noise could then make an instance look many times faster than any of its samples.
+        If the unconstrained solution is outside the range of ``a``, the best solution is at one of the two limits of
+        ``a``. Only one parameter then remains to fit. Separate limits for the two parameters are not sufficient: noise
+        could make an instance look many times faster than its samples.
         """
         ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
         ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4
@@ -121,8 +121,8 @@ class LearntSpeed:
         """The speed without other replicas' prefills, which all replicas share.
 
         Reports of other replicas' prefills arrive late, so ``current`` includes some of the time of these prefills. The
-        error grows with the number of replicas. If other replicas use the member almost always, as in overload, the
-        solo speed stays close to ``current``, which is still learnt.
+        error of ``current`` grows with the number of replicas. In overload, other replicas use the member almost
+        always. The solo speed then stays close to ``current``, which is still learnt.
         """
         known, linear_s = min(self._solo_samples / _SOLO_SAMPLES, 1.0), self.current.linear_s
         return 1.0 / (linear_s + known * (self._solo_model.speed.linear_s - linear_s))

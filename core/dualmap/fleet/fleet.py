@@ -27,7 +27,7 @@ _OUTPUT_WEIGHT = 0.02
 # The memory reserved for outputs is this factor times their mean, because the sum of outputs varies. The value is from
 # exploratory simulations without recorded results.
 _OUTPUT_MARGIN = 1.5
-# A tolerance for floating-point sums: next_dispatch_s computes the time at which the backlog equals the window.
+# A tolerance for floating-point errors: at the time that next_dispatch_s returns, the backlog equals the window.
 _WINDOW_SLACK_S = 1e-6
 
 
@@ -255,7 +255,7 @@ class Fleet:
         }
         self._ledger.set_prior(pool.engine.prefill_tokens_per_second)
         for member in self._membership.members:
-            # This call also outdates every summary, because the new version may have other settings.
+            # others_changed also outdates every summary, because the new version of the pool may have other settings.
             self._ledger.loads[member].others_changed(partial(self._peers.load, member))
         self._update_suspended(now)
         return stayed

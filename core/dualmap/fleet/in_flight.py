@@ -21,9 +21,9 @@ class InFlightRequest:
 
     ``compute_s`` is the expected time to compute the uncached tokens of the prompt. The router observes the end of a
     prefill only if the response is ``streamed``; otherwise it assumes that the prefill ends at the expected time.
-    ``prefilled`` is true after this observed or assumed end. A request without reports may reach a later ``stage``
-    while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of decoding.
-    ``alone`` is true if no other replica had prefills at the member when this request was dispatched.
+    ``prefilled`` is true after the observed or assumed end of the prefill. A request without reports may reach a later
+    ``stage`` while ``prefilled`` is false. ``silent_since_s`` is the time of the last report, or of the start of
+    decoding. ``alone`` is true if no other replica had prefills at the member when this request was dispatched.
     """
 
     request_id: str

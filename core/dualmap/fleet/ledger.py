@@ -1,7 +1,7 @@
 """The ledger of a pool: every request in flight, and the load of every member.
 
-The ledger records a request at its dispatch. It removes the request at its completion, at its abort, or after
-IN_FLIGHT_TTL_S without a report. It releases the pending prefill earlier, at the first token.
+The ledger records a request at its dispatch. The ledger removes a request at its completion, at its abort, or after
+IN_FLIGHT_TTL_S without a report. The ledger releases a request's pending prefill earlier, at the first token.
 """
 
 from collections import OrderedDict

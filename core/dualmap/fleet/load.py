@@ -42,7 +42,7 @@ class LoadSummary:
     placed_tokens: int = 0
 
     def queue_s(self, now: float) -> float:
-        """Return T_q at ``now``."""
+        """Return T_q (paper eq. 7) at ``now``."""
         return max(self.ends_s - now, self.least_queue_s)
 
 
@@ -75,8 +75,8 @@ class ReplicasLoad:
 class MemberLoad:
     """The load of one member.
 
-    All loads of a pool share ``outdated`` and ``redispatch``. A changed load adds itself to ``outdated``. It also adds
-    itself to ``redispatch`` if the member has queued requests. Both dicts keep the order of the changes.
+    All loads of a pool share ``outdated`` and ``redispatch``. A changed load adds itself to ``outdated``. A changed
+    load also adds itself to ``redispatch`` if the member has queued requests. Both dicts keep the order of the changes.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class MemberLoad:
         in_order, busy_s = prefills.head is request, now - prefills.busy_since_s(request)
         if request.stage is Stage.PENDING:
             # Engines usually serve prefills in order of arrival, so all earlier prefills have ended without a report.
-            # If the engine's scheduler ran this prefill first, the earlier prefills count as ended too early. Their
-            # first tokens may still arrive, but are not samples of the speed.
+            # If the engine's scheduler ran this prefill first, the earlier prefills count as ended too early. First
+            # tokens of these earlier prefills may still arrive, but are not samples of the speed.
             while (passed := prefills.head) is not None and passed is not request:
                 self._end_prefill(now, passed)
             self._end_prefill(now, request)
@@ -216,7 +216,8 @@ class MemberLoad:
     def dispatches_s(self, window_s: float, *, after_s: float) -> float | None:
         """Return the next time at which a queued request may be dispatched without an event; None if it needs an event.
 
-        This is the first time after ``after_s`` at which the backlog reaches ``window_s`` or a report is overdue.
+        The returned time is the first time after ``after_s`` at which the backlog reaches ``window_s`` or a report is
+        overdue.
         """
         if self._opens_window_s != window_s:
             self._opens_s = self.prefills.reaches_s(window_s - self.others.load.backlog_s)
@@ -227,7 +228,7 @@ class MemberLoad:
     def has_room(self, prompt_tokens: int, kv_tokens: int, *, output_tokens: float) -> bool:
         """Return whether a prompt fits into the member's free KV memory; True for a member without requests.
 
-        Each request is expected to generate ``output_tokens``.
+        ``output_tokens`` is the expected number of generated tokens per request.
         """
         others = self.others.load
         requests = self.working + others.in_flight

@@ -5,8 +5,8 @@ from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest
 
-# A prefill at the head without a report counts as ended if no prefill of the member ended for SILENT_PREFILL_S. If
-# SILENT_PREFILL_FACTOR times the prefill's expected time is longer, that time applies.
+# A prefill at the head without a report counts as ended if no prefill of the member ended for SILENT_PREFILL_S. The
+# limit is SILENT_PREFILL_FACTOR times the prefill's expected time if that time is longer.
 SILENT_PREFILL_S = 30.0
 SILENT_PREFILL_FACTOR = 10.0
 
@@ -74,10 +74,10 @@ class PrefillAccount:
     def backlog_s(self, now: float, decode_stall_s: float) -> float:
         """Return the seconds of pending prefill.
 
-        The result is reduced by the head's progress. If the head runs ``decode_stall_s`` longer than its expected time,
-        the member is in the paper's decode bottleneck (section A.7). The time without a completed prefill is then
-        added. Deviation: the paper compares the complete interval with its threshold T. This rule would also detect a
-        stall for every long prefill, such as a prefill of 20 000 tokens.
+        The head's progress reduces the backlog. If the head runs ``decode_stall_s`` longer than its expected time, the
+        member is in the paper's decode bottleneck (section A.7). The time without a completed prefill is then added to
+        the backlog. Deviation: the paper compares the complete interval with its threshold T. The paper's rule would
+        also report a stall for every long prefill, such as a prefill of 20 000 tokens.
         """
         head = self.head
         if head is None:

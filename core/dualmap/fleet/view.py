@@ -99,7 +99,8 @@ class Everyone:
     def costs_s(self, weights: Weights) -> list[float]:
         """Return each member's cost by ``weights``."""
         now, tokens, summaries = self._view.now, self._view.chain.tokens, self._roster.summaries
-        # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n. The first step uses h = 0.
+        # T_c is linear_s * (n - h) + quadratic_s * (n^2 - h^2) for h cached tokens of n. The first pass computes the
+        # cost with h = 0, and the second pass subtracts the cached tokens.
         kv, linear, quadratic = weights.active_kv, weights.compute * tokens, weights.compute * tokens**2
         costs_s = [
             (left_s if (left_s := each.ends_s - now) > each.least_queue_s else each.least_queue_s)

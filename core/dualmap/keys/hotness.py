@@ -6,10 +6,10 @@ split prefix is merged again if its share decreases below ``merge_share``. A nod
 which includes all earlier blocks, so the tree is a dictionary.
 
 Counts are stored in buckets of a sliding window. A request counts its prefixes from the initial length up to the first
-prefix that is not in the tree, which it adds. A prefix of one request therefore needs one node. The tree contains all
-blocks that many requests share, so a key can grow by many blocks at once if its prefix becomes hot. Counts are sums, so
-the counts of other router replicas are added. Replicas that have exchanged their counts and split nodes compute the
-same keys.
+prefix that is not in the tree. The request adds that prefix to the tree. A prompt without shared blocks therefore adds
+one node. The tree contains all blocks that many requests share, so a key can grow by many blocks at once if its prefix
+becomes hot. Counts are sums, so the counts of other router replicas are added. Replicas that have exchanged their
+counts and split nodes compute the same keys.
 
 There are three deviations from the paper. The policy sets the thresholds as multiples of ``1/n`` for n members
 (published: 2/n and 1/n). Shares are compared at every request instead of between windows, over the window and over its

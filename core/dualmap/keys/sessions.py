@@ -1,10 +1,10 @@
 """Sessions: requests with the same session id from the client, and the member that has each session's KV.
 
-A session's key replaces the leading blocks in the key of its requests, so that all its requests have one pair
-regardless of their prompts. A session's binding contains its host: the member that computed the last turn (request).
-Each turn updates the binding, because the member of the turn then has the session's KV. If ``session.migration`` is
-enabled, a turn goes to the session's host unless EAR's rule moves the session (``dualmap.policies.migration``).
-Otherwise, the policy chooses a member, with the host as an additional candidate.
+A session's key replaces the leading blocks of its requests, so that all requests of a session have the same pair. A
+session's binding contains its host: the member that computed the last turn (request). Each turn updates the binding,
+because the member of the turn then has the session's KV. If ``session.migration`` is enabled, a turn goes to the
+session's host unless EAR's rule moves the session (``dualmap.policies.migration``). Without ``session.migration``, the
+policy chooses a member, with the host as an additional candidate.
 
 Replicas exchange bindings. A session's ``version`` counts its moves, and the binding with the higher version is valid.
 The table has a maximum size and evicts the least recently used binding first. A binding expires ``ttl_s`` after its

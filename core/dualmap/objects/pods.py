@@ -1,4 +1,4 @@
-"""Converts Kubernetes pods into facts for the router and the operator, such as: the pod serves, it terminates.
+"""Converts Kubernetes pods into facts for the router and the operator, such as ``serving`` and ``terminating``.
 
 The operator uses these facts to add pods to the rings (``dualmap_operator.decide.pod_reading``). The router uses them
 to stop picking a pod before the operator updates the ring. Any user may have created a pod, so its object may have any
@@ -113,10 +113,10 @@ def _conditions(status: Mapping[str, Any]) -> dict[str, _Condition]:
 def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
     """Return whether the node lifecycle controller set Ready to false because the pod's node stopped reporting.
 
-    That controller sets Ready to false without a reason and does not change ContainersReady. Most kubelets write a
-    reason when they set Ready to false. If a kubelet writes no reason, Ready is false for one of two other causes:
-    Ready was already false before the containers became ready, or the in-ring gate became false first. If the gate
-    became false after Ready, the operator closed the gate because of the lost node.
+    The node lifecycle controller sets Ready to false without a reason and does not change ContainersReady. Most
+    kubelets write a reason when they set Ready to false. A kubelet that writes no reason sets Ready to false for one of
+    two causes: the containers were not ready yet, or the in-ring gate became false first. If the gate became false
+    after Ready, the operator closed the gate because of the lost node.
     """
     containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))
     gate = conditions.get(IN_RING_GATE)

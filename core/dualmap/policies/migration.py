@@ -2,8 +2,8 @@
 
 A session normally stays at the member with its KV, its host. The session moves if three conditions are true: the host
 is hot, the session has not moved within the cooldown, and another member has much less load and enough memory for the
-session's context. The rule chooses the least loaded of these members. The KV is not transferred; the new host computes
-it again.
+session's context. The rule chooses the least loaded member with enough memory. The KV is not transferred; the new host
+computes it again.
 
 Deviations from EAR: the load threshold is relative, because with a fixed threshold sessions move constantly if all
 members are hot. The host is hot if its predicted TTFT exceeds ``spill.slo_fraction`` of the SLO. A target must have

@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
-        """The predicted time from a dispatch now to the first token: T_q + T_c."""
+        """The predicted time from a dispatch now to the first token: T_q + T_c (paper eq. 7)."""
         return self.queue_s + self.compute_s
 
 
@@ -179,7 +179,7 @@ class Situation:
     def warmest(self) -> tuple[Candidate, Rule]:
         """Return the candidate of the pair with more cached tokens (the less loaded if equal), and the rule.
 
-        The result is the session's host instead if the host has more cached tokens than both candidates.
+        If the session's host has more cached tokens than both candidates, the result is the host.
         """
         first, last = self.pair[0], self.pair[-1]
         warm = first if first.matched_tokens >= last.matched_tokens else last

@@ -29,7 +29,7 @@ class Member:
     """One instance of the pool. Rings identify a member by ``id``, which stays the same after a restart.
 
     A restart may change address and port. ``incarnation`` identifies the engine's process: it differs after a restart,
-    which also empties the cache. It is empty if the operator did not report it.
+    which also empties the cache. ``incarnation`` is empty if the operator did not report it.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Member:
 
     @property
     def takes_new_keys(self) -> bool:
-        """Whether the rings may map keys to this member."""
+        """True if the rings may map keys to this member."""
         return self.state is not MemberState.DRAINING and self.weight > 0
 
 

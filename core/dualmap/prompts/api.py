@@ -6,7 +6,7 @@ from typing import Final
 
 
 class Api(Enum):
-    """An API of an inference engine. It decides which fields of a request body become prompt tokens."""
+    """An API of an inference engine, which decides which fields of a request body become prompt tokens."""
 
     CHAT = auto()
     COMPLETIONS = auto()

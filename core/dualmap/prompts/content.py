@@ -94,7 +94,7 @@ class Conversation:
         yield f"{RECORD}{spelled(role)}{UNIT}"
         yield from self.content(turn.get("content"))
         if len(turn) == 2 and "role" in turn and "content" in turn:
-            # Nearly all turns have only these two fields. The search for other fields would take a fifth of the time
+            # Nearly all turns have only role and content. The search for other fields would take a fifth of the time
             # for a long conversation.
             return
         fields = self.of_role.get(role, self.fields) if isinstance(role, str) else self.fields
@@ -126,7 +126,7 @@ class Conversation:
         kind = part.get("type")
         only = _FIELD_OF_TYPE.get(kind) if self.exact and isinstance(kind, str) else None
         if only in _TEXT_FIELDS and isinstance(part.get(only), str):
-            # Nearly all parts are of this kind.
+            # Nearly all content parts are plain text.
             yield spelled(part[only])
             return
         texts = [part[name] for name in _TEXT_FIELDS if only in (None, name) and isinstance(part.get(name), str)]

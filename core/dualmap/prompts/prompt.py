@@ -17,8 +17,8 @@ from dualmap.prompts.api import Api
 from dualmap.prompts.blocks import BYTES_PER_TOKEN
 from dualmap.prompts.content import RECORD, UNIT, Conversation, Shape, as_json, compact, digest
 
-# The maximum number of messages, parts and prompts, which is more than any engine accepts. Each takes a microsecond and
-# delays all other requests.
+# The maximum number of messages, parts and prompts, which is more than any engine accepts. Each message or part takes a
+# microsecond, which delays all other requests.
 MAX_PIECES: Final = 100_000
 # The array type code of unsigned integers of BYTES_PER_TOKEN bytes.
 _TOKEN_CODE: Final = next(code for code in "IL" if array(code).itemsize == BYTES_PER_TOKEN)
@@ -35,8 +35,8 @@ _Reader: TypeAlias = Callable[[str, object], Iterator[str]]
 class Layout:
     """The relevant fields of an API's request bodies, in the order in which engines render them.
 
-    ``a.b`` is the field b of the object in the field a. ``token_ids`` are the fields that may contain token ids; if
-    such a field does, it is the complete prompt.
+    ``a.b`` is the field b of the object in the field a. ``token_ids`` are the fields that may contain token ids; a
+    field with token ids is the complete prompt.
     """
 
     fields: Mapping[str, _Reader]

@@ -1,6 +1,6 @@
 """Hotspot-aware rebalancing: moves queued requests away from an overloaded member (paper section 3.3, A.1.2, eq. 6).
 
-If both candidates of a request are overloaded, queued requests leave each of the two. A queued request moves if the
+If both candidates of a request are overloaded, queued requests of both members may move. A queued request moves if the
 other member of its pair would return its first token earlier (benefit B > 0) and within the SLO. Requests move in the
 order of decreasing benefit until the remaining requests are expected to meet the SLO. Each request moves at most once.
 There are two deviations from the paper. The other member's load is read again before each move, because each move
@@ -73,10 +73,7 @@ def _benefit(
     alternative: Callable[[QueuedRequest], Candidate | None],
     slo_ttft_s: float,
 ) -> tuple[float, Candidate | None]:
-    """Return the benefit B (paper eq.
-
-    6) of a move and the other member; None if the request may not move or has no benefit.
-    """
+    """Return a move's benefit (paper eq. 6) and the target; None if the request may not move or has no benefit."""
     other = None if queued.moved else alternative(queued)
     if other is None:
         return 0.0, None

@@ -1,10 +1,10 @@
 """Requests that wait in the router because their member is saturated.
 
-A queued request can move to another member without cost, which rebalancing uses (paper section 3.3). There are two
-orders: by arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO: it
-takes requests in order of arrival and, if one would be late, defers the longest request so far (Moore 1968, "An n job,
-one machine sequencing algorithm"). The number of requests that overtake the oldest request is bounded, so that no
-request starves.
+A queued request can move to another member without cost, which rebalancing uses (paper section 3.3). A queue has one of
+two orders: by arrival, or with deferral of late requests. Deferral maximises the number of requests that meet the SLO
+(Moore 1968, "An n job, one machine sequencing algorithm"). The algorithm adds requests in order of arrival. If a
+request would be late, the algorithm defers the longest request so far. The number of requests that overtake the oldest
+request is bounded, so that no request starves.
 """
 
 from collections import OrderedDict
@@ -56,8 +56,8 @@ class MemberQueue:
         self._changed = changed
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
         """The queued requests by id, in order of arrival."""
-        # The requests that may still meet the SLO. A request that will miss the SLO is removed and not examined again:
-        # it can meet the SLO only if a backlog ends early.
+        # The requests that may still meet the SLO. A request that will miss the SLO is not examined again, because only
+        # an early end of the backlog could change this result.
         self._in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
 
     def __len__(self) -> int:
@@ -87,10 +87,10 @@ class MemberQueue:
         self._changed()
 
     def next(self, now: float, *, within_s: float | None, max_overtaken: int) -> QueuedRequest:
-        """Return the next request to dispatch without its removal; the queue must not be empty.
+        """Return the next request to dispatch, which stays in the queue; the queue must not be empty.
 
-        ``within_s`` is None if late requests are not deferred. Otherwise, a request meets the SLO if its wait plus its
-        computation takes at most ``within_s``, which is the SLO minus the member's backlog.
+        ``within_s`` is None if late requests are not deferred. With deferral, ``within_s`` is the SLO minus the
+        member's backlog. A request meets the SLO if its wait plus its computation takes at most ``within_s``.
         """
         oldest = next(iter(self.requests.values()))
         if within_s is None or oldest.overtaken >= max_overtaken:
@@ -151,7 +151,7 @@ class RequestQueue:
         return request_id in self._since_s
 
     def placed(self, request_id: str) -> QueuedRequest | None:
-        """Return a queued request, or None if it is not queued for a member."""
+        """Return a queued request, or None if the request is not queued for a member."""
         return self._placed.get(request_id)
 
     def unplaced(self) -> tuple[Request, ...]:
@@ -185,7 +185,7 @@ class RequestQueue:
         self._drop_if_empty(queued.member)
 
     def forget(self, request_id: str) -> bool:
-        """Remove a request that has left its member's queue finally; return whether the request was queued."""
+        """Remove all records of a request that has left its member's queue; return whether the request was queued."""
         if self._since_s.pop(request_id, None) is None:
             return False
         self._forget_unplaced(request_id)

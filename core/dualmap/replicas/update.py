@@ -13,9 +13,9 @@ from dataclasses import dataclass
 class HotnessCounts:
     """The requests that one replica counted since its last update: the total, and the count per hotness tree node.
 
-    ``split`` contains the nodes that are split; it is sent after changes and once per bucket. A replica cannot compute
-    it from counts: a node with a share between the two thresholds keeps its earlier state, which a replica that started
-    later has not observed.
+    ``split`` contains the nodes that are split. A replica sends ``split`` after changes and once per bucket. Counts
+    alone are not sufficient: a node with a share between the two thresholds keeps its earlier state. A replica that
+    started later has not observed that state.
     """
 
     requests: int
@@ -28,7 +28,7 @@ class SharedLoad:
     """The load that one replica puts on a member.
 
     ``pending_prefill_tokens`` counts requests in flight and queued requests. ``backlog_s`` is the expected prefill time
-    of the requests in flight, and ``held_s`` that of the queued requests.
+    of the requests in flight, and ``held_s`` is the expected prefill time of the queued requests.
     """
 
     pending_prefill_tokens: int = 0

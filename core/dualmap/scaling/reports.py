@@ -14,7 +14,7 @@ from dualmap.scaling.scaling import WINDOW_S, FirstTokens, OtherRouter, Scaling,
 REMEMBERED_S = WINDOW_S
 """The time for which a silent router's last report counts.
 
-After this time, the other routers have measured the traffic that moved to them.
+After this time, the other routers have measured the silent router's traffic, which moved to them.
 """
 
 
@@ -36,7 +36,7 @@ class Share:
 
     @property
     def active(self) -> bool:
-        """Whether any request is in flight, is queued, or arrived within WINDOW_S, so that a member is needed."""
+        """True if any request is in flight, is queued, or arrived within WINDOW_S, so that a member is needed."""
         return self.desired_replicas > 0.0
 
     @property

@@ -19,13 +19,14 @@ WINDOW_S = 60.0
 """The window for traffic and attainment in seconds. Members must also compute a late backlog within this time."""
 _BUCKET_S = 5.0
 _HELD_EVERY_S = 1.0
-# The newest _RECENT_S of the window can show a surge, but only statistically significant work counts. The standard
-# deviation of a sum over a random number of requests is the square root of the sum of their squares. One router's share
-# is less significant than the total, so several routers never detect a surge that a single router would not detect.
+# The newest _RECENT_S of the window can show a surge, but only statistically significant work counts as a surge. The
+# standard deviation of a sum over a random number of requests is the square root of the sum of their squares. One
+# router's share is less significant than the total, so several routers never detect a surge that a single router would
+# not detect.
 _RECENT_S = 15.0
 _DEVIATIONS = 3.0
 # The share of the prefill speed that traffic may use. On the Conversation trace, 99.5 % of the requests meet the SLO at
-# a share of 0.47, 96 % at 0.53, and 64 % at 0.63. Two causes are decoding and bursts of requests.
+# a share of 0.47, 96 % at 0.53, and 64 % at 0.63. Decoding and bursts of requests cause the misses.
 _UTILISATION = 0.5
 # The smallest number of first tokens for an estimate of attainment.
 _FEWEST_FIRST_TOKENS = 20
@@ -153,7 +154,7 @@ class LoadWindow:
         bucket.slo_met += within_slo
 
     def arrivals(self, now: float, *, held: int) -> Arrivals:
-        """Return the arrivals over the window, or a higher rate if its newest part shows a surge.
+        """Return the arrivals over the window, or a higher rate if the newest _RECENT_S show a surge.
 
         ``held`` is the number of queued requests now. Arrivals are the dispatched requests plus the growth of the
         queue, because saturated members receive no new requests.
@@ -208,7 +209,7 @@ class LoadWindow:
         return (held - held_before) * seconds / max(now - at_s, seconds)
 
     def _significant_share(self, now: float) -> float:
-        """Return the statistically significant share of the newest part's work."""
+        """Return the statistically significant share of the work in the newest _RECENT_S."""
         buckets, (_, typical) = self._last(now, _RECENT_S), self._typical
         work = sum(each.work + each.rejected * typical for each in buckets)
         squared = sum(each.work_squared + each.rejected * typical * typical for each in buckets)
@@ -254,8 +255,8 @@ class Scaling:
         """Return the signals for autoscalers, from a present snapshot.
 
         ``others`` are the reports of the other routers. The rule uses the attainment of the complete pool, because one
-        router's share may be too small to be significant. None means that a router has not reported; low attainment
-        then adds no members.
+        router's share may be too small to be significant. ``others`` is None if a router has not reported; low
+        attainment then adds no members.
         """
         serving = _serving(status)
         backlog_tokens = waiting_tokens(status)
@@ -281,7 +282,7 @@ class Scaling:
         if serving:
             # The solo speed, because the other routers' prefills are in their own shares.
             speed = sum(each.solo_tokens_per_second for each in serving) / len(serving)
-        # By Little's law, this is the maximum backlog while all requests meet the SLO.
+        # The maximum backlog while all requests meet the SLO, by Little's law.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s
         late = max(0.0, backlog_tokens * arrivals.work_per_token - in_time)
         # Late work needs no headroom: members may use their full speed for it.

@@ -124,9 +124,9 @@ class KubeClient:
     ) -> AsyncGenerator[WatchEvent, None]:
         """Yield the events of a collection after the ``resourceVersion`` in ``query``.
 
-        The generator returns when the server ends the watch after ``timeout_s``. It raises KubeError for a failure and
-        after ``inactivity_s`` without data. The error's ``expired`` is true if the version is no longer available.
-        Close the generator (``contextlib.aclosing``) to stop early.
+        The generator returns when the server ends the watch after ``timeout_s``. The generator raises KubeError for a
+        failure and after ``inactivity_s`` without data. The error's ``expired`` is true if the version is no longer
+        available. Close the generator (``contextlib.aclosing``) to stop early.
         """
         asked = [*query, ("watch", "true"), ("allowWatchBookmarks", "true"), ("timeoutSeconds", str(round(timeout_s)))]
         patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)

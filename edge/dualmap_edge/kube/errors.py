@@ -22,7 +22,7 @@ class KubeError(Exception):
 
     @property
     def expired(self) -> bool:
-        """Whether the resourceVersion is no longer available, so that a new list is needed."""
+        """True if the resourceVersion is no longer available, so that a new list is needed."""
         return self.status == _GONE
 
 

@@ -1,8 +1,8 @@
 """Updates a copy of a collection of Kubernetes objects: list once, then watch, and list again if necessary.
 
 The operator's ``observe.mirror`` and the router's ``pools.kube`` each run a ``Reflector`` (the name of this loop in
-client-go). The two recover differently from errors, so ``WatchPolicy`` is an argument. While the API server is
-unreachable, the store keeps its objects. If a connection breaks without a signal, the watch ends at its inactivity
+client-go). Operator and router recover differently from errors, so ``WatchPolicy`` is an argument. While the API server
+is unreachable, the store keeps its objects. If a connection breaks without a signal, the watch ends at its inactivity
 limit. ``age_s`` is the age of the copy.
 """
 
@@ -68,7 +68,7 @@ class ListerWatcher(Protocol):
 
 
 class Store(Protocol[T_contra]):
-    """A store for the objects. Its methods must not raise."""
+    """A store for the objects, with methods that must not raise."""
 
     def replace(self, objects: Sequence[T_contra]) -> None:
         """Replace the content with the result of a list: all objects that exist now."""

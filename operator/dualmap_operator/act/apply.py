@@ -1,8 +1,8 @@
-"""Carries out a plan in this order: children, status, gates, restarts, Events. It writes changed objects only.
+"""Carries out a plan in this order: children, status, gates, restarts, Events. Only changed objects are written.
 
-Each pool's reconciler owns one ``Applier``. The status write contains the resource version of the pool that the plan
-was computed from, so a write of an outdated plan fails with a conflict. The operator may restart between any two
-writes; the next plan then completes the rest.
+Each pool's reconciler owns one ``Applier``. The status write contains the pool's resource version at the time of the
+plan, so an outdated plan fails with a conflict. The operator may restart between any two writes; the next plan then
+completes the rest.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Applied:
 
 
 class PlanApplier(Protocol):
-    """Carries out the plans of one reconciler."""
+    """An object that carries out the plans of one reconciler."""
 
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out. Raises ApiError."""
@@ -69,9 +69,9 @@ class Applier:
         """Carry ``plan`` out.
 
         If a child, gate or restart fails, its error is returned and the other steps continue, because the ring must
-        follow the pods in any case. Any exception ends the plan: ConflictError if the pool has changed, GoneError if
-        the pool no longer exists, ApiError if its status cannot be written, and NotLeadingError if this operator may
-        not write.
+        follow the pods in any case. An exception ends the plan. Raises ConflictError if the pool has changed, and
+        GoneError if the pool no longer exists. Raises ApiError if the pool's status cannot be written, and
+        NotLeadingError if this operator may not write.
         """
         metadata = pool.document["metadata"]
         refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)
@@ -125,7 +125,7 @@ class Applier:
                 try:
                     await self._api.set_gate(namespace, gate, self._now())
                 except (ConflictError, GoneError):
-                    return ""  # The pod was replaced or deleted: the watch will show it.
+                    return ""  # The pod was replaced or deleted; the watch will report the change.
                 except ApiError as error:
                     return _refusal(error)
                 return ""
@@ -137,7 +137,7 @@ class Applier:
         try:
             await self._api.restart_pod(namespace, restart)
         except (ConflictError, GoneError):
-            return ""  # The pod was replaced or deleted: the watch will show it.
+            return ""  # The pod was replaced or deleted; the watch will report the change.
         except ApiError as error:
             return _refusal(error)
         return ""

@@ -18,10 +18,10 @@ from dualmap_operator.names import ConditionType
 
 # A pool without a ready member becomes Degraded after this time: a starting pool needs some time.
 NO_MEMBER_GRACE_S: Final = 30.0
-# Models take minutes to load.
+# A pod that is unready for this time makes the pool Degraded: models take minutes to load.
 UNREADY_GRACE_S: Final = 300.0
-# Routers normally apply a ring within milliseconds. A shorter delay than this is not reported, which saves two status
-# writes.
+# Routers normally apply a ring within milliseconds. The RingSynced condition ignores shorter delays, which saves two
+# status writes.
 SYNC_GRACE_S: Final = 5.0
 _NAMES_SHOWN: Final = 10
 _NAME_CHARACTERS: Final = 80
@@ -206,7 +206,7 @@ def _degraded(spec: PoolSpec, observed: Observed, members: Sequence[RingMember],
 def _unavailable_since_s(observed: Observed) -> float | None:
     """Return the time since which the pool lacks a required member; None if no member is required.
 
-    The time starts no earlier than the oldest pod, so that new pods have time to start.
+    The returned time is not before the readiness change of the oldest pod, so that new pods have time to start.
     """
     published = {each.type: each for each in observed.published.conditions}
     available, progressing = (published.get(each) for each in (ConditionType.AVAILABLE, ConditionType.PROGRESSING))

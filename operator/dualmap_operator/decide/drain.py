@@ -1,7 +1,7 @@
-"""Decides whether a Draining member has drained, from reports of routers and of the member's engine. Pure.
+"""Decides whether a Draining member has drained, from reports of routers and of the member's engine.
 
-The member drains until every router that answers has applied the published ring; terminating routers are included. If a
-ready router does not answer, the engine's metrics decide. See docs/operator.md.
+A drain continues until every router that answers has applied the published ring; terminating routers are included. If a
+ready router does not answer, the engine's metrics decide. All functions are pure. See docs/operator.md.
 """
 
 from typing import Final

@@ -137,7 +137,7 @@ class Observed:
     idle_checks: Mapping[str, int] = field(default_factory=dict)
     traffic: TrafficStatus = TrafficStatus()
     deleting: bool = False
-    """Whether the pool is being deleted; used if the spec cannot be read."""
+    """True if the pool is being deleted; used if the spec cannot be read."""
     version_floor: int = 0
     """The highest ring version that this operator has published or a router reports."""
     failures: tuple[str, ...] = ()

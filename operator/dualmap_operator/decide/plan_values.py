@@ -1,4 +1,4 @@
-"""The values of a plan, which ``act.apply`` carries out."""
+"""The values of a plan; ``act.apply`` carries out the plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,9 +3,9 @@
     pod serves --(settled)--> Joining --(ramp)--> Active --(leaving, or pod terminates)--> Draining --> gone
                                                      ^------------- taken back --------------'
 
-A pod that stops serving leaves the ring at once, from any state except a drain that the operator started. When the pod
-serves again, its member is Joining. The member has its old keys, because its id is the pod's name. Its cache counts as
-empty, because the incarnation differs.
+A pod that stops serving leaves the ring at once, from any state except a drain that the operator started. When a pod
+serves again, its member is Joining. The member has its old keys, because its id is the pod's name. The member's cache
+counts as empty, because the incarnation differs.
 """
 
 from collections.abc import Collection, Iterable
@@ -16,12 +16,12 @@ from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import ObservedPod, RingMember
 from dualmap_operator.decide.spec import PoolSpec
 
-# A new member with a cold cache gets its keys in steps. Each step is the seconds after joining and the weight from that
-# time.
+# The steps in which a new member with a cold cache gets its keys. Each step is a pair: seconds after joining, and the
+# weight from that time on.
 RAMP: Final = ((0.0, 25), (10.0, 50), (20.0, 75))
 RAMP_S: Final = 30.0
 FULL_WEIGHT: Final = 100
-# The time that a pod must serve before it joins again, after one loss of readiness. The time doubles with each loss.
+# The time that a pod must serve before it joins again, after one loss of readiness; it doubles with each further loss.
 _SETTLE_S: Final = 5.0
 _SETTLE_MOST_S: Final = 30.0
 
@@ -134,7 +134,7 @@ def _ramped(spec: PoolSpec, was: RingMember, pod: ObservedPod, now_s: float) -> 
     age_s = now_s - was.since_s
     if age_s >= RAMP_S:
         return _member(spec, pod, MemberState.ACTIVE, FULL_WEIGHT, now_s)
-    # After the clock was set back, age_s may be negative.
+    # age_s is negative if the clock was set back.
     weight = max((weight for at_s, weight in RAMP if at_s <= age_s), default=RAMP[0][1])
     return _member(spec, pod, MemberState.JOINING, weight, was.since_s)
 

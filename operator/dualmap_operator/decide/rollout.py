@@ -44,8 +44,8 @@ def next_to_replace(spec: PoolSpec, observed: Observed) -> ObservedPod | None:
     if not old:
         return None
     if not old[0].serving:
-        # The last replaced pod must serve first. Otherwise, a template with a failing container would replace every
-        # pod.
+        # The last replaced pod must serve before the next replacement: a template with a failing container must not
+        # replace every pod.
         waiting = [pod for pod in observed.pods if pod.terminating or (not pod.serving and pod not in old)]
         return None if waiting else old[0]
     whole = len(observed.pods) == spec.replicas and not any(pod.terminating for pod in observed.pods)

@@ -2,7 +2,7 @@
 
 ``dualmap.objects.pool_reader`` reads the router's fields; this module adds ``replicas``, ``workload`` and ``drain``.
 The API server has already checked the schema. The operator checks the spec again, because a CRD of another version may
-be installed. It reports an invalid spec in the Accepted condition.
+be installed. The operator reports an invalid spec in the Accepted condition.
 """
 
 from collections.abc import Mapping

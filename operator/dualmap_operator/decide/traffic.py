@@ -45,8 +45,8 @@ _NAMES: Final = tuple(field.name for field in fields(_Totals))
 class TrafficWindow:
     """The traffic of one pool's routers over the last ``window_s`` seconds.
 
-    ``published`` is the ``status.traffic`` at the start. It stays until a new value is known, so that a restarted
-    operator does not remove values published before its restart.
+    ``published`` is the ``status.traffic`` at the start. The published values stay until new values are known, so that
+    a restarted operator does not remove them.
     """
 
     def __init__(self, *, window_s: float = 300.0, published: TrafficStatus | None = None) -> None:

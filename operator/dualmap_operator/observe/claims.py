@@ -2,7 +2,7 @@
 
 ``watches`` updates the index and ``gather`` reads it. Operator and routers use ``dualmap.pools.claims`` to decide which
 pool has a name, so they agree on every pool with a valid spec. If a spec becomes invalid, each process keeps the names
-that it read last. A process started after that time does not have these names (docs/operator.md).
+that it read last. A process that starts with an invalid spec does not have these names (docs/operator.md).
 """
 
 from collections import defaultdict

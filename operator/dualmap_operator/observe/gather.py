@@ -1,7 +1,7 @@
 """Collects one pool's observed state for a reconcile: watches, reports of routers and engines, traffic totals.
 
-Each pool's reconciler owns one ``Gatherer``. It stores the number of consecutive idle checks, the traffic window and
-the last valid spec. A restart of the operator loses this state; a drain then takes a second longer.
+Each pool's reconciler owns one ``Gatherer``. A ``Gatherer`` stores the number of consecutive idle checks, the traffic
+window and the last valid spec. A restart of the operator loses this state; a drain then takes a second longer.
 """
 
 import asyncio

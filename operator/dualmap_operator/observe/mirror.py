@@ -1,15 +1,15 @@
 """A copy of all objects of one kind. A ``Reflector`` updates the copy, and a listener is called for every change.
 
 ``watches`` creates one mirror for each kind that the operator reads. If an object is deleted while no watch is open,
-the next list removes it and calls the listener. kopf's own index (1.45.2) keeps such an object, because it removes
-objects on DELETED events only. A deleted pod would then stay in the ring.
+the next list removes the object and calls the listener. The index of kopf (1.45.2) keeps such an object, because that
+index removes objects on DELETED events only. With that index, a deleted pod would stay in the ring.
 
 A broken watch resumes from the last received resource version: no event is lost, and a list of all pods of a cluster is
 expensive. The router (``pools.kube``) lists its few pods again instead, so that its copy is current as soon as the API
 server is reachable.
 
-The mirror contains objects from lists and watches only. It ignores responses to the operator's own writes, because such
-a response may arrive after the object's deletion.
+The mirror contains objects from lists and watches only. Responses to the operator's own writes are ignored, because a
+response may arrive after the object's deletion.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from dualmap_operator.api import ApiObserver
 
 T = TypeVar("T")
 Key = tuple[str, str]
-"""Namespace and name."""
+"""The namespace and name of an object."""
 Listener = Callable[[Key, T | None, T | None], None]
 """Called for each change with the object's key, old value and new value; None if the object does not exist."""
 

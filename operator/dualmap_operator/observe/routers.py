@@ -1,7 +1,7 @@
 """Router discovery: from addresses on the command line, or from EndpointSlices of the routers' Service.
 
-``gather`` sends requests to these routers. They include routers that are not ready or terminating, because such a
-router may still have requests in flight.
+``gather`` sends requests to these routers. Routers that are not ready or are terminating are included, because they may
+still have requests in flight.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ _SERVICE_LABEL: Final = "kubernetes.io/service-name"
 
 
 class Routers(Protocol):
-    """Discovers the routers."""
+    """A source of the routers' addresses."""
 
     def addresses(self) -> tuple[RouterAddress, ...]:
         """Return the metrics port of every router."""

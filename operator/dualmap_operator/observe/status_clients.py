@@ -63,8 +63,8 @@ class _HttpClient:
     """An HTTP client for small GET requests. Construct the client in a running event loop."""
 
     def __init__(self) -> None:
-        # Connections are not reused, because another pod may get the same address. Answers are not decompressed,
-        # because the decompressed size has no limit.
+        # Each request opens a new connection, because another pod may get the same address. Answers are not
+        # decompressed, because the decompressed size has no limit.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={"Accept-Encoding": "identity"},
@@ -192,8 +192,7 @@ def _count(value: object) -> int | None:
 def _sum(page: bytes, name: str) -> int | None:
     """Return the sum of a metric's samples over all labels, from text in the Prometheus format.
 
-    The result is None if there is no sample or a sample is not a count, and for an incomplete text without a final
-    newline.
+    The result is None without a sample, for a sample that is not a count, and for a text without a final newline.
     """
     if not page.endswith(b"\n"):
         return None

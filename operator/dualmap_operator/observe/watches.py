@@ -229,7 +229,7 @@ def read_pool(body: Mapping[str, Any]) -> PoolObject:
     metadata = mapping_in(body, "metadata")
     kept = {key: value for key, value in metadata.items() if key != "managedFields"}
     return PoolObject(
-        # The items of a list lack kind and apiVersion.
+        # Set kind and apiVersion, which the items of a list do not have.
         document={**body, "apiVersion": API_VERSION, "kind": "InferencePool", "metadata": kept},
         uid=text_in(metadata, "uid"),
         resource_version=text_in(metadata, "resourceVersion"),

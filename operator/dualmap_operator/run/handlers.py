@@ -19,7 +19,8 @@ from dualmap_operator.decide.spec import DRAIN_TIMEOUT_S, read_spec
 from dualmap_operator.names import FINALIZER, PLURAL, VERSION
 from dualmap_operator.run.reconciler import Reconciler, Reconcilers
 
-# Same times as in dualmap_edge.kube: the server ends a watch after the first; at the second, the connection is broken.
+# The server ends every watch after _WATCH_TIMEOUT_S. A watch without data for _WATCH_INACTIVITY_S has a broken
+# connection (as in dualmap_edge.kube.client).
 _WATCH_TIMEOUT_S: Final = 45
 _WATCH_INACTIVITY_S: Final = 55
 _DAEMON_EXIT_S: Final = 1.0
@@ -63,8 +64,8 @@ def make_registry(
         async def until(reconciler: Reconciler) -> None:
             await reconciler.finished.wait()
 
-        # The time does not start at the deletion: the pool may have been deleted long before an operator ran. kopf
-        # keeps the memo until this operator ends or the object is removed.
+        # The drain time starts here and not at the deletion: the pool may have been deleted long before an operator
+        # ran. The memo exists until this operator ends or the object is removed.
         began_s = memo.setdefault("drain_began_s", clock())
         left_s = began_s + longest_drain_s(body) - clock()
         if not await reconcilers.run((namespace or "", name), uid, until, timeout_s=max(0.0, left_s)):

@@ -1,11 +1,12 @@
 """Leader election: acquires, renews and releases a Lease (coordination.k8s.io).
 
-``process`` runs the control loops while this operator leads. This module does not use the election of the Kubernetes
-library (``kubernetes.aio.leaderelection``), which has four faults. It writes local time marked as UTC. It ends on an
-error without an HTTP answer. One request may exceed its deadline. It never releases a lease.
+``process`` runs the control loops while this operator leads. This module does not use the leader election of the
+Kubernetes library (``kubernetes.aio.leaderelection``). The library's election writes local time marked as UTC, ends on
+an error without an HTTP answer, and never releases a lease. One of its requests may also exceed the election's
+deadline.
 
-This operator computes the lease's expiry with its own monotonic clock, from the time when it first read the present
-version. It never compares the times in the lease with its own clock, because the clocks of two machines differ.
+An operator computes the lease's expiry with its own monotonic clock, from its first read of the lease's present
+version. The times in the lease are never compared with the operator's clock, because the clocks of two machines differ.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class Leadership:
 
     @property
     def leading(self) -> bool:
-        """Whether this candidate may write now."""
+        """True if this candidate may write now."""
         return self._left_s() > 0
 
     def _left_s(self) -> float:
@@ -140,7 +141,7 @@ class Leadership:
             else:
                 await self._create()
         except ConflictError:
-            return False  # Another candidate was faster.
+            return False  # Another candidate has written the lease first.
         except ApiError as error:
             self._log.warning("Acquiring lease failed, retrying", error=str(error))
             return False
@@ -185,7 +186,7 @@ class Leadership:
         self._note(await self._api.request("POST", self._collection, body=body, timeout_s=self._settings.retry_s))
 
     async def _replace(self, spec: dict[str, Any], *, timeout_s: float) -> None:
-        """Write the lease; raise ConflictError if it has changed since it was read."""
+        """Write the lease; raise ConflictError if the lease has changed since the last read."""
         version = ((self._seen or {}).get("metadata") or {}).get("resourceVersion", "")
         metadata = {**self._metadata, "resourceVersion": version}
         body = {"apiVersion": _API_VERSION, "kind": "Lease", "metadata": metadata, "spec": spec}

@@ -22,7 +22,7 @@ from dualmap_operator.observe.gather import PoolObserver
 from dualmap_operator.observe.mirror import Key
 from dualmap_operator.observe.watches import PoolObject
 
-# The pause collects bursts of changes: a starting pod changes a dozen times within a second.
+# The pause before a reconcile, which collects bursts of changes: a starting pod changes a dozen times within a second.
 DEBOUNCE_S: Final = 0.05
 _CONFLICT_S: Final = 0.2
 _FIRST_PAUSE_S: Final = 1.0
@@ -45,7 +45,7 @@ class Planner:
 
 
 class ReconcileMetrics(Protocol):
-    """Counts reconciles."""
+    """The metrics of reconciles."""
 
     def waiting(self, change: int) -> None:
         """Record that a pool entered (1) or left (-1) the queue."""
@@ -105,7 +105,7 @@ class Reconciler:
 
     @property
     def stuck(self) -> bool:
-        """Whether the present reconcile has run for longer than STUCK_S."""
+        """True if the present reconcile has run for longer than STUCK_S."""
         return self._running_since_s is not None and self._context.clock() - self._running_since_s > STUCK_S
 
     def wake(self) -> None:

@@ -16,7 +16,7 @@ _PAIR_COLD = Rule(
 _EQUAL_S: Final = 0.02
 """Costs with at most this difference count as equal.
 
-The estimates are not more precise, and the pair also serves later requests with the same key.
+The estimates are not more precise than this, and the pair also serves later requests with the same key.
 """
 
 

@@ -26,7 +26,7 @@ def words(container: Mapping[str, Any]) -> tuple[str, ...]:
 def runs_vllm(container: Mapping[str, Any]) -> bool:
     """Return whether vLLM receives these words: vLLM is among them, or no command replaces the image's entry point.
 
-    The result is False for another command or a configuration file: it may set further flags.
+    The result is False for another command or a configuration file, because both may set further flags.
     """
     given = words(container)
     if option(given, _CONFIG) is not None:
@@ -38,7 +38,8 @@ def runs_vllm(container: Mapping[str, Any]) -> bool:
 def option(given: Sequence[str], name: str) -> str | None:
     """Return the last value of an option, from ``--x=5`` or ``--x 5``; None if the option is missing.
 
-    The value is empty if no word follows the option. vLLM accepts underscores in names, so ``--x_y`` equals ``--x-y``.
+    The value is empty if no word follows the option. ``--x_y`` equals ``--x-y``, because vLLM accepts underscores in
+    names.
     """
     value = None
     for place, word in enumerate(given):

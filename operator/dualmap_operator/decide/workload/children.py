@@ -1,8 +1,9 @@
 """The children of a pool with a pod template, as complete manifests for server-side apply.
 
-The children are a StatefulSet, a headless Service and a PodDisruptionBudget. They have the pool's name, and the pool is
-their owner. The pod template is the user's template plus the fields that a pool needs; fields set by the user are kept.
-``plan`` decides the number of replicas, ``termination`` defines how pods stop, and ``act.apply`` sends the manifests.
+The children are a StatefulSet, a headless Service and a PodDisruptionBudget. All children have the pool's name, and the
+pool is their owner. The pod template is the user's template plus the fields that a pool needs; fields set by the user
+are kept. ``plan`` decides the number of replicas, ``termination`` defines how pods stop, and ``act.apply`` sends the
+manifests.
 """
 
 from typing import Any, Final
@@ -41,8 +42,9 @@ def _stateful_set(spec: PoolSpec, workload: TemplateWorkload, replicas: int) -> 
 
 
 def _headless_service(spec: PoolSpec) -> dict[str, Any]:
-    # A pod's DNS name also resolves while the pod loads its model or drains. Operators, metrics scrapers and engines
-    # that discover their peers use the name. Requests use the routers, which send them to ready members only.
+    # A pod's DNS name also resolves while the pod loads its model or drains. Users, metrics scrapers and engines that
+    # discover other engines use this name. LLM requests do not use this Service: routers send them to ready members
+    # directly.
     content = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,

@@ -1,8 +1,8 @@
 """Reads a user's pod template, which may have any content.
 
 The CRD accepts any value (``x-kubernetes-preserve-unknown-fields``). The API server refuses an invalid template when
-the operator applies the StatefulSet; its error contains the field. The functions in this module and in ``children``,
-``termination`` and ``checks`` therefore raise for no value.
+the operator applies the StatefulSet; its error contains the field. Therefore, the functions in this module and in
+``children``, ``termination`` and ``checks`` must accept any value.
 """
 
 from collections.abc import Mapping, Sequence

@@ -24,7 +24,7 @@ _ENGINE_STOP_S: Final = 30
 """An engine's time from SIGTERM to SIGKILL, equal to Kubernetes' default grace period."""
 
 _SETTLE_S: Final = 5
-"""The time after its deletion in which a pod may still receive requests (docs/operator.md)."""
+"""The time in which a deleted pod may still receive requests (docs/operator.md)."""
 
 _METRICS_PATHS: Final = {"TensorRTLLM": "/prometheus/metrics"}
 """The metrics paths of engine types that do not use /metrics."""
@@ -93,11 +93,11 @@ done
 
 
 def pre_stop_script(spec: PoolSpec) -> str:
-    """Return the script for ``/bin/sh -c``. It ends when the engine is idle, at the latest after ``drain.timeout``.
+    """Return the script for ``/bin/sh -c``, which ends when the engine is idle, at the latest after ``drain.timeout``.
 
     The script needs ``sleep`` and ``date``, and one of curl, wget and python3 to read the engine's metrics. If the
-    metrics cannot be read, the script waits 30 s. Causes are a missing tool, another engine type, or TLS on the
-    engine's port.
+    metrics cannot be read, the script waits 30 s. The metrics cannot be read without such a tool, for other engine
+    types, or with TLS on the engine's port.
     """
     timeout_s = math.ceil(spec.drain_timeout_s)
     head = _HEAD.format(
