@@ -43,8 +43,8 @@ class Chooser:
 
     def key(self, now: float, request: Request) -> Key:
         """Return the key of a request and count the request for hotness; call this method once per request."""
-        # The thresholds use the size of the full ring, even if a request may use only some members: all requests of a
-        # pool must have the same keys.
+        # The thresholds use the size of the full ring, even if a request may use only some members. Otherwise, equal
+        # prompts could have different keys.
         hashes, rule, members = request.chain.hashes, self._policy.hotness, self._fleet.size
         prefix, session = self._pool.routing.prefix, request.session
         if not hashes:

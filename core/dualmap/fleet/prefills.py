@@ -5,8 +5,8 @@ from math import inf
 
 from dualmap.fleet.in_flight import InFlightRequest
 
-# A prefill at the head without a report counts as ended if no prefill of the member ended for SILENT_PREFILL_S. The
-# limit is SILENT_PREFILL_FACTOR times the prefill's expected time if that time is longer.
+# A prefill at the head counts as ended if no prefill of the member ended for a time limit. The limit is
+# SILENT_PREFILL_S or SILENT_PREFILL_FACTOR times the prefill's expected time, whichever is longer.
 SILENT_PREFILL_S = 30.0
 SILENT_PREFILL_FACTOR = 10.0
 
@@ -76,8 +76,8 @@ class PrefillAccount:
 
         The head's progress reduces the backlog. If the head runs ``decode_stall_s`` longer than its expected time, the
         member is in the paper's decode bottleneck (section A.7). The time without a completed prefill is then added to
-        the backlog. Deviation: the paper compares the complete interval with its threshold T. The paper's rule would
-        also report a stall for every long prefill, such as a prefill of 20 000 tokens.
+        the backlog. Deviation: the paper compares the complete interval with a threshold. The paper's rule would also
+        report a stall for every long prefill, such as a prefill of 20 000 tokens.
         """
         head = self.head
         if head is None:

@@ -1,8 +1,8 @@
 """Hash rings over the members that a request may use: all members or a subset, without suspended members.
 
 Rings are immutable; each ring is created at its first use. A suspended member leaves the rings like a draining member:
-only its own keys map to other members, and it gets the same keys when it resumes. If all members are suspended, all
-members stay in the rings, so that requests still have a destination.
+only its own keys map to other members. When the member resumes, it gets the same keys. If all members are suspended,
+all members stay in the rings, so that requests still have a destination.
 """
 
 from collections.abc import Iterable

@@ -2,9 +2,9 @@
 
 A session's key replaces the leading blocks of its requests, so that all requests of a session have the same pair. A
 session's binding contains its host: the member that computed the last turn (request). Each turn updates the binding,
-because the member of the turn then has the session's KV. If ``session.migration`` is enabled, a turn goes to the
-session's host unless EAR's rule moves the session (``dualmap.policies.migration``). Without ``session.migration``, the
-policy chooses a member, with the host as an additional candidate.
+because the member that computes the turn then has the KV cache of the session. With ``session.migration``, a turn goes
+to the session's host unless EAR's rule moves the session (``dualmap.policies.migration``). Without
+``session.migration``, the policy chooses a member, with the host as an additional candidate.
 
 Replicas exchange bindings. A session's ``version`` counts its moves, and the binding with the higher version is valid.
 The table has a maximum size and evicts the least recently used binding first. A binding expires ``ttl_s`` after its
@@ -28,9 +28,8 @@ GUESS_S = 5.0
 class Binding:
     """A session's binding to ``host``, the member with its KV.
 
-    ``hint_tokens`` is set for a binding from the store: the number of tokens that the host is assumed to cache although
-    the prefix index does not contain them. ``guessed_s`` is the time at which the session was bound without an answer
-    from the store.
+    ``hint_tokens`` is set for a binding from the store: the host is assumed to cache this many tokens, which the prefix
+    index does not contain. ``guessed_s`` is the time at which the session was bound without an answer from the store.
     """
 
     host: str

@@ -23,8 +23,8 @@ _MAX_RESTARTS: Final = 2**31
 class PodFacts:
     """The facts about one pod for routing and draining.
 
-    ``serving`` is true if the engine can receive requests: the containers are ready, all readiness gates except the
-    in-ring gate are true, and the node is not lost. ``serving`` may be true for a terminating pod, because that pod
+    ``serving`` is true if the engine can receive requests. The containers are then ready, all readiness gates except
+    the in-ring gate are true, and the node is not lost. ``serving`` may be true for a terminating pod, because that pod
     still finishes its requests. ``serving_since`` is the latest transition of the conditions for ``serving``, as an RFC
     3339 text from the API; empty if there is no transition. ``ready`` is the pod's Ready condition, which includes the
     in-ring gate. ``in_ring`` is the condition of the in-ring gate, None for a pod without this gate. ``incarnation``
@@ -114,8 +114,8 @@ def _node_lost(conditions: Mapping[str, _Condition]) -> bool:
     """Return whether the node lifecycle controller set Ready to false because the pod's node stopped reporting.
 
     The node lifecycle controller sets Ready to false without a reason and does not change ContainersReady. Most
-    kubelets write a reason when they set Ready to false. A kubelet that writes no reason sets Ready to false for one of
-    two causes: the containers were not ready yet, or the in-ring gate became false first. If the gate became false
+    kubelets write a reason when they set Ready to false. A kubelet that writes no reason has two causes for Ready
+    false. Either the containers were not ready yet, or the in-ring gate became false first. If the gate became false
     after Ready, the operator closed the gate because of the lost node.
     """
     containers, ready = (conditions.get(each, _Condition()) for each in ("ContainersReady", "Ready"))

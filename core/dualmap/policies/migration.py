@@ -1,12 +1,11 @@
 """EAR's rule for sessions: decides whether a session's next turn goes to its host or moves to another member.
 
-A session normally stays at the member with its KV, its host. The session moves if three conditions are true: the host
-is hot, the session has not moved within the cooldown, and another member has much less load and enough memory for the
-session's context. The rule chooses the least loaded member with enough memory. The KV is not transferred; the new host
-computes it again.
+A session normally stays at the member with its KV, its host. The session moves if the host is hot and the session has
+not moved within the cooldown. Another member must have much less load and enough memory for the session's context. The
+rule chooses the least loaded of these members. The KV is not transferred; the new host computes it again.
 
 Deviations from EAR: the load threshold is relative, because with a fixed threshold sessions move constantly if all
-members are hot. The host is hot if its predicted TTFT exceeds ``spill.slo_fraction`` of the SLO. A target must have
+members are hot. If the predicted TTFT exceeds ``spill.slo_fraction`` of the SLO, the host is hot. A target must have
 less than ``hot_ratio`` of the host's pending prefill tokens. The policy ``ear`` implements the published rule.
 """
 

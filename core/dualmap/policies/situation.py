@@ -19,7 +19,7 @@ class Candidate(NamedTuple):
 
     ``queue_s`` is T_q and ``compute_s`` is T_c of the paper's eq. 7. Token counts are prompt tokens; ``matched_tokens``
     are assumed to be cached at the member. The class is a named tuple because every decision creates two or three
-    candidates: a named tuple is immutable and takes half the time of a frozen dataclass.
+    candidates. A named tuple is immutable and takes half the time of a frozen dataclass.
     """
 
     id: str
@@ -209,7 +209,7 @@ class Policy(Protocol):
     ``hotness`` contains the thresholds for longer keys of hot prefixes; with None, every key has its initial length. If
     ``rebalances`` is true and the pool enables rebalancing, queued requests move within their pair. Only DualMap's
     policies rebalance, because a move within the pair would undo the choices of other policies. If ``defers`` is true,
-    queued requests that can still meet the SLO overtake requests that will miss the SLO. For other policies, the pool's
+    queued requests that can still meet the SLO overtake requests that will miss it. For other policies, the pool's
     ``queue.order: Deadline`` has this effect.
     """
 

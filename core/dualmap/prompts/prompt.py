@@ -197,9 +197,9 @@ class Prompt:
 def read_prompt(body: object, api: Api = Api.UNKNOWN) -> Prompt:
     """Return the prompt of a parsed request body for ``api``.
 
-    Raises BadRequest if the body is not an object, has no valid ``model``, is nested too deeply, or has more than
-    MAX_PIECES messages, parts or prompts. Content of an unexpected type is converted to JSON text: the engine decides
-    whether to reject the request.
+    Raises BadRequest if the body is not an object, has no valid ``model``, or is nested too deeply. Raises BadRequest
+    also for more than MAX_PIECES messages, parts or prompts. Content of an unexpected type is converted to JSON text:
+    the engine decides whether to reject the request.
     """
     if not isinstance(body, Mapping):
         raise BadRequest("the body must be a JSON object")

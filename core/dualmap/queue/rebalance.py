@@ -1,10 +1,10 @@
 """Hotspot-aware rebalancing: moves queued requests away from an overloaded member (paper section 3.3, A.1.2, eq. 6).
 
 If both candidates of a request are overloaded, queued requests of both members may move. A queued request moves if the
-other member of its pair would return its first token earlier (benefit B > 0) and within the SLO. Requests move in the
-order of decreasing benefit until the remaining requests are expected to meet the SLO. Each request moves at most once.
-There are two deviations from the paper. The other member's load is read again before each move, because each move
-increases it. One round considers at most MAX_CONSIDERED requests from the head of a queue.
+other member of its pair would return the first token earlier and meet the SLO with it. The time saved is the benefit of
+the move. Requests move in the order of decreasing benefit until the SLO is expected for all remaining requests. Each
+request moves at most once. There are two deviations from the paper. The other member's load is read again before each
+move, because each move increases it. One round considers at most MAX_CONSIDERED requests from the head of a queue.
 """
 
 from collections.abc import Callable

@@ -56,8 +56,8 @@ class MemberQueue:
         self._changed = changed
         self.requests: OrderedDict[str, QueuedRequest] = OrderedDict()
         """The queued requests by id, in order of arrival."""
-        # The requests that may still meet the SLO. A request that will miss the SLO is not examined again, because only
-        # an early end of the backlog could change this result.
+        # The requests that can still meet the SLO. Requests that will miss it are removed and not examined again: only
+        # an early end of the backlog could change the result.
         self._in_time: OrderedDict[str, QueuedRequest] = OrderedDict()
 
     def __len__(self) -> int:

@@ -22,9 +22,9 @@ After this time, the other routers have measured the silent router's traffic, wh
 class Share:
     """One router's share of a pool's demand, or a sum of shares.
 
-    ``pending_prefill_tokens`` includes the tokens of queued requests. ``first_tokens`` is the number of first tokens in
-    the last WINDOW_S, and ``slo_met`` the number of first tokens within the SLO. The sum of ``desired_replicas`` must
-    be rounded up.
+    ``pending_prefill_tokens`` includes the tokens of queued requests. ``first_tokens`` counts the first tokens in the
+    last WINDOW_S seconds; ``slo_met`` counts those within the SLO time. The sum of ``desired_replicas`` must be rounded
+    up.
     """
 
     desired_replicas: float = 0.0
@@ -72,7 +72,7 @@ class Report:
 class PeerShares:
     """The reports of the other routers of one pool.
 
-    If a router stops reporting, its share leaves the sum at once, but its traffic appears in the other routers' windows
+    If a router stops reporting, its share leaves the sum at once. Its traffic appears in the other routers' windows
     only over the next minute. For REMEMBERED_S, the total is therefore at least the last sum that the silent router
     reported. A restart or crash of a router thus does not scale the pool down.
     """

@@ -1,9 +1,9 @@
 """Computes the number of members that a pool needs to meet its objective, from its traffic, without I/O.
 
-One router observes its share of the traffic, so it computes its share of the desired replicas; the sum over all routers
-is the pool's desired replicas. docs/autoscaling.md describes the rule, its reasons and its measurements. ``Scaling``
-implements the rule, and ``LoadWindow`` stores the recent traffic. Every ``now`` is in monotonic seconds, as in the
-router.
+One router observes its share of the traffic, so it computes its share of the desired replicas. The sum over all routers
+is the pool's desired replicas. The rule, its reasons and its measurements are described in docs/autoscaling.md.
+``Scaling`` implements the rule, and ``LoadWindow`` stores the recent traffic. Every ``now`` is in monotonic seconds, as
+in the router.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ _HELD_EVERY_S = 1.0
 _RECENT_S = 15.0
 _DEVIATIONS = 3.0
 # The share of the prefill speed that traffic may use. On the Conversation trace, 99.5 % of the requests meet the SLO at
-# a share of 0.47, 96 % at 0.53, and 64 % at 0.63. Decoding and bursts of requests cause the misses.
+# the share 0.47, 96 % at 0.53, and 64 % at 0.63. Decoding and bursts of requests cause the misses.
 _UTILISATION = 0.5
 # The smallest number of first tokens for an estimate of attainment.
 _FEWEST_FIRST_TOKENS = 20

@@ -68,10 +68,10 @@ class Applier:
     async def apply(self, pool: PoolObject, plan: Plan) -> Applied:
         """Carry ``plan`` out.
 
-        If a child, gate or restart fails, its error is returned and the other steps continue, because the ring must
-        follow the pods in any case. An exception ends the plan. Raises ConflictError if the pool has changed, and
-        GoneError if the pool no longer exists. Raises ApiError if the pool's status cannot be written, and
-        NotLeadingError if this operator may not write.
+        If a child, gate or restart fails, its error is returned and the other steps continue. The ring must follow the
+        pods in any case. An exception ends the plan. Raises ConflictError if the pool has changed, and GoneError if the
+        pool no longer exists. Raises ApiError if the pool's status cannot be written, and NotLeadingError if this
+        operator may not write.
         """
         metadata = pool.document["metadata"]
         refused = await _all(self._apply_child(child, pool.uid) for child in plan.children)

@@ -118,7 +118,7 @@ def _draining_member(
 ) -> RingMember | None:
     """Return the member of a terminating pod or a pod to drain: Draining if it was in the ring, else None.
 
-    A pod to drain stays in the ring even if it stops serving: a probe may fail or a sidecar may restart while responses
+    A pod to drain stays in the ring even if it stops serving. A probe may fail or a sidecar may restart while responses
     still stream.
     """
     if was is None or was.address != pod.address:

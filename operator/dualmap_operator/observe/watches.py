@@ -1,6 +1,6 @@
 """Mirrors of pools, pods and children. A changed object triggers a reconcile of each pool that it affects.
 
-``gather`` reads the mirrors. A mirror keeps only the required fields of a pod and a hash of a child: the complete
+``gather`` reads the mirrors. A mirror keeps only the required fields of a pod and a hash of a child. The complete
 objects of a thousand pods would need megabytes.
 """
 

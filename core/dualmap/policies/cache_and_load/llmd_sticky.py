@@ -19,9 +19,10 @@ _NO_MATCH = Rule("no-match", "no member has most of the prompt cached, and it ha
 class LlmdSticky:
     """Chooses the fewest tokens in flight among members with 0.8 of the prompt cached, or among all members.
 
-    All members are used if no member has 0.8 of the prompt cached, or if the best TTFT of the members with 0.8 exceeds
-    the best TTFT of all members by over 18 s. Deviations: TTFT is the router's T_q + T_c (paper eq. 7); llm-d divides
-    tokens in flight by a configured throughput. llm-d also explores other members at random.
+    The policy uses all members in two cases. In the first case, no member has 0.8 of the prompt cached. In the second
+    case, the best TTFT of members with 0.8 exceeds the best TTFT of all members by over 18 s. Deviations: TTFT is the
+    router's T_q + T_c (paper eq. 7); llm-d divides tokens in flight by a configured throughput. In addition, llm-d
+    sometimes chooses other members at random.
     """
 
     name: ClassVar[str] = "llmd_sticky"

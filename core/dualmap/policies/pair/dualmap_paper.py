@@ -15,7 +15,8 @@ class DualMapPaper:
     """Chooses the longer match of the pair if its predicted TTFT meets the SLO; else the less loaded member.
 
     Deviation: the paper compares pending tokens with ``ttft_slo_threshold``, the tokens that an instance prefills
-    within the SLO. This policy compares the predicted TTFT with the SLO, which is equivalent if the speed is known.
+    within the SLO time. This policy compares the predicted TTFT with the SLO, which is equivalent if the speed is
+    known.
     """
 
     name: ClassVar[str] = "dualmap_paper"
