@@ -10,8 +10,8 @@ class LeaseSettings:
     """The timing of leader election, in seconds.
 
     Another candidate may acquire a lease that was not renewed for ``duration_s``. The holder stops its writes
-    ``renew_within_s`` after the last renewal. This time is shorter than ``duration_s``, so that two operators do not
-    write at the same time. ``retry_s`` is the time between two attempts.
+    ``renew_within_s`` after the last renewal. ``renew_within_s`` is shorter than ``duration_s``, so that two operators
+    do not write at the same time. ``retry_s`` is the time between two attempts.
     """
 
     name: str = "dualmap-operator"

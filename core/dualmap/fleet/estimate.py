@@ -74,8 +74,8 @@ class PrefillModel:
         """Solve the regularised normal equations over ``0 <= a <= _MOST_ATTENTION``, then bound the speed.
 
         If the unconstrained solution is outside the range of ``a``, the best solution is at one of the two limits of
-        ``a``. Only one parameter then remains to fit. Separate limits for the two parameters are not sufficient: noise
-        could make an instance look many times faster than its samples.
+        ``a``. At a limit, only one parameter remains to fit. Separate limits for the two parameters are not sufficient:
+        noise could make an instance look many times faster than its samples.
         """
         ridge_n = _PRIOR_SAMPLES * _PRIOR_TOKENS**2
         ridge_q = _PRIOR_SAMPLES * _PRIOR_TOKENS**4

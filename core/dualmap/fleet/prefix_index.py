@@ -84,7 +84,7 @@ class PrefixIndex:
         self._blocks = 0
         # The least recently used run is first, and every run is after all its next runs in the tree.
         self._held: dict[_Run, None] = {}
-        # The holders of a run that only this member holds. Most runs are of this kind and share this tuple.
+        # The holders of a run that only this member holds. Most runs have one holder and share this tuple.
         self._alone = (self,)
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
 """The prefix hotness tree: decides the number of blocks in a request's hash key (paper section 3.2, A.1.1).
 
-A key has at least ``initial_blocks`` blocks. If a prefix has more than ``split_share`` of the window's requests, it is
-split: keys with this prefix have one more block. The requests with a hot prefix therefore spread over more pairs. A
-split prefix is merged again if its share decreases below ``merge_share``. A node's id is the chained hash of its block,
-which includes all earlier blocks, so the tree is a dictionary.
+A key has at least ``initial_blocks`` blocks. A prefix with more than ``split_share`` of the window's requests is split:
+keys with this prefix have one more block. The requests with a hot prefix therefore spread over more pairs. A split
+prefix is merged again if its share decreases below ``merge_share``. A node's id is the chained hash of its block, which
+includes all earlier blocks, so the tree is a dictionary.
 
 Counts are stored in buckets of a sliding window. A request counts its prefixes from the initial length up to the first
 prefix that is not in the tree. The request adds that prefix to the tree. A prompt without shared blocks therefore adds

@@ -7,8 +7,8 @@ and joins again gets the same keys.
 There are two deviations from the paper. The paper's ring has one anchor per instance, so the shares of the instances
 are very unequal. This module's rings use weighted rendezvous hashing (a key maps to the member with the highest score)
 or ``virtual_nodes`` anchors per member. If both rings map a key to the same member, the paper's second candidate is
-``id + 1 mod n`` (eq. 5). Here, it is the next distinct member on ring 2, which keeps the pair stable when membership
-changes.
+``id + 1 mod n`` (eq. 5). This module uses the next distinct member on ring 2, which keeps the pair stable when
+membership changes.
 """
 
 from bisect import bisect_left

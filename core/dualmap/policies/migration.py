@@ -1,8 +1,9 @@
 """EAR's rule for sessions: decides whether a session's next turn goes to its host or moves to another member.
 
 A session normally stays at the member with its KV, its host. The session moves if the host is hot and the session has
-not moved within the cooldown. Another member must have much less load and enough memory for the session's context. The
-rule chooses the least loaded of these members. The KV is not transferred; the new host computes it again.
+not moved within the cooldown. Another member must have much less load and enough memory for the session's context. If
+several members are possible, the rule chooses the least loaded member. The KV is not transferred; the new host computes
+it again.
 
 Deviations from EAR: the load threshold is relative, because with a fixed threshold sessions move constantly if all
 members are hot. If the predicted TTFT exceeds ``spill.slo_fraction`` of the SLO, the host is hot. A target must have

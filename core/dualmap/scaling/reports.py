@@ -72,9 +72,9 @@ class Report:
 class PeerShares:
     """The reports of the other routers of one pool.
 
-    If a router stops reporting, its share leaves the sum at once. Its traffic appears in the other routers' windows
-    only over the next minute. For REMEMBERED_S, the total is therefore at least the last sum that the silent router
-    reported. A restart or crash of a router thus does not scale the pool down.
+    If a router stops reporting, its share leaves the sum at once. The traffic of the stopped router appears in the
+    other routers' windows only over the next minute. For REMEMBERED_S, the total is therefore at least the last sum
+    that the silent router reported. A restart or crash of a router thus does not scale the pool down.
     """
 
     def __init__(self) -> None:

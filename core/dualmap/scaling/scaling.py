@@ -280,7 +280,7 @@ class Scaling:
         """Return the number of members for the arrivals and the late backlog."""
         speed = self._pool.engine.prefill_tokens_per_second
         if serving:
-            # The solo speed, because the other routers' prefills are in their own shares.
+            # Use the solo speed: the shares of the other routers contain the prefills of these routers.
             speed = sum(each.solo_tokens_per_second for each in serving) / len(serving)
         # The maximum backlog while all requests meet the SLO, by Little's law.
         in_time = arrivals.work_per_second * self._pool.slo.ttft_s

@@ -9,7 +9,7 @@ from typing import Final
 from dualmap.pools.pool import MemberState
 from dualmap_operator.decide.observed import Observed, PoolStatus, RingMember, RouterReport
 
-# For a moment, neither the router nor the engine counts a request that is on its way between them.
+# Two checks, because neither the router nor the engine counts a request during its transfer between them.
 IDLE_CHECKS: Final = 2
 _TAKING: Final = (MemberState.JOINING, MemberState.ACTIVE)
 

@@ -1,7 +1,7 @@
 """The decision of one reconcile: a pure function that computes a plan from the spec and the observed state.
 
-Reconciles share no state except the objects in the API server, so a restarted operator continues at any step. ``ring``,
-``drain``, ``rollout`` and ``conditions`` hold the rules; this module combines them.
+Reconciles share no state except the objects in the API server, so a restarted operator continues at any step. The
+modules ``ring``, ``drain``, ``rollout`` and ``conditions`` contain the rules; this module combines them.
 """
 
 from collections.abc import Collection, Iterable, Sequence

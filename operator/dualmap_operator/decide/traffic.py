@@ -84,7 +84,7 @@ class TrafficWindow:
             sums = sums.plus(added)
         present = TrafficStatus(slo_attainment=_attainment(sums), cache_hit_rate=_hit_rate(sums))
         if now_s - self._began_s < self._window_s:
-            # Before the first full window, an unknown value does not replace a published one.
+            # Before the first full window, an unknown value does not replace a published value.
             present = TrafficStatus(
                 slo_attainment=present.slo_attainment or self._shown.slo_attainment,
                 cache_hit_rate=present.cache_hit_rate or self._shown.cache_hit_rate,

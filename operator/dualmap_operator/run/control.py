@@ -124,7 +124,7 @@ class ControlLoops:
 def ended(error: Exception) -> ControlError:
     """Return a ControlError for the ``error`` of a mirror or kopf."""
     # Of the mirrors and kopf, only kopf ends on an error response of the API server. kopf lists and watches pools only.
-    # Its error classes are private, but their HTTP status is public.
+    # The error classes of kopf are private, but their HTTP status is public.
     if getattr(error, "status", None) == _NOT_FOUND:
         return ControlError(
             "the API server no longer serves InferencePools; has their CRD been deleted? After a restart the operator "

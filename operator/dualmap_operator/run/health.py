@@ -21,7 +21,7 @@ UNRECONCILED_S: Final = 30.0
 def problems(
     *, ages_s: Mapping[str, float], stuck: Sequence[str], unreconciled_s: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Return descriptions of a leading operator's problems.
+    """Return the descriptions of a leading operator's problems.
 
     ``ages_s`` is the age of each kind's mirror. ``stuck`` contains the pools with a stuck reconcile. ``unreconciled_s``
     is the time for which each pool has had no reconciler.
