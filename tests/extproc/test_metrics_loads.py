@@ -62,7 +62,7 @@ class TestSignals:
         clock[0] += 60
         assert self.shown(made, "arriving_uncached_tokens_per_second") == 0
 
-    def test_scaling_signals_need_1_member_if_pool_with_requests_is_empty(self) -> None:
+    def test_scaling_signals_are_positive_after_a_no_endpoint_rejection(self) -> None:
         made, _ = self.told()
         idle, name = replace(status(), held=0), f"dualmap_pool_desired_replicas{{pool={POOL}}}"
         made.refused(replace(model_not_found("m"), pool=POOL))

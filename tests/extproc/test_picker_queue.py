@@ -74,7 +74,7 @@ def test_picker_resumes_request_once_after_any_event_that_frees_room(event):
     assert desk.observer.names().count("waited") == 1
 
 
-def test_picker_resumes_request_moved_by_another_request():
+def test_picker_resumes_queued_request_during_a_later_pick():
     """Room that comes by time alone is first seen when somebody else asks."""
     desk = Queue(dispatch_window_s=1.0)
     waiting = desk.hold()

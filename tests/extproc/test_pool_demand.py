@@ -227,7 +227,7 @@ class TestStoreUnavailable:
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)
         assert max(wishes) < 3.0
 
-    async def test_demand_of_single_router_needs_no_other_reports(self, clock, store):
+    async def test_demand_of_single_router_grows_despite_unavailable_store(self, clock, store):
         assert (await self.late(clock, store, "a", away_s=80.0))[-1] > len(POOL.members)
 
 

@@ -137,7 +137,7 @@ def test_stream_phase_changes_equal_the_documented_list():
 
 
 @pytest.mark.parametrize("message", messages(None), ids=lambda each: str(each.WhichOneof("request")))
-def test_stream_closed_by_envoy_answers_no_message(message):
+def test_closed_stream_answers_no_message(message):
     talk = Conversation()
     talk.close()
 

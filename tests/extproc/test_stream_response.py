@@ -130,7 +130,7 @@ def test_error_response_reports_no_first_token(config, status, end):
 
 @every_mode
 @pytest.mark.parametrize("status", [204, 301, 304])
-def test_response_without_tokens_finishes_by_the_access_log(config, status):
+def test_response_without_tokens_finishes_like_its_access_log_entry(config, status):
     talk, with_body = picked(config), picked(config)
     assert AccessLogEntry(request_id="r", status=status).ending is Ending.FINISHED
 
