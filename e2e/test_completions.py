@@ -121,7 +121,7 @@ async def test_client_disconnect_counts_as_aborted_request(
     rest.set()
 
 
-async def test_repeatedly_failing_engine_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_engine_with_repeated_failures_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
     engines.left.answer = unavailable
     for number in range(40):
         await deployment.ask(chat("scripted", prompt_of(2, seed=f"{deployment.mode} sick {number}")))

@@ -173,7 +173,7 @@ async def test_dashboard_shows_hostile_names_as_text(browser: Browser) -> None:
 
 
 @needs_browser
-async def test_dashboard_works_with_the_keyboard_alone(browser: Browser) -> None:
+async def test_dashboard_is_usable_with_only_the_keyboard(browser: Browser) -> None:
     await browser.press(TAB)
     assert await browser.run("return document.activeElement.textContent") == "Skip to the pool"
     assert await browser.run("return document.activeElement.getBoundingClientRect().top") >= 0, "the link is visible"

@@ -143,7 +143,7 @@ class Gateway:
 
 
 @modes
-async def test_pools_change_while_other_pools_are_served(mode: Mode, engines: list[Upstream], tmp_path: Path) -> None:
+async def test_pool_changes_do_not_disturb_other_pools(mode: Mode, engines: list[Upstream], tmp_path: Path) -> None:
     a, b = engines
     gateway = Gateway(tmp_path, mode=mode)
     first, second = of("first", a), of("second", b)
@@ -229,7 +229,7 @@ async def test_envoy_discovers_new_pool_from_either_router(engines: list[Upstrea
         assert await gateway.clusters() == {"llm/first", "llm/second", "llm/third"}
 
 
-async def test_envoy_started_before_its_router_recovers(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_started_before_the_router_serves_later(engines: list[Upstream], tmp_path: Path) -> None:
     gateway = Gateway(tmp_path)
     gateway.write(of("first", engines[0]))
     router = gateway.routers[0]

@@ -248,7 +248,7 @@ async def test_http_1_0_request_is_served(mode: Mode, engines: list[Upstream], p
     assert [received.body for received in engines[2].received] == [b"", b"{}"]
 
 
-async def test_endpoints_come_from_second_router_after_first_stops(
+async def test_endpoints_update_from_second_router_if_the_first_stops(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines
@@ -273,7 +273,7 @@ async def test_endpoints_come_from_second_router_after_first_stops(
             assert_served(await http1(envoy.url, body=b"{}"), b, b"{}")
 
 
-async def test_draining_member_serves_only_requests_picked_for_it(
+async def test_draining_member_serves_only_picked_requests(
     engines: list[Upstream], picker: Picker, tmp_path: Path
 ) -> None:
     a, b, _ = engines

@@ -76,7 +76,7 @@ async def test_redis_restart_with_empty_database_fails_no_request(system: Replic
     await lost_and_found(system, "killed and restarted empty", "connection", system.redis.kill, system.redis.start)
 
 
-async def test_stopped_redis_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_hung_redis_fails_no_request(system: ReplicatedSystem) -> None:
     await lost_and_found(system, "stopped", "timeout", system.redis.pause, system.redis.resume)
 
 

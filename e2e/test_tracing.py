@@ -37,7 +37,7 @@ def assert_carried(engine: Upstream) -> None:
 
 
 @modes
-async def test_decision_span_joins_the_client_trace(
+async def test_decision_span_belongs_to_the_client_trace(
     mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}

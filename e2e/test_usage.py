@@ -192,7 +192,9 @@ class TestUsageThroughRouter:
 
     pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-    async def test_scalar_events_do_not_crash_envoy(self, engines: SharedEngines, deployment: Deployment) -> None:
+    async def test_json_scalars_in_stream_events_do_not_crash_envoy(
+        self, engines: SharedEngines, deployment: Deployment
+    ) -> None:
         for event in SCALARS:
             engines.left.answer = engines.right.answer = sse([event])
             assert (await deployment.ask(chat("scripted", stream=True))).body == event

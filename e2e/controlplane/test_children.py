@@ -140,7 +140,7 @@ def test_kubectl_shows_pre_stop_script_as_separate_lines(cluster: Cluster, names
 
 
 @pytest.mark.usefixtures("kubelet")
-async def test_deleted_pod_finishes_its_streams_before_sigterm(cluster: Cluster, namespace: str) -> None:
+async def test_pod_deletion_waits_for_open_streams_before_sigterm(cluster: Cluster, namespace: str) -> None:
     spec = create(cluster, namespace, "ending", SIMULATED, drain={"timeout": "60s"})
     for child in children(spec, replicas=1):
         apply(cluster, child)

@@ -257,7 +257,7 @@ def test_crd_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, nam
         assert message in part(refusal, rule.named or rule.path)
 
 
-def test_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
+def test_crd_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
     said = refusals(cluster, namespace, [pool(path, value) for path, value, _ in SCHEMA_REFUSALS])
     for refusal, (_, _, message) in zip(said, SCHEMA_REFUSALS, strict=True):
         assert message in refusal
@@ -273,7 +273,7 @@ def test_model_name_is_immutable_but_aliases_can_change(cluster: Cluster, namesp
     )
 
 
-def test_port_is_immutable(cluster: Cluster, namespace: str) -> None:
+def test_pool_port_is_immutable(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "port"))
     said = patch(cluster, namespace, "port", {"spec": {"engine": {"port": 9000}}}, check=False)
     expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or make another pool"
@@ -298,7 +298,7 @@ def test_workload_kind_is_immutable_but_content_can_change(
     )
 
 
-def test_api_server_rejects_lower_ring_version_and_bad_members(cluster: Cluster, namespace: str) -> None:
+def test_api_server_rejects_lower_ring_version_or_invalid_members(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "ring"))
     members = [MEMBER, {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0"}]
     for version in (7, 7, 8):

@@ -152,7 +152,7 @@ async def test_deleted_pool_drains_and_removes_child_objects(product: Product) -
     assert "MemberDraining" in events.split()
 
 
-async def test_pool_deleted_without_operator_drains_when_one_starts(product: Product) -> None:
+async def test_pool_deleted_without_operator_drains_after_operator_start(product: Product) -> None:
     first = await product.operator()
     await applied(product, replicas=1)
     await first.kill()

@@ -70,7 +70,7 @@ def twos() -> dict[str, float]:
     return {"x": 2.0}
 
 
-def test_run_measures_missing_cells_and_chosen_policies(
+def test_paper_run_measures_missing_cells_and_selected_policies(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = bench("command")
@@ -191,7 +191,7 @@ def test_share_of_moved_keys_matches_theory(bench: Bench, change: tuple[int, int
     assert found == pytest.approx({**expected, "modulo": found["modulo"]}, abs=0.01)
 
 
-def test_two_candidates_balance_like_four_and_better_than_one(bench: Bench) -> None:
+def test_two_candidates_balance_load_as_well_as_four(bench: Bench) -> None:
     deviations = {d: bench("sections.choices").deviation(8, d)["deviation"] for d in (1, 2, 4)}
     assert deviations[1] > 10 * deviations[2]
     assert deviations[2] - deviations[4] < 2

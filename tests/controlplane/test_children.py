@@ -206,7 +206,7 @@ def test_pre_stop_of_the_user_is_kept_unchanged() -> None:
     assert container(written) == written
 
 
-def test_engine_container_is_the_one_with_the_engine_port() -> None:
+def test_engine_container_is_the_container_with_the_engine_port() -> None:
     sidecar = {"name": "proxy", "image": "envoy", "ports": [{"containerPort": 9901}]}
 
     made = pod_template(pool_of(template_of(sidecar, engine_with())))["spec"]["containers"]

@@ -154,7 +154,7 @@ class TestPrograms:
         assert container["command"] == ["dualmap", command.name]
         return command.make_context("dualmap", list(container["args"])).params
 
-    def test_programs_accept_their_arguments_and_watch_their_scope(
+    def test_programs_accept_their_arguments_and_watch_correct_namespaces(
         self, file: str, name: str, command: click.Command
     ) -> None:
         options = self.parsed(file, name, command)
@@ -177,7 +177,7 @@ class TestPrograms:
             else:
                 assert probe["httpGet"] == {"path": "/healthz", "port": "health"}
 
-    def test_programs_select_their_pods_and_meet_restricted_security(
+    def test_workloads_select_their_pods_and_meet_restricted_security(
         self, file: str, name: str, command: click.Command
     ) -> None:
         spec = workload(file, name)["spec"]

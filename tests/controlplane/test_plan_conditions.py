@@ -45,7 +45,7 @@ def test_second_reconcile_of_idle_pool_changes_no_condition() -> None:
     }  # fmt: skip
 
 
-def test_conditions_keep_transition_time_until_status_changes() -> None:
+def test_conditions_keep_transition_time_while_status_is_equal() -> None:
     observed = seen(PODS, ACTIVE, routers=[router()])
     first = plan(template_spec(), observed, NOW_S)
     later = plan(template_spec(), after(first, observed), NOW_S + 10)
@@ -180,7 +180,7 @@ def test_ring_version_never_decreases_after_status_removal() -> None:
 class TestRefusedSpec:
     ERROR = "spec.slo.ttft: 'soon' is not accepted"
 
-    def test_crashed_member_leaves_despite_invalid_spec(self) -> None:
+    def test_crashed_member_is_removed_despite_invalid_spec(self) -> None:
         observed = seen((*PODS[:2], starting(2)), ACTIVE)
         made = plan_refused(observed, 7, self.ERROR, NOW_S)
         assert {each.id for each in made.status.members} == {"qwen-0", "qwen-1"}
@@ -218,7 +218,7 @@ class TestModelConflict:
         again = plan(selector_spec(), after(made, lost), NOW_S + 3600)
         assert (again.status, again.events, again.requeue_after_s) == (made.status, (), 30)
 
-    def test_model_conflict_clears_when_name_is_free(self) -> None:
+    def test_model_conflict_clears_after_the_name_is_released(self) -> None:
         lost = replace(self.SEEN, lost_claims=self.LOST)
         told = replace(after(plan(selector_spec(), lost, NOW_S), lost), lost_claims=())
         made = plan(selector_spec(), told, NOW_S + 5)
@@ -248,7 +248,7 @@ class TestModelConflict:
         assert condition(made, "Accepted").reason == "InvalidSpec"
 
 
-def test_thousand_member_changes_are_one_event() -> None:
+def test_thousand_member_changes_create_a_single_event() -> None:
     pods = tuple(pod(n, address=f"10.{n // 250}.0.{n % 250}") for n in range(1000))
     made = plan(template_spec(1000), seen(pods, size=1000, version=0), NOW_S)
     (event,) = (each for each in made.events if each.reason is EventReason.MEMBER_ACTIVE)

@@ -46,7 +46,7 @@ class TestScaleDown:
         made = plan(template_spec(2), draining(routers=[router(busy={"qwen-2": 1})], idle_checks=looks), NOW_S)
         assert size_asked(made) == 3
 
-    def test_draining_pod_after_one_idle_check_is_kept(self) -> None:
+    def test_draining_pod_after_a_single_idle_check_is_kept(self) -> None:
         made = plan(template_spec(2), draining(routers=[router()], idle_checks={"qwen-2": 1}), NOW_S)
         assert size_asked(made) == 3
 
@@ -164,13 +164,13 @@ class TestIdle:
 
 
 class TestDeletion:
-    def test_deletion_drains_every_member_and_keeps_children(self) -> None:
+    def test_pool_deletion_drains_every_member_and_keeps_child_objects(self) -> None:
         made = plan(template_spec(3, deleting=True), seen(PODS, ACTIVE, routers=[router()]), NOW_S)
         assert set(states(made).values()) == {"Draining"}
         assert made.children == ()
         assert not made.finished
 
-    def test_deletion_finishes_when_all_members_drained(self) -> None:
+    def test_pool_deletion_finishes_after_all_members_drained(self) -> None:
         members = tuple(member(each, MemberState.DRAINING, age_s=5) for each in PODS)
         looks = {each.name: 2 for each in PODS}
         made = plan(template_spec(3, deleting=True), seen(PODS, members, routers=[router()], idle_checks=looks), NOW_S)
@@ -178,12 +178,12 @@ class TestDeletion:
         busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})], idle_checks={**looks, "qwen-0": 0})
         assert not plan(template_spec(3, deleting=True), busy, NOW_S).finished
 
-    def test_deletion_finishes_at_the_drain_timeout_at_latest(self) -> None:
+    def test_pool_deletion_finishes_at_the_drain_timeout_at_latest(self) -> None:
         members = tuple(member(each, MemberState.DRAINING, age_s=700) for each in PODS)
         busy = seen(PODS, members, routers=[router(busy={"qwen-0": 1})])
         assert plan(template_spec(3, deleting=True), busy, NOW_S).finished
 
-    def test_deletion_of_an_empty_pool_finishes_at_once(self) -> None:
+    def test_deletion_of_empty_pool_finishes_at_once(self) -> None:
         assert plan(template_spec(3, deleting=True), seen((), size=None), NOW_S).finished
 
 

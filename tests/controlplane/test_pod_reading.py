@@ -156,7 +156,7 @@ class TestRecorded:
 
 
 class TestPod:
-    def test_reading_has_every_field(self) -> None:
+    def test_parsed_object_has_every_field(self) -> None:
         assert read_pod(POD) == ObservedPod(
             name="qwen-3",
             uid="6d1a57ee-6b0e-4dc4-9c9d-0a8d34a1f5c2",
@@ -198,12 +198,12 @@ class TestPod:
         assert read_pod(body).ordinal == ordinal
 
     @given(path=st.sampled_from(every_path(POD)[1:]), value=JSON)
-    def test_any_body_is_read(self, path: tuple[str | int, ...], value: object) -> None:
+    def test_object_of_any_form_is_parsed_without_error(self, path: tuple[str | int, ...], value: object) -> None:
         read_pod(changed(POD, path, value))
 
 
 class TestStatefulSet:
-    def test_reading_has_every_field(self) -> None:
+    def test_parsed_object_has_every_field(self) -> None:
         body = {
             "metadata": {"generation": 5},
             "spec": {"replicas": 4},
@@ -219,7 +219,7 @@ class TestStatefulSet:
 
 
 class TestStatus:
-    def test_reading_has_every_field(self) -> None:
+    def test_parsed_object_has_every_field(self) -> None:
         status = read_status(STATUS)
         assert (status.observed_generation, status.replicas, status.ready_replicas, status.in_ring) == (3, 4, 3, 2)
         assert (status.selector, status.ring_version) == ("serving.dualmap.dev/pool=qwen", 7)
@@ -269,7 +269,7 @@ class TestStatus:
         assert read_status(changed(STATUS, ("conditions", 0, field), value)).conditions == ()
 
     @given(path=st.sampled_from(every_path(STATUS)[1:]), value=JSON)
-    def test_any_body_is_read(self, path: tuple[str | int, ...], value: object) -> None:
+    def test_object_of_any_form_is_parsed_without_error(self, path: tuple[str | int, ...], value: object) -> None:
         read_status(changed(STATUS, path, value))
 
 

@@ -275,7 +275,7 @@ async def test_reconcilers_run_until_the_end_condition(scene: Scene) -> None:
     assert scene.forgotten == ["llm/qwen"]
 
 
-async def test_reconcilers_return_whether_the_pool_drained(scene: Scene) -> None:
+async def test_reconcilers_return_if_the_pool_has_drained(scene: Scene) -> None:
     scene.finished = True
 
     async def drained(reconciler: Reconciler) -> None:

@@ -212,7 +212,7 @@ def test_pre_stop_with_short_drain_timeout_shortens_the_pause(serve: Any, tmp_pa
     assert Pod(tmp_path, "curl").stop(serve([BUSY]).server_port, drain_timeout_s=0.2) == (0, 1)
 
 
-def test_pre_stop_without_http_tool_waits_a_default_time(serve: Any, tmp_path: Path) -> None:
+def test_pre_stop_without_http_tool_waits_the_default_time(serve: Any, tmp_path: Path) -> None:
     server = serve([BUSY])
 
     assert Pod(tmp_path).stop(server.server_port) == (0, 5 + 30)
@@ -284,6 +284,6 @@ def test_pre_stop_ignores_proxy_variables(serve: Any, nobody: int, tmp_path: Pat
     assert Pod(tmp_path, tool).stop(server.server_port, http_proxy=proxy, all_proxy=proxy, HTTP_PROXY=proxy) == (0, 9)
 
 
-def test_pre_stop_takes_less_than_the_grace_period() -> None:
+def test_pre_stop_ends_before_the_grace_period() -> None:
     # The pause is part of the time-out; after it come one more sleep and one more look at two addresses, 2 s each.
     assert grace_period_s(pool_of(template_of(GOOD_CONTAINER), drain_timeout_s=60.0)) >= 60 + 2 + 2 * 2 + 30

@@ -153,7 +153,7 @@ class TestTime:
         assert watched.wait(120).slo_attainment == "1.00"
         assert watched.wait(240) == NOTHING
 
-    def test_traffic_changes_at_most_every_30_s(self) -> None:
+    def test_traffic_status_changes_at_most_every_30_s(self) -> None:
         watched = Watched()
         watched.look(a=totals())
         changes: list[float] = []

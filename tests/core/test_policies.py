@@ -164,7 +164,7 @@ def place(router: PoolRouter, number: int) -> tuple[str, ...]:
     return tuple(each.receipt.chosen for each in (answer, *released, *later) if isinstance(each, Decision))
 
 
-def test_policy_hotness_rules_are_as_documented() -> None:
+def test_policy_hotness_thresholds_equal_the_documented_values() -> None:
     # Paper section 3.2: hot above 2/n, merged below 1/n; `dualmap` halves both (docs/adr/0003).
     rules = {name: policy.hotness for name, policy in POLICIES.items()}
     assert rules.pop("dualmap") == HotnessRule(split=1.0, merge=0.5)

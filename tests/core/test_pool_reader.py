@@ -82,12 +82,12 @@ def test_pool_fields_are_all_parsed() -> None:
     assert (second.endpoint, second.state, second.weight) == ("10.0.0.12:9000", MemberState.DRAINING, 50)
 
 
-def test_pool_defaults_are_those_of_the_schema() -> None:
+def test_pool_defaults_equal_the_schema_defaults() -> None:
     (pool,) = read_pools({**OBJECT, "spec": {"model": {"name": "m"}}, "status": None})
     assert (pool.engine, pool.routing, pool.members) == (Engine(), Routing(), ())
 
 
-def test_pool_lists_must_have_distinct_items() -> None:
+def test_pool_lists_with_duplicate_items_are_rejected() -> None:
     other = changed("metadata/name", "llama")
     with pytest.raises(PoolError, match="pool llm/qwen does not have"):
         read_pools({"kind": "List", "items": [OBJECT, other]})
@@ -184,7 +184,7 @@ def test_invalid_durations_are_rejected(text: object) -> None:
 @pytest.mark.parametrize(
     ("name", "shown"), [("t\tft\n", "spec.slo.'t\\tft\\n'"), ("x" * 5000, f"spec.slo.{'x' * 77}...")]
 )
-def test_pool_unknown_field_is_shown_in_one_short_line(name: str, shown: str) -> None:
+def test_pool_unknown_field_error_is_a_short_line(name: str, shown: str) -> None:
     with pytest.raises(PoolError) as refused:
         read_pools(changed("spec/slo", {name: 1}))
     assert refused.value.field == shown

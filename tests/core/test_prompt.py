@@ -93,7 +93,7 @@ def test_user_text_cannot_imitate_prompt_separators() -> None:
     assert text(messages=[user("a\x1e")]) != text(messages=[user("a\x1e\x1e")])
 
 
-def test_list_of_one_prompt_equals_the_plain_prompt() -> None:
+def test_prompt_in_a_list_equals_the_plain_prompt() -> None:
     assert text(prompt=["Once"]) == text(prompt="Once")
 
 

@@ -49,7 +49,7 @@ class TestWindow:
         router = PoolRouter(slow_pool(dispatch_window_s=inf))
         assert all(isinstance(ask(router, str(n)), Decision) for n in range(50))
 
-    def test_queued_prompt_counts_as_cached_for_a_later_one(self) -> None:
+    def test_queued_prompt_counts_as_cached_for_a_later_prompt(self) -> None:
         router = PoolRouter(slow_pool())
         ask(router, "1")
         for id in ("2", "3"):

@@ -126,7 +126,7 @@ class TestLoads:
         mine.on_pool(0.2, slow_pool(2))
         assert candidates(decide(mine, "1", text_of(100, "b"), 0.3))["m-1"] == 700
 
-    def test_peer_loads_close_and_open_the_dispatch_window(self) -> None:
+    def test_peer_loads_can_close_and_open_the_dispatch_window(self) -> None:
         mine, yours = routers = replicas(slow_pool(1, window_s=1.0))
         decide(yours, "1", text_of(3000, "a"))
         exchange(0.0, routers)
@@ -146,21 +146,21 @@ class TestLoads:
 
 
 class TestPlacements:
-    def test_placements_of_a_peer_predict_hits(self) -> None:
+    def test_peer_placements_predict_cache_hits(self) -> None:
         mine, yours = routers = replicas(slow_pool(8))
         chosen = decide(yours, "1", text_of(1280, "a")).receipt.chosen
         exchange(0.1, routers)
         decision = decide(mine, "2", text_of(1280, "a") + "more", 0.2)
         assert (decision.receipt.chosen, decision.receipt.matched_tokens) == (chosen, 1280)
 
-    def test_placements_already_cached_are_not_sent_again(self) -> None:
+    def test_peer_placements_already_cached_are_not_sent_again(self) -> None:
         (mine,) = replicas(slow_pool(8), 1)
         decide(mine, "1", text_of(1280, "a"))
         assert len(mine.take_update(0.1).placements) == 1
         decide(mine, "2", text_of(1280, "a"))
         assert mine.take_update(0.2).placements == ()
 
-    def test_placements_at_an_unknown_member_are_skipped(self) -> None:
+    def test_peer_placements_at_an_unknown_member_are_ignored(self) -> None:
         (mine,) = replicas(slow_pool(1), 1)
         gone = Placement(endpoint="10.9.9.9:1", hashes=(1, 2, 3))
         mine.on_update(0.0, "yours", ReplicaUpdate(hotness=NOTHING, loads={}, placements=(gone,)), 0.0)

@@ -108,7 +108,7 @@ def test_draining_and_zero_weight_members_get_no_ring_keys() -> None:
     assert {member for key in MANY_KEYS[:200] for member in ring.pair(key)} == {"m-0", "m-1"}
 
 
-def test_two_choices_keep_maximum_load_near_the_mean() -> None:
+def test_two_candidates_keep_maximum_load_near_the_mean() -> None:
     # Paper section 2.3 eq. 4: max load <= m/n + log log n + O(1) with the less loaded of two; one choice is far worse.
     ring = DualRing(members(16), Ring())
     one, two = Counter[str](), Counter[str]()

@@ -18,7 +18,7 @@ from dualmap.requests import Decision, Reason, Rejection
 from dualmap.router import PoolRouter
 
 
-def test_conversation_stays_at_the_member_that_caches_it() -> None:
+def test_conversation_stays_at_the_member_with_its_cached_prefix() -> None:
     router = PoolRouter(pool())
     history, chosen = text_of(600, "conversation"), set()
     for turn in range(6):
@@ -62,7 +62,7 @@ def test_destination_lists_chosen_member_then_other_pair_member() -> None:
 
 @given(requests=st.integers(1, MIN_SPLIT_REQUESTS - 1), others=st.lists(st.integers(0, 8000), min_size=32, max_size=32))
 @settings(max_examples=30)
-def test_decision_hit_rate_meets_the_two_choice_bound(requests: int, others: list[int]) -> None:
+def test_decision_hit_rate_reaches_the_bound_of_two_candidates(requests: int, others: list[int]) -> None:
     # Paper section 2.3: m requests of one prefix hit at least m - 2 times, since only its two candidates ever miss,
     # regardless of the load of others. (A prefix that turns hot changes its key, and misses once per new pair.)
     router, hits = PoolRouter(pool(policy="dualmap_paper")), 0

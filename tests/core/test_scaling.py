@@ -49,7 +49,7 @@ class TestArrivals:
         assert kept < 20_000
         assert desired(often, 310, status(waiting=5)) == desired(seldom, 310, status(waiting=5))
 
-    def test_desired_replicas_count_long_contexts_by_cost(self) -> None:
+    def test_desired_replicas_grow_with_the_cost_of_long_contexts(self) -> None:
         short, long = Scaling(pool()), Scaling(pool())
         steady(short, rate=10, since=0, until=300)
         steady(long, rate=10, since=0, until=300, cached=20_000)
@@ -157,7 +157,7 @@ class TestArrivals:
         scaling.adopt(replace(pool(), engine=Engine(prefill_tokens_per_second=2 * SPEED)))
         assert desired(scaling, 300, status(0)) == pytest.approx(before / 2)
 
-    def test_desired_replicas_of_routers_add_up(self) -> None:
+    def test_desired_replicas_of_all_routers_add_up(self) -> None:
         whole, half = Scaling(pool()), Scaling(pool())
         steady(whole, rate=10, since=0, until=300)
         steady(half, rate=5, since=0, until=300)

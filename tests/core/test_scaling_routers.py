@@ -88,7 +88,7 @@ def test_router_with_large_demand_reduces_demand_of_the_other() -> None:
     assert sums[-1] == pytest.approx(8, rel=0.03)
 
 
-def test_routers_without_traffic_drop_added_members() -> None:
+def test_routers_without_traffic_remove_added_members_from_demand() -> None:
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.5, 0.5), (1.0, 0.0))):

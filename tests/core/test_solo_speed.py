@@ -49,7 +49,7 @@ class Prefills:
         return endpoint
 
 
-def test_solo_speed_of_a_single_router_equals_the_speed() -> None:
+def test_solo_speed_of_single_router_equals_the_measured_speed() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)

@@ -57,7 +57,7 @@ def test_json_log_has_message_details_and_source(capsys: pytest.CaptureFixture[s
     }
 
 
-def test_text_log_is_one_line_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_log_is_a_single_line_with_the_details(capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format="text")
     get_logger(NAME).warning("refused", value="two\nlines")
     (line,) = capsys.readouterr().err.splitlines()
@@ -110,7 +110,7 @@ def test_logged_traceback_has_no_local_variables(log_format: LogFormat, capsys: 
 
 
 @pytest.mark.parametrize("log_format", LOG_FORMATS)
-def test_log_values_of_any_type_are_written(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_writes_values_of_any_type(log_format: LogFormat, capsys: pytest.CaptureFixture[str]) -> None:
     configure(level="info", log_format=log_format)
     get_logger(NAME).info("odd", name="n", msg="m", args=(1,), what=object(), level=object())
     assert len(capsys.readouterr().err.splitlines()) == 1

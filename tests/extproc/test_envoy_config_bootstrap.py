@@ -160,7 +160,7 @@ def test_pool_cluster_uses_picked_hosts_and_reports_the_endpoint(tmp_path: Path)
         ("buffered", "BUFFERED", "SKIP", False),
     ],
 )
-def test_filters_mode_sets_the_processing_mode(
+def test_filters_mode_option_sets_the_processing_mode(
     tmp_path: Path, mode: str, body: str, trailers: str, no_wait: bool
 ) -> None:
     ext_proc = http_filter(config("--pool", pool_file(tmp_path), "--mode", mode), "ext_proc")

@@ -202,9 +202,7 @@ class TestWithRedis:
             server.resume()
         assert (result.exit_code, result.stdout) == (1, "")
 
-    def test_explain_with_wrong_redis_password_fails_without_showing_it(
-        self, pool_file: str, server: RedisServer
-    ) -> None:
+    def test_explain_with_wrong_redis_password_hides_the_password(self, pool_file: str, server: RedisServer) -> None:
         result = self.explained(pool_file, "--redis", server.url, DUALMAP_REDIS_PASSWORD="hidden-ward")
         assert result.exit_code == 1
         assert "hidden" not in result.stderr

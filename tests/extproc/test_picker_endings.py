@@ -61,7 +61,7 @@ def test_picker_counts_usage_after_the_request_end_once():
     assert desk.observer.events[-1].completion.measured_cached_tokens == 7
 
 
-def test_picker_remembers_a_bounded_number_of_ended_requests():
+def test_picker_stores_a_bounded_number_of_ended_requests():
     desk = Desk(limits=Limits(ended_requests=2))
     picks = [desk.pick() for _ in range(3)]
     for picked in picks:
@@ -131,7 +131,7 @@ def test_picker_moves_request_to_the_server_in_the_access_log():
     assert desk.observer.names() == ["routed", "served_elsewhere", "finished"]
 
 
-def test_picker_ignores_other_routers_entries():
+def test_picker_ignores_access_log_entries_of_other_routers():
     desk = Desk()
     desk.pick()
 

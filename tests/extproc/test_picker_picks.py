@@ -111,7 +111,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_incomplete_body_may_continue_but_complete_body_may_not(body):
+def test_incomplete_body_can_continue_but_complete_body_cannot(body):
     whole = body.encode()
 
     assert [cut for cut in range(len(whole)) if not may_go_on(whole[:cut])] == []
@@ -135,7 +135,7 @@ def test_incomplete_body_may_continue_but_complete_body_may_not(body):
         b"\xef\xbb\xbf{",
     ],
 )
-def test_invalid_body_prefix_may_not_continue(body):
+def test_invalid_start_of_a_body_cannot_continue(body):
     assert not may_go_on(body)
 
 
@@ -264,7 +264,7 @@ def test_session_name_above_the_limit_is_ignored(monkeypatch, length, known, whe
     ],
     ids=["unclosed", "parser", "spelling"],
 )
-def test_body_nested_too_deeply_is_a_bad_request(body, why):
+def test_too_deeply_nested_body_is_a_bad_request(body, why):
     refused = Desk().ask(body)
 
     assert isinstance(refused, Refused)

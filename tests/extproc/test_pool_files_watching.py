@@ -53,7 +53,7 @@ class TestFileChanges:
         with pytest.raises(PoolError):
             PoolFileWatcher([tmp_path / "absent.yaml"]).load()
 
-    async def test_watcher_applies_a_rename_and_a_write_in_place(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_replaced_and_overwritten_files(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write(path, document(members=3))
@@ -101,7 +101,7 @@ class TestFileChanges:
         (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
         assert record.__dict__["details"].keys() == {"file", "field", "value", "accepted"}
 
-    async def test_watcher_reports_missing_file_once_and_reads_it_again_later(self, tmp_path: Path) -> None:
+    async def test_watcher_reports_missing_file_once_and_reads_restored_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         other = write(tmp_path / "other.yaml", document("other", members=1))
         async with watching(path, other) as watched:
@@ -294,7 +294,7 @@ class TestUnsettledChanges:
         assert watcher._look().unsettled
         assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
 
-    def test_watcher_interval_is_as_documented(self) -> None:
+    def test_watcher_interval_equals_the_documented_interval(self) -> None:
         """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
         assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
 

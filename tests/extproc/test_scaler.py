@@ -184,7 +184,7 @@ class TestCalls:
         assert await router.value(reference("empty", metric="held_requests")) == 1.0
 
     @pytest.mark.parametrize("method", ["is_active", "spec", "value", "stream"])
-    async def test_scaler_unknown_pool_or_bad_metadata_is_an_error(self, router, method):
+    async def test_scaler_unknown_pool_or_invalid_metadata_is_an_error(self, router, method):
         def call(asked: wire.ScaledObjectRef) -> Any:
             return router.stream(asked).read() if method == "stream" else getattr(router, method)(asked)
 

@@ -126,7 +126,7 @@ async def test_drain_after_notice_period_rejects_only_new_streams(router, monkey
     await asyncio.wait_for(drain, 10.0)
 
 
-async def test_drain_idle_router_ignores_health_watchers(router):
+async def test_drain_of_idle_router_ignores_open_health_watches(router):
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
 

@@ -72,7 +72,7 @@ async def test_server_rejects_a_body_above_the_limit(router, size, status):
     assert destination(answer) if status is None else refused_with([answer]) == status
 
 
-async def test_server_cancelled_stream_leaves_no_request_open(router):
+async def test_server_ends_the_request_of_a_cancelled_stream(router):
     call = router.stream()
     await call.write(request_headers(NO_WAIT))
     await call.write(request_body(chat()))
@@ -143,7 +143,7 @@ async def test_server_rejects_a_stalled_body():
         assert refused_with(await answers(call, 1)) == 400
 
 
-async def test_server_streams_cut_anywhere_leave_no_request_open(router, caplog):
+async def test_server_ends_requests_of_streams_cut_at_any_point(router, caplog):
     chance = random.Random(1)
     messages = [request_headers(NO_WAIT), request_body(chat()), response_headers(), response_body(end=True)]
 

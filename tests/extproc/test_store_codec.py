@@ -92,7 +92,7 @@ def test_update_of_random_bytes_is_rejected(junk: bytes) -> None:
         return
 
 
-def test_update_count_beyond_the_data_is_rejected_early() -> None:
+def test_update_with_a_count_beyond_the_data_is_rejected() -> None:
     with pytest.raises(UnreadableUpdate, match="4294967295 values in 8 bytes"):
         decode_update(struct.pack("<BII", 1, 0, 2**32 - 1) + bytes(8))
 
@@ -110,7 +110,7 @@ def test_update_with_invalid_times_is_rejected(seconds: float) -> None:
         decode_update(encoded.replace(struct.pack("<d", 12345.0), struct.pack("<d", seconds)))
 
 
-def test_update_of_8000_tokens_takes_about_500_bytes() -> None:
+def test_update_of_8000_tokens_has_about_500_bytes() -> None:
     placement = Placement(endpoint="10.0.0.1:8000", hashes=tuple(range(64)))
     empty, one = (
         len(encode_update(ReplicaUpdate(hotness=EMPTY.hotness, loads={}, placements=p))) for p in ((), (placement,))

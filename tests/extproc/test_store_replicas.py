@@ -166,7 +166,7 @@ async def test_starting_replica_reads_old_placements_but_not_old_loads(server):
     assert all(each.in_flight == 0 for each in candidates)
 
 
-async def test_replica_reads_a_session_bound_at_another_replica(server):
+async def test_replica_reads_session_bindings_of_other_replicas(server):
     async with routers(server, "one", "other") as (one, other):
         one.pick("turn one", session_id="s")
         await until(lambda: other.sessions == 1)

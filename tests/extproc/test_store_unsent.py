@@ -24,7 +24,7 @@ def test_unsent_counts_above_the_limit_keep_most_requested_nodes() -> None:
     assert hotness.requests == NODES_MAX + 300
 
 
-def test_unsent_binding_is_sent_once_after_it_is_accepted() -> None:
+def test_unsent_binding_is_sent_once_after_its_acceptance() -> None:
     unsent = Unsent()
     unsent.add(0.0, replace(QUIET, bindings=(binding("a"),)))
     assert unsent.update(0.0) is None

@@ -73,7 +73,7 @@ def test_waiting_messages_are_answered_with_the_pick_in_the_last(config):
     assert [destination(answer) is not None for answer in answers] == [False, False, False, True]
 
 
-def test_duplex_body_is_sent_back_in_pieces_after_the_pick():
+def test_duplex_body_is_sent_back_in_chunks_after_the_pick():
     talk = Conversation(limits=Limits(chunk_bytes=10))
     body = chat("x" * 50)
 
@@ -89,7 +89,7 @@ def test_duplex_body_is_sent_back_in_pieces_after_the_pick():
     assert [end for _, end in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_duplex_default_pieces_are_at_most_62000_bytes():
+def test_duplex_default_chunks_are_at_most_62000_bytes():
     talk = Conversation()
 
     answers = talk.send(request_headers(DUPLEX), request_body(chat("x" * 200_000)))
@@ -162,7 +162,7 @@ def test_body_split_at_any_position_gets_the_same_pick(config):
 
 
 @every_mode
-def test_body_in_single_byte_chunks_gets_one_pick(config):
+def test_body_in_single_byte_chunks_gets_a_single_pick(config):
     talk = Conversation()
     chunks = [chat()] if config is BUFFERED else [bytes([byte]) for byte in chat()]
 

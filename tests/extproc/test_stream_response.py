@@ -261,7 +261,7 @@ def test_stream_closed_without_body_ends_request_by_the_status(cancelled, end):
     assert talk.observer.names() == ["routed", end]
 
 
-def test_stream_closed_twice_reports_one_end():
+def test_stream_closed_twice_reports_a_single_end():
     talk = picked()
     talk.close(cancelled=True)
     talk.close(cancelled=True)
@@ -280,7 +280,7 @@ def test_second_request_of_a_stream_aborts_the_first(config):
     assert talk.in_flight == 1
 
 
-def test_served_endpoint_other_than_chosen_is_counted():
+def test_served_endpoint_different_from_the_chosen_is_counted():
     talk = picked()
     chosen = talk.observer.of(Routed)[0].decision.receipt.address
     other = next(f"10.0.0.{i}:8000" for i in range(4) if f"10.0.0.{i}:8000" != chosen)

@@ -51,7 +51,7 @@ def values(response: discovery_pb2.DiscoveryResponse, type_url: str) -> set[str]
 
 
 class TestEndpoints:
-    def test_eds_ack_gets_no_response(self) -> None:
+    def test_eds_sends_no_response_to_an_ack(self) -> None:
         conversation, snapshot = endpoints_only(), of([pool()])
         conversation.on_request(request(QWEN))
         response = due(conversation, snapshot)
@@ -83,7 +83,7 @@ class TestEndpoints:
         # A return to the earlier state is a change, too.
         assert due(conversation, of([pool(count=2)])).version_info == first.version_info
 
-    def test_eds_sends_nothing_if_the_resources_are_equal(self) -> None:
+    def test_eds_sends_no_response_if_the_resources_are_equal(self) -> None:
         conversation = endpoints_only()
         conversation.on_request(request(QWEN))
         due(conversation, of([pool(ring_version=1)]))

@@ -126,7 +126,7 @@ def test_sentences_command_prints_place_line_and_sentence() -> None:
     assert 1 <= int(line) <= len((made.ROOT / file).read_text().splitlines())
 
 
-def test_sentences_command_rejects_unknown_place_with_valid_ones() -> None:
+def test_sentences_command_rejects_unknown_place_and_lists_places() -> None:
     command = [sys.executable, SCRIPT, "--seed", "1", "--from", "poems"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 1

@@ -46,6 +46,6 @@ def test_closed_loop_request_follows_the_last_request_of_its_session() -> None:
     assert [each.pause_s for each in made] == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0]
 
 
-def test_open_loop_request_waits_for_no_other_request() -> None:
+def test_open_loop_request_has_no_previous_request() -> None:
     made = arrivals(sessions_trace(7, 7), router_block_tokens=10, engine_block_tokens=10)
     assert [(each.follows, each.pause_s) for each in made] == [(None, 0.0), (None, 0.0)]

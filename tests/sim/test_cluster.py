@@ -33,7 +33,7 @@ def test_cluster_with_one_engine_reports_engine_times() -> None:
     assert [record.ttft_s for record in records] == [1.5, 2.0]
 
 
-def test_router_index_follows_reported_events() -> None:
+def test_router_index_updates_with_reported_events() -> None:
     records = Cluster(config(small_pool(4, policy="dualmap"))).run(one_block_prompts(0.0, 10.0, 20.0, same=True))
     assert len({record.endpoint for record in records}) == 1
     assert [record.cached_tokens for record in records] == [0, 90, 90]
@@ -114,7 +114,7 @@ def test_joining_router_applies_stored_updates(replay_s: float, blocks: int) -> 
     assert sum(each.indexed_blocks for each in cluster.routers[1].status().endpoints) == blocks
 
 
-def test_store_answers_session_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_store_returns_session_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, SharedBinding]] = []
 
     class Listens(PoolRouter):

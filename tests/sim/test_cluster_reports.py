@@ -64,7 +64,7 @@ def test_router_without_completion_expires_request_by_ttl() -> None:
     assert_books_empty(cluster)
 
 
-def test_late_report_of_failed_request_changes_nothing() -> None:
+def test_late_report_of_failed_request_is_ignored() -> None:
     events = (Fail(at_s=1.6, member="m-0"), Recover(at_s=2.0, member="m-0"))
     late = replace(config(small_pool(1), events=events), feedback_delay_s=0.5)
     cluster = Cluster(late)

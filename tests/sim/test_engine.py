@@ -9,7 +9,7 @@ from dualmap_sim.errors import RequestDoesNotFit
 from engines import GROWING, ROUND, ask, finishes, first_tokens, run_out
 
 
-def test_first_token_comes_at_the_end_of_prefill() -> None:
+def test_first_token_is_sent_at_the_end_of_prefill() -> None:
     engine = Engine(ROUND)
     engine.submit(3.0, ask("a", prompt=100, output=5))
 
@@ -158,7 +158,7 @@ def test_kv_usage_counts_tokens_in_use_and_reserved_tokens() -> None:
     assert seen == [(100, 120), (101, 120), (102, 120), (105, 120), (0, 0)]
 
 
-def test_token_count_can_be_read_between_events() -> None:
+def test_engine_token_count_is_correct_between_events() -> None:
     engine = Engine(ROUND)
     engine.submit(0.0, ask("a", prompt=50, output=9))
     (first,) = engine.advance(1.0)
@@ -188,7 +188,7 @@ def test_abort_of_waiting_request_starts_the_next_request() -> None:
     assert set(finishes(events)) == {"big", "small"}
 
 
-def test_abort_of_later_queued_request_removes_only_that_request() -> None:
+def test_abort_of_later_queued_request_removes_no_other_request() -> None:
     engine = Engine(ROUND)
     for name in "abc":
         engine.submit(0.0, ask(name, prompt=50))

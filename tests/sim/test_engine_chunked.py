@@ -90,7 +90,7 @@ def test_prompts_wait_while_decodes_fill_the_step() -> None:
     assert first_tokens(events)["c"] > finishes(events)["a"]
 
 
-def test_blocks_are_reused_in_the_step_completing_them() -> None:
+def test_blocks_are_reused_in_the_step_that_completes_the_blocks() -> None:
     engine = Engine(replace(CHUNKED, chunk_tokens=150))
     engine.submit(0.0, ask("first", prompt=10))
     for name in "ab":
@@ -133,7 +133,7 @@ def test_prefill_only_engine_splits_prompts_into_chunks() -> None:
     assert engine.kv_tokens_reserved == 0
 
 
-def test_decode_steps_with_equal_batch_are_one_event() -> None:
+def test_decode_steps_with_equal_batch_are_a_single_event() -> None:
     engine = Engine(replace(CHUNKED, kv_memory_tokens=1_000_000))
     engine.submit(0.0, ask("a", prompt=20, output=400_001))
     engine.advance(0.7)

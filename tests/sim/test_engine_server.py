@@ -106,7 +106,7 @@ async def test_engine_server_aborts_running_requests_on_second_sigterm(run: Run)
     assert await asyncio.wait_for(process.wait(), 30) == 1
 
 
-async def test_engine_server_with_port_in_use_gives_a_one_line_error(run: Run) -> None:
+async def test_engine_server_with_port_in_use_exits_with_a_short_error(run: Run) -> None:
     first = await run("--port", "0", "--model", "qwen")
     port = (await address_of(first)).split(":")[1]
 

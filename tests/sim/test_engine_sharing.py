@@ -66,7 +66,7 @@ def test_engine_without_pull_computes_missing_tokens() -> None:
     assert (first.at_s, first.pulled_tokens) == (1.5, 0)
 
 
-def test_pulled_tokens_cost_attention_like_cached_ones() -> None:
+def test_pulled_tokens_cost_attention_like_cached_tokens() -> None:
     costly = replace(PULLING, prefill=replace(ROUND.prefill, attention=0.01))
 
     pulled_s = costly.prefill_s(new_tokens=10, cached_tokens=30, pulled_tokens=60)

@@ -80,7 +80,7 @@ def test_experiment_cuts_prompts_and_scales_arrivals() -> None:
 
 
 @pytest.mark.parametrize("block_tokens", [None, 512])
-def test_experiment_requests_are_those_of_the_trace(block_tokens: int | None, configs: list[ClusterConfig]) -> None:
+def test_experiment_requests_equal_the_trace_requests(block_tokens: int | None, configs: list[ClusterConfig]) -> None:
     """Prompts are named once and then only moved in time; nothing may come of that."""
     run_experiment(replace(SMALL, requests_per_s=1.0, block_tokens=block_tokens))
     outcome = run_experiment(replace(SMALL, block_tokens=block_tokens))
@@ -95,7 +95,7 @@ def test_experiment_requests_are_those_of_the_trace(block_tokens: int | None, co
     assert {config.pool.routing.prefix.block_tokens for config in configs} == {router_block_tokens}
 
 
-def test_experiment_without_sessions_sends_none() -> None:
+def test_experiment_without_sessions_sends_no_session_names() -> None:
     assert all(record.arrival.session is not None for record in run_experiment(SMALL).records)
     assert all(record.arrival.session is None for record in run_experiment(replace(SMALL, sessions=False)).records)
 

@@ -99,7 +99,7 @@ def test_goodput_result_is_equal_with_and_without_early_stop(policy: str, monkey
     assert sum(early_answers) < sum(answered)
 
 
-def test_goodput_rate_meets_the_slo_and_the_next_rate_misses_it() -> None:
+def test_goodput_rate_meets_the_slo_but_the_next_rate_does_not() -> None:
     found = goodput(SMALL, attainment=0.8, tolerance=0.05)
     attainments = [
         run_experiment(replace(SMALL, requests_per_s=rate, sample_s=None)).summary.slo_attainment

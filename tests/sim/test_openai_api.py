@@ -105,7 +105,7 @@ def test_bad_request_error_contains_the_field(change: dict[str, object], param: 
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [1, "a"], [-1], [2**32], [True], {}, 5, [[]]])
-def test_prompt_is_one_text_or_one_list_of_token_ids(prompt: object) -> None:
+def test_prompt_is_a_text_or_a_list_of_token_ids(prompt: object) -> None:
     with pytest.raises(ApiError):
         text_prompt({"prompt": prompt}, "prompt")
 

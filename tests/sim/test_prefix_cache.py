@@ -24,7 +24,7 @@ def test_cache_evicts_a_leaf_before_its_parent() -> None:
     assert [block in cache for block in (1, 2, 3, 7, 8)] == [True, True, False, True, True]
 
 
-def test_cache_use_refreshes_the_whole_chain() -> None:
+def test_cache_use_refreshes_all_blocks_of_the_chain() -> None:
     cache = PrefixCache(4)
     cache.insert([1, 2])
     cache.insert([7, 8])

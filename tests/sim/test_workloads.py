@@ -197,7 +197,7 @@ class TestDefaultWorkload:
         assert len(digests) == 1
         assert default_workload(300, seed=5) != default_workload(300, seed=6)
 
-    def test_shorter_workload_is_the_start_of_a_longer_one(self):
+    def test_shorter_workload_equals_the_start_of_a_longer_workload(self):
         assert default_workload(50).requests == default_workload(200).requests[:50]
 
     @pytest.mark.parametrize("seed", range(3))

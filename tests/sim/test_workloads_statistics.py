@@ -44,7 +44,7 @@ def trace(*prompts: tuple[tuple[int, ...], int], sessions=(), arrivals_s=(), clo
 
 
 class TestSharing:
-    def test_ideal_reuse_counts_leading_whole_blocks(self):
+    def test_ideal_reuse_counts_only_complete_leading_blocks(self):
         grown = trace(((1, 2), 150), ((1, 2), 200), ((1, 2, 3), 250), ((9, 2), 200))
 
         assert ideal_block_tokens(grown) == (0, 100, 200, 0)
@@ -63,7 +63,7 @@ class TestSharing:
         assert [prefix_share(mixed, rank=rank) for rank in range(3)] == [0.75, 0.25, 0.0]
         assert [prefix_share(mixed, blocks=2, rank=rank) for rank in range(2)] == [0.5, 0.25]
 
-    def test_reuse_from_another_session_is_not_intra_session(self):
+    def test_reuse_from_other_sessions_is_not_intra_session_reuse(self):
         two = trace(((1, 2), 200), ((1, 2, 3), 300), ((1, 8), 200), ((1, 8, 9), 300), sessions=(0, 0, 1, 1))
 
         assert intra_session_share(two) == pytest.approx(3 / 5), "2 blocks of session 0, block 8 of session 1"

@@ -44,7 +44,7 @@ def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert digest == "a32d3f5fecf5203c7c55d383685065c335fb6e25e7ddd7f3b018a8338be038b7"
 
 
-def test_shorter_workload_is_the_start_of_a_longer_one():
+def test_shorter_workload_equals_the_start_of_a_longer_workload():
     assert tool_agent_workload(200).requests == workload(0).requests[:200]
 
 

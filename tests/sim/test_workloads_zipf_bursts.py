@@ -41,7 +41,7 @@ def test_workload_is_fixed_by_its_seed_on_any_machine():
     assert digest == "c46ccb6f06a37c487a241fe76b000e4a1ac35dc3ad72508641688f834b41dc90"
 
 
-def test_shorter_workload_is_the_start_of_a_longer_one():
+def test_shorter_workload_equals_the_start_of_a_longer_workload():
     assert zipf_bursts_workload(200).requests == workload(0).requests[:200]
 
 

@@ -119,7 +119,7 @@ def test_environment_has_variables_for_namespace_services() -> None:
     }
 
 
-def test_command_line_without_command_is_the_entrypoint() -> None:
+def test_container_without_command_runs_the_entrypoint() -> None:
     container = {"name": "engine", "args": ["operator"]}
 
     assert command_line(container, {}, entrypoint=("dualmap",)) == ["dualmap", "operator"]

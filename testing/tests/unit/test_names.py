@@ -41,7 +41,7 @@ def test_dns_name_resolves_to_its_records(name: str, found: Found | None) -> Non
     assert resolve(name, SERVICES, SLICES) == found
 
 
-def test_dns_answer_contains_question_and_records() -> None:
+def test_dns_response_contains_question_and_records() -> None:
     message = asked("other.team.svc.cluster.local", A)
     question = read_question(message)
     assert question is not None
@@ -67,7 +67,7 @@ def test_dns_name_without_record_differs_from_unknown_name(name: str, kind: int,
     assert (flags & 0xF, counts) == (code, [1, 0, 0, 0])
 
 
-def test_dns_answer_too_long_for_udp_is_truncated() -> None:
+def test_dns_response_too_long_for_udp_is_truncated() -> None:
     message = asked("members.team.svc.cluster.local", A)
     question = read_question(message)
     assert question is not None
