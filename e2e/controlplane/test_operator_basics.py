@@ -185,7 +185,7 @@ async def test_pod_deleted_during_watch_outage_leaves_the_ring(product: Product)
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_two_operators_only_the_leader_writes(product: Product) -> None:
+async def test_standby_of_two_operators_writes_nothing(product: Product) -> None:
     first = await product.operator("operator-0", "--leader-election")
 
     async def led() -> bool:

@@ -133,7 +133,7 @@ class TestSmokeTest:
         assert said in done.stderr
         assert "no successful answer within 1 s" in done.stderr
 
-    def test_smoke_test_names_the_unreachable_gateway_in_its_error(self) -> None:
+    def test_smoke_test_error_contains_the_unreachable_gateway(self) -> None:
         command = [sys.executable, CHART / "files" / "chat_request.py", "--url=http://127.0.0.1:9", "--timeout=1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN_S)
         assert done.returncode == 1

@@ -266,5 +266,5 @@ def test_option_without_required_cluster_api_is_rejected_by_name(values: Mapping
     assert f"this cluster does not serve {said}. Install" in message
 
 
-def test_kubernetes_too_old_is_rejected() -> None:
+def test_too_old_kubernetes_version_is_rejected() -> None:
     assert "kubeVersion: >=1.32.0-0" in refused({}, kube_version="1.31.9")

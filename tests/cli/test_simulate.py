@@ -120,7 +120,7 @@ def test_simulate_prints_requested_and_actual_workload() -> None:
         ("cap=3000", ()),
     ],
 )
-def test_simulate_warns_of_cut_prompts(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
+def test_simulate_warns_if_prompts_are_cut(cap: str, said: tuple[str, ...], tmp_path: Path) -> None:
     lines = [
         {
             "timestamp": 200 * n,
@@ -254,7 +254,7 @@ def test_chart_load_panels_share_an_axis(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(axes.get_ylim()[1] > 90 for axes in panels)
 
 
-def test_chart_grows_with_instances_and_policies(tmp_path: Path) -> None:
+def test_chart_size_grows_with_number_of_members_and_policies(tmp_path: Path) -> None:
     draw_runs(tmp_path / "one.png", some_runs(["dualmap"], [2.0], instances=20))
     draw_runs(tmp_path / "seven.png", some_runs(["dualmap"], [2.0], instances=20) * 7)
     assert png_size(tmp_path / "seven.png")[1] > png_size(tmp_path / "one.png")[1]

@@ -23,7 +23,7 @@ def settled(world: World) -> None:
     assert (last.status, last.events, last.gates) == (world.plans[-2].status, (), ())
 
 
-def test_new_pool_converges_and_serves() -> None:
+def test_new_pool_becomes_ready_and_serves() -> None:
     settled(World(spec=template_spec(3)))
 
 

@@ -62,7 +62,7 @@ async def test_operator_process_exits_before_any_write_after_lost_lease(
     assert "the lease was not renewed" in capsys.readouterr().err
 
 
-def test_control_error_contains_missing_crd_or_other_cause() -> None:
+def test_operator_error_contains_missing_crd_or_other_cause() -> None:
     gone = APINotFoundError("404 page not found", status=404, headers={})
 
     assert str(ended(gone)).startswith("the API server no longer serves InferencePools; has their CRD been deleted?")

@@ -96,7 +96,7 @@ class TestReading:
             ("upstream_retry_limit_exceeded", True),
         ],
     )
-    def test_access_log_entry_flags_decide_if_request_completed(self, flag: str, *, complete: bool) -> None:
+    def test_access_log_entry_flags_show_if_the_request_completed(self, flag: str, *, complete: bool) -> None:
         message = entry()
         setattr(message.common_properties.response_flags, flag, True)
         got = read(message)
@@ -114,7 +114,7 @@ class TestReading:
             (["downstream_remote_reset", "upstream_remote_reset"], Ending.ABORTED),
         ],
     )
-    def test_access_log_entry_flags_decide_which_side_aborted(self, flags: list[str], ending: Ending) -> None:
+    def test_access_log_entry_flags_show_the_aborting_side(self, flags: list[str], ending: Ending) -> None:
         """An instance that breaks off in mid-response has failed; where the client left as well, it has not."""
         message = entry()
         for flag in flags:
@@ -140,7 +140,7 @@ class TestReading:
             (Ending.FAILED, [500, 502, 503, 504]),
         ],
     )
-    def test_access_log_entry_status_decides_the_outcome(self, ending: Ending, statuses: list[int]) -> None:
+    def test_access_log_entry_status_determines_the_outcome(self, ending: Ending, statuses: list[int]) -> None:
         assert [read(entry(status=status)).ending for status in statuses] == [ending] * len(statuses)
 
     def test_access_log_entry_of_aborted_rejection_has_no_outcome(self) -> None:

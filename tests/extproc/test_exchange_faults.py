@@ -251,7 +251,7 @@ class TestRedisFaults:
         assert Failure.DENIED in one.observed.failures
         assert all("hidden-word" not in str(vars(record)) for record in caplog.records)
 
-    async def test_exchange_leave_does_not_wait_for_a_hung_redis(self, server, caplog):
+    async def test_exchange_stop_does_not_wait_for_a_hung_redis(self, server, caplog):
         async with exchanging("one", server) as one:
             await until(lambda: one.observed.exchanges > 0)
             server.pause()

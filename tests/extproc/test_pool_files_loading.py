@@ -143,7 +143,7 @@ class TestRejectedFiles:
             load_pool_files([tmp_path / name])
         assert refused.value.field == "file"
 
-    def test_load_same_pool_in_two_files_error_names_second_file(self, tmp_path: Path) -> None:
+    def test_load_error_for_pool_in_two_files_names_the_second_file(self, tmp_path: Path) -> None:
         paths = [write(tmp_path / f"{n}.yaml", document("a")) for n in (1, 2)]
         with pytest.raises(PoolFileError) as refused:
             load_pool_files(paths)

@@ -221,7 +221,7 @@ def test_pod_removed_before_its_requests_end_is_detected(step: Run) -> None:
     assert figures(gone, slo_ttft_s=5.0, warmup_s=0).cut > 0
 
 
-def test_steady_load_keeps_a_steady_fleet() -> None:
+def test_steady_load_keeps_the_fleet_size() -> None:
     run = scaled(load(Phase(seconds=2400, rate=1.0)), first=4, lasts_s=2400)
     found = figures(run, slo_ttft_s=5.0, warmup_s=600)
     assert found.turns <= 2

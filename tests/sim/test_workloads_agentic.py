@@ -35,7 +35,7 @@ def sessions(trace: Trace) -> list[list[TraceRequest]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_agentic_workload_matches_ear_statistics(seed):
+def test_agentic_workload_matches_statistics_of_the_ear_paper(seed):
     facts = {fact.name: fact for fact in compare(workload(seed), ASKED)}
 
     assert set(TOLERANCES) <= set(facts)

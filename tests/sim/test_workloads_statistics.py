@@ -155,5 +155,5 @@ class TestDraws:
         assert lengths.at(0.8413447) == pytest.approx(100 * math.e, rel=1e-5)
         assert 0 < lengths.at(0.0) < lengths.at(1.0) < 100 * math.exp(4)
 
-    def test_drawn_length_is_at_least_one_token(self):
+    def test_random_length_is_at_least_one_token(self):
         assert Deck(Random(1), strata=10).tokens(Quantiles((0, 1), (0, 0.1))) == 1

@@ -45,7 +45,7 @@ def test_shorter_workload_equals_the_start_of_a_longer_workload():
     assert zipf_bursts_workload(200).requests == workload(0).requests[:200]
 
 
-def test_burst_uses_a_new_cold_prefix():
+def test_each_burst_uses_a_new_uncached_prefix():
     bursts: dict[int, Counter[int]] = {}
     calm: Counter[int] = Counter()
     for request in workload(0).requests:
