@@ -51,7 +51,7 @@ async def test_gateway_bench_tables_have_a_row_for_each_stack(tmp_path: Path) ->
     assert all(busy.count(section) > wanted // 2 for section, wanted in LOADS.items())
 
 
-async def test_gateway_bench_bad_option_exits_2() -> None:
+async def test_gateway_bench_with_invalid_option_exits_2() -> None:
     bench = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench", "gateway", "--rounds", "0"),
         cwd=REPOSITORY,

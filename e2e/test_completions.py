@@ -61,7 +61,9 @@ async def change(deployment: Deployment, before: dict[str, float], count: int) -
 
 
 @pytest.mark.parametrize("answer", [unavailable, breaking_off], ids=["503", "broken"])
-async def test_failing_engine_counts_as_failed(engines: SharedEngines, deployment: Deployment, answer: Answer) -> None:
+async def test_engine_error_response_counts_as_failed_request(
+    engines: SharedEngines, deployment: Deployment, answer: Answer
+) -> None:
     before = await outcomes(deployment)
     engines.left.answer = engines.right.answer = answer
     # Two only: a third failure in a row would suspend the member, also for later tests.
@@ -84,7 +86,7 @@ async def heal(engines: SharedEngines, deployment: Deployment) -> None:
         assert number < 100
 
 
-async def test_engine_that_breaks_off_mid_response_counts_as_failed(
+async def test_engine_disconnect_mid_response_counts_as_failed_request(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
     before, gate = await outcomes(deployment), asyncio.Event()
@@ -102,7 +104,9 @@ async def test_engine_that_breaks_off_mid_response_counts_as_failed(
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["before the response", "in the response"])
-async def test_client_disconnect_counts_as_aborted(engines: SharedEngines, deployment: Deployment, begun: bool) -> None:
+async def test_client_disconnect_counts_as_aborted_request(
+    engines: SharedEngines, deployment: Deployment, begun: bool
+) -> None:
     before = await outcomes(deployment)
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, first_after=first, then=rest)
@@ -117,7 +121,7 @@ async def test_client_disconnect_counts_as_aborted(engines: SharedEngines, deplo
     rest.set()
 
 
-async def test_repeatedly_failing_engine_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_engine_with_repeated_failures_is_suspended(engines: SharedEngines, deployment: Deployment) -> None:
     engines.left.answer = unavailable
     for number in range(40):
         await deployment.ask(chat("scripted", prompt_of(2, seed=f"{deployment.mode} sick {number}")))
@@ -130,7 +134,7 @@ async def test_repeatedly_failing_engine_is_suspended(engines: SharedEngines, de
     await heal(engines, deployment)
 
 
-async def test_session_header_is_counted_by_the_router(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_router_counts_requests_with_session_header(engines: SharedEngines, deployment: Deployment) -> None:
     before = await deployment.metric("dualmap_pool_sessions", pool="llm/scripted")
     for number in range(6):
         headers = {"x-session-id": f"{deployment.mode} session {number % 2}"}

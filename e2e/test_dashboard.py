@@ -122,7 +122,7 @@ async def _browser(shared_browser: Browser, fleet: Fleet) -> Browser:
 
 @needs_browser
 @pytest.mark.timeout(300)
-async def test_dashboard_shows_a_running_demo_and_its_end(tmp_path: Path) -> None:
+async def test_dashboard_shows_a_running_demo_and_the_demos_end(tmp_path: Path) -> None:
     argv = dualmap_argv("demo", "--serve", "--engines", "4", "--out", tmp_path / "out")
     async with Child("demo", argv, directory=tmp_path) as demo, window() as browser:
         url = (await demo.wait_for_line(r"dashboard: (\S+)", timeout_s=DEMO_STARTS_S))[1]
@@ -173,7 +173,7 @@ async def test_dashboard_shows_hostile_names_as_text(browser: Browser) -> None:
 
 
 @needs_browser
-async def test_dashboard_works_with_the_keyboard_alone(browser: Browser) -> None:
+async def test_dashboard_is_usable_with_only_the_keyboard(browser: Browser) -> None:
     await browser.press(TAB)
     assert await browser.run("return document.activeElement.textContent") == "Skip to the pool"
     assert await browser.run("return document.activeElement.getBoundingClientRect().top") >= 0, "the link is visible"
@@ -200,7 +200,7 @@ async def test_dashboard_works_with_the_keyboard_alone(browser: Browser) -> None
 
 
 @needs_browser
-async def test_dashboard_pool_link_selects_it_and_survives_reload(browser: Browser) -> None:
+async def test_dashboard_pool_link_selects_pool_even_after_reload(browser: Browser) -> None:
     await browser.press(TAB, TAB, TAB)
     assert "llm/other" in await browser.run("return document.activeElement.textContent")
     await browser.press(ENTER)
@@ -212,7 +212,7 @@ async def test_dashboard_pool_link_selects_it_and_survives_reload(browser: Brows
 
 
 @needs_browser
-async def test_dashboard_pause_stops_the_decision_list(browser: Browser) -> None:
+async def test_dashboard_pause_button_stops_the_decision_list(browser: Browser) -> None:
     await browser.run("document.getElementById('pause').focus()")
     await browser.press(SPACE)
     assert await browser.run("return document.activeElement.getAttribute('aria-pressed')") == "true"
@@ -225,7 +225,7 @@ async def test_dashboard_pause_stops_the_decision_list(browser: Browser) -> None
 
 
 @needs_browser
-async def test_dashboard_focused_decision_pauses_and_marks_its_pair(browser: Browser) -> None:
+async def test_dashboard_focused_decision_pauses_list_and_marks_pair(browser: Browser) -> None:
     await browser.run("document.getElementById('pause').focus()")
     await browser.press(TAB, TAB)
     assert await browser.run("return document.activeElement === document.querySelectorAll('#decisions li')[1]")
@@ -242,7 +242,7 @@ async def test_dashboard_focused_decision_pauses_and_marks_its_pair(browser: Bro
 
 
 @needs_browser
-async def test_dashboard_reused_number_shows_the_new_decision(browser: Browser) -> None:
+async def test_dashboard_decision_with_reused_number_is_replaced(browser: Browser) -> None:
     before, jitter, after, kept = await browser.run(AGAIN)
     assert before == jitter
     assert "queue_full" in before
@@ -251,7 +251,7 @@ async def test_dashboard_reused_number_shows_the_new_decision(browser: Browser) 
 
 
 @needs_browser
-async def test_dashboard_names_its_time_zone(browser: Browser) -> None:
+async def test_dashboard_shows_its_time_zone(browser: Browser) -> None:
     zone = await browser.run("return Intl.DateTimeFormat().resolvedOptions().timeZone")
     await browser.until("document.getElementById('about').textContent.includes(`time zone (${arguments[0]})`)", zone)
 
@@ -275,7 +275,7 @@ async def test_dashboard_fits_narrow_screens(browser: Browser, width: int) -> No
 
 
 @needs_browser
-async def test_dashboard_announces_only_changes_of_the_verdict(browser: Browser) -> None:
+async def test_dashboard_announces_only_verdict_changes_to_screen_readers(browser: Browser) -> None:
     await browser.run(
         "window.said = 0; new MutationObserver(() => { window.said += 1; })"
         ".observe(document.getElementById('announcement'), {childList: true, characterData: true, subtree: true})"
@@ -301,7 +301,7 @@ async def test_dashboard_reconnects_after_a_router_restart(tmp_path: Path, share
         assert "is back" in await shared_browser.text("#announcement")
 
 
-async def test_router_without_dashboard_serves_only_its_metrics(tmp_path: Path) -> None:
+async def test_router_with_dashboard_disabled_serves_only_metrics(tmp_path: Path) -> None:
     write_pool(tmp_path / "pool.yaml", POOL)
     async with router(tmp_path, "--no-dashboard") as url, aiohttp.ClientSession() as session:
         for path, status in (("", 404), ("events", 404), ("dashboard/app.js", 404), ("metrics", 200), ("pools", 200)):

@@ -74,7 +74,7 @@ def test_demo_answers_every_request_under_each_policy(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_interrupted_demo_leaves_no_process(tmp_path, number):
+def test_interrupted_demo_leaves_no_process_running(tmp_path, number):
     with subprocess.Popen(command(tmp_path, "--requests", "5000"), stderr=subprocess.PIPE, text=True) as demo:
         # Envoy starts last: when its log exists, all processes of the run have started.
         started = tmp_path / "logs" / POLICIES[0] / "envoy.log"
@@ -130,13 +130,13 @@ def requests_routed(url: str) -> int:
         return json.load(response)["traffic"]["requests"]
 
 
-def test_demo_refuses_serve_with_json(tmp_path):
+def test_demo_rejects_serve_option_with_json_option(tmp_path):
     done = subprocess.run(command(tmp_path, "--serve", "--json"), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--serve and --json exclude each other" in done.stderr
 
 
-def test_demo_interrupted_during_start_says_so(tmp_path):
+def test_demo_interrupted_during_start_reports_interruption(tmp_path):
     out = tmp_path / "out"
     workload = tmp_path / "workload.jsonl"
     os.mkfifo(workload)

@@ -143,7 +143,7 @@ class Gateway:
 
 
 @modes
-async def test_pools_change_while_other_pools_are_served(mode: Mode, engines: list[Upstream], tmp_path: Path) -> None:
+async def test_pool_changes_do_not_disturb_other_pools(mode: Mode, engines: list[Upstream], tmp_path: Path) -> None:
     a, b = engines
     gateway = Gateway(tmp_path, mode=mode)
     first, second = of("first", a), of("second", b)
@@ -186,7 +186,7 @@ async def test_pools_change_while_other_pools_are_served(mode: Mode, engines: li
         assert set(await others) == {200}
 
 
-async def test_without_router_envoy_serves_only_a_single_pool(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_without_router_serves_only_a_single_pool(engines: list[Upstream], tmp_path: Path) -> None:
     """Without a pick a request may be meant for any of several pools, possibly of different tenants."""
     a, b = engines
     gateway = Gateway(tmp_path)
@@ -211,7 +211,7 @@ async def test_without_router_envoy_serves_only_a_single_pool(engines: list[Upst
         await gateway.refused("first", "model_not_found")
 
 
-async def test_new_pool_is_discovered_from_either_router(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_discovers_new_pool_from_either_router(engines: list[Upstream], tmp_path: Path) -> None:
     a, b = engines
     gateway = Gateway(tmp_path, routers=2)
     first, second, third = of("first", a), of("second", b), of("third", b)
@@ -229,7 +229,7 @@ async def test_new_pool_is_discovered_from_either_router(engines: list[Upstream]
         assert await gateway.clusters() == {"llm/first", "llm/second", "llm/third"}
 
 
-async def test_envoy_started_before_its_router_recovers(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_started_before_the_router_serves_later(engines: list[Upstream], tmp_path: Path) -> None:
     gateway = Gateway(tmp_path)
     gateway.write(of("first", engines[0]))
     router = gateway.routers[0]
@@ -247,7 +247,7 @@ async def test_envoy_started_before_its_router_recovers(engines: list[Upstream],
             await gateway.routers[0].stop()
 
 
-async def test_router_over_tls_warns_of_max_wait_above_envoys_limit(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_router_warns_over_tls_of_max_wait_above_envoys_limit(engines: list[Upstream], tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, "--tls", "on", "--longest-wait", "20s")
     short = {"routing": {"queue": {"maxWait": "20s"}}}
     async with gateway.running(of("first", engines[0], **short), of("second", engines[1])):
@@ -267,7 +267,7 @@ class Stream:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:betterproto2", "ignore::DeprecationWarning:envoy_data_plane")
-async def test_envoy_without_pools_starts_and_refuses(engines: list[Upstream], tmp_path: Path) -> None:
+async def test_envoy_without_pools_starts_and_rejects_requests(engines: list[Upstream], tmp_path: Path) -> None:
     discovery = Discovery(Stream())
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers(discovery.handlers())

@@ -94,7 +94,7 @@ async def served_by(envoy: Envoy, count: int) -> set[str]:
     return {reply.headers[ENGINE_HEADER] for reply in replies}
 
 
-async def test_envoy_follows_members_that_join_drain_and_leave(
+async def test_envoy_updates_endpoints_on_member_join_drain_and_leave(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
     a, b, c = engines
@@ -118,7 +118,7 @@ async def test_envoy_follows_members_that_join_drain_and_leave(
     assert service.counts.rejected == 0
 
 
-async def test_envoy_with_an_unknown_pool_serves_the_others(
+async def test_envoy_with_unknown_pool_serves_all_other_pools(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
     """Without an answer for it, Envoy would open its listener only after initial_fetch_timeout."""
@@ -152,7 +152,7 @@ async def test_envoy_keeps_endpoints_until_a_router_publishes(
             await again.stop()
 
 
-async def test_two_envoys_with_two_workers_follow_changes(
+async def test_two_envoys_with_two_workers_apply_endpoint_changes(
     service: Service, engines: list[Upstream], tmp_path: Path
 ) -> None:
     service.discovery.publish([pool_of(engines[:1])])

@@ -46,7 +46,9 @@ async def until_served(deployment: Deployment) -> None:
     await until(served, "Envoy knows that the router is gone")
 
 
-async def test_dead_first_candidate_is_retried_at_the_second(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_request_to_dead_first_candidate_retries_at_second(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     elsewhere = await deployment.metric("dualmap_served_elsewhere_total", pool="llm/halved")
     retried = 0
     for number in range(40):
@@ -60,7 +62,7 @@ async def test_dead_first_candidate_is_retried_at_the_second(engines: SharedEngi
     await deployment.wait_for_metric("dualmap_served_elsewhere_total", elsewhere + retried, pool="llm/halved")
 
 
-async def test_load_moves_to_the_member_that_serves_the_retry(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_retried_request_load_moves_to_the_serving_member(engines: SharedEngines, deployment: Deployment) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
     engines.left.answer = sse(EVENTS, first_after=first, then=rest)
     # Other tests may have caused its suspension.
@@ -85,7 +87,7 @@ async def test_load_moves_to_the_member_that_serves_the_retry(engines: SharedEng
     await deployment.wait_for_rest()
 
 
-async def test_large_body_is_retried_whole(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_retried_large_body_arrives_complete(engines: SharedEngines, deployment: Deployment) -> None:
     retried = 0
     for number in range(20):
         text = f"{deployment.mode} large {number} " + "x" * 5_000_000
@@ -110,7 +112,7 @@ async def reset(request: web.Request, received: Received) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("failing", [unavailable, reset], ids=["503", "reset"])
-async def test_unanswered_request_is_retried_whole_at_the_other_engine(
+async def test_unanswered_request_is_retried_at_other_engine_with_full_body(
     engines: SharedEngines, deployment: Deployment, failing: Answer
 ) -> None:
     tried = 0
@@ -141,7 +143,7 @@ async def streams_let_go(deployment: Deployment) -> int:
     return (await deployment.envoy.stats(r"ext_proc\.server_half_closed$"))["http.requests.ext_proc.server_half_closed"]
 
 
-async def test_killed_router_cuts_no_stream_and_requests_are_answered(
+async def test_killed_router_cuts_no_stream_and_fails_no_request(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
     first, rest = asyncio.Event(), asyncio.Event()
@@ -181,7 +183,7 @@ async def test_killed_router_cuts_no_stream_and_requests_are_answered(
     assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER]
 
 
-async def test_stream_before_first_token_survives_a_killed_router(
+async def test_router_kill_before_first_token_keeps_the_stream_open(
     engines: SharedEngines, deployment: Deployment
 ) -> None:
     first = asyncio.Event()
@@ -200,7 +202,9 @@ async def test_stream_before_first_token_survives_a_killed_router(
     await deployment.restart_router()
 
 
-async def test_without_router_client_destinations_are_ignored(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_envoy_without_router_ignores_client_destination_headers(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     await deployment.kill_router()
     await until_served(deployment)
     for target in (engines.outsider, engines.left):
@@ -221,7 +225,9 @@ async def test_without_router_client_destinations_are_ignored(engines: SharedEng
     await deployment.restart_router()
 
 
-async def test_without_router_large_bodies_arrive_whole(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_envoy_without_router_forwards_large_bodies_complete(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     await deployment.kill_router()
     await until_served(deployment)
     body = padded("scripted", 12_000_000)
@@ -245,7 +251,9 @@ async def health(port: int, service: str) -> str:
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-async def test_sigterm_finishes_open_requests_and_exits_0(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
+async def test_router_finishes_open_requests_and_exits_0_on_sigterm(
+    engines: SharedEngines, mode: Mode, tmp_path: Path
+) -> None:
     documents = {"scripted": document("scripted", [member_of(engines.left), member_of(engines.right)])}
     second, first, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
     async with Deployment(documents, mode=mode, directory=tmp_path) as deployment:

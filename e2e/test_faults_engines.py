@@ -61,7 +61,7 @@ def left_behind(exchanges: list[Exchange]) -> int:
     return sum(each.took_s > NEXT_AFTER_S for each in exchanges)
 
 
-async def test_engine_killed_cuts_only_its_own_requests(system: ReplicatedSystem) -> None:
+async def test_killed_engine_cuts_only_its_own_requests(system: ReplicatedSystem) -> None:
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(6)
@@ -78,7 +78,7 @@ async def test_engine_killed_cuts_only_its_own_requests(system: ReplicatedSystem
     assert len(cut) < len(incident.caught)
 
 
-async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> None:
+async def test_hung_engine_gets_few_new_requests(system: ReplicatedSystem) -> None:
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
         await traffic.streaming(4)
@@ -97,7 +97,7 @@ async def test_hung_engine_draws_few_new_requests(system: ReplicatedSystem) -> N
     assert failed(incident.everyone) == []
 
 
-async def test_hung_engine_killed_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
+async def test_killed_hung_engine_unanswered_requests_are_retried(system: ReplicatedSystem) -> None:
     """A failed liveness probe kills it so: unanswered requests go to the second candidate."""
     traffic, engine = system.traffic(), system.engines[0]
     async with traffic.running():
@@ -119,7 +119,7 @@ async def test_hung_engine_killed_unanswered_requests_are_retried(system: Replic
     assert failed(incident.later) == []
 
 
-async def test_one_engine_answering_503_draws_few_requests(system: ReplicatedSystem) -> None:
+async def test_single_engine_answering_503_gets_few_requests(system: ReplicatedSystem) -> None:
     traffic = system.traffic()
     async with traffic.running():
         async with sick(system.engines[:1]) as (place,):
@@ -133,7 +133,7 @@ async def test_one_engine_answering_503_draws_few_requests(system: ReplicatedSys
     assert 3 <= drawn <= len(answered) / 4, "a fast-failing engine draws no traffic"
 
 
-async def test_every_engine_answering_503_gets_one_retry(system: ReplicatedSystem) -> None:
+async def test_request_with_all_engines_answering_503_is_retried_once(system: ReplicatedSystem) -> None:
     traffic = system.traffic()
     async with traffic.running():
         async with sick(system.engines) as places:

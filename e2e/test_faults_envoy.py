@@ -70,7 +70,7 @@ async def test_envoy_restart_loses_only_open_requests(system: ReplicatedSystem) 
     assert 0 < await forget(system) <= left
 
 
-async def test_lost_access_log_expires_open_streams(system: ReplicatedSystem) -> None:
+async def test_lost_access_log_entries_let_open_requests_expire(system: ReplicatedSystem) -> None:
     replicas = system.replicas
     async with replicas.another_envoy("mute", access_log=NOWHERE) as mute:
         traffic = system.traffic(envoy=mute)

@@ -72,15 +72,15 @@ async def lost_and_found(
         assert lines(system, sentence) == [count + 1 for count in counts], "each router logs it once"
 
 
-async def test_redis_restarted_empty_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_redis_restart_with_empty_database_fails_no_request(system: ReplicatedSystem) -> None:
     await lost_and_found(system, "killed and restarted empty", "connection", system.redis.kill, system.redis.start)
 
 
-async def test_redis_stopped_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_hung_redis_fails_no_request(system: ReplicatedSystem) -> None:
     await lost_and_found(system, "stopped", "timeout", system.redis.pause, system.redis.resume)
 
 
-async def test_redis_full_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_full_redis_fails_no_request(system: ReplicatedSystem) -> None:
     def limit(memory: str) -> None:
         with system.redis.admin as admin:
             admin.config_set("maxmemory-policy", "noeviction")
@@ -89,7 +89,7 @@ async def test_redis_full_fails_no_request(system: ReplicatedSystem) -> None:
     await lost_and_found(system, "full", "full", lambda: limit("1"), lambda: limit("0"))
 
 
-async def test_redis_absent_at_router_start_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_missing_redis_at_router_start_fails_no_request(system: ReplicatedSystem) -> None:
     replicas, traffic = system.replicas, system.traffic()
     async with traffic.running():
         await traffic.streaming(4)
@@ -109,7 +109,7 @@ async def test_redis_absent_at_router_start_fails_no_request(system: ReplicatedS
     assert all(each.routed for each in incident.later)
 
 
-async def test_redis_with_junk_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_redis_with_invalid_data_fails_no_request(system: ReplicatedSystem) -> None:
     routers = system.replicas.routers
 
     def spoil() -> None:
@@ -140,7 +140,7 @@ async def test_redis_with_junk_fails_no_request(system: ReplicatedSystem) -> Non
         await until(noticed, "both routers count unreadable entries", timeout_s=30.0)
 
 
-async def test_redis_slow_fails_no_request(system: ReplicatedSystem) -> None:
+async def test_slow_redis_fails_no_request(system: ReplicatedSystem) -> None:
     async def keep_slow(stop: asyncio.Event) -> None:
         """Delay every command by up to 0.3 s until ``stop`` is set."""
 

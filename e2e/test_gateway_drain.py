@@ -21,7 +21,7 @@ EVENTS = [b'data: {"number": %d}\n\n' % number for number in range(2)]
 ENDS_WITHIN_S = 30.0
 
 
-async def test_drain_waits_for_the_open_stream(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_gateway_drain_waits_for_the_open_stream(engines: SharedEngines, deployment: Deployment) -> None:
     rest = asyncio.Event()
     engines.left.answer = engines.right.answer = sse(EVENTS, then=rest)
     body = json.dumps(chat("scripted", f"{deployment.mode} drain", stream=True)).encode()

@@ -28,7 +28,9 @@ def bodies(mode: str) -> list[bytes]:
     return made
 
 
-async def test_load_over_two_workers_is_answered_and_released(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_requests_over_two_envoy_workers_are_answered_and_ended(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     before = {
         outcome: await deployment.metric("dualmap_completions_total", pool=POOL, outcome=outcome)
         for outcome in ("finished", "rejected", "aborted", "expired")

@@ -74,7 +74,9 @@ async def wait_for_states(deployment: Deployment, states: dict[str, str]) -> Non
     await until(applied, f"the router has {states}")
 
 
-async def test_members_join_drain_and_leave_under_load(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_members_join_drain_and_leave_without_failed_requests(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     left, right = engines.left, engines.right
     async with Upstream(name="third") as third:
         load = Load(deployment)
@@ -143,7 +145,7 @@ async def stream_at(deployment: Deployment, engine: Upstream) -> AsyncIterator["
     pytest.fail(f"none of 60 streams was opened at {engine.name}")
 
 
-async def test_pool_becomes_empty_and_recovers(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_emptied_pool_rejects_requests_then_recovers(engines: SharedEngines, deployment: Deployment) -> None:
     members = [member_of(engines.left), member_of(engines.right)]
     deployment.write("changing", document("changing", [], version=5))
     await wait_for_states(deployment, {})

@@ -80,7 +80,7 @@ async def test_queued_requests_are_served_in_arrival_order(engines: SharedEngine
     assert await deployment.metric("dualmap_held_seconds_count", pool="llm/queued") == waits + 3
 
 
-async def test_queued_request_with_trailers_arrives_whole(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_queued_request_with_trailers_arrives_complete(engines: SharedEngines, deployment: Deployment) -> None:
     body = short("queued", seed=f"{deployment.mode} trailers")
     async with busy(engines, deployment, "queued", seed=f"{deployment.mode} before trailers") as gate:
         headers = {"content-type": "application/json"}
@@ -96,7 +96,7 @@ async def test_queued_request_with_trailers_arrives_whole(engines: SharedEngines
     assert receipt(reply)["chosen"] == reply.headers[ENGINE_HEADER] == "left"
 
 
-async def test_queued_large_body_arrives_whole(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_queued_large_body_arrives_complete(engines: SharedEngines, deployment: Deployment) -> None:
     body = json.dumps(chat("queued", f"{deployment.mode} large " + "x" * 3_000_000)).encode()
     async with busy(engines, deployment, "queued", seed=f"{deployment.mode} before large") as gate:
         task = asyncio.create_task(deployment.ask(body))
@@ -134,7 +134,9 @@ async def test_request_queued_past_max_wait_gets_429(engines: SharedEngines, dep
     assert not [each for each in engines.left.received if each.body in bodies]
 
 
-async def test_client_disconnect_frees_its_queue_place(engines: SharedEngines, deployment: Deployment) -> None:
+async def test_client_disconnect_removes_its_request_from_the_queue(
+    engines: SharedEngines, deployment: Deployment
+) -> None:
     bodies = [short("queued", seed=f"{deployment.mode} gone {number}") for number in range(4)]
     async with busy(engines, deployment, "queued", seed=f"{deployment.mode} gone") as gate:
         first, second, third = await in_a_row(deployment, "queued", bodies[:3])
@@ -167,7 +169,7 @@ async def test_first_member_of_empty_pool_serves_queued_requests(
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
-async def test_sigterm_dispatches_queued_requests(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
+async def test_router_dispatches_queued_requests_on_sigterm(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
     documents = {"queued": document("queued", [member_of(engines.left)], **BUSY, **queue())}
     bodies = [short("queued", seed=f"{mode} sigterm {number}") for number in range(3)]
     async with AsyncExitStack() as stack:

@@ -77,7 +77,7 @@ def scripted(engines: SharedEngines) -> dict[str, dict[str, Any]]:
 
 
 @modes
-async def test_streams_continue_across_a_certificate_change(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
+async def test_certificate_change_keeps_open_streams(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
     before, after = Authority("before"), Authority("after")
     folder = mount_pair(tmp_path / "router", before.pair(), version=1)
     first, rest = asyncio.Event(), asyncio.Event()
@@ -127,7 +127,7 @@ async def test_streams_continue_across_a_certificate_change(engines: SharedEngin
     assert deployment.router.output().count(TAKEN_UP) == 1
 
 
-async def test_half_replaced_pair_keeps_the_last_valid_one(engines: SharedEngines, tmp_path: Path) -> None:
+async def test_half_replaced_certificate_keeps_last_valid_certificate(engines: SharedEngines, tmp_path: Path) -> None:
     old, new = Authority().pair(), Authority().pair()
     folder = write_pair(tmp_path / "router", old)
     async with Deployment(
@@ -156,7 +156,7 @@ async def test_half_replaced_pair_keeps_the_last_valid_one(engines: SharedEngine
 
 
 @modes
-async def test_mutual_tls_admits_only_trusted_clients(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
+async def test_mutual_tls_accepts_only_trusted_clients(engines: SharedEngines, mode: Mode, tmp_path: Path) -> None:
     clients = Authority("clients")
     (tmp_path / "clients.crt").write_bytes(clients.pem)
     folder = write_pair(tmp_path / "router", clients.pair())

@@ -37,7 +37,7 @@ def assert_carried(engine: Upstream) -> None:
 
 
 @modes
-async def test_decision_span_joins_the_client_trace(
+async def test_decision_span_belongs_to_the_client_trace(
     mode: Mode, collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
@@ -63,7 +63,7 @@ async def test_decision_span_joins_the_client_trace(
 
 
 @modes
-async def test_without_collector_trace_headers_reach_the_engine(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
+async def test_trace_headers_reach_the_engine_without_a_collector(mode: Mode, engine: Upstream, tmp_path: Path) -> None:
     pools = {"traced": document("traced", [member_of(engine)])}
     async with Deployment(pools, mode=mode, directory=tmp_path) as deployment:
         assert (await deployment.ask(chat("traced"), headers=HEADERS)).status == 200
@@ -72,7 +72,7 @@ async def test_without_collector_trace_headers_reach_the_engine(mode: Mode, engi
         assert "traceparent" not in engine.received[-1].headers
 
 
-async def test_dead_collector_delays_no_request_and_no_shutdown(
+async def test_unreachable_collector_delays_no_request_or_shutdown(
     collector: Collector, engine: Upstream, tmp_path: Path
 ) -> None:
     collector.stop()

@@ -160,7 +160,7 @@ async def test_usage_is_read_from_supported_responses_only(engine: Upstream, pic
     assert dict(zip(READ, found, strict=True)) == {name: expected for name, (*_, expected) in READ.items()}
 
 
-async def test_compressed_response_is_not_read(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_of_compressed_response_is_not_read(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     body = b'{"usage":' + USAGE + b"}"
     for encoding in ("gzip", "identity"):
         engine.answer = whole(body, **{"content-encoding": encoding})
@@ -168,7 +168,7 @@ async def test_compressed_response_is_not_read(engine: Upstream, picker: Picker,
     assert await logged(picker, 2) == [{}, FOUND]
 
 
-async def test_usage_in_pieces_is_read_without_delay(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_split_over_chunks_is_read_without_delay(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
     start = b'data: {"choices":[]}\n\n'
     splits = [[start + LAST_EVENTS[:at], LAST_EVENTS[at:]] for at in range(len(LAST_EVENTS))]
     splits.append([bytes([byte]) for byte in start + LAST_EVENTS])
@@ -178,19 +178,23 @@ async def test_usage_in_pieces_is_read_without_delay(engine: Upstream, picker: P
     assert await logged(picker, len(splits)) == [FOUND] * len(splits)
 
 
-async def test_usage_is_kept_when_the_client_leaves_at_the_end(engine: Upstream, picker: Picker, envoy: Envoy) -> None:
+async def test_usage_is_counted_if_client_disconnects_at_the_end(
+    engine: Upstream, picker: Picker, envoy: Envoy
+) -> None:
     engine.answer = InPieces([LAST_EVENTS])
     async with opened(envoy.url, b"{}") as response:
         assert await response.content.readexactly(len(LAST_EVENTS)) == LAST_EVENTS
     assert await logged(picker, 1) == [FOUND]
 
 
-class TestThroughTheRouter:
+class TestUsageThroughRouter:
     """The router's use of the usage tags, in each message mode."""
 
     pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-    async def test_scalar_events_do_not_crash_envoy(self, engines: SharedEngines, deployment: Deployment) -> None:
+    async def test_json_scalars_in_stream_events_do_not_crash_envoy(
+        self, engines: SharedEngines, deployment: Deployment
+    ) -> None:
         for event in SCALARS:
             engines.left.answer = engines.right.answer = sse([event])
             assert (await deployment.ask(chat("scripted", stream=True))).body == event
@@ -219,7 +223,7 @@ class TestThroughTheRouter:
         assert await deployment.metric("dualmap_measured_cached_tokens_total", **labels) == counted
 
     @pytest.mark.parametrize("streamed", [False, True], ids=["content-length", "chunked"])
-    async def test_huge_response_passes_whole(
+    async def test_huge_response_passes_complete(
         self, engines: SharedEngines, deployment: Deployment, streamed: bool
     ) -> None:
         counted = await deployment.metric("dualmap_measured_cached_tokens_total", pool="llm/scripted")
@@ -242,7 +246,7 @@ class TestThroughTheRouter:
         [LOOP + " error('broken')", "error('broken') " + LOOP],
         ids=["at the body", "at the headers"],
     )
-    async def test_failing_usage_script_loses_only_the_usage(
+    async def test_failed_usage_script_loses_only_the_usage_data(
         self, engines: SharedEngines, deployment: Deployment, fails: str
     ) -> None:
         def edit(config: str) -> str:

@@ -15,9 +15,7 @@ METRIC = "dualmap_pool_desired_replicas"
 
 
 @pytest.mark.timeout(480, func_only=True)
-async def test_hpa_scales_up_and_down_without_a_lost_request(
-    product: Product, cluster: Cluster, tmp_path: Path
-) -> None:
+async def test_hpa_scale_up_and_down_loses_no_request(product: Product, cluster: Cluster, tmp_path: Path) -> None:
     await product.operator()
     await product.apply(waves.pool(product.namespace))
     await product.until_active(1)

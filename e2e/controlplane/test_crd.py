@@ -243,13 +243,13 @@ def rules(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
         yield from rules(schema["items"], path)
 
 
-def test_every_rule_has_a_test() -> None:
+def test_every_crd_validation_rule_has_a_test() -> None:
     schema = yaml.safe_load(CRD_FILE.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     assert Counter(rules(schema)) == Counter([*(rule.path for rule in RULES), *OTHER_RULES])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.path)
-def test_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespace: str, rule: Rule) -> None:
+def test_crd_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespace: str, rule: Rule) -> None:
     made = make(cluster, namespace, [pool(rule.path, value) for value in rule.accepted], check=True)
     assert made.count("created (server dry run)") == len(rule.accepted)
     said = refusals(cluster, namespace, [pool(rule.path, value) for value, _ in rule.refused])
@@ -257,13 +257,13 @@ def test_rule_accepts_valid_and_rejects_invalid_values(cluster: Cluster, namespa
         assert message in part(refusal, rule.named or rule.path)
 
 
-def test_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
+def test_crd_schema_rejects_invalid_values(cluster: Cluster, namespace: str) -> None:
     said = refusals(cluster, namespace, [pool(path, value) for path, value, _ in SCHEMA_REFUSALS])
     for refusal, (_, _, message) in zip(said, SCHEMA_REFUSALS, strict=True):
         assert message in refusal
 
 
-def test_model_is_immutable_and_its_aliases_are_not(cluster: Cluster, namespace: str) -> None:
+def test_model_name_is_immutable_but_aliases_can_change(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "model"))
     patch(cluster, namespace, "model", {"spec": {"model": {"aliases": ["n"]}}})
     said = patch(cluster, namespace, "model", {"spec": {"model": {"name": "n"}}}, check=False)
@@ -273,7 +273,7 @@ def test_model_is_immutable_and_its_aliases_are_not(cluster: Cluster, namespace:
     )
 
 
-def test_port_is_immutable(cluster: Cluster, namespace: str) -> None:
+def test_pool_port_is_immutable(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "port"))
     said = patch(cluster, namespace, "port", {"spec": {"engine": {"port": 9000}}}, check=False)
     expected = "9000 is not accepted; the port of a pool cannot be changed, give 8000 or create another pool"
@@ -281,7 +281,7 @@ def test_port_is_immutable(cluster: Cluster, namespace: str) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("template", "selector"), ("selector", "template")])
-def test_kind_of_workload_is_immutable_and_its_content_is_not(
+def test_workload_kind_is_immutable_but_content_can_change(
     cluster: Cluster, namespace: str, before: str, after: str
 ) -> None:
     workloads: dict[str, Any] = {"template": TEMPLATE, "selector": SELECTOR}
@@ -298,7 +298,7 @@ def test_kind_of_workload_is_immutable_and_its_content_is_not(
     )
 
 
-def test_ring_version_never_decreases_and_members_are_valid(cluster: Cluster, namespace: str) -> None:
+def test_api_server_rejects_lower_ring_version_or_invalid_members(cluster: Cluster, namespace: str) -> None:
     create(cluster, namespace, pool("metadata.name", "ring"))
     members = [MEMBER, {**MEMBER, "id": "q-1", "address": "fd00::1", "incarnation": "1-0"}]
     for version in (7, 7, 8):
@@ -316,7 +316,7 @@ def test_ring_version_never_decreases_and_members_are_valid(cluster: Cluster, na
         part(patch(cluster, namespace, "ring", bad, status=True, check=False), f"status.ring.members[0].{name}")
 
 
-def test_defaults_are_filled_in_and_equal_the_readers(cluster: Cluster, namespace: str) -> None:
+def test_crd_defaults_are_filled_in_and_equal_the_parsers(cluster: Cluster, namespace: str) -> None:
     written = pool()
     text = cluster.kubectl(
         "create", "--dry-run=server", "-n", namespace, "-f", "-", "-o", "json", input=json.dumps(written)
@@ -330,7 +330,7 @@ def test_defaults_are_filled_in_and_equal_the_readers(cluster: Cluster, namespac
     assert read_spec(kept) == read_spec(written)
 
 
-def test_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
+def test_pod_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
     template = {
         "metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}},
         "spec": {
@@ -342,7 +342,7 @@ def test_template_is_stored_unchanged(cluster: Cluster, namespace: str) -> None:
     assert get(cluster, namespace, "kept")["spec"]["workload"] == {"template": template}
 
 
-def test_status_in_create_is_dropped(cluster: Cluster, namespace: str) -> None:
+def test_status_in_create_request_is_dropped(cluster: Cluster, namespace: str) -> None:
     document = pool("metadata.name", "statusless")
     create(cluster, namespace, {**document, "status": {"ring": {"version": 7, "members": [MEMBER]}}})
     assert "status" not in get(cluster, namespace, "statusless")

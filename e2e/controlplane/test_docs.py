@@ -117,13 +117,13 @@ def clear(cluster: Cluster, folder: Path) -> None:
         cluster.kubectl("wait", f"namespace/{namespace}", "--for=delete", "--timeout=55s")
 
 
-def test_every_command_of_the_docs_is_listed() -> None:
+def test_every_docs_command_is_in_the_test_list() -> None:
     typed = {command.line for command in commands("kubectl", "helm", "sed")}
     assert typed == {*INSTALL, *POOLS, *REMOVE, LET_GO, REMOVE_DEFINITION, *WITHOUT_HELM, *NOT_RUN}
 
 
 @pytest.mark.timeout(900, func_only=True)
-async def test_commands_of_the_docs_work(cluster: Cluster, shell: Shell) -> None:
+async def test_docs_commands_succeed(cluster: Cluster, shell: Shell) -> None:
     await shell.run(*INSTALL, *POOLS)
 
     async def scaled() -> bool:

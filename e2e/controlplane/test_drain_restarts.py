@@ -34,7 +34,7 @@ STEPS: dict[str, Callable[[Status], bool]] = {
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_drain_survives_an_operator_killed_at_each_step(product: Product) -> None:
+async def test_drain_completes_with_operator_killed_at_each_step(product: Product) -> None:
     operator = await product.operator()
     await product.apply(pool_manifest("qwen", product.namespace, replicas=3))
     await product.until_active(3)
@@ -80,7 +80,7 @@ async def test_drain_cancelled_by_scale_up_keeps_the_busy_pod(product: Product) 
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_drain_survives_api_server_restart_and_silent_watch(
+async def test_drain_completes_after_api_restart_and_silent_watch(
     product: Product, cluster: Cluster, tmp_path: Path
 ) -> None:
     async with SilentProxy().running() as proxy:

@@ -29,7 +29,7 @@ METRIC = "dualmap_pool_desired_replicas"
 SCALED_WITHIN_S = 60.0
 
 
-def test_hpa_follows_desired_replicas_and_stays_without_them(cluster: Cluster, tmp_path: Path) -> None:
+def test_hpa_follows_metric_and_keeps_replicas_without_metric(cluster: Cluster, tmp_path: Path) -> None:
     crds.install(cluster)
     namespace = cluster.namespace()
     make_pool(cluster, namespace, replicas=2)

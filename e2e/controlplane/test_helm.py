@@ -51,7 +51,9 @@ def _site(request: pytest.FixtureRequest, cluster: Cluster, kubelet: ProcessKube
 
 @pytest.mark.timeout(_TEST_S, func_only=True)
 @pytest.mark.parametrize("form", FORMS)
-async def test_install_use_upgrade_roll_back_uninstall(form: Form, site: Site, kubelet: ProcessKubelet) -> None:
+async def test_release_installs_serves_upgrades_rolls_back_uninstalls(
+    form: Form, site: Site, kubelet: ProcessKubelet
+) -> None:
     before = await site.objects()
     await site.install(form.values(site.namespace))
     for component, replicas in {"operator": 2, "router": 2, "gateway": 2, "redis": 1}.items():

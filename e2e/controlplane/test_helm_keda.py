@@ -48,7 +48,7 @@ def _site(
 
 
 @pytest.mark.timeout(900, func_only=True)
-async def test_install_pool_request_scale_uninstall(site: Site) -> None:
+async def test_pool_scales_with_load_and_release_uninstalls(site: Site) -> None:
     before = await site.objects()
     await asyncio.gather(site.install(VALUES), make_pool(site))
     await site.until_answered()

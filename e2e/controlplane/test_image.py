@@ -51,7 +51,7 @@ def test_image_config_has_user_entrypoint_and_labels(image: Images) -> None:
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
 
 
-def test_commands_start_in_a_read_only_root(image: Images) -> None:
+def test_commands_start_with_read_only_root_filesystem(image: Images) -> None:
     assert run(image, "touch", "/tmp/x").returncode != 0
     shown = run(image, "dualmap", "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -60,13 +60,13 @@ def test_commands_start_in_a_read_only_root(image: Images) -> None:
 
 # The commands of the chart and the examples.
 @pytest.mark.parametrize("command", ["operator", "router", "envoy-config", "engine-sim"])
-def test_a_command_of_the_chart_starts(image: Images, command: str) -> None:
+def test_chart_command_starts(image: Images, command: str) -> None:
     shown = run(image, "dualmap", command, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert f"dualmap {command}" in shown.stdout
 
 
-def test_a_simulated_engine_answers(image: Images) -> None:
+def test_simulated_engine_answers_a_request(image: Images) -> None:
     with engine(image) as url, urllib.request.urlopen(f"{url}/v1/models", timeout=_WAIT_S) as answer:
         assert [model["id"] for model in json.load(answer)["data"]] == ["qwen"]
 
@@ -84,7 +84,7 @@ def test_image_has_all_modules_of_the_router(image: Images) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-def test_image_has_no_installer_and_no_compiler(image: Images) -> None:
+def test_image_has_no_package_installer_or_compiler(image: Images) -> None:
     root = image.dualmap
     programs = {
         path.name

@@ -17,7 +17,7 @@ LOOKS_IN_VAIN = 10
 
 
 @pytest.mark.timeout(480, func_only=True)
-async def test_keda_scales_up_and_down_without_a_lost_request(product: Product, scaler: str) -> None:
+async def test_keda_scale_up_and_down_loses_no_request(product: Product, scaler: str) -> None:
     await product.operator()
     await product.apply(waves.pool(product.namespace))
     await product.until_active(1)

@@ -17,7 +17,7 @@ START_S = 60.0
 
 
 @pytest.mark.timeout(420, func_only=True)
-async def test_keda_scales_from_zero_for_a_request_and_back(product: Product, scaler: str) -> None:
+async def test_keda_scales_from_zero_on_request_and_back_to_zero(product: Product, scaler: str) -> None:
     await start_empty(product, maxWait=f"{START_S:.0f}s")
     told = keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0, pollingInterval=SELDOM_S)
     async with keda.scaling(product, told):
@@ -38,7 +38,7 @@ async def test_keda_scales_from_zero_for_a_request_and_back(product: Product, sc
 
 
 @pytest.mark.timeout(300, func_only=True)
-async def test_request_at_zero_with_short_max_wait_gets_503(product: Product, scaler: str) -> None:
+async def test_request_at_zero_replicas_with_short_max_wait_gets_503(product: Product, scaler: str) -> None:
     await start_empty(product, maxWait="200ms")
     told = keda.scaled_object(product.namespace, scaler=scaler, minReplicaCount=0, pollingInterval=SELDOM_S)
     async with keda.scaling(product, told), aiohttp.ClientSession() as session:

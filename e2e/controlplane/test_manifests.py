@@ -50,7 +50,7 @@ def test_manifests_pass_strict_validation(installed: Cluster) -> None:
 
 
 @pytest.mark.parametrize("form", ["cluster", "namespaced"])
-def test_operator_and_router_with_these_rights_get_no_403(installed: Cluster, form: str) -> None:
+def test_operator_and_router_with_manifest_rbac_get_no_403(installed: Cluster, form: str) -> None:
     namespace = installed.namespace()
     scope = "--all-namespaces" if form == "cluster" else f"--namespace={namespace}"
     apply(installed, f"rbac/{form}.yaml", namespace=None if form == "cluster" else namespace)

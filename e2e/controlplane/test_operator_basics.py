@@ -57,7 +57,7 @@ async def leader(product: Product) -> str:
     return holder
 
 
-async def test_pool_applied_has_ready_pods_and_a_status(product: Product) -> None:
+async def test_applied_pool_gets_ready_pods_and_a_status(product: Product) -> None:
     operator = await product.operator()
     await applied(product, replicas=2)
 
@@ -76,7 +76,7 @@ async def test_pool_applied_has_ready_pods_and_a_status(product: Product) -> Non
     assert {"Accepted", "MemberActive"} <= set(events.split())
 
 
-async def test_operator_at_rest_writes_nothing_and_reads_little(product: Product) -> None:
+async def test_idle_operator_writes_nothing_and_reads_little(product: Product) -> None:
     # Briefly after its restart in other tests, the API server rejects all requests.
     began = len(operators_requests(product))
     await product.operator("operator-0", "--leader-election")
@@ -98,7 +98,7 @@ async def test_operator_at_rest_writes_nothing_and_reads_little(product: Product
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
-async def test_child_deleted_is_created_again(product: Product, kind: str) -> None:
+async def test_deleted_child_object_is_recreated(product: Product, kind: str) -> None:
     await product.operator()
     await applied(product, replicas=1)
     before = await product.kubectl("get", f"{kind}/qwen", "-o", "jsonpath={.metadata.uid}")
@@ -117,7 +117,7 @@ async def test_child_deleted_is_created_again(product: Product, kind: str) -> No
     assert (await product.pool())["status"]["ring"] == ring, "its pods serve on"
 
 
-async def test_children_edited_are_restored(product: Product) -> None:
+async def test_edited_child_objects_are_restored(product: Product) -> None:
     await product.operator()
     await applied(product, replicas=1)
     await product.kubectl("scale", "statefulset/qwen", "--replicas=3")
@@ -138,7 +138,7 @@ async def test_children_edited_are_restored(product: Product) -> None:
     await until(undone, "all three are as they were", timeout_s=30.0)
 
 
-async def test_pool_deleted_drains_and_removes_its_children(product: Product) -> None:
+async def test_deleted_pool_drains_and_removes_child_objects(product: Product) -> None:
     await product.operator()
     await joined(product, replicas=2)
     await product.kubectl("delete", "dmpool/qwen", "--timeout=60s")
@@ -152,7 +152,7 @@ async def test_pool_deleted_drains_and_removes_its_children(product: Product) ->
     assert "MemberDraining" in events.split()
 
 
-async def test_pool_deleted_without_operator_is_drained_by_the_next(product: Product) -> None:
+async def test_pool_deleted_without_operator_drains_after_operator_start(product: Product) -> None:
     first = await product.operator()
     await applied(product, replicas=1)
     await first.kill()
@@ -169,7 +169,7 @@ async def test_pool_deleted_without_operator_is_drained_by_the_next(product: Pro
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_pod_deleted_while_not_watched_leaves_the_ring(product: Product) -> None:
+async def test_pod_deleted_during_watch_outage_leaves_the_ring(product: Product) -> None:
     operator = await product.operator()
     await joined(product, replicas=2)
     # The controllers must not recreate the pod before the operator has seen its absence.
@@ -185,7 +185,7 @@ async def test_pod_deleted_while_not_watched_leaves_the_ring(product: Product) -
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_of_two_operators_only_the_leader_writes(product: Product) -> None:
+async def test_standby_of_two_operators_writes_nothing(product: Product) -> None:
     first = await product.operator("operator-0", "--leader-election")
 
     async def led() -> bool:
@@ -233,14 +233,14 @@ async def taken_over_after(product: Product, holder: str, end: Any) -> None:
     await until(another, "another operator leads", timeout_s=TAKE_OVER_S)
 
 
-async def test_leader_on_sigterm_exits_in_time(product: Product) -> None:
+async def test_leader_exits_within_grace_period_on_sigterm(product: Product) -> None:
     operator = await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
     await stopped(operator)
     assert await leader(product) == ""
 
 
-async def test_standby_on_sigterm_exits_in_time(product: Product) -> None:
+async def test_standby_exits_within_grace_period_on_sigterm(product: Product) -> None:
     await product.operator("operator-0", "--leader-election")
     await stopped(await product.operator("operator-1", "--leader-election"))
 
@@ -250,7 +250,7 @@ async def stopped(operator: Operator) -> None:
     assert await operator.wait(timeout_s=STOP_S) == 0
 
 
-async def test_leader_without_lease_renewal_exits(product: Product) -> None:
+async def test_leader_that_cannot_renew_its_lease_exits(product: Product) -> None:
     operator = await product.operator("operator-0", "--leader-election")
     await applied(product, replicas=1)
     await asyncio.to_thread(product.cluster.stop_apiserver)

@@ -17,7 +17,7 @@ Right = tuple[str, str, str]
 
 
 @pytest.mark.timeout(240, func_only=True)
-async def test_granted_rights_equal_the_used_ones(product: Product, cluster: Cluster) -> None:
+async def test_granted_rbac_rights_equal_the_rights_in_use(product: Product, cluster: Cluster) -> None:
     # Remove the Lease of earlier tests: creating one needs its own permission.
     await product.kubectl("delete", "lease/dualmap-operator", "-n", SYSTEM, "--ignore-not-found")
     # A complete life cycle: create, grow, roll out, shrink, delete; leader election, router discovery by Service, a

@@ -133,7 +133,7 @@ async def test_router_applies_a_published_ring(served: Served) -> None:
     assert await served.states() == {"qwen-0": "Active", "qwen-1": "Draining"}
 
 
-async def test_router_drains_unready_or_terminating_pods_itself(served: Served) -> None:
+async def test_router_drains_unready_or_terminating_pods_without_operator(served: Served) -> None:
     for number, name in enumerate(("qwen-0", "qwen-1"), start=1):
         await served.create_pod(name, number)
     await served.publish(1, qwen_0="Active", qwen_1="Active")
@@ -148,7 +148,7 @@ async def test_router_drains_unready_or_terminating_pods_itself(served: Served) 
     assert (await served.page())["ring_version"] == 1
 
 
-async def test_router_without_api_server_serves_and_catches_up(cluster: Cluster, served: Served) -> None:
+async def test_router_serves_during_api_outage_and_catches_up_after(cluster: Cluster, served: Served) -> None:
     await served.publish(1, qwen_0="Active")
     await served.until_version(1)
     await asyncio.to_thread(cluster.stop_apiserver)
@@ -165,7 +165,7 @@ async def test_router_without_api_server_serves_and_catches_up(cluster: Cluster,
     await served.until_version(2)
 
 
-async def test_router_requests_only_what_its_role_allows(cluster: Cluster, served: Served) -> None:
+async def test_router_requests_only_resources_its_role_allows(cluster: Cluster, served: Served) -> None:
     await served.create_pod("qwen-0", 1)
     await served.publish(1, qwen_0="Active")
     await served.until_version(1)

@@ -118,7 +118,7 @@ def test_rules_file_is_valid_for_promtool(promtool: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_alerts_and_pages_correspond() -> None:
+def test_alert_rules_and_runbook_sections_have_the_same_names() -> None:
     names = [rule["alert"] for rule in ALERTS]
     assert len(set(names)) == len(names)
     assert re.findall(r"^## (DualMap\w+)$", DOCUMENT, re.MULTILINE) == names
@@ -133,7 +133,7 @@ def test_alert_has_a_summary_and_a_first_check() -> None:
         assert rule["annotations"]["description"].endswith(".")
 
 
-def test_alert_metrics_are_in_the_recording() -> None:
+def test_alert_metrics_exist_in_the_recorded_metrics() -> None:
     asked = {name for rule in ALERTS for name in re.findall(r"\b(?:dualmap|envoy)_\w+", rule["expr"])}
     recorded = {series.partition("{")[0] for series in RECORDED["series"]}
     # Counters by kind have no series before the first of a kind; docs/metrics.md is held to have their names.
@@ -141,7 +141,7 @@ def test_alert_metrics_are_in_the_recording() -> None:
     assert asked - recorded - unseen == set()
 
 
-def test_alerts_healthy_day_fires_none(promtool: Path, tmp_path: Path) -> None:
+def test_alert_rules_fire_no_alert_on_a_healthy_day(promtool: Path, tmp_path: Path) -> None:
     assert_fire(promtool, healthy_day(), set(), tmp_path)
 
 
@@ -321,7 +321,7 @@ FAULTS: dict[str, tuple[dict[str, Series], set[str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_alerts_fault_fires_only_its_alert(fault: str, promtool: Path, tmp_path: Path) -> None:
+def test_alert_rules_fire_only_the_alert_of_each_fault(fault: str, promtool: Path, tmp_path: Path) -> None:
     different, expected = FAULTS[fault]
     assert_fire(promtool, {**healthy_day(), **different}, expected, tmp_path)
 
@@ -334,5 +334,5 @@ def test_alert_windows_have_two_scrapes_a_minute_apart() -> None:
     assert min(windows) > 2 * SLOW_INTERVAL_S
 
 
-def test_alert_is_fired_by_a_fault() -> None:
+def test_every_alert_is_fired_by_a_tested_fault() -> None:
     assert {name for _, expected in FAULTS.values() for name in expected} == {rule["alert"] for rule in ALERTS}

@@ -38,7 +38,7 @@ def container(objects: Sequence[Object], component: str, name: str) -> Any:
         ("monitors", "monitoring", [("ServiceMonitor", "dualmap-router"), ("PodMonitor", "dualmap-gateway")]),
     ],
 )
-def test_render_equals_the_golden_files(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
+def test_rendered_chart_equals_the_golden_files(golden: str, case: str, wanted: Sequence[tuple[str, str]]) -> None:
     objects = render(CASES[case], apis=APIS)
     shown = [only(objects, kind, name) for kind, name in wanted]
     assert shown == list(yaml.safe_load_all((GOLDENS / f"{golden}.yaml").read_text()))
@@ -77,7 +77,7 @@ def test_network_policy_allows_only_required_peers() -> None:
     assert set(reached(objects, "redis")) == {("redis", "router")}
 
 
-def test_network_policy_external_envoy_must_be_named() -> None:
+def test_network_policy_admits_external_gateway_only_if_listed() -> None:
     objects = render({"gateway": {"mode": "none"}, "networkPolicy": {"gatewayFrom": GATEWAYS, "kedaFrom": []}})
     assert {each for each in reached(objects, "router") if each[0] in ("grpc", "als")} == {
         ("grpc", "gateways"),
@@ -88,7 +88,7 @@ def test_network_policy_external_envoy_must_be_named() -> None:
     assert set(reached(nobody, "operator")) == set()
 
 
-def test_security_page_lists_every_port() -> None:
+def test_security_page_lists_every_chart_port() -> None:
     rows = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
     listed = {int(port) for row in rows for port in row.split(", ")}
     assert listed == {port for _, _, spec in pods(render()) for port in ports(spec).values()}
@@ -96,7 +96,7 @@ def test_security_page_lists_every_port() -> None:
 
 class TestTls:
     @pytest.mark.parametrize("case", [case for case in CASES if "tls" in case and "keda" not in case])
-    def test_tls_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
+    def test_tls_enabled_is_used_on_both_sides_with_renewed_files(self, case: str) -> None:
         objects = render(CASES[case], apis=APIS)
         mutual = "mutual" in case
         router, bootstrap = container(objects, "router", "router"), container(objects, "gateway", "bootstrap")
@@ -142,7 +142,7 @@ class TestTls:
         names = router.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert "dualmap-router.dualmap-system.svc" in names.get_values_for_type(x509.DNSName)
 
-    def test_tls_disabled_is_plain_text(self) -> None:
+    def test_tls_disabled_uses_plain_text(self) -> None:
         objects = render()
         assert not named(objects, "Secret")
         assert not [arg for arg in container(objects, "router", "router")["args"] if "tls" in arg]
@@ -171,7 +171,7 @@ class TestRedis:
 
 class TestPlacement:
     @pytest.mark.parametrize("component", ["operator", "router", "gateway", "redis"])
-    def test_placement_values_apply_to_every_component(self, component: str) -> None:
+    def test_node_placement_values_apply_to_every_component(self, component: str) -> None:
         template = workload(render(CASES["placed"]), component)["spec"]["template"]
         assert PLACED_ALONE.items() <= template["spec"].items()
         if component != "redis":
@@ -182,7 +182,7 @@ class TestPlacement:
             )
             assert template["metadata"]["annotations"].items() >= PLACED["podAnnotations"].items()
 
-    def test_placement_of_the_test_is_that_of_routers(self) -> None:
+    def test_helm_test_pod_has_the_node_placement_of_routers(self) -> None:
         spec = only(render(CASES["placed"]), "Pod", "dualmap-test")["spec"]
         assert (spec["nodeSelector"], spec["tolerations"]) == (PLACED["nodeSelector"], PLACED["tolerations"])
         # It would have the test keep away from what routers keep away from.
@@ -212,7 +212,7 @@ class TestOpenShift:
         for _, _, spec in pods(render(CASES[case])):
             assert {spec["securityContext"].get(key) for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
 
-    def test_pod_user_null_is_left_to_the_platform(self) -> None:
+    def test_pod_user_null_omits_the_user_from_the_pod(self) -> None:
         for _, _, spec in pods(render(CASES["openshift"])):
             assert set(spec["securityContext"]) == {"runAsNonRoot", "seccompProfile"}
 
@@ -241,7 +241,7 @@ class TestCrds:
 
 
 class TestMonitoring:
-    def test_monitoring_rules_and_dashboard_equal_the_files(self) -> None:
+    def test_monitoring_rules_and_dashboard_equal_their_source_files(self) -> None:
         objects = render(CASES["monitoring"], apis=APIS)
         rules = only(objects, "PrometheusRule", "dualmap")
         assert rules["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
@@ -272,24 +272,24 @@ class TestAutoscalers:
                 "name": "qwen",
             }
 
-    def test_keda_entry_sets_polling_and_cooldown(self) -> None:
+    def test_keda_values_set_polling_and_cooldown(self) -> None:
         entry = {**POOLS[0], "pollingInterval": 5, "cooldownPeriod": 0}
         spec = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")["spec"]
         assert (spec["pollingInterval"], spec["cooldownPeriod"]) == (5, 0)
 
-    def test_hpa_equals_the_example(self) -> None:
+    def test_rendered_hpa_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "hpa.yaml").read_text())
         assert only(render(CASES["hpa"]), "HorizontalPodAutoscaler", "qwen")["spec"] == example["spec"]
 
-    def test_scaled_object_equals_the_example(self) -> None:
+    def test_rendered_scaled_object_equals_the_documented_example(self) -> None:
         example = yaml.safe_load((ROOT / "manifests" / "examples" / "keda.yaml").read_text())
         entry = {**POOLS[0], "minReplicas": 0}
         made = only(render({"autoscaling": {"keda": [entry]}}, apis=APIS), "ScaledObject", "qwen")
         assert made["spec"] == example["spec"]
 
 
-class TestHook:
-    def test_helm_test_calls_the_gateway_with_our_image(self) -> None:
+class TestHelmTestHook:
+    def test_helm_test_pod_calls_the_gateway_with_the_dualmap_image(self) -> None:
         objects = render(CASES["test of a model"])
         pod = only(objects, "Pod", "dualmap-test")
         assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -298,11 +298,11 @@ class TestHook:
         assert chat["args"] == ["--url=http://dualmap-gateway.dualmap-system.svc:80", "--model=qwen", "--timeout=180"]
 
     @pytest.mark.parametrize("values", [CASES["no test"], {"gateway": {"mode": "none"}}])
-    def test_helm_test_without_gateway_is_absent(self, values: Mapping[str, Any]) -> None:
+    def test_helm_test_pod_is_omitted_if_gateway_is_disabled(self, values: Mapping[str, Any]) -> None:
         assert not named(render(values), "Pod")
 
 
-def test_chart_scripts_equal_the_files() -> None:
+def test_scripts_in_config_maps_equal_the_script_files() -> None:
     objects = render()
     for name, file in (("dualmap-gateway-scripts", "envoy_drain.py"), ("dualmap-test", "chat_request.py")):
         assert only(objects, "ConfigMap", name)["data"] == {file: (CHART / "files" / file).read_text()}
@@ -342,11 +342,11 @@ def test_chart_scripts_equal_the_files() -> None:
         ),
     ],
 )
-def test_notes_have_next_steps_and_warnings(values: Mapping[str, Any], said: str) -> None:
+def test_helm_notes_contain_next_steps_and_warnings(values: Mapping[str, Any], said: str) -> None:
     assert said in notes(values, apis=APIS)
 
 
-def test_notes_without_problems_have_no_warning() -> None:
+def test_helm_notes_without_problems_contain_no_warning() -> None:
     external = {"redis": {"mode": "external", "external": {"url": "rediss://redis.cache:6380/0"}}}
     for values in (external, {**external, **CASES["monitoring"]}, {**external, **CASES["keda"]}):
         said = notes(values, apis=APIS)

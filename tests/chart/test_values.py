@@ -41,14 +41,14 @@ def schema_keys(schema: Any, path: str = "") -> Iterator[str]:
             yield from schema_keys(each, f"{path}{name}.")
 
 
-def test_value_has_a_default_and_a_schema() -> None:
+def test_every_value_has_a_default_and_a_schema() -> None:
     # What stands in them is not ours: labels, resources.
     free = [path for path, each in levels(SCHEMA) if each.get("type") == "object" and "properties" not in each]
     given = {key for key in keys(VALUES) if not any(f"values.{key}".startswith(f"{path}.") for path in free)}
     assert given == set(schema_keys(SCHEMA)) - {"global"}
 
 
-def test_schema_is_closed_and_describes_every_value() -> None:
+def test_schema_describes_every_value_and_allows_no_other() -> None:
     for path, each in levels(SCHEMA):
         if "properties" in each:
             assert each["additionalProperties"] is False, path
@@ -56,7 +56,7 @@ def test_schema_is_closed_and_describes_every_value() -> None:
             assert each["description"].endswith("."), path
 
 
-def test_value_cannot_be_removed() -> None:
+def test_schema_requires_every_value_that_is_not_optional() -> None:
     """helm treats null as unset: a template would fail or lack the value."""
     may_be_left_out = {"values": {"global"}, "values.podSecurity": {"runAsUser"}}
     for path, each in levels(SCHEMA):
@@ -65,14 +65,14 @@ def test_value_cannot_be_removed() -> None:
             assert set(each.get("required", ())) == wanted, path
 
 
-def test_generated_files_of_the_chart_are_current() -> None:
+def test_generated_chart_files_are_up_to_date() -> None:
     """The README's table, the chart's CRD, manifests/install*.yaml."""
     helm()
     done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_chart_has_this_version_and_passes_strict_lint() -> None:
+def test_chart_has_the_package_version_and_passes_strict_lint() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert f'\nversion = "{chart["appVersion"]}"\n' in (ROOT / "pyproject.toml").read_text()
     done = subprocess.run([helm(), "lint", "--strict", CHART], capture_output=True, text=True)
@@ -89,7 +89,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "path", ["router", "router.tls", "router.replicas", "redis.mode", "image.registry", "networkPolicy.enabled"]
 )
-def test_value_null_is_rejected_with_its_name(path: str) -> None:
+def test_null_value_is_rejected_with_its_name(path: str) -> None:
     message = refused(nested(path, None))
     assert "values don't meet the specifications of the schema" in message
     assert path.rpartition(".")[2] in message
@@ -240,7 +240,7 @@ def test_schema_rejects_unknown_values_by_name(path: str, value: Any, said: str)
         ),
     ],
 )
-def test_values_in_conflict_are_rejected_with_a_remedy(values: Mapping[str, Any], said: str) -> None:
+def test_conflicting_values_are_rejected_with_a_remedy(values: Mapping[str, Any], said: str) -> None:
     assert said in refused(values, apis=APIS)
 
 
@@ -261,10 +261,10 @@ def test_values_in_conflict_are_rejected_with_a_remedy(values: Mapping[str, Any]
         ),
     ],
 )
-def test_switch_names_what_the_cluster_lacks(values: Mapping[str, Any], said: str) -> None:
+def test_option_without_required_cluster_api_is_rejected_by_name(values: Mapping[str, Any], said: str) -> None:
     message = refused(values)
     assert f"this cluster does not serve {said}. Install" in message
 
 
-def test_kubernetes_too_old_is_rejected() -> None:
+def test_too_old_kubernetes_version_is_rejected() -> None:
     assert "kubeVersion: >=1.32.0-0" in refused({}, kube_version="1.31.9")

@@ -8,7 +8,7 @@ from dualmap_cli.demo.errors import OutputRefused
 from dualmap_cli.demo.folder import held
 
 
-def test_second_demo_in_a_folder_is_refused(tmp_path):
+def test_second_demo_in_a_folder_is_rejected(tmp_path):
     with held(tmp_path):
         result = CliRunner().invoke(command.demo, ["--out", str(tmp_path), "--requests", "1"])
 
@@ -18,7 +18,7 @@ def test_second_demo_in_a_folder_is_refused(tmp_path):
     assert not (tmp_path / "logs").exists(), "the live files of the first are untouched"
 
 
-def test_demo_folder_is_released_at_any_end(tmp_path):
+def test_demo_folder_lock_is_released_at_any_exit(tmp_path):
     with pytest.raises(RuntimeError, match="ended badly"), held(tmp_path):
         raise RuntimeError("ended badly")
 
@@ -31,7 +31,7 @@ def test_demos_in_different_folders_run_together(tmp_path):
         pass
 
 
-def test_folder_that_cannot_be_created_is_refused(tmp_path):
+def test_demo_folder_that_cannot_be_created_is_rejected(tmp_path):
     (tmp_path / "file").touch()
 
     with pytest.raises(OutputRefused, match="give a folder to write to"), held(tmp_path / "file" / "below"):

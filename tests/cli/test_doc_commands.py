@@ -66,7 +66,7 @@ def typed(command: Command, folder: Path) -> list[str]:
     return [sys.executable, "-m", "dualmap_cli", *words[1:], *SHORTER.get(words[1], [])]
 
 
-def test_documents_contain_commands() -> None:
+def test_documentation_contains_commands() -> None:
     assert {command.page for command in COMMANDS} >= {"README.md", "docs/operations.md", "docs/state.md"}
     assert {command.line.split()[1] for command in COMMANDS} >= {"router", "envoy-config", "explain", "simulate"}
 

@@ -115,7 +115,7 @@ def defaulted(value: Any, schema: Mapping[str, Any]) -> Any:
     return value
 
 
-def test_crd_names_equal_the_code() -> None:
+def test_crd_names_equal_the_names_in_code() -> None:
     names = CRD["spec"]["names"]
     assert (CRD["spec"]["group"], names["plural"], names["kind"]) == (GROUP, PLURAL, KIND)
     assert CRD["metadata"]["name"] == f"{PLURAL}.{GROUP}"
@@ -163,7 +163,7 @@ OBJECTS = [
 
 
 @pytest.mark.parametrize("field", OBJECTS, ids=str)
-def test_crd_objects_have_exactly_the_fields_of_the_reader(field: Field) -> None:
+def test_crd_objects_have_exactly_the_fields_of_the_parser(field: Field) -> None:
     document = with_value(Field((*field.path, "unknown"), {}), 1)
     with pytest.raises(PoolError) as refused:
         read_pools(document)
@@ -172,14 +172,14 @@ def test_crd_objects_have_exactly_the_fields_of_the_reader(field: Field) -> None
     assert set(known) == set(field.schema["properties"])
 
 
-def test_crd_members_have_exactly_the_fields_of_the_reader() -> None:
+def test_crd_members_have_exactly_the_fields_of_the_parser() -> None:
     with pytest.raises(PoolError) as refused:
         read_pools({**POOL, "status": {"ring": {"members": [{**MEMBER, "unknown": 1}]}}})
     known = refused.value.accepted.removeprefix("one of the fields ").split(", ")
     assert set(known) == {each.path[-1] for each in MEMBER_FIELDS}
 
 
-def test_crd_defaults_equal_the_reader() -> None:
+def test_crd_defaults_equal_the_router_parser_defaults() -> None:
     document = {**POOL, "spec": defaulted(POOL["spec"], SPEC)}
     assert document["spec"] != POOL["spec"]
     assert read_pools(document) == read_pools(POOL)
@@ -190,7 +190,7 @@ def test_crd_defaults_equal_the_reader() -> None:
     assert {each.path for each in SPEC_FIELDS if "default" in each.schema} >= leaves - given
 
 
-def test_crd_defaults_equal_those_of_the_operator() -> None:
+def test_crd_defaults_equal_the_operator_defaults() -> None:
     spec = read_spec(POOL)
     assert spec.workload == TemplateWorkload(template=TEMPLATE)
     assert spec.replicas == SPEC["properties"]["replicas"]["default"] == 1
@@ -199,7 +199,7 @@ def test_crd_defaults_equal_those_of_the_operator() -> None:
 
 
 @pytest.mark.parametrize("field", NUMBERS, ids=str)
-def test_crd_numbers_have_the_bounds_of_the_reader(field: Field) -> None:
+def test_crd_numbers_have_the_bounds_of_the_parser(field: Field) -> None:
     low, high = number_bounds(field)
     step = 1 if field.schema["type"] == "integer" else 1e-6
     read(with_value(field, low if field.path[-1] != "maxBlocks" else 2))
@@ -210,7 +210,7 @@ def test_crd_numbers_have_the_bounds_of_the_reader(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", DURATIONS, ids=str)
-def test_crd_durations_have_the_bounds_of_the_reader(field: Field) -> None:
+def test_crd_durations_have_the_bounds_of_the_parser(field: Field) -> None:
     low, high = duration_bounds(field)
     read(with_value(field, low))
     read(with_value(field, high))
@@ -221,7 +221,7 @@ def test_crd_durations_have_the_bounds_of_the_reader(field: Field) -> None:
 
 
 @pytest.mark.parametrize("field", DURATIONS, ids=str)
-def test_crd_duration_message_and_description_name_the_bounds(field: Field) -> None:
+def test_crd_duration_message_and_description_contain_the_bounds(field: Field) -> None:
     low, high = duration_bounds(field)
     (rule,) = field.schema["x-kubernetes-validations"]
     assert f"from {low} to {high}, such as {field.schema['default']}" in " ".join(rule["messageExpression"].split())
@@ -234,7 +234,7 @@ def test_crd_duration_message_and_description_name_the_bounds(field: Field) -> N
     ["500ms", "5s", "1.5s", "0.5m", "10m", "1h", "600000ms", "", "5", "s", "-5s", "0s", "5 s", "5S", "1h30m", "1e3s",
      "+5s", ".5s", "5.s", "5us", "5ns", "5d"],
 )  # fmt: skip
-def test_crd_duration_pattern_equals_the_reader(field: Field, text: str) -> None:
+def test_crd_duration_pattern_equals_the_parser_pattern(field: Field, text: str) -> None:
     (rule,) = field.schema["x-kubernetes-validations"]
     (pattern,) = re.findall(r"matches\('\^(.*?)\$'\)", rule["rule"])
     try:
@@ -257,7 +257,7 @@ def test_crd_only_the_dispatch_window_may_be_unlimited() -> None:
                 read(with_value(each, UNLIMITED))
 
 
-def test_crd_enums_equal_the_code() -> None:
+def test_crd_enums_equal_the_values_in_code() -> None:
     code = {
         "spec.engine.type": list(ENGINE_TYPES),
         "spec.routing.policy": list(POLICIES),
@@ -268,12 +268,12 @@ def test_crd_enums_equal_the_code() -> None:
     assert {str(each): each.schema["enum"] for each in ENUMS} == code
 
 
-def test_crd_condition_names_equal_the_operator() -> None:
+def test_crd_condition_names_equal_the_operators_conditions() -> None:
     named = re.findall(r"\b[A-Z]\w+", STATUS["properties"]["conditions"]["description"])
     assert set(ConditionType) <= set(named)
 
 
-def test_crd_text_lengths_equal_the_reader() -> None:
+def test_crd_text_lengths_equal_the_parser_limits() -> None:
     texts = [each for each in READ_FIELDS if "minLength" in each.schema]
     assert {str(each) for each in texts} == {"spec.model.name", "status.ring.members.[].incarnation"}
     for field in texts:
@@ -294,7 +294,7 @@ def test_crd_text_lengths_equal_the_reader() -> None:
     ("adapters", "accepted"),
     [(["sql", "law"], True), ([], True), (["m"], False), (["alias"], False), (["sql", "sql"], False)],
 )
-def test_adapters_are_other_names_than_the_models(adapters: list[str], accepted: bool) -> None:
+def test_adapter_names_equal_to_model_names_are_rejected(adapters: list[str], accepted: bool) -> None:
     document = with_value(Field(("spec", "model", "aliases"), {}), ["alias"])
     document["spec"]["model"]["adapters"] = adapters
     if accepted:
@@ -313,7 +313,7 @@ def test_adapters_are_other_names_than_the_models(adapters: list[str], accepted:
     ],
     ids=["name", "header", "id"],
 )
-def test_crd_name_patterns_equal_the_reader(path: tuple[str, ...], texts: list[str]) -> None:
+def test_crd_name_patterns_equal_the_parser_patterns(path: tuple[str, ...], texts: list[str]) -> None:
     schema = SCHEMA if path[0] == "metadata" else next(each.schema for each in READ_FIELDS if each.path == path)
     rules = [rule["rule"] for rule in schema.get("x-kubernetes-validations", [])]
     (pattern,) = [schema["pattern"]] if "pattern" in schema else re.findall(r"matches\('(.*?)'\)", " ".join(rules))
@@ -346,7 +346,7 @@ def test_crd_page_lists_every_field_with_its_default() -> None:
         assert yaml.safe_load(default) == leaves[name].get("default"), name
 
 
-def test_crd_page_examples_are_pools_without_warnings() -> None:
+def test_crd_page_examples_are_valid_pools_without_warnings() -> None:
     text = (ROOT / "docs" / "pool.md").read_text()
     examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
     in_a_cluster, in_a_file, adopting = examples

@@ -40,7 +40,7 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return token
 
 
-async def test_login_in_a_pod_uses_the_service_address_not_dns(pod: Path) -> None:
+async def test_login_in_a_pod_uses_the_service_ip_not_dns(pod: Path) -> None:
     client = await KubeClient.connect()
     try:
         info = await login(client)
@@ -51,7 +51,7 @@ async def test_login_in_a_pod_uses_the_service_address_not_dns(pod: Path) -> Non
         await client.close()
 
 
-async def test_login_again_reads_the_token_file_again(pod: Path) -> None:
+async def test_repeated_login_reads_the_token_file_again(pod: Path) -> None:
     client = await KubeClient.connect()
     try:
         await login(client)

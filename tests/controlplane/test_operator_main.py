@@ -30,7 +30,7 @@ def invoke(*arguments: str, **environment: str | None) -> Result:
     return CliRunner().invoke(operator, arguments, env=variables)
 
 
-def test_options_defaults(told: list[Settings]) -> None:
+def test_operator_options_have_documented_defaults(told: list[Settings]) -> None:
     assert invoke().exit_code == 0
 
     (settings,) = told
@@ -38,7 +38,7 @@ def test_options_defaults(told: list[Settings]) -> None:
     assert (settings.metrics_port, settings.health_port, settings.router_service) == (9091, 9092, "dualmap-router")
 
 
-def test_options_are_read_from_flags_and_environment(told: list[Settings]) -> None:
+def test_operator_options_are_read_from_flags_and_environment(told: list[Settings]) -> None:
     result = invoke(
         "--namespace", "llm", "--leader-election", "--router", "10.0.0.1:9090", "--router", "[fd00::1]:9091",
         POD_NAMESPACE="serving",
@@ -71,7 +71,9 @@ def test_candidate_identity_differs_after_a_pod_restart(told: list[Settings]) ->
         (["--health-port", "70000"], "70000 is not in the range"),
     ],
 )
-def test_options_invalid_value_names_the_accepted(told: list[Settings], arguments: list[str], words: str) -> None:
+def test_invalid_operator_option_error_lists_accepted_values(
+    told: list[Settings], arguments: list[str], words: str
+) -> None:
     result = invoke(*arguments)
 
     assert result.exit_code == 2
@@ -79,14 +81,14 @@ def test_options_invalid_value_names_the_accepted(told: list[Settings], argument
     assert told == []
 
 
-def test_options_invalid_pod_namespace_is_named(told: list[Settings]) -> None:
+def test_invalid_pod_namespace_is_named_in_the_error(told: list[Settings]) -> None:
     result = invoke(POD_NAMESPACE="not/a/name")
 
     assert result.exit_code == 2
     assert "POD_NAMESPACE: 'not/a/name' is not accepted" in result.output
 
 
-def test_help_has_an_example() -> None:
+def test_operator_help_has_an_example() -> None:
     result = invoke("--help")
 
     assert result.exit_code == 0

@@ -44,7 +44,7 @@ async def operator(kubeconfig: Path, *arguments: str) -> AsyncIterator[asyncio.s
         await process.communicate()
 
 
-async def test_operator_without_kubeconfig_names_what_to_set(tmp_path: Path) -> None:
+async def test_operator_without_kubeconfig_error_names_the_settings(tmp_path: Path) -> None:
     async with operator(tmp_path / "absent", "--health-port", "0") as process:
         _, said = await process.communicate()
 
@@ -52,7 +52,7 @@ async def test_operator_without_kubeconfig_names_what_to_set(tmp_path: Path) -> 
     assert re.search(r"dualmap operator: kubeconfig .*absent does not exist; set KUBECONFIG", said.decode())
 
 
-async def test_operator_taken_port_is_named(tmp_path: Path) -> None:
+async def test_operator_port_in_use_is_named_in_the_error(tmp_path: Path) -> None:
     taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with taken:
         port = taken.sockets[0].getsockname()[1]

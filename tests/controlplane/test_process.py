@@ -42,7 +42,7 @@ class LostLeadership:
         raise LeadershipLostError("the lease was not renewed")
 
 
-async def test_process_lost_lease_exits_before_any_write(
+async def test_operator_process_exits_before_any_write_after_lost_lease(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control = FakeControl()
@@ -62,7 +62,7 @@ async def test_process_lost_lease_exits_before_any_write(
     assert "the lease was not renewed" in capsys.readouterr().err
 
 
-def test_control_error_names_missing_crd_or_the_cause() -> None:
+def test_operator_error_contains_missing_crd_or_other_cause() -> None:
     gone = APINotFoundError("404 page not found", status=404, headers={})
 
     assert str(ended(gone)).startswith("the API server no longer serves InferencePools; has their CRD been deleted?")

@@ -80,13 +80,13 @@ def test_status_has_the_documented_shape() -> None:
     }
 
 
-def test_status_unknown_traffic_is_omitted() -> None:
+def test_status_omits_unknown_traffic() -> None:
     assert "traffic" not in status_document(PoolStatus())
     shown = TrafficStatus(cache_hit_rate="0.63")
     assert status_document(PoolStatus(traffic=shown))["traffic"] == {"cacheHitRate": "0.63"}
 
 
-def test_status_unknown_incarnation_is_omitted() -> None:
+def test_status_omits_unknown_incarnation() -> None:
     assert "incarnation" not in status_document(PoolStatus(members=(member("a"),)))["ring"]["members"][0]
 
 
@@ -138,7 +138,7 @@ def test_status_is_valid_for_the_schema() -> None:
         (NOON_S + 1, "2026-11-22T12:00:01Z"),
     ],
 )
-def test_status_times(time_s: float, text: str) -> None:
+def test_status_times_are_written_in_kubernetes_format(time_s: float, text: str) -> None:
     assert time_text(time_s) == text
 
 

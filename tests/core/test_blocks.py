@@ -7,7 +7,7 @@ ROOT = chain_root(model="m")
 
 
 @given(shared=st.binary(min_size=1, max_size=200), one=st.binary(max_size=100), other=st.binary(max_size=100))
-def test_chain_is_shared_exactly_as_far_as_the_bytes(shared: bytes, one: bytes, other: bytes) -> None:
+def test_block_chains_are_equal_exactly_as_far_as_the_prompts(shared: bytes, one: bytes, other: bytes) -> None:
     a = chain_blocks(shared + one, root=ROOT, block_tokens=4).hashes
     b = chain_blocks(shared + other, root=ROOT, block_tokens=4).hashes
     left, right = shared + one, shared + other
@@ -19,7 +19,7 @@ def test_chain_is_shared_exactly_as_far_as_the_bytes(shared: bytes, one: bytes, 
 
 
 @given(st.binary(max_size=500), st.integers(1, 40))
-def test_blocks_cover_the_whole_prompt(text: bytes, block_tokens: int) -> None:
+def test_blocks_cover_the_complete_prompt(text: bytes, block_tokens: int) -> None:
     chain = chain_blocks(text, root=ROOT, block_tokens=block_tokens)
     assert len(chain.hashes) == -(-len(text) // (4 * block_tokens))
     assert chain.tokens == -(-len(text) // 4)

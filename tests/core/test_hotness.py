@@ -62,7 +62,7 @@ class NaiveHotness:
         return node in self.split
 
 
-def test_hotness_agrees_with_a_naive_reference() -> None:
+def test_hotness_equals_a_simple_reference_implementation() -> None:
     lengths, merges = Counter[int](), 0
     for seed in range(25):
         chance, now = random.Random(seed), 0.0
@@ -85,7 +85,7 @@ def test_hotness_agrees_with_a_naive_reference() -> None:
     assert merges > 3
 
 
-def test_key_starts_at_initial_length_within_the_prompt() -> None:
+def test_key_has_initial_length_or_the_prompt_length() -> None:
     one = tree()
     for length in range(5):
         for _ in range(200):
@@ -93,7 +93,7 @@ def test_key_starts_at_initial_length_within_the_prompt() -> None:
     assert one.key_blocks(0.0, prompt(0, 77), **SHARES) == 2
 
 
-def test_key_of_a_hot_prefix_grows_to_where_requests_diverge() -> None:
+def test_key_of_a_hot_prefix_grows_until_the_requests_differ() -> None:
     one = tree()
     lengths = [one.key_blocks(0.1 * n, prompt(13, n), **SHARES) for n in range(60)]
     assert lengths[: MIN_SPLIT_REQUESTS - 1] == [2] * (MIN_SPLIT_REQUESTS - 1)
@@ -116,12 +116,12 @@ def test_hot_prefix_is_detected_among_other_traffic() -> None:
     assert now - began <= 10.0
 
 
-def test_hotness_nearly_empty_window_splits_nothing() -> None:
+def test_hotness_with_few_requests_lengthens_no_key() -> None:
     one = tree()
     assert {one.key_blocks(20.0 * n, prompt(13, n), **SHARES) for n in range(200)} == {2}
 
 
-def test_hotness_cooled_prefix_is_merged() -> None:
+def test_key_of_a_cooled_prefix_gets_shorter() -> None:
     one = tree()
     for n in range(100):
         one.key_blocks(0.1 * n, prompt(5, n), **SHARES)
@@ -167,7 +167,7 @@ def test_hotness_replicas_with_shared_counts_agree_on_keys(requests: list[tuple[
     assert lengths[0] == lengths[1] == lengths[2]
 
 
-def test_hotness_counts_are_returned_once() -> None:
+def test_hotness_counts_for_replicas_are_returned_once() -> None:
     one = tree()
     one.key_blocks(0.0, prompt(4, 1), **SHARES)
     assert one.take_counts().requests == 1

@@ -26,19 +26,19 @@ WITHIN_THE_PAIR = tuple(name for name in POLICIES if name.startswith("dualmap_")
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
-def test_dualmap_takes_longer_match_of_the_pair_within_the_limit(policy: str) -> None:
+def test_dualmap_picks_longer_match_of_the_pair_within_the_slo(policy: str) -> None:
     warm, cold = candidate("b", matched=800, queue_s=2.0, pending=2000), candidate("a")
     assert decide(policy, warm, cold) == ("b", "pair-warm")
     assert decide(policy, cold, warm) == ("b", "pair-warm")
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "dualmap_paper"])
-def test_pair_with_equal_match_takes_the_less_loaded(policy: str) -> None:
+def test_pair_with_equal_matches_picks_the_less_loaded_member(policy: str) -> None:
     busy, idle = candidate("a", matched=500, pending=300), candidate("b", matched=500)
     assert decide(policy, busy, idle) == ("b", "pair-equal")
 
 
-def test_dualmap_cold_pair_takes_a_cheaper_member() -> None:
+def test_dualmap_with_cold_pair_picks_a_cheaper_member() -> None:
     one, other = candidate("a", queue_s=1.0, compute_s=1.0), candidate("b", queue_s=0.9, compute_s=1.0)
     holder = candidate("c", queue_s=1.0, compute_s=0.2, matched=800)
     assert decide("dualmap", one, other, holder) == ("c", "pair-cold")
@@ -47,7 +47,7 @@ def test_dualmap_cold_pair_takes_a_cheaper_member() -> None:
     assert decide("dualmap", one, other, candidate("c", queue_s=0.89, compute_s=1.0)) == ("b", "pair-equal")
 
 
-def test_dualmap_paper_beyond_the_slo_takes_the_less_loaded() -> None:
+def test_dualmap_paper_beyond_the_slo_picks_less_loaded_member() -> None:
     warm, other, idle = (
         candidate("a", matched=800, queue_s=5.0, pending=5000),
         candidate("b", pending=10),
@@ -74,7 +74,7 @@ def test_dualmap_spills_by_marginal_cost_at_half_the_slo() -> None:
     )
 
 
-def test_policy_waited_time_counts_towards_ttft() -> None:
+def test_policy_includes_queue_time_in_ttft() -> None:
     warm, other, idle = candidate("a", matched=800, queue_s=2.0), candidate("b"), candidate("c")
     assert decide("dualmap", warm, other, idle, waited_s=0.3)[0] == "a"
     assert decide("dualmap", warm, other, idle, waited_s=0.5)[0] != "a"
@@ -92,17 +92,17 @@ def test_min_ttft_and_least_loaded_use_all_members() -> None:
     assert decide("least_loaded", *pair, third) == ("a", "least-loaded")
 
 
-def test_cache_affinity_takes_the_member_of_ring_1() -> None:
+def test_cache_affinity_picks_the_member_of_ring_1() -> None:
     assert decide("cache_affinity", candidate("a", queue_s=99.0), candidate("b"))[0] == "a"
 
 
-def test_round_robin_takes_every_member_in_turn() -> None:
+def test_round_robin_picks_every_member_in_turn() -> None:
     candidates = [candidate(id) for id in "cab"]
     assert [decide("round_robin", *candidates, sequence=n)[0] for n in range(4)] == ["a", "b", "c", "a"]
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name not in BY_KEY_OR_TURN])
-def test_policy_ties_spread_independent_of_list_order(policy: str) -> None:
+def test_policy_spreads_ties_independent_of_member_order(policy: str) -> None:
     one, other = candidate("a"), candidate("b")
     picks = [decide(policy, one, other, id=f"r{n}")[0] for n in range(100)]
     assert picks == [decide(policy, other, one, id=f"r{n}")[0] for n in range(100)]
@@ -110,7 +110,7 @@ def test_policy_ties_spread_independent_of_list_order(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policy_single_member_gets_every_request(policy: str) -> None:
+def test_policy_with_single_member_picks_it_for_every_request(policy: str) -> None:
     for lone in (candidate("a"), candidate("a", queue_s=100.0, pending=10**5, requests=500, kv=10**7, matched=1000)):
         assert decide(policy, lone)[0] == "a"
         assert decide(policy, lone, prompt=5000)[0] == "a"
@@ -134,7 +134,7 @@ CANDIDATES = st.builds(
 @given(
     st.lists(CANDIDATES, min_size=1, max_size=5), st.sampled_from([0, 1000, 4000]), st.integers(0, 99), st.booleans()
 )
-def test_policy_choice_is_a_member_and_deterministic(
+def test_policy_choice_is_a_member_and_is_deterministic(
     policy: str, drawn: list[Candidate], prompt: int, number: int, hosted: bool
 ) -> None:
     members = [each._replace(id=f"m{n}") for n, each in enumerate(drawn)]
@@ -164,7 +164,7 @@ def place(router: PoolRouter, number: int) -> tuple[str, ...]:
     return tuple(each.receipt.chosen for each in (answer, *released, *later) if isinstance(each, Decision))
 
 
-def test_policy_hotness_rules_are_as_documented() -> None:
+def test_policy_hotness_thresholds_equal_the_documented_values() -> None:
     # Paper section 3.2: hot above 2/n, merged below 1/n; `dualmap` halves both (docs/adr/0003).
     rules = {name: policy.hotness for name, policy in POLICIES.items()}
     assert rules.pop("dualmap") == HotnessRule(split=1.0, merge=0.5)
@@ -176,7 +176,7 @@ def test_policy_only_dualmap_rebalances() -> None:
     assert [name for name, policy in POLICIES.items() if policy.rebalances] == ["dualmap", "dualmap_paper"]
 
 
-def test_policy_load_is_pending_prefill_not_requests() -> None:
+def test_policy_measures_load_by_pending_prefill_not_requests() -> None:
     few_long = candidate("a", pending=900, queue_s=9.0, requests=1)
     many_short = candidate("b", pending=10, queue_s=9.0, requests=50)
     assert decide("dualmap_paper", few_long, many_short) == ("b", "pair-less-loaded")
@@ -226,15 +226,15 @@ class TestAblations:
             ("dualmap_no_rebalance", ("b", "pair-less-loaded")),
         ],
     )
-    def test_ablation_uses_one_signal(self, policy: str, expected: tuple[str, str]) -> None:
+    def test_ablation_policy_uses_only_its_signal(self, policy: str, expected: tuple[str, str]) -> None:
         assert decide(policy, self.warm, self.cold, self.idle) == expected
 
-    def test_ablation_least_loaded_ignores_the_cache(self) -> None:
+    def test_ablation_policy_least_loaded_ignores_the_cache(self) -> None:
         warm = self.warm._replace(queue_s=0.0, pending_tokens=11)
         assert decide("dualmap_least_loaded", warm, self.cold)[0] == "b"
         assert decide("dualmap_no_rebalance", warm, self.cold) == ("a", "pair-warm")
 
-    def test_ablation_min_ttft_uses_queue_plus_compute(self) -> None:
+    def test_ablation_policy_min_ttft_adds_queue_and_compute_time(self) -> None:
         # 1.3 + 0.1 < 0.5 + 1.0, and 1.5 + 0.1 is more.
         assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.3), self.cold)[0] == "a"
         assert decide("dualmap_min_ttft", self.warm._replace(queue_s=1.5), self.cold)[0] == "b"

@@ -87,7 +87,7 @@ def changes(sizes: Sequence[int]) -> int:
 
 class TestClosedLoop:
     @pytest.mark.parametrize("seed", [1, 2])
-    def test_loop_steady_load_keeps_the_fleet_and_meets_the_slo(self, seed: int) -> None:
+    def test_steady_load_keeps_the_fleet_size_and_meets_the_slo(self, seed: int) -> None:
         loop = Loop(instances=8, seed=seed)
         loop.run(rate=20, seconds=1800)
         # 40 000 tokens/s need 8.2 instances at half their speed; chance makes it one more.
@@ -95,7 +95,7 @@ class TestClosedLoop:
         assert changes(loop.sizes) <= 2
         assert not loop.late
 
-    def test_loop_step_up_is_followed_in_a_window_without_overshoot(self) -> None:
+    def test_fleet_follows_load_increase_in_a_window_without_overshoot(self) -> None:
         loop = Loop(instances=8)
         loop.run(rate=20, seconds=300)
         before = len(loop.sizes)
@@ -106,7 +106,7 @@ class TestClosedLoop:
         assert max(after) <= 1.25 * 20.6
         assert changes(after[-40:]) == 0
 
-    def test_loop_step_down_is_followed_after_stabilization(self) -> None:
+    def test_fleet_follows_load_decrease_after_stabilization(self) -> None:
         loop = Loop(instances=20)
         loop.run(rate=50, seconds=300)
         before = len(loop.sizes)
@@ -116,7 +116,7 @@ class TestClosedLoop:
         assert after[-1] <= 10
         assert all(later <= earlier for earlier, later in pairwise(after))
 
-    def test_loop_slow_members_are_compensated_without_oscillation(self) -> None:
+    def test_fleet_compensates_slow_members_without_oscillation(self) -> None:
         loop = Loop(instances=8, true_speed=0.3)
         loop.run(rate=20, seconds=2.5 * 3600)
         # 40 000 tokens/s at 3000 each keep 13.3 instances busy; the arrivals ask for 8.2.

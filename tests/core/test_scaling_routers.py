@@ -58,7 +58,7 @@ class Routers:
 
 
 @pytest.mark.parametrize("shares", [(0.25,) * 4, (0.7, 0.2, 0.1, 0.0), (1.0, 0.0, 0.0, 0.0)])
-def test_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -> None:
+def test_several_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -> None:
     alone, four = Routers(1), Routers(4)
     one = alone.run(300, shares=(1.0,), members=12, met=0.5)
     together = four.run(300, shares=shares, members=12, met=0.5, asked=3)
@@ -67,7 +67,7 @@ def test_routers_desire_as_many_members_as_one_router(shares: Sequence[float]) -
     assert together[1:] == pytest.approx(one[1:], rel=0.03)
 
 
-def test_routers_moved_traffic_is_not_added_twice() -> None:
+def test_traffic_moved_between_routers_is_not_counted_twice() -> None:
     """An Envoy that reconnects sends its requests to another router."""
     alone, two = Routers(1), Routers(2)
     wishes = {}
@@ -80,7 +80,7 @@ def test_routers_moved_traffic_is_not_added_twice() -> None:
     assert wishes["two"] == pytest.approx(wishes["one"], rel=0.03)
 
 
-def test_routers_large_desire_leaves_others_less() -> None:
+def test_router_with_large_demand_reduces_demand_of_the_other() -> None:
     """Its prompts are long, and it desires most of the fleet: the other desires only the rest."""
     routers = Routers(2, tokens=(TOKENS // 10, 9 * TOKENS))
     sums = routers.run(65, shares=(0.9, 0.1), members=8, met=0.5)
@@ -88,7 +88,7 @@ def test_routers_large_desire_leaves_others_less() -> None:
     assert sums[-1] == pytest.approx(8, rel=0.03)
 
 
-def test_routers_without_traffic_drop_added_members() -> None:
+def test_routers_without_traffic_remove_added_members_from_demand() -> None:
     alone, two = Routers(1), Routers(2)
     wishes = {}
     for name, routers, first, then in (("one", alone, (1.0,), (1.0,)), ("two", two, (0.5, 0.5), (1.0, 0.0))):
@@ -99,7 +99,7 @@ def test_routers_without_traffic_drop_added_members() -> None:
     assert wishes["two"] == pytest.approx(wishes["one"], rel=0.05)
 
 
-def test_routers_missing_reports_add_no_members() -> None:
+def test_missing_router_reports_add_no_members() -> None:
     four = Routers(4)
     before = four.run(300, shares=(0.25,) * 4, members=4, met=0.5)[-1]
     needed = 2 * RATE * TOKENS / SPEED

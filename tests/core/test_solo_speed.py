@@ -49,7 +49,7 @@ class Prefills:
         return endpoint
 
 
-def test_solo_speed_of_a_single_router_equals_the_speed() -> None:
+def test_solo_speed_of_single_router_equals_the_measured_speed() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)
@@ -57,7 +57,7 @@ def test_solo_speed_of_a_single_router_equals_the_speed() -> None:
     assert prefills.endpoint.solo_tokens_per_second == prefills.endpoint.prefill_tokens_per_second
 
 
-def test_solo_speed_excludes_unreported_prefills_of_others() -> None:
+def test_solo_speed_excludes_unreported_prefills_of_other_routers() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.4)
@@ -66,7 +66,7 @@ def test_solo_speed_excludes_unreported_prefills_of_others() -> None:
     assert prefills.endpoint.solo_tokens_per_second == pytest.approx(SPEED, rel=0.05)
 
 
-def test_solo_speed_ignores_prefills_that_ended_before() -> None:
+def test_solo_speed_ignores_prefills_that_have_ended() -> None:
     prefills = Prefills()
     for _ in range(30):
         say(prefills.router, prefills.now - 0.5, BUSY)
@@ -75,7 +75,7 @@ def test_solo_speed_ignores_prefills_that_ended_before() -> None:
     assert prefills.endpoint.solo_tokens_per_second < 0.6 * SPEED
 
 
-def test_solo_speed_ignores_queued_requests_of_others() -> None:
+def test_solo_speed_ignores_queued_requests_of_other_routers() -> None:
     """In overload all hold something all of the time."""
     prefills, holds = Prefills(), SharedLoad(pending_prefill_tokens=TOKENS, held_s=0.4)
     for _ in range(30):
@@ -94,7 +94,7 @@ def test_solo_speed_corrects_a_wrong_prior_under_interference() -> None:
     assert prefills.endpoint.solo_tokens_per_second == ordinary
 
 
-def test_solo_speed_old_samples_lose_weight() -> None:
+def test_solo_speed_reduces_the_weight_of_old_samples() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.4)
@@ -103,7 +103,7 @@ def test_solo_speed_old_samples_lose_weight() -> None:
     assert prefills.endpoint.solo_tokens_per_second < 1.2 * prefills.endpoint.prefill_tokens_per_second
 
 
-def test_solo_speed_changed_prior_restarts_learning() -> None:
+def test_solo_speed_restarts_learning_after_a_changed_prior() -> None:
     prefills = Prefills()
     for _ in range(30):
         prefills.run(0.8)

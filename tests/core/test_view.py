@@ -124,7 +124,7 @@ def check(router: PoolRouter, now: float, chain: BlockChain) -> None:
 
 @pytest.mark.parametrize("window_s", [0.1, float("inf")])
 @pytest.mark.parametrize("seed", range(12))
-def test_columns_equal_the_candidates(seed: int, window_s: float) -> None:
+def test_view_columns_equal_the_candidates(seed: int, window_s: float) -> None:
     chance, now, live = random.Random(seed), 0.0, list[str]()
     router = PoolRouter(pool_of("dualmap", window_s))
     for number in range(150):
@@ -137,7 +137,7 @@ def test_columns_equal_the_candidates(seed: int, window_s: float) -> None:
 
 
 @pytest.mark.parametrize("policy", ["dualmap", "min_ttft", "least_loaded"])
-def test_cheapest_has_the_least_documented_cost(policy: str) -> None:
+def test_view_cheapest_member_has_the_least_documented_cost(policy: str) -> None:
     chance, now, live, searched = random.Random(7), 0.0, list[str](), 0
     router = PoolRouter(pool_of(policy, float("inf")))
     costs = {

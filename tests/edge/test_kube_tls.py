@@ -18,7 +18,7 @@ REQUESTS = 8
 PAUSES_S = [step * 0.002 for step in range(20)]
 
 
-async def test_client_cancelled_connects_leave_no_connection(tmp_path: Path) -> None:
+async def test_kube_client_cancelled_connect_leaves_no_connection(tmp_path: Path) -> None:
     authority = Authority()
     pair = write_pair(tmp_path / "tls", authority.pair())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

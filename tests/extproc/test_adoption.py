@@ -40,7 +40,7 @@ class Adopted:
         return {member.endpoint for each in self.picker.pools for member in each.members}
 
 
-async def test_adoption_without_queued_requests_updates_picker_at_once():
+async def test_pool_update_without_queued_requests_applies_at_once():
     adopted = Adopted(pool(members=2))
 
     adopted.adoption.adopt((pool(members=4),))
@@ -49,7 +49,7 @@ async def test_adoption_without_queued_requests_updates_picker_at_once():
     assert adopted.members() == set()
 
 
-async def test_adoption_with_queued_requests_waits_for_envoys(monkeypatch):
+async def test_pool_update_with_queued_requests_waits_for_envoys(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
     adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
     adopted.hold()
@@ -64,7 +64,7 @@ async def test_adoption_with_queued_requests_waits_for_envoys(monkeypatch):
     assert adopted.versions() == [7]
 
 
-async def test_adoption_while_waiting_applies_the_newest_pools_on_time(monkeypatch):
+async def test_pool_update_while_waiting_applies_newest_pools_on_time(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.2)
     adopted = Adopted(crowded_pool(members=0, hold_when_empty=True))
     adopted.hold()
@@ -78,7 +78,7 @@ async def test_adoption_while_waiting_applies_the_newest_pools_on_time(monkeypat
     assert [len(each.members) for each in adopted.picker.pools] == [3, 4]
 
 
-async def test_adoption_of_an_emptied_pool_updates_picker_at_once(monkeypatch):
+async def test_pool_update_of_an_emptied_pool_applies_at_once(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.01)
     empty = crowded_pool(members=0, hold_when_empty=True)
     adopted = Adopted(empty)
@@ -92,7 +92,7 @@ async def test_adoption_of_an_emptied_pool_updates_picker_at_once(monkeypatch):
     assert adopted.resumed.empty()
 
 
-async def test_adoption_of_all_new_addresses_waits_for_envoys(monkeypatch):
+async def test_pool_update_with_only_new_addresses_waits_for_envoys(monkeypatch):
     monkeypatch.setattr(adoption, "NOTICE_S", 0.05)
     adopted = Adopted(crowded_pool(members=1))
     first = adopted.picker.pick(1.0, chat("long " * 10_000), None, 1.0, headers={}, resume=adopted.resumed.put_nowait)

@@ -54,7 +54,7 @@ def texts(problems: Sequence[object]) -> str:
     return " ".join(str(problem) for problem in problems)
 
 
-def test_verdict_pool_that_keeps_its_slo_is_ok() -> None:
+def test_verdict_of_pool_that_meets_its_slo_is_ok() -> None:
     found = verdict(past(met=95, missed=5))
     assert found.level is Level.OK
     assert found.headline == (
@@ -63,17 +63,17 @@ def test_verdict_pool_that_keeps_its_slo_is_ok() -> None:
     assert found.problems == ()
 
 
-def test_verdict_pool_that_misses_its_slo_is_bad() -> None:
+def test_verdict_of_pool_that_misses_its_slo_is_bad() -> None:
     found = verdict(past(met=89, missed=11))
     assert found.level is Level.BAD
     assert found.headline.startswith("llm/qwen misses its SLO: 89% of first tokens arrived")
 
 
-def test_verdict_share_is_never_rounded_up_to_its_target() -> None:
+def test_verdict_attainment_is_never_rounded_up_to_its_target() -> None:
     assert "misses its SLO: 89.9% of" in verdict(past(met=89_999, missed=10_001)).headline
 
 
-def test_verdict_few_first_tokens_in_a_minute_use_five_minutes() -> None:
+def test_verdict_with_few_first_tokens_uses_five_minutes() -> None:
     history = past(missed=30, seconds_ago=100)
     history.first_token(NOW, FirstToken(member="m-0", ttft_s=1.0, predicted_ttft_s=1.0, within_slo=True))
     found = verdict(history)
@@ -81,7 +81,7 @@ def test_verdict_few_first_tokens_in_a_minute_use_five_minutes() -> None:
     assert "in the last 5 minutes" in found.headline
 
 
-def test_verdict_pool_without_traffic_is_idle() -> None:
+def test_verdict_of_pool_without_traffic_is_idle() -> None:
     found = verdict(PoolHistory(), status())
     assert (found.level, found.headline) == (
         Level.IDLE,
@@ -89,13 +89,13 @@ def test_verdict_pool_without_traffic_is_idle() -> None:
     )
 
 
-def test_verdict_pool_busy_minutes_ago_is_idle() -> None:
+def test_verdict_of_pool_busy_only_minutes_ago_is_idle() -> None:
     found = verdict(past(met=30, seconds_ago=120), status())
     assert found.level is Level.IDLE
     assert "no request in the last minute" in found.headline
 
 
-def test_verdict_responses_without_stream_show_no_attainment() -> None:
+def test_verdict_of_unstreamed_responses_shows_no_attainment() -> None:
     found = verdict(PoolHistory(), status(m_0={"in_flight": 3}))
     assert found.level is Level.IDLE
     assert "no streamed response started" in found.headline
@@ -111,13 +111,13 @@ def test_verdict_responses_without_stream_show_no_attainment() -> None:
         ),
     ],
 )
-def test_verdict_pool_without_serving_member_is_bad(now: PoolSnapshot, says: str) -> None:
+def test_verdict_of_pool_without_serving_member_is_bad(now: PoolSnapshot, says: str) -> None:
     found = verdict(past(met=100), now)
     assert found.level is Level.BAD
     assert found.headline.endswith(says)
 
 
-def test_verdict_rejections_above_the_slo_are_bad() -> None:
+def test_verdict_with_rejections_above_the_slo_is_bad() -> None:
     history = past(met=100)
     for _ in range(3):
         history.refused(NOW - 5, no_endpoint("llm/qwen"))
@@ -127,7 +127,7 @@ def test_verdict_rejections_above_the_slo_are_bad() -> None:
     assert "3 requests rejected in the last 5 minutes (3 no_endpoint), 3 in the last minute." in texts(found.problems)
 
 
-def test_verdict_past_rejections_are_a_warning() -> None:
+def test_verdict_with_past_rejections_has_a_warning() -> None:
     history = past(met=100, seconds_ago=201)
     history.refused(NOW - 200, no_endpoint("llm/qwen"))
     found = verdict(history)
@@ -143,33 +143,33 @@ def test_verdict_past_rejections_are_a_warning() -> None:
         ({"prefill_tokens_per_second": 700.0}, "m-1 prefills at less than half of the median 7,000 tokens/s"),
     ],
 )
-def test_verdict_faulty_member_is_a_warning(change: dict[str, object], says: str) -> None:
+def test_verdict_with_faulty_member_has_a_warning(change: dict[str, object], says: str) -> None:
     found = verdict(past(met=100), status(m_1=change))
     assert found.level is Level.WARN
     (problem,) = found.problems
     assert says in problem.text
 
 
-def test_verdict_joining_and_draining_members_are_information() -> None:
+def test_verdict_shows_joining_and_draining_members_as_information() -> None:
     joining, draining = {"state": MemberState.JOINING.value}, {"state": MemberState.DRAINING.value}
     found = verdict(past(met=100), status(m_0={"in_flight": 1}, m_1=joining, m_2=draining))
     assert found.level is Level.OK
     assert [problem.text for problem in found.problems] == ["m-1 is joining.", "m-2 is draining."]
 
 
-def test_verdict_many_members_are_counted() -> None:
+def test_verdict_with_many_affected_members_shows_their_number() -> None:
     now = status(12, **{f"m_{number}": {"suspended": True} for number in range(5)})
     assert "m-0, m-1 and 3 other instances are suspended" in texts(verdict(past(met=100), now).problems)
 
 
-def test_verdict_failures_are_shown_only_of_present_members() -> None:
+def test_verdict_shows_failures_only_of_current_members() -> None:
     history = past(met=100)
     for member in ("m-3", "m-3", "gone"):
         history.failed(NOW - 3, completion(member, predicted=0, measured=None))
     assert "m-3 failed 2 requests in the last 5 minutes." in texts(verdict(history).problems)
 
 
-def test_verdict_predicted_hits_that_did_not_occur_are_a_warning() -> None:
+def test_verdict_with_mispredicted_cache_hits_has_a_warning() -> None:
     history = past(met=100)
     history.measured(NOW, completion("m-0", predicted=20_000, measured=8_000))
     assert "had only 40% of the predicted tokens in their caches" in texts(verdict(history).problems)
@@ -178,25 +178,25 @@ def test_verdict_predicted_hits_that_did_not_occur_are_a_warning() -> None:
     assert not verdict(few).problems
 
 
-def test_verdict_fewer_members_than_desired_is_a_warning() -> None:
+def test_verdict_with_fewer_members_than_desired_has_a_warning() -> None:
     assert "needs 6 instances to meet its SLO, but has only 4." in texts(verdict(past(met=9), wanted=5.2).problems)
     assert not verdict(past(met=9), wanted=4.2).problems
 
 
-def test_verdict_unknown_demand_is_a_warning() -> None:
+def test_verdict_with_unknown_demand_has_a_warning() -> None:
     found = verdict(past(met=100), unknown="shared state is unreachable")
     assert found.level is Level.WARN
     assert "total demand of all routers is unknown: shared state is unreachable." in texts(found.problems)
 
 
-def test_verdict_lost_redis_is_shown_once_despite_unknown_demand() -> None:
+def test_verdict_shows_lost_redis_once_despite_unknown_demand() -> None:
     unknown = "shared state is unreachable"
     found = verdict(past(met=100), reach=Reach(store_lost_s=12.4), unknown=unknown)
     assert [problem.text.partition(":")[0] for problem in found.problems] == ["Redis has been unreachable for 12 s"]
     assert len(verdict(past(met=100), reach=Reach(store_lost_s=1.0), unknown=unknown).problems) == 1
 
 
-def test_verdict_problems_come_worst_first() -> None:
+def test_verdict_lists_the_most_severe_problem_first() -> None:
     history = past(met=100)
     for _ in range(20):
         history.refused(NOW, no_endpoint("llm/qwen"))
@@ -217,12 +217,12 @@ def test_verdict_problems_come_worst_first() -> None:
         ),
     ],
 )
-def test_verdict_stale_source_is_a_warning(reach: Reach, text: str) -> None:
+def test_verdict_with_stale_data_source_has_a_warning(reach: Reach, text: str) -> None:
     found = verdict(past(met=100), reach=reach)
     assert found.level is Level.WARN
     assert [problem.text for problem in found.problems] == [text]
 
 
-def test_verdict_short_gaps_of_sources_are_no_problem() -> None:
+def test_verdict_ignores_short_gaps_of_data_sources() -> None:
     reach = Reach(store_lost_s=1.0, watch_ages_s={"inferencepools": 46.0, "pods": 0.0})
     assert verdict(past(met=100), reach=reach).problems == ()

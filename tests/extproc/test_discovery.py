@@ -102,8 +102,8 @@ async def service() -> AsyncIterator[Service]:
         yield started
 
 
-class TestServing:
-    async def test_discovery_before_first_publish_answers_nothing(self, service: Service) -> None:
+class TestEndpointDiscovery:
+    async def test_discovery_before_first_publish_sends_no_response(self, service: Service) -> None:
         async with service.envoy() as opened:
             call = opened()
             await call.write(request(QWEN))
@@ -128,7 +128,7 @@ class TestServing:
                 assert hosts(await receive(call)) == {QWEN: ["10.0.0.1:8000", "10.0.0.2:8000"]}
             assert service.counts.pushed == 6
 
-    async def test_discovery_slow_envoy_delays_none_and_gets_the_latest(self, service: Service) -> None:
+    async def test_discovery_slow_envoy_gets_latest_and_delays_no_other(self, service: Service) -> None:
         """Its flow-control window fills with responses that it does not take."""
         big = pool(count=0)
         members = tuple(Member(id=f"m-{n}", address=f"10.1.{n // 250}.{n % 250}", port=8000) for n in range(2000))
@@ -221,7 +221,7 @@ class TestServing:
             assert len(hosts(await receive(good))[QWEN]) == 3
 
 
-class TestEverything:
+class TestAggregatedDiscovery:
     """Clusters, endpoints and routes on one stream, requested by an Envoy without any pool."""
 
     @pytest.fixture
@@ -251,7 +251,7 @@ class TestEverything:
         assert clusters(await receive(ads)) == set()
         assert service.counts.pushed == 3
 
-    async def test_ads_routes_without_pick_name_the_only_pool(self, service: Service, ads: Call) -> None:
+    async def test_ads_routes_without_pick_use_the_only_pool(self, service: Service, ads: Call) -> None:
         await ads.write(request(ROUTES, of=ROUTE_CONFIGURATION_TYPE))
         for pools, named in ([pool("qwen")], True), ([pool("qwen"), pool("llama")], False), ([pool("qwen")], True):
             service.discovery.publish(pools)
@@ -261,7 +261,7 @@ class TestEverything:
             assert (QWEN.encode() in resource.value) == named
             await ads.write(answer_to(response, ROUTES))
 
-    async def test_ads_warns_once_of_each_pool_with_too_long_max_wait(
+    async def test_ads_warns_once_per_pool_with_too_long_max_wait(
         self, service: Service, ads: Call, caplog: pytest.LogCaptureFixture
     ) -> None:
         patient = pool("llama", routing=Routing(queue=Queue(max_wait_s=31.0)))

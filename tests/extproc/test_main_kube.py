@@ -38,7 +38,7 @@ async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     raise AssertionError(f"it ended without saying {words!r}")
 
 
-async def test_router_kube_is_ready_once_pools_are_listed(tmp_path):
+async def test_router_with_kubernetes_is_ready_after_pools_are_listed(tmp_path):
     async with kube_api(tmp_path) as api:
         await api.put(pool_body("qwen", version=3, model="m"))
         api.hold_lists()
@@ -58,7 +58,7 @@ async def test_router_kube_is_ready_once_pools_are_listed(tmp_path):
             assert await served.exited() == 0
 
 
-async def test_router_kube_waiting_for_api_server_can_be_stopped(tmp_path):
+async def test_router_waiting_for_the_api_server_stops_on_signal(tmp_path):
     async with kube_api(tmp_path) as api:
         await api.stop()
         async with on_kubernetes(api, "--drain-timeout", "1s") as process:

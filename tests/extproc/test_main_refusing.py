@@ -39,7 +39,7 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--host", "192.0.2.1"), 1, "cannot listen on 192.0.2.1:0"),
     ],
 )
-def test_router_invalid_settings_exit_with_status_and_reason(tmp_path, content, options, status, said):
+def test_router_with_invalid_settings_exits_with_status_and_reason(tmp_path, content, options, status, said):
     file = write_pool(tmp_path / "pool.yaml")
     if content is not None:
         file.write_text(content)
@@ -54,7 +54,7 @@ def test_router_invalid_settings_exit_with_status_and_reason(tmp_path, content, 
 
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--health-port", "--metrics-port", "--als-port"])
-async def test_router_port_in_use_exits_naming_the_option(tmp_path, monkeypatch, option):
+async def test_router_with_port_in_use_exits_and_names_the_option(tmp_path, monkeypatch, option):
     # As at a user's: gRPC may say what it wants.
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     ports = {f"--{name}-port": "0" for name in ("grpc", "health", "metrics", "als")}
@@ -94,14 +94,14 @@ async def test_router_port_in_use_exits_naming_the_option(tmp_path, monkeypatch,
         (("--kube", "--namespace", "A/b"), "'A/b' is not accepted; give a DNS label of at most 63 characters"),
     ],
 )
-def test_router_pool_options_that_conflict_are_usage_errors(options, said):
+def test_router_conflicting_pool_options_are_usage_errors(options, said):
     result = CliRunner().invoke(router, options)
 
     assert result.exit_code == 2
     assert said in result.stderr
 
 
-async def test_router_invalid_kubeconfig_exits_with_status_and_reason(tmp_path):
+async def test_router_with_invalid_kubeconfig_exits_with_a_reason(tmp_path):
     process = await launch("--kube", KUBECONFIG=str(tmp_path / "none"))
     _, said = await asyncio.wait_for(process.communicate(), WAIT_S)
 

@@ -33,7 +33,7 @@ async def test_router_with_two_pools_serves_all_ports_and_stops(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_discovery_stream_gets_a_changed_file_and_delays_no_stop(tmp_path):
+async def test_discovery_stream_gets_file_change_and_delays_no_shutdown(tmp_path):
     file = write_pool(tmp_path / "pool.yaml", members=2)
     async with (
         running(file, options=("--drain-timeout", "600s")) as served,
@@ -60,7 +60,7 @@ def hosts(response: discovery_pb2.DiscoveryResponse) -> int:
     return sum(len(locality.lb_endpoints) for locality in assignment.endpoints)
 
 
-async def test_router_half_read_request_gets_its_pick_after_sigterm(tmp_path):
+async def test_router_finishes_a_half_read_request_after_sigterm(tmp_path):
     async with (
         running(write_pool(tmp_path / "pool.yaml")) as served,
         grpc.aio.insecure_channel(served.grpc) as channel,
@@ -80,7 +80,7 @@ async def test_router_half_read_request_gets_its_pick_after_sigterm(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_router_invalid_change_is_counted_and_last_pools_kept(tmp_path):
+async def test_router_counts_invalid_pool_change_and_keeps_last_pools(tmp_path):
     file = write_pool(tmp_path / "pool.yaml")
     async with (
         running(file) as served,
@@ -98,7 +98,7 @@ async def test_router_invalid_change_is_counted_and_last_pools_kept(tmp_path):
         assert await picked(channel, chat())
 
 
-async def test_router_keeps_deadlines_while_it_serves(tmp_path, monkeypatch):
+async def test_router_applies_queue_deadlines_while_serving(tmp_path, monkeypatch):
     """Else requests of which nothing is heard would stay in the books for ever."""
     kept: asyncio.Queue[object] = asyncio.Queue()
 
@@ -145,7 +145,7 @@ async def test_router_self_signed_tls_covers_only_the_grpc_port(tmp_path):
         assert await served.exited() == 0
 
 
-async def test_router_stop_logs_open_requests_and_the_end(tmp_path):
+async def test_router_stop_logs_open_requests_and_completion(tmp_path):
     options = ("--drain-timeout", "600ms", "--log-format", "json")
     async with (
         running(write_pool(tmp_path / "pool.yaml"), options=options) as served,

@@ -128,8 +128,8 @@ async def pass_time(clock: Clock, seconds: float, *routers: Router, load: dict[R
             await router.exchange.exchange()
 
 
-class TestOneNumber:
-    async def test_demand_of_three_routers_is_their_sum_at_each(self, clock, store):
+class TestDemandSum:
+    async def test_demand_of_three_routers_is_the_same_sum_at_every_router(self, clock, store):
         routers = [Router(name, clock, store, POOL) for name in "abc"]
         for router, requests in zip(routers, (1, 2, 3), strict=True):
             for _ in range(requests):
@@ -141,7 +141,7 @@ class TestOneNumber:
         assert totals[0].in_flight == 6
         assert totals[0].pending_prefill_tokens == 6000
 
-    async def test_demand_sum_equals_that_of_one_router_with_all_traffic(self, clock, store):
+    async def test_demand_sum_equals_demand_of_a_router_with_all_traffic(self, clock, store):
         alone = Router("alone", clock, None, POOL)
         pair = [Router(name, clock, store, POOL) for name in "ab"]
         await pass_time(clock, 70.0, *pair, load={alone: 40, pair[0]: 10, pair[1]: 30})
@@ -159,7 +159,7 @@ class TestOneNumber:
         await pass_time(clock, 1.5, one, other)
         assert one.demand.total(POOL.id).slo_attainment == other.demand.total(POOL.id).slo_attainment == 0.75
 
-    async def test_demand_few_first_tokens_per_router_still_show_a_missed_slo(self, clock, store):
+    async def test_demand_shows_missed_slo_with_few_first_tokens_per_router(self, clock, store):
         routers = [Router(name, clock, store, POOL) for name in "ab"]
         late: list[tuple[float, Router, str]] = []
         for second in range(150):
@@ -192,7 +192,7 @@ class TestOneNumber:
         assert not router.demand.knows(POOL.id)
 
 
-class TestWhileTheStoreIsAway:
+class TestStoreUnavailable:
     """Two routers miss the SLO with four instances; neither takes the other's part of the fleet upon itself."""
 
     async def late(
@@ -218,28 +218,28 @@ class TestWhileTheStoreIsAway:
 
     @pytest.mark.parametrize("trouble", ["down", "full"])
     @pytest.mark.parametrize("away_s", [5.0, 80.0])
-    async def test_demand_lost_store_adds_nothing(self, clock, store, away_s, trouble):
+    async def test_demand_does_not_grow_while_the_store_is_unavailable(self, clock, store, away_s, trouble):
         wishes = await self.late(clock, store, "ab", away_s=away_s, trouble=trouble)
         assert 4.0 <= wishes[119] < 4.2
         assert max(wishes[120:]) <= wishes[119] * 1.02
 
-    async def test_demand_lost_store_adds_nothing_for_new_routers(self, clock, store):
+    async def test_demand_of_new_router_adds_nothing_without_the_store(self, clock, store):
         wishes = await self.late(clock, store, "ab", away_s=200.0, from_s=0.0)
         assert max(wishes) < 3.0
 
-    async def test_demand_single_router_without_peers_answers_alone(self, clock, store):
+    async def test_demand_of_single_router_grows_despite_unavailable_store(self, clock, store):
         assert (await self.late(clock, store, "a", away_s=80.0))[-1] > len(POOL.members)
 
 
-class TestWhatCannotBeKnown:
-    async def test_demand_without_store_is_known_at_once(self, clock):
+class TestUnknownDemand:
+    async def test_demand_without_configured_store_is_known_at_once(self, clock):
         router = Router("a", clock, None, POOL)
         assert (router.desired, router.active) == (0.0, False)
         router.ask()
         assert router.desired > 0.0
         assert router.active
 
-    async def test_demand_of_a_started_router_is_unknown_until_an_exchange(self, clock, store):
+    async def test_demand_of_a_new_router_is_unknown_until_an_exchange(self, clock, store):
         busy, late = Router("busy", clock, store, POOL), Router("late", clock, store, POOL)
         busy.ask()
         await pass_time(clock, 0.1, busy)
@@ -263,7 +263,7 @@ class TestWhatCannotBeKnown:
         await pass_time(clock, 0.1, router)
         assert router.desired == 0.0
 
-    async def test_demand_unknown_still_shows_own_activity(self, clock, store):
+    async def test_unknown_demand_still_shows_own_activity(self, clock, store):
         store.down = True
         router = Router("a", clock, store, EMPTY)
         router.ask()
@@ -280,10 +280,10 @@ class TestWhatCannotBeKnown:
         assert router.desired == 0.0
 
 
-class TestARouterThatGoes:
+class TestStoppedRouter:
     """Two or three routers under load, of which one is killed; its requests go to the others or to its restart."""
 
-    async def test_demand_does_not_dip_when_one_of_three_dies(self, clock, store):
+    async def test_demand_does_not_drop_if_one_of_three_routers_stops(self, clock, store):
         a, b, c = (Router(name, clock, store, POOL) for name in "abc")
         await pass_time(clock, 70.0, a, b, c, load={a: 10, b: 10, c: 10})
         before = a.desired
@@ -292,7 +292,7 @@ class TestARouterThatGoes:
             assert before * 0.95 <= a.desired <= before * 1.15
             assert b.desired == pytest.approx(a.desired, rel=0.05)
 
-    async def test_demand_does_not_dip_when_the_only_router_is_replaced(self, clock, store):
+    async def test_demand_does_not_drop_if_the_only_router_is_replaced(self, clock, store):
         old = Router("old", clock, store, POOL)
         await pass_time(clock, 70.0, old, load={old: 20})
         before = old.desired
@@ -303,7 +303,7 @@ class TestARouterThatGoes:
             assert before * 0.95 <= new.desired <= before * 1.15
             await pass_time(clock, 1.0, new, load={new: 20})
 
-    async def test_demand_does_not_dip_when_routers_are_replaced_in_turn(self, clock, store):
+    async def test_demand_does_not_drop_in_a_rolling_router_update(self, clock, store):
         running = [Router(name, clock, store, POOL) for name in ("a0", "b0", "c0")]
         await pass_time(clock, 70.0, *running, load=dict.fromkeys(running, 10))
         before = running[0].desired
@@ -319,8 +319,8 @@ class TestARouterThatGoes:
         assert running[0].desired == pytest.approx(before, rel=0.1)
 
 
-class TestWaking:
-    async def test_demand_queued_request_is_reported_at_once(self, clock, store):
+class TestActivation:
+    async def test_demand_reports_a_queued_request_at_once(self, clock, store):
         one, other = (Router(name, clock, store, EMPTY) for name in "ab")
         await pass_time(clock, 5.0, one, other)
         assert not one.active
@@ -337,7 +337,7 @@ class TestWaking:
         assert other.changed == [EMPTY.id]
         assert other.active
 
-    async def test_demand_rejected_or_abandoned_request_activates_the_pool(self, clock):
+    async def test_demand_rejected_or_aborted_request_activates_the_pool(self, clock):
         for pool in (crowded_pool("qwen", members=0), crowded_pool("qwen", members=0, hold_when_empty=True)):
             router = Router("a", clock, None, pool)
             assert not router.active
@@ -352,13 +352,13 @@ class TestWaking:
             clock.now += 6.0
             assert not router.active
 
-    async def test_demand_request_without_prompt_activates_nothing(self, clock):
+    async def test_demand_request_without_prompt_activates_no_pool(self, clock):
         """They are health checks and lists of models, which somebody asks for all day."""
         router = Router("a", clock, None, EMPTY)
         router.picker.pick_bodiless(clock(), None)
         assert (router.changed, router.active) == ([], False)
 
-    async def test_demand_long_answer_keeps_the_pool_active(self, clock):
+    async def test_demand_long_response_keeps_the_pool_active(self, clock):
         router = Router("a", clock, None, POOL)
         picked = router.ask()
         router.picker.first_token(clock(), picked.request_id)

@@ -48,12 +48,12 @@ async def watching(*paths: Path) -> AsyncIterator[Watched]:
             await task
 
 
-class TestWatching:
-    def test_watcher_load_rejects_like_load_pool_files(self, tmp_path: Path) -> None:
+class TestFileChanges:
+    def test_watcher_load_rejects_the_same_files_as_load_pool_files(self, tmp_path: Path) -> None:
         with pytest.raises(PoolError):
             PoolFileWatcher([tmp_path / "absent.yaml"]).load()
 
-    async def test_watcher_applies_a_rename_and_a_write_in_place(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_replaced_and_overwritten_files(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write(path, document(members=3))
@@ -61,7 +61,7 @@ class TestWatching:
             path.write_text(yaml.safe_dump(document(members=4)))
             assert await watched.pools() == {"llm/qwen": 4}
 
-    async def test_watcher_applies_a_change_of_same_size_and_time(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_a_change_with_equal_size_and_time(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document("aaaa"))
         stat = path.stat()
         async with watching(path) as watched:
@@ -70,7 +70,7 @@ class TestWatching:
             assert path.stat().st_size == stat.st_size
             assert await watched.pools() == {"llm/bbbb": 2}
 
-    async def test_watcher_applies_a_swapped_link(self, tmp_path: Path) -> None:
+    async def test_watcher_applies_a_replaced_symbolic_link(self, tmp_path: Path) -> None:
         """How a mounted ConfigMap changes."""
         for version, members in (("v1", 1), ("v2", 2)):
             (tmp_path / version).mkdir()
@@ -83,7 +83,7 @@ class TestWatching:
             assert await watched.pools() == {"llm/qwen": 2}
 
     @pytest.mark.parametrize("broken", ["", "kind: [", "kind: Deployment"])
-    async def test_watcher_invalid_change_is_reported_once_and_not_applied(
+    async def test_watcher_reports_invalid_change_once_without_applying(
         self, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
@@ -101,7 +101,7 @@ class TestWatching:
         (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
         assert record.__dict__["details"].keys() == {"file", "field", "value", "accepted"}
 
-    async def test_watcher_missing_file_is_reported_once_and_may_return(self, tmp_path: Path) -> None:
+    async def test_watcher_reports_missing_file_once_and_reads_restored_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         other = write(tmp_path / "other.yaml", document("other", members=1))
         async with watching(path, other) as watched:
@@ -118,7 +118,7 @@ class TestWatching:
             assert watched.refused.empty()
 
     @pytest.mark.parametrize("scalar", ["!!bool maybe", '!!int ""', '!!float ""', "!!timestamp x"])
-    async def test_watcher_survives_scalars_that_yaml_cannot_convert(self, tmp_path: Path, scalar: str) -> None:
+    async def test_watcher_continues_after_scalars_yaml_cannot_convert(self, tmp_path: Path, scalar: str) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             write_text(path, f"replicas: {scalar}\n")
@@ -126,7 +126,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_watcher_folder_in_place_of_the_file_is_rejected(self, tmp_path: Path) -> None:
+    async def test_watcher_rejects_a_folder_in_place_of_the_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         async with watching(path) as watched:
             path.unlink()
@@ -139,7 +139,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_watcher_inaccessible_path_is_rejected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_watcher_rejects_an_inaccessible_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         denied = True
 
@@ -160,7 +160,7 @@ class TestWatching:
             write(path, document(members=3))
             assert await watched.pools() == {"llm/qwen": 3}
 
-    async def test_watcher_survives_an_unexpected_error(
+    async def test_watcher_continues_after_an_unexpected_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
@@ -190,7 +190,7 @@ class TestWatching:
             second = await watched.refusal()
             assert first.value != second.value
 
-    async def test_watcher_pool_may_move_to_another_file(self, tmp_path: Path) -> None:
+    async def test_watcher_accepts_a_pool_moved_to_another_file(self, tmp_path: Path) -> None:
         one = write(tmp_path / "1.yaml", document("a"), document("b"))
         two = write(tmp_path / "2.yaml", document("c"))
         async with watching(one, two) as watched:
@@ -201,7 +201,7 @@ class TestWatching:
             assert await watched.pools() == {"llm/a": 2, "llm/c": 2, "llm/b": 7}
 
 
-class TestStanding:
+class TestRepeatedErrors:
     """A rejected file stays rejected until it is corrected, and each new reason is reported once."""
 
     def settle(self, watcher: PoolFileWatcher) -> list[str]:
@@ -243,10 +243,10 @@ class TestStanding:
         assert not watcher.refused
 
 
-class TestSettling:
+class TestUnsettledChanges:
     """The test calls the checks itself, so that the changes between two of them are exact."""
 
-    def test_watcher_half_written_file_is_never_applied(self, tmp_path: Path) -> None:
+    def test_watcher_never_applies_a_half_written_file(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=8))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -264,7 +264,7 @@ class TestSettling:
         assert (look.unsettled, look.refusals) == (False, ())
         assert watcher._look().pools is None
 
-    def test_watcher_reverted_change_is_not_applied(self, tmp_path: Path) -> None:
+    def test_watcher_does_not_apply_a_reverted_change(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -276,7 +276,7 @@ class TestSettling:
         assert watcher._look().unsettled
         assert len(watcher._look().refusals) == 1
 
-    def test_watcher_change_before_the_first_poll_is_applied(self, tmp_path: Path) -> None:
+    def test_watcher_applies_a_change_before_the_first_poll(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document(members=2))
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -286,7 +286,7 @@ class TestSettling:
         assert pools is not None
         assert len(pools[0].members) == 3
 
-    def test_watcher_changed_comment_changes_nothing(self, tmp_path: Path) -> None:
+    def test_watcher_ignores_a_changed_comment(self, tmp_path: Path) -> None:
         path = write(tmp_path / "p.yaml", document())
         watcher = PoolFileWatcher([path])
         watcher.load()
@@ -294,11 +294,11 @@ class TestSettling:
         assert watcher._look().unsettled
         assert watcher._look() == pool_file._Look(pools=None, refusals=(), unsettled=False)
 
-    def test_watcher_interval_is_as_documented(self) -> None:
+    def test_watcher_interval_equals_the_documented_interval(self) -> None:
         """Reloaded within 2 s: a poll, a settling look, and a second to spare for parsing."""
         assert pool_file.POLL_S + pool_file.SETTLE_S <= 1.0
 
-    def test_watcher_pipe_is_not_read_again(self) -> None:
+    def test_watcher_does_not_read_a_pipe_again(self) -> None:
         reader, writer = os.pipe()
         os.write(writer, yaml.safe_dump(document()).encode())
         os.close(writer)

@@ -16,7 +16,7 @@ from waiting import until
 
 
 class TestPools:
-    async def test_kube_pools_are_added_changed_and_removed(self, api: KubeApi) -> None:
+    async def test_kube_watch_adds_changes_and_removes_pools(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/qwen"]
@@ -28,7 +28,7 @@ class TestPools:
             await api.delete(pool_body("qwen"))
             await watched.until(lambda: list(watched.pools) == ["other/llama"])
 
-    async def test_kube_namespace_limits_the_pools(self, api: KubeApi) -> None:
+    async def test_kube_namespace_option_limits_the_pools(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pool_body("llama", namespace="other"))
         async with watching(api, "other") as watched:
@@ -36,7 +36,7 @@ class TestPools:
             assert api.lists[0].endswith("/namespaces/other/inferencepools")
             assert not any("/namespaces/llm/" in path for path in api.lists + api.watches)
 
-    async def test_kube_without_pools_reports_none(self, api: KubeApi) -> None:
+    async def test_kube_without_pools_reports_an_empty_list(self, api: KubeApi) -> None:
         async with watching(api) as watched:
             assert watched.told == [()]
 
@@ -47,7 +47,7 @@ class TestPools:
             assert len(watched.pools) == 251
         assert len(api.lists) == 2
 
-    async def test_kube_irrelevant_change_is_not_reported(self, api: KubeApi) -> None:
+    async def test_kube_change_of_irrelevant_fields_is_not_reported(self, api: KubeApi) -> None:
         body = pool_body("qwen", selector="")
         await api.put(body)
         async with watching(api) as watched:
@@ -56,7 +56,7 @@ class TestPools:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 5)
             assert len(watched.told) == 2
 
-    async def test_kube_pool_created_again_is_a_new_one(self, api: KubeApi) -> None:
+    async def test_kube_pool_created_again_is_a_new_pool(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen", version=9))
         async with watching(api) as watched:
             await api.delete(pool_body("qwen"))
@@ -66,7 +66,7 @@ class TestPools:
 
 
 class TestRefusals:
-    async def test_kube_invalid_pool_keeps_its_last_version_only(
+    async def test_kube_invalid_pool_keeps_its_last_valid_version(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen", created=1))
@@ -108,7 +108,7 @@ class TestRefusals:
         async with watching(api) as watched:
             assert list(watched.pools) == ["llm/llama"]
 
-    async def test_kube_model_claimed_twice_belongs_to_the_older_pool(
+    async def test_kube_model_in_two_pools_belongs_to_the_older_pool(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("a", created=2, model="shared"))
@@ -126,7 +126,7 @@ class TestRefusals:
             await watched.until(lambda: "llm/b" not in watched.pools)
             assert watched.sample("dualmap_kube_pools_refused") == 0
 
-    async def test_kube_model_claimed_at_one_time_is_decided_by_name(self, api: KubeApi) -> None:
+    async def test_kube_model_of_pools_of_equal_age_is_assigned_by_name(self, api: KubeApi) -> None:
         await api.put(pool_body("b", model="shared"))
         await api.put(pool_body("a", model="shared"))
         async with watching(api) as watched:
@@ -146,7 +146,7 @@ class TestRefusals:
 
 
 class TestPods:
-    async def test_pod_that_stops_serving_is_excluded_until_it_returns(
+    async def test_unready_pod_is_excluded_until_ready_again(
         self, api: KubeApi, caplog: pytest.LogCaptureFixture
     ) -> None:
         await api.put(pool_body("qwen", version=4))
@@ -164,7 +164,7 @@ class TestPods:
         assert left_out == [["qwen-1"], []]
 
     @pytest.mark.parametrize("how", ["terminating", "deleted", "moved"])
-    async def test_pod_that_terminates_is_excluded(self, api: KubeApi, how: str) -> None:
+    async def test_terminating_pod_is_excluded(self, api: KubeApi, how: str) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -177,13 +177,13 @@ class TestPods:
                 await api.put(pod_body("qwen-0", uid="another", address="10.244.0.99"))
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
 
-    async def test_pod_unknown_leaves_the_member_unchanged(self, api: KubeApi) -> None:
+    async def test_member_without_known_pod_stays_unchanged(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0", ready=False))
         async with watching(api) as watched:
             await watched.until(lambda: watched.states() == {"qwen-0": "Draining", "qwen-1": "Active"})
 
-    async def test_pod_deleted_during_a_lost_watch_is_excluded(self, api: KubeApi) -> None:
+    async def test_pod_deleted_during_a_broken_watch_is_excluded(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -194,7 +194,7 @@ class TestPods:
             await api.start()
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
-    async def test_pods_may_all_be_unready(self, api: KubeApi) -> None:
+    async def test_pool_with_all_pods_unready_has_no_active_member(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0", ready=False))
         await api.put(pod_body("qwen-1", ready=False))
@@ -202,7 +202,7 @@ class TestPods:
             await watched.until(lambda: set(watched.states().values()) == {"Draining"})
             assert not any(member.takes_new_keys for member in watched.members().values())
 
-    async def test_pod_state_yields_to_a_newer_pool_version(self, api: KubeApi) -> None:
+    async def test_pod_state_is_replaced_by_a_newer_pool_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -219,7 +219,7 @@ class TestPods:
             await api.put(pod_body("qwen-0", ready=False))
             await watched.until(lambda: watched.states()["qwen-0"] == "Draining")
 
-    async def test_pod_state_outlives_an_equal_pool_version(self, api: KubeApi) -> None:
+    async def test_pod_state_is_kept_with_an_equal_pool_version(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         await api.put(pod_body("qwen-0"))
         async with watching(api) as watched:
@@ -231,7 +231,7 @@ class TestPods:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.states() == {"qwen-0": "Draining", "qwen-1": "Active", "qwen-2": "Active"}
 
-    async def test_pod_restarted_in_place_is_a_new_incarnation(self, api: KubeApi) -> None:
+    async def test_restarted_pod_has_a_new_incarnation(self, api: KubeApi) -> None:
         lives = {"qwen-0": {"incarnation": "qwen-0-u-0"}, "qwen-1": {}}
         await api.put(pool_body("qwen", members=lives))
         await api.put(pod_body("qwen-0"))
@@ -247,7 +247,7 @@ class TestPods:
             await watched.until(lambda: watched.pools["llm/qwen"].ring_version == 2)
             assert watched.members()["qwen-0"].incarnation == "qwen-0-u-2"
 
-    async def test_pods_are_found_by_the_pools_selector(self, api: KubeApi) -> None:
+    async def test_pods_are_found_by_the_selector_of_the_pool(self, api: KubeApi) -> None:
         body = pool_body("qwen", selector="")
         await api.put(body)
         await api.put(pod_body("qwen-0", ready=False))
@@ -260,7 +260,7 @@ class TestPods:
             pods = "/api/v1/namespaces/llm/pods?serving.dualmap.dev/pool"
             await until(lambda: {each for each in api.lists if "/pods?" in each} == {f"{pods}=qwen", f"{pods}=none"})
 
-    async def test_kube_removed_pool_leaves_no_watch(self, api: KubeApi) -> None:
+    async def test_kube_removed_pool_ends_its_pod_watch(self, api: KubeApi) -> None:
         await api.put(pool_body("qwen"))
         async with watching(api) as watched:
             await until(lambda: api.open_watches == 2)

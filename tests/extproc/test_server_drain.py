@@ -29,7 +29,7 @@ from waiting import until
 router = grpc_routers.router
 
 
-async def test_health_reports_liveness_and_readiness():
+async def test_health_service_reports_liveness_and_readiness():
     async with running(ready=False) as router:
         before = [await router.health(name) for name in ("liveness", "readiness", "", EXT_PROC_SERVICE)]
         await router.servers.ready()
@@ -44,7 +44,7 @@ async def test_health_reports_liveness_and_readiness():
         assert on_grpc_port.status == SERVING
 
 
-async def test_health_port_serves_only_health(router):
+async def test_health_port_serves_only_the_health_service(router):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.ports.health}") as channel:
         call = router.stream(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -53,7 +53,7 @@ async def test_health_port_serves_only_health(router):
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_drain_half_read_request_gets_its_pick(router):
+async def test_drain_finishes_a_half_read_request(router):
     call = router.stream()
     await call.write(request_headers(NO_WAIT))
     await call.write(request_body(chat()[:9], end=False))
@@ -74,7 +74,7 @@ async def test_drain_half_read_request_gets_its_pick(router):
     await asyncio.wait_for(drain, 10.0)
 
 
-async def test_drain_notice_serves_new_streams_while_not_ready(router, monkeypatch):
+async def test_drain_notice_period_serves_new_streams_while_not_ready(router, monkeypatch):
     """Clients that poll health must see the change before any call is rejected."""
     assert server.NOTICE_S >= 0.5
     monkeypatch.setattr(server, "NOTICE_S", 600.0)
@@ -110,7 +110,7 @@ async def refusal(port: int) -> None:
                     return
 
 
-async def test_drain_after_notice_rejects_only_new_streams(router, monkeypatch):
+async def test_drain_after_notice_period_rejects_only_new_streams(router, monkeypatch):
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     call = router.stream()
     await call.write(request_headers(DUPLEX))
@@ -126,7 +126,7 @@ async def test_drain_after_notice_rejects_only_new_streams(router, monkeypatch):
     await asyncio.wait_for(drain, 10.0)
 
 
-async def test_drain_idle_router_ignores_health_watchers(router):
+async def test_drain_of_idle_router_ignores_open_health_watches(router):
     watch = health_pb2_grpc.HealthStub(router.channel).Watch(health_pb2.HealthCheckRequest())
     await watch.read()
 
@@ -171,7 +171,7 @@ async def codes_of_calls_that_end_with_the_drain() -> list[grpc.StatusCode]:
         return codes
 
 
-async def test_drain_end_still_sends_the_last_calls_status(monkeypatch):
+async def test_drain_end_sends_the_status_of_the_last_call(monkeypatch):
     """Envoy treats a cancelled call as failed, and aborts the response it belongs to."""
     monkeypatch.setattr("dualmap_extproc.transport.server.NOTICE_S", 0.0)
     for _ in range(20):

@@ -132,7 +132,7 @@ async def test_replicas_agree_on_the_key_of_a_hot_prefix(server):
         assert one.explain(prompt).pair == other.explain(prompt).pair
 
 
-async def test_replica_that_joins_agrees_on_the_key(server):
+async def test_joining_replica_agrees_on_the_key_of_a_hot_prefix(server):
     prompt = builders.text_of(2048, "hot")
     async with routers(server, "one") as (one,):
         for _ in range(100):
@@ -143,7 +143,7 @@ async def test_replica_that_joins_agrees_on_the_key(server):
             await until(lambda: late.explain(prompt).key == one.explain(prompt).key)
 
 
-async def test_replica_that_starts_knows_old_placements_not_old_loads(server):
+async def test_starting_replica_reads_old_placements_but_not_old_loads(server):
     prompt = builders.text_of(4096, "old")
     ages_s = {updates_key(POOL.id): 240, loads_key(POOL.id): 4}
     with server.admin as admin:
@@ -166,13 +166,13 @@ async def test_replica_that_starts_knows_old_placements_not_old_loads(server):
     assert all(each.in_flight == 0 for each in candidates)
 
 
-async def test_replica_knows_a_session_bound_at_another(server):
+async def test_replica_reads_session_bindings_of_other_replicas(server):
     async with routers(server, "one", "other") as (one, other):
         one.pick("turn one", session_id="s")
         await until(lambda: other.sessions == 1)
 
 
-async def test_replica_that_joins_looks_up_an_earlier_session(server):
+async def test_joining_replica_looks_up_an_earlier_session(server):
     async with routers(server, "one") as (one,):
         one.pick("turn one", session_id="s")
         with server.admin as admin:
@@ -194,7 +194,7 @@ async def test_replica_that_joins_looks_up_an_earlier_session(server):
             await until(goes_to_its_host)
 
 
-async def test_replicas_sum_loads_until_a_router_leaves(server):
+async def test_replicas_sum_loads_until_a_replica_leaves(server):
     prompt = builders.text_of(4096, "busy")
     async with routers(server, "other", pool=FIXED) as (other,):
         async with routers(server, "one", pool=FIXED) as (one,):
@@ -208,7 +208,7 @@ async def test_replicas_sum_loads_until_a_router_leaves(server):
         assert all(endpoint.in_flight == 0 for endpoint in other.picker.statuses()[0].endpoints)
 
 
-async def test_replicas_each_report_the_demand_of_all(server):
+async def test_every_replica_reports_the_total_demand(server):
     async with routers(server, "one", "other", "third", pool=FIXED) as started:
         one, other, third = started
         one.pick(builders.text_of(1000, "a"))
@@ -221,7 +221,7 @@ async def test_replicas_each_report_the_demand_of_all(server):
             assert router.pool_demand.total(FIXED.id).desired_replicas > 0.0
 
 
-async def test_replica_that_starts_reports_no_less_than_its_predecessor(server):
+async def test_starting_replica_reports_at_least_the_previous_demand(server):
     async with routers(server, "before", pool=FIXED) as (before,):
         for number in range(5):
             before.pick(builders.text_of(1000, f"{number}"))
@@ -235,7 +235,7 @@ async def test_replica_that_starts_reports_no_less_than_its_predecessor(server):
         assert after.pool_demand.active(FIXED.id)
 
 
-async def test_replicas_without_redis_know_no_demand_until_it_returns(server):
+async def test_replicas_have_unknown_demand_while_redis_is_unavailable(server):
     async with routers(server, "one", "other", pool=FIXED) as started:
         one, other = started
         other.pick(builders.text_of(1000, "b"))

@@ -73,7 +73,7 @@ messages = st.one_of(
     st.lists(st.tuples(st.lists(messages, max_size=12), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 3),
 )
-def test_stream_any_messages_leave_no_request_open(streams, members):
+def test_stream_of_any_messages_leaves_no_request_open(streams, members):
     talk = Conversation(pool(members=members), limits=Limits(body_bytes=2000, chunk_bytes=7))
     for sent, cancelled in streams:
         talk.again()
@@ -109,7 +109,7 @@ def test_stream_without_response_body_leaves_no_request_open(sent):
 
 
 @given(st.binary(max_size=200))
-def test_stream_any_parsable_bytes_raise_nothing(data):
+def test_stream_of_any_parsable_bytes_raises_no_error(data):
     try:
         message = wire.ProcessingRequest.FromString(data)
     except DecodeError:

@@ -109,21 +109,21 @@ def test_tls_off_with_client_ca_raises_an_error(tmp_path: Path) -> None:
         server_credentials("off", tmp_path)
 
 
-async def test_tls_self_signed_serves_http2_and_no_plain_text() -> None:
+async def test_tls_self_signed_serves_http2_but_no_plain_text() -> None:
     async with Serving("self-signed") as ports:
         for port in ports:
             assert (await handshake(port))[1] == "h2"
             assert await check(grpc.aio.insecure_channel(f"127.0.0.1:{port}")) == "UNAVAILABLE"
 
 
-def test_tls_self_signed_pairs_differ() -> None:
+def test_tls_self_signed_certificates_are_unique() -> None:
     first, second = self_signed(), self_signed()
 
     assert first[0] != second[0]
     assert hashlib.sha256(first[1]).digest() != hashlib.sha256(second[1]).digest()
 
 
-async def test_tls_folder_certificate_is_served_and_verifiable(tmp_path: Path) -> None:
+async def test_tls_certificate_of_the_folder_is_served_and_verifiable(tmp_path: Path) -> None:
     authority = Authority()
     async with Serving(write_pair(tmp_path, authority.pair())) as ports:
         for port in ports:
@@ -196,7 +196,7 @@ def test_tls_invalid_folder_raises_an_error_with_the_reason(
 
 
 @spoiled
-async def test_tls_folder_invalid_later_keeps_last_and_recovers(
+async def test_tls_keeps_last_certificate_if_the_folder_becomes_invalid(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], Any], reason: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -213,7 +213,9 @@ async def test_tls_folder_invalid_later_keeps_last_and_recovers(
     assert lines(caplog) == [REFUSED, TAKEN_UP]
 
 
-def test_tls_folder_invalid_again_is_logged_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tls_folder_that_becomes_invalid_again_is_logged_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = self_signed()
     certificates = Certificates(write_pair(tmp_path, pair), None)
     for _ in range(2):
@@ -226,7 +228,7 @@ def test_tls_folder_invalid_again_is_logged_again(tmp_path: Path, caplog: pytest
     assert lines(caplog) == [REFUSED] * 2
 
 
-def test_tls_unchanged_files_are_not_loaded_again(tmp_path: Path) -> None:
+def test_tls_does_not_reload_unchanged_files(tmp_path: Path) -> None:
     certificates = Certificates(write_pair(tmp_path, self_signed()), None)
     before = certificates.current()
     (tmp_path / "tls.crt").touch()
@@ -241,7 +243,7 @@ def test_tls_unknown_value_raises_an_error_with_the_choices(given: str) -> None:
 
 
 @pytest.mark.parametrize("tls", ["self-signed", "folder"])
-async def test_tls_client_ca_admits_only_its_clients(tmp_path: Path, tls: str) -> None:
+async def test_tls_client_ca_accepts_only_its_clients(tmp_path: Path, tls: str) -> None:
     theirs, strangers = Authority(), Authority()
     client_ca = tmp_path / "clients.crt"
     client_ca.write_bytes(theirs.pem)

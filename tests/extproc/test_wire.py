@@ -81,7 +81,7 @@ def fill(message: Message, choice: int) -> None:
 
 @pytest.mark.parametrize("choice", range(7))
 @pytest.mark.parametrize(("ours", "official"), PAIRS, ids=[ours.__name__ for ours, _ in PAIRS])
-def test_wire_fields_round_trip_through_the_official_type(ours, official, choice):
+def test_wire_messages_round_trip_through_the_official_type(ours, official, choice):
     message = ours()
     fill(message, choice)
 
@@ -121,7 +121,7 @@ def test_wire_enums_have_the_official_numbers(ours, official):
     assert dict(ours.items()) == {value.name: value.value for value in official}
 
 
-def test_wire_keda_messages_have_its_field_numbers():
+def test_wire_keda_messages_have_the_official_field_numbers():
     """As KEDA 2.20 has them in pkg/scalers/externalscaler/externalscaler.proto, by the names in its JSON form."""
     numbers = {
         "ScaledObjectRef": {"name": 1, "namespace": 2, "scalerMetadata": 3},

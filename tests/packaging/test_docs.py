@@ -14,7 +14,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_relative_links_resolve(document: Path) -> None:
+def test_relative_links_in_documents_resolve(document: Path) -> None:
     # Code is left out: a regular expression can look like a link.
     targets = re.findall(r"\]\(([^)#]+)", re.sub(r"`[^`\n]+`", "code", document.read_text()))
     missing = [target for target in targets if "://" not in target and not (document.parent / target).exists()]
@@ -22,7 +22,7 @@ def test_relative_links_resolve(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_anchor_links_resolve_to_headings(document: Path) -> None:
+def test_anchor_links_in_documents_resolve_to_headings(document: Path) -> None:
     links = re.findall(r"\]\(([^):#]*)#([^)]+)\)", document.read_text())
     missing = []
     for target, anchor in links:
@@ -40,7 +40,7 @@ def test_documents_have_no_placeholders(document: Path) -> None:
     assert not re.findall(r"@@|TODO|FIXME|XXX", document.read_text())
 
 
-def test_readme_names_exactly_the_existing_commands() -> None:
+def test_readme_lists_exactly_the_existing_commands() -> None:
     named = set(re.findall(r"dualmap ([a-z]+(?:-[a-z]+)*)", (ROOT / "README.md").read_text()))
     assert set(COMMANDS) <= named
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -54,7 +54,7 @@ def test_operator_page_lists_exactly_the_event_reasons() -> None:
     assert re.findall(r"`(\w+)`", listed) == list(EventReason)
 
 
-def test_architecture_names_only_files_that_exist() -> None:
+def test_architecture_page_lists_only_existing_files() -> None:
     """`core/router.py` stands for `core/dualmap/router.py`; a bare name is in the folder named before it."""
     packages = {
         "core": "dualmap",

@@ -44,7 +44,7 @@ def run(*options: object, root: Path = ROOT, preamble: str = "pass") -> subproce
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fuzz_corpus_passes(fuzz, name: str) -> None:
+def test_fuzz_targets_accept_the_whole_corpus(fuzz, name: str) -> None:
     check = importlib.import_module("fuzz.targets").load(name).check
     inputs = list((ROOT / "fuzz" / "corpus" / name).iterdir())
     assert inputs
@@ -53,7 +53,7 @@ def test_fuzz_corpus_passes(fuzz, name: str) -> None:
         check(path.read_bytes())
 
 
-def test_fuzz_corpus_is_small(fuzz) -> None:
+def test_fuzz_corpus_stays_below_its_size_limit(fuzz) -> None:
     corpora = {path: list(path.iterdir()) for path in (ROOT / "fuzz" / "corpus").iterdir()}
     assert sorted(path.name for path in corpora) == NAMES == sorted(importlib.import_module("fuzz.targets").TARGETS)
     # The inputs that ``--minimise`` keeps, and room for those of earlier crashes.
@@ -97,7 +97,7 @@ def test_fuzz_without_atheris_mutates_at_random(tmp_path: Path) -> None:
     assert re.search(r"^body +500 +- ", ran.stdout, re.MULTILINE)
 
 
-def test_minimise_drops_inputs_without_new_coverage(fuzz, tmp_path: Path) -> None:
+def test_fuzz_minimise_removes_inputs_without_new_coverage(fuzz, tmp_path: Path) -> None:
     kept, found = tmp_path / "kept", tmp_path / "found"
     found.mkdir()
     needed = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
@@ -110,7 +110,7 @@ def test_minimise_drops_inputs_without_new_coverage(fuzz, tmp_path: Path) -> Non
     assert [path.read_bytes() for path in kept.iterdir()] == [needed]
 
 
-def test_help_names_targets_and_unknown_one_is_refused() -> None:
+def test_fuzz_help_lists_targets_and_unknown_target_is_rejected() -> None:
     shown = run("--help")
     assert shown.returncode == 0
     assert all(name in shown.stdout for name in NAMES)

@@ -227,14 +227,14 @@ def link(module: str, line: str) -> str:
 
 
 @pytest.mark.parametrize(("module", "line", "contract"), PLANTED)
-def test_import_linter_finds_a_planted_import(
+def test_import_linter_finds_a_forbidden_import(
     violations: dict[str, str], module: str, line: str, contract: str
 ) -> None:
     assert link(module, line) in reported(violations, contract)
 
 
 @pytest.mark.parametrize(("module", "line", "contract"), PLANTED_INDIRECT)
-def test_import_linter_finds_a_planted_indirect_import(
+def test_import_linter_finds_a_forbidden_indirect_import(
     violations: dict[str, str], module: str, line: str, contract: str
 ) -> None:
     assert link(module, line) in reported(violations, contract)
@@ -247,14 +247,14 @@ def test_import_linter_finds_a_module_without_a_layer(
     assert f"\n- {module}\n" in reported(violations, contract)
 
 
-def test_mypy_finds_a_planted_type_error(copy: Path) -> None:
+def test_mypy_finds_an_inserted_type_error(copy: Path) -> None:
     (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\n\ndef double(x):\n    return x * 2\n')
     result = run(copy, "mypy", "-p", "dualmap")
     assert "planted.py" in result.stdout
     assert result.returncode != 0
 
 
-def test_ruff_finds_a_planted_environment_read(copy: Path) -> None:
+def test_ruff_finds_an_inserted_environment_variable_read(copy: Path) -> None:
     (copy / "core/dualmap/planted.py").write_text('"""Planted."""\n\nimport os\n\nHOME = os.environ["HOME"]\n')
     result = run(copy, "ruff", "check", "core")
     assert "TID251" in result.stdout

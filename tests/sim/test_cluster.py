@@ -33,7 +33,7 @@ def test_cluster_with_one_engine_reports_engine_times() -> None:
     assert [record.ttft_s for record in records] == [1.5, 2.0]
 
 
-def test_router_index_follows_reported_events() -> None:
+def test_router_index_updates_with_reported_events() -> None:
     records = Cluster(config(small_pool(4, policy="dualmap"))).run(one_block_prompts(0.0, 10.0, 20.0, same=True))
     assert len({record.endpoint for record in records}) == 1
     assert [record.cached_tokens for record in records] == [0, 90, 90]
@@ -56,7 +56,7 @@ def test_queued_request_is_dispatched_when_window_opens() -> None:
     assert second.dispatched_s == pytest.approx(0.9, abs=0.01)
 
 
-def test_rejected_request_is_never_served() -> None:
+def test_rejected_request_is_never_sent_to_an_engine() -> None:
     queue = Queue(dispatch_window_s=0.1, max_held=1)
     records = Cluster(config(small_pool(1, queue=queue))).run(one_block_prompts(0.0, 0.1, 0.2))
     assert [record.refused for record in records] == [None, None, Reason.QUEUE_FULL]
@@ -67,7 +67,7 @@ def test_rejected_request_is_never_served() -> None:
     assert summary.slo_attainment == pytest.approx(2 / 3)
 
 
-def test_routers_without_replication_ignore_each_others_load() -> None:
+def test_routers_without_replication_ignore_load_of_other_routers() -> None:
     """Two routers, two engines, the least loaded: blind to each other they both begin with the same engine."""
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
     alone = Cluster(config(small_pool(2))).run(asked)
@@ -89,7 +89,7 @@ def placements_only(update: ReplicaUpdate) -> ReplicaUpdate:
     return ReplicaUpdate(hotness=HotnessCounts(requests=0, nodes={}), loads={}, placements=update.placements)
 
 
-def test_exchange_carries_only_the_chosen_updates() -> None:
+def test_replica_exchange_sends_only_the_selected_updates() -> None:
     exchange = ReplicationConfig(period_s=0.01, delay_s=0.0, carries=placements_only)
     cluster = Cluster(config(small_pool(2), routers=2, exchange=exchange))
     asked = one_block_prompts(*[0.2 * number for number in range(20)])
@@ -101,7 +101,7 @@ def test_exchange_carries_only_the_chosen_updates() -> None:
 
 
 @pytest.mark.parametrize(("replay_s", "blocks"), [(0.0, 10), (3.0, 40), (100.0, 110)])
-def test_joining_router_knows_replayed_updates(replay_s: float, blocks: int) -> None:
+def test_joining_router_applies_stored_updates(replay_s: float, blocks: int) -> None:
     """One request a second; the second router joins at 9.5 s, and its own and the other's later ones it hears of."""
     joining = replace(
         config(small_pool(2), exchange=ReplicationConfig(period_s=0.1, delay_s=0.0)),
@@ -114,7 +114,7 @@ def test_joining_router_knows_replayed_updates(replay_s: float, blocks: int) -> 
     assert sum(each.indexed_blocks for each in cluster.routers[1].status().endpoints) == blocks
 
 
-def test_store_answers_session_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_store_returns_session_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, SharedBinding]] = []
 
     class Listens(PoolRouter):
@@ -140,7 +140,7 @@ def test_store_answers_session_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("routers", [1, 3])
 @pytest.mark.parametrize("queue", [UNLIMITED, Queue(dispatch_window_s=0.25), Queue(max_held=5, max_wait_s=1.0)])
-def test_cluster_run_ends_each_request_once_and_leaves_nothing(routers: int, queue: Queue) -> None:
+def test_cluster_run_ends_each_request_once(routers: int, queue: Queue) -> None:
     asked, cluster = busy_requests(), Cluster(busy_config(routers, queue))
     records = cluster.run(asked)
     assert [record.arrival.request_id for record in records] == [str(number) for number in range(200)]
@@ -153,7 +153,7 @@ def test_cluster_with_equal_config_gives_equal_records() -> None:
     assert runs[0] == runs[1]
 
 
-def test_lost_request_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_request_stops_the_cluster_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Loses(PoolRouter):
         def on_request(self, now: float, request: Request) -> Effects[Decision | Queued | Rejection]:
             return Effects(Queued(request_id=request.id))
@@ -163,7 +163,7 @@ def test_lost_request_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         Cluster(config(small_pool(1), exchange=ReplicationConfig())).run(one_block_prompts(0.0))
 
 
-def test_run_stops_at_the_first_token_that_ends_it() -> None:
+def test_cluster_run_stops_at_first_token_if_callback_ends_the_run() -> None:
     seen: list[str] = []
 
     def gives_up(record: Record) -> bool:
@@ -178,7 +178,7 @@ def test_run_stops_at_the_first_token_that_ends_it() -> None:
     assert [record.first_token_s for record in records] == [1.5, 3.0, 4.5, None]
 
 
-def test_run_without_stop_continues_and_reports_rejections() -> None:
+def test_cluster_run_without_stop_rule_reports_rejections() -> None:
     asked: list[tuple[str, Reason | None]] = []
 
     def gives_up(record: Record) -> bool:
@@ -192,7 +192,7 @@ def test_run_without_stop_continues_and_reports_rejections() -> None:
     assert not cluster.gave_up
 
 
-def test_samples_count_in_flight_and_queued_prefill_tokens() -> None:
+def test_load_samples_count_in_flight_and_queued_prefill_tokens() -> None:
     held = small_pool(2, policy="round_robin", queue=Queue(dispatch_window_s=0.1))
     cluster = Cluster(replace(config(held), sample_s=1.0))
     # 1.5 s each; the third waits in the router until the first is through.
@@ -207,14 +207,14 @@ def test_samples_count_in_flight_and_queued_prefill_tokens() -> None:
     assert list(cluster.samples[0].pending_tokens) == ["m-0", "m-1"]
 
 
-def test_samples_leave_out_tokens_cached_at_dispatch() -> None:
+def test_load_samples_exclude_tokens_cached_at_dispatch() -> None:
     cluster = Cluster(replace(config(small_pool(1)), sample_s=0.5))
     cluster.run(one_block_prompts(0.25, 10.25, same=True))
     pending = {sample.at_s: sample.pending_tokens["m-0"] for sample in cluster.samples}
     assert (pending[0.5], pending[10.5]) == (100, 10)
 
 
-def test_member_can_have_its_own_engine_config() -> None:
+def test_cluster_member_can_have_its_own_engine_config() -> None:
     fast = replace(ROUND, prefill=replace(ROUND.prefill, tokens_per_s=1000.0))
     of = replace(config(small_pool(2, policy="round_robin")), engines={"m-1": fast})
     assert [record.ttft_s for record in Cluster(of).run(one_block_prompts(0.0, 10.0))] == [1.5, pytest.approx(0.6)]

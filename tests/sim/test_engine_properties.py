@@ -169,7 +169,7 @@ def test_chunked_steps_combined_equal_single_steps(todo: list[Arrival], config: 
 
 @given(todo=arrivals(aborts=False))
 @settings(max_examples=200)
-def test_skipped_steps_equal_single_steps(todo: list[Arrival]) -> None:
+def test_skipped_decode_steps_equal_single_steps(todo: list[Arrival]) -> None:
     naive = Naive(config=TIGHT)
     naive.run(todo)
     engine = Engine(TIGHT)
@@ -209,7 +209,7 @@ def play(
 
 @given(config=CONFIGS, todo=arrivals(aborts=True))
 @settings(max_examples=200)
-def test_engine_ends_each_request_once_and_leaves_nothing(config: EngineConfig, todo: list[Arrival]) -> None:
+def test_engine_ends_each_request_once_and_frees_all_memory(config: EngineConfig, todo: list[Arrival]) -> None:
     events, aborted, engine = play(config, todo, polls=[])
 
     ended = [event.request_id for event in events if event.request_id in finishes([event])]
@@ -220,7 +220,9 @@ def test_engine_ends_each_request_once_and_leaves_nothing(config: EngineConfig, 
 
 @given(config=CONFIGS, todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
 @settings(max_examples=200)
-def test_reading_the_engine_changes_nothing(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
+def test_reading_engine_state_does_not_change_the_engine(
+    config: EngineConfig, todo: list[Arrival], polls: list[float]
+) -> None:
     unwatched = play(config, todo, polls=[])
     watched = play(config, todo, polls=polls)
 
@@ -229,7 +231,7 @@ def test_reading_the_engine_changes_nothing(config: EngineConfig, todo: list[Arr
 
 @given(config=CONFIGS, todo=arrivals(aborts=True), polls=st.lists(st.floats(0, 30), max_size=40))
 @settings(max_examples=100)
-def test_memory_is_never_overcommitted(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
+def test_engine_memory_is_never_overcommitted(config: EngineConfig, todo: list[Arrival], polls: list[float]) -> None:
     engine = Engine(config)
     for arrival in todo:
         engine.submit(arrival.at_s, arrival.request)

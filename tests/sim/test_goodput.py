@@ -82,7 +82,7 @@ def test_goodput_of_constant_service_matches_theory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "dualmap", "limit"])
-def test_goodput_is_equal_with_and_without_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_result_is_equal_with_and_without_early_stop(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = replace(SMALL, policy=policy)
     answered: list[int] = []
 
@@ -99,7 +99,7 @@ def test_goodput_is_equal_with_and_without_early_stop(policy: str, monkeypatch: 
     assert sum(early_answers) < sum(answered)
 
 
-def test_goodput_attains_share_and_next_rate_does_not() -> None:
+def test_goodput_rate_meets_the_slo_but_the_next_rate_does_not() -> None:
     found = goodput(SMALL, attainment=0.8, tolerance=0.05)
     attainments = [
         run_experiment(replace(SMALL, requests_per_s=rate, sample_s=None)).summary.slo_attainment
@@ -130,7 +130,7 @@ def test_goodput_search_handles_non_monotonic_attainment(guess: float, monkeypat
     assert high / low == pytest.approx(1.01)
 
 
-def test_goodput_tries_policies_at_the_same_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_search_uses_the_same_rates_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput_module, "run_experiment", attained_by(lambda rate: 1.0 if rate <= 3.0 else 0.5))
     rates: tuple[list[float], list[float]] = [], []
     for tried, guess in zip(rates, (2.0, 4.0), strict=True):

@@ -72,7 +72,7 @@ def test_single_queue_mean_wait_matches_theory() -> None:
     assert sum(waits_s) / len(waits_s) == pytest.approx(0.7 / (2 * 0.3), rel=0.05)
 
 
-def test_limit_of_one_instance_equals_its_engine() -> None:
+def test_limit_oracle_with_one_engine_equals_that_engine() -> None:
     """A queue before the engine or in it is the same: the oracle adds no time of its own, not even a decode step."""
     boundless = replace(PRESETS["7b"], cache_tokens=10**9)
     alone = replace(
@@ -95,7 +95,7 @@ def test_limit_of_one_instance_equals_its_engine() -> None:
 
 @pytest.mark.parametrize("oracle", ORACLES)
 @pytest.mark.parametrize("chunk_tokens", [None, 2048])
-def test_oracle_ends_each_request_once_and_reuses_known_tokens(oracle: str, chunk_tokens: int | None) -> None:
+def test_oracle_ends_each_request_once_and_reuses_only_seen_tokens(oracle: str, chunk_tokens: int | None) -> None:
     records = outcome(oracle, chunk_tokens=chunk_tokens).records
 
     assert [record.arrival.request_id for record in records] == [str(number) for number in range(600)]
@@ -132,17 +132,17 @@ def test_limit_ideal_bounds_attainment_near_saturation(policy: str, requests_per
 
 @pytest.mark.parametrize("requests_per_s", KNEE)
 @pytest.mark.parametrize("policy", ["min_ttft", "least_loaded", "full_scan_oracle", "limit_pooled"])
-def test_load_only_and_full_scan_stay_below_the_limit(policy: str, requests_per_s: float) -> None:
+def test_load_only_and_full_scan_stay_below_the_limit_oracle(policy: str, requests_per_s: float) -> None:
     limit = outcome("limit", requests_per_s).summary.slo_attainment
     assert outcome(policy, requests_per_s).summary.slo_attainment <= limit
 
 
-def test_limit_is_no_bound_with_many_common_prefixes() -> None:
+def test_limit_oracle_is_no_bound_with_many_common_prefixes() -> None:
     """A prefix that several instances compute at once costs more than waiting where it is computed already."""
     assert outcome("preble", 11.5).summary.hit_rate > outcome("limit", 11.5).summary.hit_rate
 
 
 @pytest.mark.parametrize("requests_per_s", [11.5, 12.0])
-def test_limit_deadline_gains_in_overload(requests_per_s: float) -> None:
+def test_limit_deadline_attains_more_than_limit_in_overload(requests_per_s: float) -> None:
     limit = outcome("limit", requests_per_s).summary.slo_attainment
     assert outcome("limit_deadline", requests_per_s).summary.slo_attainment > limit + 0.02

@@ -76,7 +76,7 @@ def shares(attainment: Attainment, experiment: Experiment, policies: Iterable[st
 
 
 @pytest.mark.parametrize(("workload", "model", "seed", "rate"), KNEES)
-def test_dualmap_attains_more_than_the_best_other_policy(
+def test_dualmap_has_higher_attainment_than_the_best_other_policy(
     workload: str, model: str, seed: int, rate: float, attainment: Attainment
 ) -> None:
     found = shares(attainment, setting(workload, model, seed, rate), ("dualmap", "preble", "min_ttft", "round_robin"))
@@ -85,7 +85,7 @@ def test_dualmap_attains_more_than_the_best_other_policy(
 
 
 @pytest.mark.parametrize(("workload", "model", "seed", "rate"), KNEES_10_S)
-def test_dualmap_attains_more_at_an_slo_of_10_s(
+def test_dualmap_has_higher_attainment_at_an_slo_of_10_s(
     workload: str, model: str, seed: int, rate: float, attainment: Attainment
 ) -> None:
     patient = replace(setting(workload, model, seed, rate), slo_ttft_s=10.0)
@@ -103,20 +103,20 @@ MISTAKEN = {
 
 
 @pytest.mark.parametrize("condition", MISTAKEN)
-def test_dualmap_attains_more_with_wrong_estimates(condition: str, attainment: Attainment) -> None:
+def test_dualmap_has_higher_attainment_with_wrong_estimates(condition: str, attainment: Attainment) -> None:
     found = shares(attainment, MISTAKEN[condition], ("dualmap", "preble", "min_ttft", "least_loaded"))
     best_of_others = max(share for policy, share in found.items() if policy != "dualmap")
     assert found["dualmap"] > best_of_others
 
 
-def test_deferring_late_requests_exceeds_the_limit(attainment: Attainment) -> None:
+def test_deferring_late_requests_exceeds_attainment_of_the_limit(attainment: Attainment) -> None:
     """The bound serves in order of arrival, so past the knee those that will be late make late who would not be."""
     found = shares(attainment, setting("tool_agent", "7b", 0, 9.5), ("dualmap", "limit"))
     assert found["dualmap"] > 2 * found["limit"]
 
 
 @pytest.mark.parametrize(("seed", "rate"), [(0, 6.1), (1, 6.2)])
-def test_published_rule_beats_load_only_and_affinity_only(seed: int, rate: float, attainment: Attainment) -> None:
+def test_published_rule_attains_more_than_load_or_affinity_only(seed: int, rate: float, attainment: Attainment) -> None:
     """The published order but for its last step: choosing by the objective gains nothing sure over Min TTFT here."""
     whole = ("dualmap_min_ttft", "dualmap_no_rebalance", "dualmap_paper")
     found = shares(

@@ -62,7 +62,7 @@ def poisson(rng: Random, rate: float, services_s: Sequence[float]) -> list[tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("load", "requests", "error"), [(0.5, 4_000, 0.02), (0.7, 8_000, 0.03), (0.9, 20_000, 0.07)])
-def test_equal_prefills_wait_as_m_d_1(load: float, requests: int, error: float) -> None:
+def test_equal_prefills_have_the_mean_wait_of_m_d_1(load: float, requests: int, error: float) -> None:
     """Pollaczek-Khinchine without variance of the service: rho * s / (2 * (1 - rho))."""
 
     def mean_wait_s(seed: int) -> float:
@@ -73,7 +73,7 @@ def test_equal_prefills_wait_as_m_d_1(load: float, requests: int, error: float) 
 
 
 @pytest.mark.slow
-def test_prefills_of_two_lengths_wait_as_m_g_1() -> None:
+def test_prefills_of_two_lengths_have_the_mean_wait_of_m_g_1() -> None:
     """Pollaczek-Khinchine: lambda * E[s^2] / (2 * (1 - rho))."""
     load, requests = 0.7, 8_000
 
@@ -86,7 +86,7 @@ def test_prefills_of_two_lengths_wait_as_m_g_1() -> None:
 
 
 @pytest.mark.slow
-def test_two_priorities_wait_as_cobhams_formula() -> None:
+def test_two_priorities_have_the_mean_waits_of_cobhams_formula() -> None:
     """Without preemption: W0 / (1 - rho1) for the urgent, W0 / ((1 - rho1) * (1 - rho)) for the others."""
     load, urgent, requests = 0.8, 0.25, 10_000
     residual_s = load / 2
@@ -120,7 +120,7 @@ def erlang_c_wait_s(servers: int, load: float) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("servers", [2, 4])
-def test_engines_behind_one_queue_wait_as_erlang_c(servers: int) -> None:
+def test_engines_with_a_single_queue_have_the_wait_of_erlang_c(servers: int) -> None:
     """M/M/k: the oracle ``limit``, where caching plays no part because no prompt has a whole block."""
     load, requests = 0.7, 8_000
 
@@ -148,7 +148,7 @@ def test_engines_behind_one_queue_wait_as_erlang_c(servers: int) -> None:
     assert_meets(erlang_c_wait_s(servers, load), mean_wait_s, seeds=6, error=0.05)
 
 
-def test_equal_batch_decodes_as_arithmetic_series() -> None:
+def test_equal_batch_decode_time_is_an_arithmetic_series() -> None:
     """n requests of p and m tokens: m - 1 steps, the first of d0 + d1 n (p + 1) + d2 n, each longer by d1 n."""
     n, prompt, output = 20, 4000, 500
     decode = PRESETS["7b"].decode
@@ -185,7 +185,7 @@ def longest_without_a_prefill_s(config: EngineConfig, rate: float) -> tuple[floa
     return longest_s, requests * prompt_s / now
 
 
-def test_memory_held_by_decodes_delays_prefills() -> None:
+def test_memory_used_by_decodes_delays_prefills() -> None:
     """The paper's decode bottleneck (A.7): for over its 3 s no prefill ends though some wait; more memory ends it."""
     engine = PRESETS["7b"]
 

@@ -118,21 +118,21 @@ def test_fit_recovers_parameters_of_a_model_engine(bench: Bench) -> None:
     assert (fitted.kv_memory_tokens, fitted.block_tokens) == (65_536, 32)
 
 
-def test_fit_ignores_batch_that_never_decoded_together(bench: Bench) -> None:
+def test_fit_ignores_batches_without_common_decode_steps(bench: Bench) -> None:
     apart = (seen(bench, (1, 64), token_s=(0.1, 0.2, 0.3)), seen(bench, (2, 64), token_s=(0.4, 0.5, 0.6)))
     measured = recording(bench, *alone(bench), *decoding(bench), group(bench, "decode", *apart))
 
     assert bench("fit").fit(measured, measured.groups, chunk_tokens=None).decode.step_s == pytest.approx(0.02, rel=1e-3)
 
 
-def test_fit_refuses_too_few_requests(bench: Bench) -> None:
+def test_fit_rejects_too_few_requests(bench: Bench) -> None:
     measured = recording(bench, *list(alone(bench))[:4])
 
     with pytest.raises(bench("fit").FitError, match="alone"):
         bench("fit").fit(measured, measured.groups, chunk_tokens=None)
 
 
-def test_replay_sends_same_requests_at_same_times(bench: Bench) -> None:
+def test_replay_sends_the_recorded_requests_at_the_recorded_times(bench: Bench) -> None:
     first = seen(bench, (1, 320), sent_s=1.0, token_s=(1.5, 1.6))
     # Shares 256 tokens with it, which the cache holds by then, and waits for it.
     second = seen(bench, (1, 256), (2, 2000), cached=256, sent_s=1.1, token_s=(2.0,))
@@ -151,7 +151,7 @@ def test_replay_sends_same_requests_at_same_times(bench: Bench) -> None:
     assert two.ttft_error == pytest.approx(two.ttft_s / 0.9 - 1)
 
 
-def test_replay_wave_never_precedes_the_end_of_the_last(bench: Bench) -> None:
+def test_replay_wave_starts_after_the_previous_wave_ends(bench: Bench) -> None:
     replay = bench("replay").replay
     random = Random(0)
 
@@ -161,7 +161,7 @@ def test_replay_wave_never_precedes_the_end_of_the_last(bench: Bench) -> None:
         assert len(replay(slowed(MODEL, 30.0), group(bench, "queue", first, later))) == 2
 
 
-def test_recording_round_trips(bench: Bench, tmp_path: Path) -> None:
+def test_recording_round_trip_is_lossless(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     measured = recording(
         bench, group(bench, "decode", seen(bench, (1, 64), (2, 8), sent_s=0.1, token_s=(0.25, 0.3005)))
@@ -184,7 +184,7 @@ def test_recording_round_trips(bench: Bench, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_malformed_recording_is_refused_with_its_line(bench: Bench, tmp_path: Path, text: str, said: str) -> None:
+def test_malformed_recording_is_rejected_with_its_line(bench: Bench, tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "recording.jsonl"
     path.write_text(text)
 
@@ -192,7 +192,7 @@ def test_malformed_recording_is_refused_with_its_line(bench: Bench, tmp_path: Pa
         bench("recording").read_recording(path)
 
 
-def test_cut_prompt_is_a_prefix_and_groups_share_none(bench: Bench) -> None:
+def test_cut_prompt_is_a_prefix_and_groups_share_no_prefix(bench: Bench) -> None:
     scenarios = bench("scenarios")
     planned = list(scenarios.planned(2, tokens_per_s=1000.0))
 
@@ -231,7 +231,7 @@ def median_errors(bench: Bench, replayed: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, name: str) -> None:
+def test_engine_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, name: str) -> None:
     steps = fits(name)[STEPS]
 
     as_fitted, at_own_rate = median_errors(bench, steps.replayed), median_errors(bench, steps.at_own_rate)
@@ -243,7 +243,7 @@ def test_model_predicts_vllm_within_documented_errors(bench: Bench, fits: Any, n
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
+def test_engine_model_caches_the_same_tokens_as_vllm(fits: Any, name: str) -> None:
     wrong = [
         (each.group.scenario, each.position, each.cached_tokens, each.seen.cached_tokens)
         for each in fits(name)[STEPS].replayed
@@ -252,7 +252,7 @@ def test_model_caches_what_vllm_caches(fits: Any, name: str) -> None:
     assert wrong == []
 
 
-def test_engine_of_another_speed_exceeds_the_bounds(bench: Bench, fits: Any) -> None:
+def test_engine_of_another_speed_exceeds_the_error_bounds(bench: Bench, fits: Any) -> None:
     steps = fits("vllm_chunked")[STEPS]
     groups = [group for group, _ in groupby(each.group for each in steps.replayed)]
     slower = slowed(steps.config, 1.5)
@@ -264,7 +264,9 @@ def test_engine_of_another_speed_exceeds_the_bounds(bench: Bench, fits: Any) -> 
 
 
 @pytest.mark.parametrize(("name", "scenario"), [("vllm_whole", "queue cold"), ("vllm_chunked", "decode")])
-def test_whole_prefill_model_misses_vllm_prompt_packing(bench: Bench, fits: Any, name: str, scenario: str) -> None:
+def test_engine_model_without_chunking_exceeds_the_error_bounds(
+    bench: Bench, fits: Any, name: str, scenario: str
+) -> None:
     one_by_one, together = (median_errors(bench, fits(name)[mode].at_own_rate)[scenario] for mode in (WHOLE, STEPS))
 
     assert one_by_one > 0.2
@@ -296,7 +298,7 @@ def test_engine_report_has_every_scenario_and_a_chart(bench: Bench, fits: Any, t
         (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: not JSON"),
     ],
 )
-def test_engine_bench_with_bad_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:
+def test_engine_bench_with_invalid_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(bench("command").engine, arguments)
 
     assert result.exit_code == 2

@@ -19,7 +19,7 @@ GROUP = "echo.e2e.test"
 AVAILABLE_WITHIN_S = 60.0
 
 
-def test_aggregated_api_is_reached_with_the_user_name(cluster: Cluster, tmp_path: Path) -> None:
+def test_aggregated_api_receives_the_user_name(cluster: Cluster, tmp_path: Path) -> None:
     namespace = cluster.namespace()
     user = cluster.kubeconfig("eve", groups=("system:masters",))
     with echo_server(tmp_path) as port, api_service(cluster, namespace, port):

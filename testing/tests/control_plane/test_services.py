@@ -47,7 +47,7 @@ async def _namespace(cluster: Cluster, services: Services) -> AsyncIterator[Name
         yield namespace
 
 
-async def test_connections_go_to_ready_endpoints_in_turn(namespace: Namespace) -> None:
+async def test_service_connections_rotate_over_ready_endpoints(namespace: Namespace) -> None:
     async with answering(NEAR, b"near"), answering(FAR, b"far"):
         namespace.apply(service("turns", ports=[{"name": "http", "port": 80, "targetPort": 8000}]))
         where = cluster_address(namespace, "turns")
@@ -78,7 +78,7 @@ async def test_connections_go_to_ready_endpoints_in_turn(namespace: Namespace) -
         await until(refused, "the Service is gone", timeout_s=WITHIN_S)
 
 
-async def test_stream_outlives_its_endpoint_and_half_closes(namespace: Namespace) -> None:
+async def test_open_stream_survives_endpoint_removal_and_half_close(namespace: Namespace) -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while piece := await reader.read(65536):
             writer.write(piece)
@@ -114,7 +114,7 @@ async def test_stream_outlives_its_endpoint_and_half_closes(namespace: Namespace
         writer.close()
 
 
-async def test_pod_resolves_names_of_services(
+async def test_pod_resolves_service_names(
     namespace: Namespace, cluster: Cluster, services: Services, tmp_path: Path
 ) -> None:
     labels = {"app": "web"}

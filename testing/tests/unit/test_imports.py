@@ -71,6 +71,6 @@ def test_module_imports_only_what_its_package_allows(path: Path) -> None:
         ("api/client.py", "from emulated_cluster.control_plane import kubeconfigs"),
     ],
 )
-def test_planted_import_is_found(module: str, planted: str) -> None:
+def test_import_check_finds_a_forbidden_import(module: str, planted: str) -> None:
     path = PACKAGE / module
     assert len(violations(path, f"{path.read_text()}\n{planted}\n")) == 1
