@@ -95,7 +95,7 @@ def run_experiment(
     """
     trace = load_trace(experiment)
     if not 0 <= experiment.warmup < len(trace.requests):
-        raise ValueError(f"a warm-up of {experiment.warmup} leaves none of {len(trace.requests)} requests to count")
+        raise ValueError(f"warmup={experiment.warmup}: the trace has only {len(trace.requests)} requests")
     asked = _arrivals(experiment, trace)
     lost = None
     if stop_below is not None:

@@ -263,7 +263,7 @@ async def breaks_off_after_what_came(client: KubeClient, words: str, **options: 
 async def test_watch_silence_is_an_error_after_its_events(server: Server, client: KubeClient) -> None:
     never = asyncio.Event()
     server.handler = streaming(line("ADDED", a=1), then=never)
-    await breaks_off_after_what_came(client, "silent past its end", inactivity_s=0.5)
+    await breaks_off_after_what_came(client, "sent no data and did not end in time", inactivity_s=0.5)
     never.set()
 
 
@@ -316,7 +316,7 @@ async def test_token_rejected_is_read_again(server: Server) -> None:
 async def test_kubeconfig_unusable_is_named(tmp_path: Path) -> None:
     missing, broken = tmp_path / "missing", tmp_path / "broken"
     broken.write_text("- no\n- mapping")
-    for path, words in ((missing, "does not exist"), (broken, "cannot be used")):
+    for path, words in ((missing, "does not exist"), (broken, "is invalid")):
         with pytest.raises(KubeConfigError, match=words) as caught:
             await KubeClient.connect(path)
         assert str(path) in str(caught.value)

@@ -55,7 +55,7 @@ def test_warm_up_is_served_and_not_counted() -> None:
 
 @pytest.mark.parametrize("warmup", [-1, REQUESTS])
 def test_warm_up_of_all_requests_is_refused(warmup: int) -> None:
-    with pytest.raises(ValueError, match="leaves none of 120"):
+    with pytest.raises(ValueError, match="the trace has only 120 requests"):
         run_experiment(replace(SMALL, warmup=warmup))
 
 

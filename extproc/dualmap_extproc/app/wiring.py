@@ -150,7 +150,7 @@ def _tracing(settings: Settings, observations: FanOut) -> tuple[frozenset[str], 
         from dualmap_extproc.telemetry.tracing import TRACE_HEADERS, tracing_to
     except ValueError as error:
         # OpenTelemetry reads some of its settings as it is imported.
-        raise TracingError(f"the environment's OTEL_* settings cannot be used: {error}") from error
+        raise TracingError(f"invalid OTEL_* environment variables: {error}") from error
 
     tracing = tracing_to(settings.otlp_endpoint, replica_id=settings.replica_id, version=version("dualmap"))
     tracing.subscribe(observations)
