@@ -26,7 +26,12 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--replica-id", "a b"), 2, "'a b' is not accepted; give 1 to 253 ASCII characters without spaces"),
         (None, ("--replica-id", "ro\x00ter"), 2, "1 to 253 ASCII characters without spaces"),
         (None, ("--als-port", "4711", "--grpc-port", "4711"), 2, "--grpc-port and --als-port are both 4711"),
-        (None, ("--redis", "redis://cache:port"), 2, "--redis: the URL is not accepted: it is not a URL, or its port"),
+        (
+            None,
+            ("--redis", "redis://cache:port"),
+            2,
+            "--redis: the URL is not accepted: the text is not a URL, or the port",
+        ),
         (None, ("--redis", "rediss://c", "--redis-ca", "/nonexistent"), 2, "--redis-ca: /nonexistent: No such file"),
         (None, ("--redis", "redis://c", "--redis-password-file", "/nonexistent"), 2, "/nonexistent: No such file"),
         (None, ("--redis-password-file", "/nonexistent"), 2, "--redis-password-file requires --redis"),

@@ -9,7 +9,7 @@ from dualmap_edge.logs import get_logger
 
 # A log line names this many members and counts the rest: a pool may have tens of thousands.
 _IDS_SHOWN: Final = 20
-_ENVOY_HINT: Final = "run envoy-config again for Envoys that it configured with --pool"
+_ENVOY_HINT: Final = "if Envoy's bootstrap comes from envoy-config --pool, run envoy-config again"
 # Fields of a pool that are logged apart from its settings.
 _NOT_SETTINGS: Final = ("namespace", "name", "members", "ring_version")
 _log = get_logger(__name__)
