@@ -284,7 +284,7 @@ async def test_watch_without_response_is_an_error(server: Server, client: KubeCl
     ("handler", "words"),
     [
         (streaming(line("ADDED", a=1), cut=True), "cannot be reached"),
-        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "within an event"),
+        (streaming(line("ADDED", a=1), b'{"type": "ADD'), "in the middle of an event"),
         (streaming(line("ADDED", a=1), b"]garbage[\n"), "not JSON"),
         (streaming(line("ADDED", a=1), b'{"type": 3}\n'), "invalid event"),
     ],

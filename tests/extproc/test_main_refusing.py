@@ -35,7 +35,12 @@ from extproc.router_processes import WAIT_S, launch, write_pool
         (None, ("--redis", "rediss://c", "--redis-ca", "/nonexistent"), 2, "--redis-ca: /nonexistent: No such file"),
         (None, ("--redis", "redis://c", "--redis-password-file", "/nonexistent"), 2, "/nonexistent: No such file"),
         (None, ("--redis-password-file", "/nonexistent"), 2, "--redis-password-file requires --redis"),
-        (None, ("--redis", "redis://c", "--redis-password", "x"), 2, "give --redis-password-file FILE, or DUALMAP_"),
+        (
+            None,
+            ("--redis", "redis://c", "--redis-password", "x"),
+            2,
+            "give --redis-password-file FILE or the environment variable DUALMAP_",
+        ),
         (None, ("--tls-client-ca", "/nonexistent"), 2, "--tls-client-ca: requires TLS"),
         (None, ("--log-prompts",), 2, "--log-prompts requires --log-level debug"),
         (None, ("--grpc-port", "70000"), 2, "70000"),

@@ -40,9 +40,9 @@ def test_target_url_is_parsed(url: str, expected: Target) -> None:
         ("http://cache", "the scheme is unknown"),
         ("redis://", "the host is missing"),
         ("redis://:6379", "the host is missing"),
-        ("redis://cache:port", "its port is not a number"),
-        ("redis://cache:99999", "its port is not a number"),
-        ("redis://[::1", "it is not a URL"),
+        ("redis://cache:port", "the port is not a number"),
+        ("redis://cache:99999", "the port is not a number"),
+        ("redis://[::1", "the text is not a URL"),
         ("redis://cache/first", "the database is not a number"),
         ("redis://cache/-1", "the database is not a number"),
         ("redis://cache?ssl_cert_reqs=none", "a URL with a query is not supported"),
@@ -93,7 +93,9 @@ class TestFiles:
         assert self.read(password="environment").password == "environment"
         assert self.read(password="").password is None
 
-    @pytest.mark.parametrize(("content", "reason"), [(b"", "is empty"), (b"\n", "is empty"), (b"\xff", "not UTF-8")])
+    @pytest.mark.parametrize(
+        ("content", "reason"), [(b"", "the file is empty"), (b"\n", "the file is empty"), (b"\xff", "not UTF-8")]
+    )
     def test_password_file_without_password_is_rejected(self, tmp_path: Path, content: bytes, reason: str) -> None:
         path = tmp_path / "password"
         path.write_bytes(content)

@@ -27,7 +27,8 @@ def redis_options(function: _Function) -> _Function:
             "--redis-password-file",
             type=click.Path(path_type=Path),
             metavar="FILE",
-            help=f"File with the Redis password. The environment variable {PASSWORD_VARIABLE} can give the password instead.",
+            help="File with the Redis password. "
+            f"The environment variable {PASSWORD_VARIABLE} can contain the password instead.",
         ),
         click.option(
             "--redis-ca",

@@ -52,7 +52,9 @@ def read_settings(url: str, *, password: str | None, password_file: Path | None,
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise RedisSettingsError(f"--redis-password-file: {password_file}: {reason}") from None
         if not password:
-            raise RedisSettingsError(f"--redis-password-file: {password_file} is empty; give a file with the password")
+            raise RedisSettingsError(
+                f"--redis-password-file: {password_file}: the file is empty; give a file with the password"
+            )
     settings = RedisSettings(url=url, password=password or None, ca_file=ca_file)
     target = target_of(settings)
     if ca_file is not None:
