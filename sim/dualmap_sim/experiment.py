@@ -157,7 +157,7 @@ def _replay(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable
 def _replay_oracle(experiment: Experiment, asked: Sequence[Arrival], gives_up: Callable[[Record], bool]) -> _Replayed:
     """Replay without routers: reports and delays do not apply to an oracle."""
     if experiment.engines:
-        raise ValueError(f"{experiment.policy} is an oracle for equal engines, these differ")
+        raise ValueError(f"the oracle {experiment.policy} requires equal engines")
     run = run_oracle(
         experiment.policy,
         engine=experiment.engine,
