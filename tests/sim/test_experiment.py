@@ -156,7 +156,7 @@ def test_oracle_runs_by_the_same_call() -> None:
 
 
 def test_oracle_for_equal_engines_refuses_others() -> None:
-    with pytest.raises(ValueError, match="limit is an oracle for equal engines"):
+    with pytest.raises(ValueError, match="the oracle limit requires equal engines"):
         run_experiment(replace(SMALL, policy="limit", engines=(("qwen-0", SMALL.engine),)))
 
 

@@ -291,9 +291,9 @@ def test_engine_report_has_every_scenario_and_a_chart(bench: Bench, fits: Any, t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["record", "--step-tokens", "512", "--out", "x"], "one of --url and --python"),
+        (["record", "--step-tokens", "512", "--out", "x"], "give either --url or --python"),
         (["record", "--url", "http://127.0.0.1:9", "--whole", "--step-tokens", "512", "--out", "x"], "--whole"),
-        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: not JSON"),
+        (["fit", str(ROOT / "pyproject.toml")], "pyproject.toml:1: the line is not JSON"),
     ],
 )
 def test_engine_bench_with_bad_options_or_files_exits_2(bench: Bench, arguments: list[str], said: str) -> None:

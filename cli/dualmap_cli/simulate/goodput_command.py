@@ -65,7 +65,7 @@ def goodput(
     A rejected request counts as a missed SLO. Warm-up requests do not count. By default, one router serves all requests
     and receives feedback without delay. To simulate several routers behind one gateway, use
     --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, each session waits for
-    an answer before its next request. Its actual rate can therefore be lower than the given rate.
+    an answer before its next request. The given rate is therefore nominal.
 
     --plot draws the means as bars and each window's value as a dot.
 

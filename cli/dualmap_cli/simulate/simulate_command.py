@@ -49,7 +49,7 @@ def simulate(start: int, seed: int, qps: tuple[float, ...] | None, **options: An
     requests, and counts a rejected request as a missed SLO. By default, one router serves all requests and receives
     feedback without delay. To simulate several routers behind one gateway, use
     --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, each session waits for
-    an answer before its next request. Its actual rate can therefore be lower than the given rate.
+    an answer before its next request. The given rate is therefore nominal.
 
     With one rate, --plot draws TTFT percentiles and the share within the SLO as bars. With several rates, --plot draws
     these figures as curves over the rate. The chart also shows the hit rate against the load imbalance, and each
