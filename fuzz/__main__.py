@@ -135,7 +135,7 @@ def _help() -> str:
     "--minimise",
     "shrink",
     is_flag=True,
-    help="Do not fuzz. Add those inputs of earlier runs to the corpus that cover new code.",
+    help="Do not fuzz. Add inputs of earlier runs to the corpus if the inputs cover new code.",
 )
 def main(
     names: tuple[str, ...], seconds: int, runs: int, seed: int | None, work: Path, random: bool, shrink: bool

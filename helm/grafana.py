@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Time to first token and SLO": (
         Panel(
             title="SLO attainment",
-            about="Share of first tokens within the TTFT objective, with the goal (spec.slo.attainment).",
+            about="Share of first tokens within the TTFT objective, and the target share (spec.slo.attainment).",
             unit="percentunit",
             queries={
                 "{{pool}}": f"sum by (pool) ({_rate('dualmap_first_tokens_total', _MET)})"
@@ -109,8 +109,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Caches": (
         Panel(
             title="Cache hit rate",
-            about="Share of prompt tokens that routers predict as cached, and the share of predicted tokens that "
-            "engines confirm.",
+            about="Share of prompt tokens that routers predict as cached. The series measured / predicted is the share "
+            "of predicted tokens that engines confirm.",
             unit="percentunit",
             queries={
                 "{{pool}} predicted": f"sum by (pool) ({_rate('dualmap_predicted_cached_tokens_total')})"
@@ -136,7 +136,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Load": (
         Panel(
             title="Pending prefill tokens",
-            about="Uncached prompt tokens that each endpoint still has to compute, summed over routers.",
+            about="Uncached prompt tokens that each endpoint has not computed yet, as a sum over all routers.",
             unit="short",
             queries={
                 "{{pool}} {{endpoint}}": f"sum by (pool, endpoint) ({_of('dualmap_endpoint_pending_prefill_tokens')})"
@@ -153,7 +153,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Desired replicas and ring members",
-            about="Desired replicas, summed over routers and rounded up, and ring members by state.",
+            about="Rounded-up sum of all routers' desired replicas, and the number of ring members by state.",
             unit="short",
             queries={
                 "{{pool}} desired": f"ceil(sum by (pool) ({_of('dualmap_pool_desired_replicas')}))",
@@ -171,8 +171,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Shared state and leader",
-            about="redis: 1 if the router reaches Redis. leaders: number of leading operators; the expected value is "
-            "1.",
+            about="The series redis is 1 if the router reaches Redis. The series leaders is the number of leading "
+            "operators, and should be 1.",
             unit="short",
             queries={"redis {{pod}}": "min by (pod) (dualmap_store_up)", "leaders": "sum(dualmap_operator_leader)"},
         ),
@@ -197,7 +197,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel(
             title="Drain time",
-            about="Time from the state Draining to the member's removal.",
+            about="Time from the start of a member's drain to the member's removal.",
             unit="s",
             queries={"p90": _quantile_of_all(0.9, "dualmap_operator_drain_seconds_bucket")},
         ),

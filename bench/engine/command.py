@@ -33,7 +33,8 @@ def engine() -> None:
 @click.option(
     "--python",
     type=_EXISTING,
-    help="Python interpreter with vLLM installed. The command starts vLLM there, with a small model of random weights.",
+    help="Python interpreter with vLLM installed. The command starts vLLM with this interpreter and a small random "
+    "model.",
 )
 @click.option("--step-tokens", required=True, type=click.IntRange(32), help="vLLM's --max-num-batched-tokens.")
 @click.option("--whole", is_flag=True, help="With --python: start vLLM with --no-enable-chunked-prefill.")

@@ -46,7 +46,7 @@ _QUICK_ROUNDS, _QUICK_SECONDS, _QUICK_IDLE_SECONDS = 1, 0.5, 5.0
 @click.option(
     "--quick",
     is_flag=True,
-    help="Measure less, in about two minutes. Overrides --rounds, --seconds and --idle-seconds.",
+    help="Measure only one short round, in about two minutes. Overrides --rounds, --seconds and --idle-seconds.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write every sample to this JSON file."
@@ -70,9 +70,9 @@ def gateway(
 ) -> None:
     """Compare a real Envoy with the router, with a picker that does nothing, and without a picker.
 
-    Each of these combinations is a stack. Every round measures every stack once. The tables show the median over the
-    rounds, with the lowest and the highest value. Ratios compare measurements of the same round. A full benchmark takes
-    about six minutes.
+    A stack is Envoy with one of these pickers, or Envoy alone. Every round measures every stack once. The tables show
+    the median over the rounds, with the lowest and the highest value. Ratios compare measurements of the same round. A
+    full benchmark takes about six minutes.
 
     \b
     Example:

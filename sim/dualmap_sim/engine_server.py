@@ -51,7 +51,7 @@ DRAIN_TIMEOUT_S: Final = 120.0
     type=FiniteFloatRange(0.0001, 10_000),
     default=1.0,
     show_default=True,
-    help="Seconds of simulated time per second. With 10, the engine runs ten times as fast.",
+    help="Seconds of simulated time per second. With --speed 10, the engine runs ten times as fast.",
 )
 @click.option("--api-key", help="Require 'Authorization: Bearer KEY' under /v1/.")
 def engine_sim(

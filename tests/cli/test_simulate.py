@@ -222,8 +222,7 @@ def test_help_explains_counting_and_bounds(command: str) -> None:
         *(
             "By default, one router serves all requests",
             "--routers 4 --view-delay 100ms --feedback-delay 20ms",
-            "closed-loop workload agentic, each session waits",
-            "given rate is therefore nominal",
+            "closed-loop workload agentic, the rate is nominal",
         ),
         *("rejected", "warm-up", "limit_deadline uses that order", "--no-sessions"),
     ):

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
         callback=numbers(int, 0, 2**31),
         default="0",
         show_default=True,
-        help="Seeds of a generated workload, separated by commas. Each seed adds a window for each of --starts.",
+        help="Seeds of a generated workload, separated by commas. Each seed adds one window for each value of "
+        "--starts.",
     ),
     click.option(
         "--attainment",
@@ -64,8 +65,8 @@ def goodput(
 
     A rejected request counts as a missed SLO. Warm-up requests do not count. By default, one router serves all requests
     and receives feedback without delay. To simulate several routers behind one gateway, use
-    --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, each session waits for
-    an answer before its next request. The given rate is therefore nominal.
+    --routers 4 --view-delay 100ms --feedback-delay 20ms. In the closed-loop workload agentic, the rate is
+    nominal, because each session waits for an answer before the next request.
 
     --plot draws the means as bars and each window's value as a dot.
 

@@ -93,7 +93,7 @@ def make_plan(
         warmup = min(WARMUP, int(shortest * WARMUP_SHARE))
     elif warmup >= shortest:
         raise click.BadParameter(
-            f"{warmup} is not accepted, a window has only {shortest} requests; give less than {shortest}",
+            f"{warmup} is not accepted; a window has only {shortest} requests, give less than {shortest}",
             param_hint="--warmup",
         )
     return Plan(

@@ -16,8 +16,8 @@ from dualmap_extproc.envoy.config.settings import Address, Discover, EnvoySettin
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Pool file (InferencePool as YAML). Repeat the option for several files. Requests without a pick "
-    "go to the first pool.",
+    help="Pool file (InferencePool as YAML). Repeat the option for several files. If no router picks an "
+    "endpoint, the request goes to the first pool.",
 )
 @click.option("--discover", is_flag=True, help="Envoy reads the pools from the routers. Replaces --pool.")
 @click.option(

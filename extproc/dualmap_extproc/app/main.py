@@ -105,7 +105,9 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="Pool file (InferencePool as YAML). Repeat the option for several files.",
 )
 @click.option(
-    "--kube", is_flag=True, help="Watch InferencePools in Kubernetes, in the cluster of env KUBECONFIG or of the pod."
+    "--kube",
+    is_flag=True,
+    help="Watch InferencePools in Kubernetes. env KUBECONFIG selects the cluster; the default is the pod's cluster.",
 )
 @click.option("--namespace", type=_Namespace(), help="With --kube: watch only this namespace.")
 @click.option("--all-namespaces", is_flag=True, help="With --kube: watch all namespaces (the default).")
@@ -128,7 +130,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     "--tls",
     default="off",
     metavar="off|self-signed|DIR",
-    help="TLS of --grpc-port and --als-port. DIR is a folder with tls.crt and tls.key.",
+    help="Use TLS on --grpc-port and --als-port. DIR is a folder with tls.crt and tls.key.",
 )
 @click.option(
     "--tls-client-ca",
@@ -151,7 +153,7 @@ def _check_distinct(ports: dict[str, int]) -> None:
     help="Send a trace span for each decision to this OpenTelemetry collector (OTLP over gRPC).",
 )
 @click.option(
-    "--drain-timeout", default="25s", type=Duration(), help="Maximum time after SIGTERM in which open requests may end."
+    "--drain-timeout", default="25s", type=Duration(), help="Maximum time to complete open requests after SIGTERM."
 )
 @click.option("--log-level", default="info", type=click.Choice(logs.LOG_LEVELS))
 @click.option("--log-format", default="text", type=click.Choice(["text", "json"]))

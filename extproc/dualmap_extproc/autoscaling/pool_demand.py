@@ -146,7 +146,9 @@ class PoolDemand:
         if not self._has_exchanged(now):
             raise DemandUnknown("shared state is unreachable")
         if self._peers_of(pool).incomplete(now):
-            raise DemandUnknown("another router does not report its demand; its version may be older")
+            raise DemandUnknown(
+                "another router does not report its demand, possibly because that router has an older version"
+            )
 
 
 def _ignore_change(_pool: str) -> None:

@@ -21,7 +21,7 @@ def redis_options(function: _Function) -> _Function:
         click.option(
             "--redis",
             metavar="URL",
-            help="Redis through which routers share state. Accepted are redis://, rediss:// and unix:// URLs.",
+            help="Redis through which routers share state. The URL starts with redis://, rediss:// or unix://.",
         ),
         click.option(
             "--redis-password-file",
