@@ -175,12 +175,12 @@ def test_recording_round_trips(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "1: not JSON"),
-        ("[]\n", "1: not a JSON object"),
+        ("", "1: the line is not JSON"),
+        ("[]\n", "1: the line is not a JSON object"),
         ("{}\n", "the first line"),
         (
             '{"format": "dualmap engine recording 1", "engine": {}, "machine": {}}\n{"scenario": "x"}\n',
-            "2: not a group",
+            "2: the line is not a valid group of requests",
         ),
     ],
 )
