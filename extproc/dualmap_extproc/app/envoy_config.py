@@ -111,7 +111,7 @@ def envoy_config(
     that is replaced by a rename or by a mounted Kubernetes Secret. Envoy does not reload a file that is written in
     place.
     """
-    # Imported here because Envoy's types and YAML take a second to import, and --help needs neither.
+    # These imports are here because Envoy's types and YAML take a second to import, and --help needs neither.
     from dualmap_extproc.envoy.config.bootstrap import bootstrap, to_yaml
     from dualmap_extproc.envoy.config.transport import discovery_files
     from dualmap_extproc.pools.file import PoolFileError, load_pool_files
@@ -140,7 +140,10 @@ def envoy_config(
 
 
 def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static: bool) -> Discover | None:
-    """Return how pools are discovered, None if files name them. Raises UsageError for both or neither."""
+    """Return how Envoy discovers pools, or None if pool files list the pools.
+
+    Raises UsageError unless the command has either pool files or ``--discover``.
+    """
     if switch == pools:
         wrong = "--pool and --discover exclude each other" if switch else "no pools"
         raise click.UsageError(f"{wrong}; give one or more --pool FILE, or --discover")
@@ -154,7 +157,7 @@ def _discover(switch: bool, longest_wait_s: float | None, *, pools: bool, static
 
 
 def _addresses(text: str, *, field: str) -> tuple[Address, ...]:
-    """Read a comma-separated list, each address once; raises EnvoySettingsError."""
+    """Return the addresses of a comma-separated list without duplicates. Raises EnvoySettingsError."""
     addresses = [Address.to_connect(part, field=field) for part in text.split(",")]
     return tuple(dict.fromkeys(addresses))
 

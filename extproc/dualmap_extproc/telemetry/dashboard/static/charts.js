@@ -1,5 +1,5 @@
-// TTFT and attainment over the last ten minutes, and the distribution of TTFT over the last five minutes.
-// Each chart is an SVG plane of 100 x 100 stretched to its place. Labels are HTML, so they are not stretched.
+// TTFT and attainment over the last ten minutes, and the distribution of TTFT over the last five minutes. Each chart is
+// an SVG of 100 x 100 units, stretched to the chart's size. Labels are HTML, so they are not stretched.
 
 import { count, percent, seconds } from "./format.js";
 import { el, setAttributes, setText, showEach, svg } from "./dom.js";
@@ -7,7 +7,7 @@ import { el, setAttributes, setText, showEach, svg } from "./dom.js";
 export class Charts {
   constructor(parent) {
     this.ttft = new Chart(parent, "TTFT, last 10 minutes", [["p50", "median"], ["p90", "90th percentile"]]);
-    this.attainment = new Chart(parent, "First tokens within the SLO, per 10 seconds", []);
+    this.attainment = new Chart(parent, "Share of first tokens within the SLO, in intervals of 10 seconds", []);
     this.spread = new Chart(parent, "Distribution of TTFT, last 5 minutes", []);
   }
 
@@ -27,7 +27,7 @@ export class Charts {
     this.ttft.mark(y(slo), `SLO ${seconds(slo)}`);
     this.ttft.scale(`${seconds(top)}`, "0", `${span} min ago`, "now");
     const last = known.length ? known[known.length - 1] : null;
-    this.ttft.describe(last === null ? "No first tokens in 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
+    this.ttft.describe(last === null ? "The pool had no first tokens in the last 10 minutes." : `Latest 90th percentile ${seconds(last)}, maximum ${seconds(Math.max(...known))}; SLO ${seconds(slo)}.`);
   }
 
   showAttainment(history, goal, span) {
@@ -49,10 +49,10 @@ export class Charts {
       this.spread.bars([]);
       this.spread.markAt(null);
       this.spread.scale("", "", "", "");
-      this.spread.describe("No first tokens in 5 minutes.");
+      this.spread.describe("The pool had no first tokens in the last 5 minutes.");
       return;
     }
-    // A bar reaches from one bound to the next. The first and the last bar are as wide as their neighbours.
+    // A bar extends from one bound to the next bound. The first and the last bar have the width of their neighbours.
     const low = (index) => bounds[index - 1] ?? bounds[0] / (bounds[1] / bounds[0]);
     const high = (index) => bounds[index] ?? bounds[bounds.length - 1] * (bounds[1] / bounds[0]);
     const last = counts.length - 1 - [...counts].reverse().findIndex((each) => each > 0);
@@ -62,7 +62,8 @@ export class Charts {
     const bars = [];
     for (let index = first; index <= last; index += 1) {
       const height = (counts[index] / most) * 100;
-      // A bar that contains the SLO is split there, because its requests are not known to be early or late.
+      // A bar that contains the SLO is split at the SLO, because the counts do not show which of the bar's requests met
+      // the SLO.
       const pieces = low(index) < slo && slo < high(index)
         ? [[low(index), slo, "met"], [slo, high(index), "missed"]]
         : [[low(index), high(index), high(index) <= slo ? "met" : "missed"]];
